@@ -51,7 +51,7 @@ class Accelerator {
     virtual absl::Status Mark(int slot) = 0;
     // Waits until the work before the slot's mark is done; returns at once if there was no mark.
     virtual absl::Status Wait(int slot) = 0;
-    static constexpr int kSlots = 4;
+    static constexpr int kSlots = 2;
   };
 
   virtual ~Accelerator() = default;

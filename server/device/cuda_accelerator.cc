@@ -142,12 +142,12 @@ class Event {
 // was promised, as no work on a stream waits for the host.
 class CudaQueue : public Accelerator::Queue {
  public:
-  // Of the thread's current device. Throws as LibTorch does.
-  explicit CudaQueue(Index index)
+  // Of the thread's current device. Throws as LibTorch does. `copies`: by which all queues copy
+  // ahead.
+  CudaQueue(Index index, cudaStream_t copies)
       : index_(index),
         stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)),
-        // The priority means nothing to copies, but that there are 32 streams more.
-        copies_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, index)) {}
+        copies_(copies) {}
   ~CudaQueue() override {
     Try(index_, [this] {
       for (const cudaStream_t stream : {copies_, stream_}) {
@@ -203,22 +203,22 @@ class CudaQueue : public Accelerator::Queue {
 
   const Index index_;
   const cudaStream_t stream_;
-  const cudaStream_t copies_;             // Ahead of it.
+  const cudaStream_t copies_;
   const Event copied_{cudaEventDefault};  // Only streams wait for it.
   const std::array<Event, kSlots> marks_;
 };
 
 class CudaAccelerator : public Accelerator {
  public:
-  CudaAccelerator(Index index, int64_t total_memory_bytes)
-      : index_(index), total_memory_bytes_(total_memory_bytes) {}
+  CudaAccelerator(Index index, int64_t total_memory_bytes, cudaStream_t copies)
+      : index_(index), total_memory_bytes_(total_memory_bytes), copies_(copies) {}
 
   std::string name() const override { return NameOf(index_); }
 
   absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override {
     std::unique_ptr<Queue> queue;
     EMA_RETURN_IF_ERROR(
-        TryToMake(index_, "a stream", [&] { queue = std::make_unique<CudaQueue>(index_); }));
+        TryToMake(index_, "a stream", [&] { queue = std::make_unique<CudaQueue>(index_, copies_); }));
     return queue;
   }
 
@@ -259,6 +259,9 @@ class CudaAccelerator : public Accelerator {
  private:
   const Index index_;
   const int64_t total_memory_bytes_;
+  // One for all: the link does one copy at a time, and goes over to another stream's more slowly.
+  // No queue's work is on it.
+  const cudaStream_t copies_;
 };
 
 // LibTorch's allocator cuts what is less than 10 MiB from segments of 20 MiB, of which it wastes up
@@ -362,6 +365,7 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   cudaError_t loaded = cudaSuccess;
+  cudaStream_t copies = nullptr;
   EMA_RETURN_IF_ERROR(Try(static_cast<Index>(index), [&] {
     const bool is_expandable = UseExpandableSegments(index);
     c10::cuda::CUDACachingAllocator::init(static_cast<int>(list.gpus.size()));
@@ -375,6 +379,8 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
     c10::cuda::CUDACachingAllocator::emptyCache();
     C10_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
     TryMemory(is_expandable);
+    // The priority means nothing to copies, but that it is none of the queues' streams.
+    copies = c10::cuda::getStreamFromPool(/*isHighPriority=*/true, static_cast<Index>(index));
   }));
   if (IsMissingCode(loaded)) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -382,7 +388,7 @@ absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {
         ": ", cudaGetErrorString(loaded)));
   }
   return std::make_shared<CudaAccelerator>(static_cast<Index>(index),
-                                           static_cast<int64_t>(free_bytes));
+                                           static_cast<int64_t>(free_bytes), copies);
 }
 
 std::string CudaVersion() { return VersionText(CUDART_VERSION); }
