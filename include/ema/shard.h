@@ -92,6 +92,7 @@ class RankLayout {
     int64_t element_size = 0;
     int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
     size_t shape = 0;              // Of the tensor, in shapes_.
+    int64_t first_element = 0;     // Of the shard, in the tensor.
   };
 
   std::vector<Shard> shards_;

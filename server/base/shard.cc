@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -261,8 +262,11 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     const int64_t element_size = DtypeSize(dtype);
     const bool is_next = layout.shapes_.empty() || (&shard)[-1].tensor_index != shard.tensor_index;
     if (is_next) layout.shapes_.push_back(spec.shape);
-    layout.geometry_.push_back(
-        {dtype, element_size, StretchElements(shard, spec.shape), layout.shapes_.size() - 1});
+    const std::array<int64_t, kMaxRank> strides = Strides(spec.shape);
+    layout.geometry_.push_back({dtype, element_size, StretchElements(shard, spec.shape),
+                                layout.shapes_.size() - 1,
+                                std::inner_product(shard.offsets.begin(), shard.offsets.end(),
+                                                   strides.begin(), int64_t{0})});
     layout.starts_.push_back(layout.starts_.back() + shard.element_count() * element_size);
     digest_bytes.clear();
     AppendNumbers(digest_bytes, {shard.tensor_index});
@@ -315,6 +319,16 @@ void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
     const Shard& shard = shards_[i];
     const Geometry& geometry = geometry_[i];
     const int64_t element = (offset - starts_[i]) / geometry.element_size;
+    if (starts_[i + 1] - starts_[i] == geometry.stretch_elements * geometry.element_size) {
+      // Most are one stretch; small ones would cost more than their bytes by way of their extents.
+      const int64_t count = (shard_end - offset) / geometry.element_size;
+      if (!visit({shard.tensor_index, offset, geometry.first_element + element, count,
+                  geometry.dtype})) {
+        return;
+      }
+      offset = shard_end;
+      continue;
+    }
     int64_t skipped = element % geometry.stretch_elements;
     StretchCursor cursor(shard, shapes_[geometry.shape], geometry.stretch_elements,
                          element / geometry.stretch_elements);
