@@ -109,7 +109,8 @@ Trainer::Trainer(const ServerProcess& server, std::string model,
       shards.push_back(weights_->tensors()[i]);
     }
     std::unique_ptr<Client> client =
-        Must(Client::Create(address_, {.same_host_lane = options.same_host_lane}));
+        Must(Client::Create(address_, {.same_host_lane = options.same_host_lane,
+                                       .max_connections = options.max_connections}));
     std::unique_ptr<Run> run = Must(client->OpenRun(model_, {.launch_id = "bench",
                                                              .rank = rank,
                                                              .world_size = options.rank_count,

@@ -14,10 +14,14 @@ namespace {
 
 // A server of its own, and who pushes to it.
 struct PushedServer {
+  // Trainers that looked for more could end with different numbers of them.
+  static constexpr int64_t kConnections = 4;
+
   PushedServer(const GpuBench& bench, const std::string& device,
                std::shared_ptr<const Weights> weights, bool same_host_lane)
       : server(bench.options.server, {"--device", device, "--memory-bytes", "32G"}),
-        trainer(server, "push", std::move(weights), {.same_host_lane = same_host_lane}) {
+        trainer(server, "push", std::move(weights),
+                {.same_host_lane = same_host_lane, .max_connections = kConnections}) {
     trainer.WarmUp();
   }
 
@@ -30,6 +34,9 @@ void PushBesideCpu(const GpuBench& bench, bool same_host_lane, Row& row) {
       static_cast<size_t>(bench.options.megabytes) * 1'000'000, 400);
   const auto push_to = [&](Side side, const std::string& device) {
     const auto pushed = std::make_shared<PushedServer>(bench, device, weights, same_host_lane);
+    side.gigabytes = weights->gigabytes();
+    side.client_pid = getpid();
+    side.server_pid = pushed->server.pid();
     return TimeOf(std::move(side), [pushed] { pushed->trainer.Push(); });
   };
   row.ours = push_to(row.ours, bench.server_device);
