@@ -234,7 +234,6 @@ train() {
     --junitxml "$root/$results/$1.xml" "tests/python/trainer/test_cuda_training.py${3-}"
 }
 
-run_training() { train training 120; }
 
 # under_tool TOOL: sets `sanitized`, the conformance suite under a tool of compute-sanitizer.
 # What CUDA refuses, such as too much memory, is what some tests are about. Every block is memory of
@@ -325,8 +324,10 @@ measure_training() {
     --seconds "$(($(at_most "$2") - 20))" "${@:3}"
 }
 
-run_bench() {
-  measure_rows
+run_bench() { measure_rows; }
+
+run_training() {
+  train training 120
   measure_training "training benchmark" 200 --output "$results/training.md"
 }
 
