@@ -109,13 +109,6 @@ EMA_HOST_DEVICE inline Lanes<T> LoadLanes(const std::byte* address) {
 template <typename T>
 EMA_HOST_DEVICE inline void StoreLanes(const Lanes<T>& lanes, std::byte* address) {
   AssumeGlobal(address);
-#ifdef __CUDA_ARCH__
-  // Nothing reads it again while it could stay in the cache.
-  if constexpr (sizeof(lanes) == sizeof(uint4)) {
-    __stcs(reinterpret_cast<uint4*>(address), BitsAs<uint4>(lanes));
-    return;
-  }
-#endif
   *reinterpret_cast<Lanes<T>*>(address) = lanes;
 }
 
