@@ -73,6 +73,7 @@ class RankLayout {
 
   // A piece of the rank's bytes that is also contiguous in its tensor.
   struct Stretch {
+    int64_t shard_index = 0;
     int64_t tensor_index = 0;
     int64_t byte_offset = 0;     // In the rank's bytes.
     int64_t tensor_element = 0;  // First element, in the tensor's row-major order.
@@ -84,15 +85,24 @@ class RankLayout {
   // it returns true. REQUIRES: both ends are element boundaries inside the rank's bytes.
   void ForEachStretch(int64_t offset, int64_t length_bytes,
                       const std::function<bool(const Stretch&)>& visit) const;
+  // The same, but shards that are whole tensors of one dtype, and neighbours as these, are one
+  // stretch: it goes on behind its tensor's end.
+  void ForEachJoinedStretch(int64_t offset, int64_t length_bytes,
+                            const std::function<bool(const Stretch&)>& visit) const;
 
  private:
-  // What ForEachStretch needs of a shard, worked out once.
+  void JoinStretches(const Manifest& manifest, absl::Span<const Shard> shards);
+  void Walk(int64_t offset, int64_t length_bytes, bool joined,
+            const std::function<bool(const Stretch&)>& visit) const;
+
+  // What Walk() needs of a shard, worked out once.
   struct Geometry {
-    Dtype dtype = Dtype::kFloat32;
-    int64_t element_size = 0;
     int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
-    size_t shape = 0;              // Of the tensor, in shapes_.
     int64_t first_element = 0;     // Of the shard, in the tensor.
+    int32_t shape = 0;             // Of the tensor, in shapes_.
+    int32_t joined_end = 0;        // Behind the last shard of its joined stretch.
+    Dtype dtype = Dtype::kFloat32;
+    int8_t element_size = 0;
   };
 
   std::vector<Shard> shards_;

@@ -263,10 +263,13 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     const bool is_next = layout.shapes_.empty() || (&shard)[-1].tensor_index != shard.tensor_index;
     if (is_next) layout.shapes_.push_back(spec.shape);
     const std::array<int64_t, kMaxRank> strides = Strides(spec.shape);
-    layout.geometry_.push_back({dtype, element_size, StretchElements(shard, spec.shape),
-                                layout.shapes_.size() - 1,
-                                std::inner_product(shard.offsets.begin(), shard.offsets.end(),
-                                                   strides.begin(), int64_t{0})});
+    layout.geometry_.push_back(
+        {.stretch_elements = StretchElements(shard, spec.shape),
+         .first_element = std::inner_product(shard.offsets.begin(), shard.offsets.end(),
+                                             strides.begin(), int64_t{0}),
+         .shape = static_cast<int32_t>(layout.shapes_.size() - 1),
+         .dtype = dtype,
+         .element_size = static_cast<int8_t>(element_size)});
     layout.starts_.push_back(layout.starts_.back() + shard.element_count() * element_size);
     digest_bytes.clear();
     AppendNumbers(digest_bytes, {shard.tensor_index});
@@ -274,6 +277,7 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     AppendNumbers(digest_bytes, shard.extents);
     crc = Crc32c(crc, digest_bytes);
   }
+  layout.JoinStretches(manifest, shards);
   digest_bytes.clear();
   if (frozen_shard_count > 0) AppendNumbers(digest_bytes, {frozen_shard_count});
   if (wire_dtype == WireDtype::kBFloat16) AppendNumbers(digest_bytes, {-1});
@@ -283,6 +287,21 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
   layout.wire_dtype_ = wire_dtype;
   layout.digest_ = crc;
   return layout;
+}
+
+void RankLayout::JoinStretches(const Manifest& manifest, absl::Span<const Shard> shards) {
+  const auto is_whole = [&](const Shard& shard) {
+    return shard.extents == manifest.tensor(shard.tensor_index).shape;
+  };
+  const auto goes_on = [&](size_t i) {
+    return i + 1 < shards.size() && shards[i].tensor_index + 1 == shards[i + 1].tensor_index &&
+           geometry_[i].dtype == geometry_[i + 1].dtype && is_whole(shards[i]) &&
+           is_whole(shards[i + 1]);
+  };
+  for (size_t i = shards.size(); i-- > 0;) {
+    geometry_[i].joined_end =
+        goes_on(i) ? geometry_[i + 1].joined_end : static_cast<int32_t>(i + 1);
+  }
 }
 
 int64_t RankLayout::memory_bytes() const {
@@ -311,35 +330,48 @@ bool RankLayout::IsElementBoundary(int64_t offset) const {
 
 void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
                                 const std::function<bool(const Stretch&)>& visit) const {
+  Walk(offset, length_bytes, /*joined=*/false, visit);
+}
+
+void RankLayout::ForEachJoinedStretch(int64_t offset, int64_t length_bytes,
+                                      const std::function<bool(const Stretch&)>& visit) const {
+  Walk(offset, length_bytes, /*joined=*/true, visit);
+}
+
+void RankLayout::Walk(int64_t offset, int64_t length_bytes, bool joined,
+                      const std::function<bool(const Stretch&)>& visit) const {
   if (length_bytes == 0) return;
   const int64_t end = offset + length_bytes;
-  for (int64_t i = FindShard(offset); offset < end; ++i) {
-    const int64_t shard_end = std::min(end, starts_[i + 1]);
-    if (offset >= shard_end) continue;  // An empty shard.
-    const Shard& shard = shards_[i];
+  for (int64_t i = FindShard(offset), next; offset < end; i = next) {
     const Geometry& geometry = geometry_[i];
+    next = i + 1;
+    if (offset >= starts_[next]) continue;  // An empty shard.
+    if (joined) next = geometry.joined_end;
+    const int64_t shards_end = std::min(end, starts_[next]);
+    const Shard& shard = shards_[i];
     const int64_t element = (offset - starts_[i]) / geometry.element_size;
+    Stretch stretch = {.shard_index = i,
+                       .tensor_index = shard.tensor_index,
+                       .byte_offset = offset,
+                       .dtype = geometry.dtype};
     if (starts_[i + 1] - starts_[i] == geometry.stretch_elements * geometry.element_size) {
-      // Most are one stretch; small ones would cost more than their bytes by way of their extents.
-      const int64_t count = (shard_end - offset) / geometry.element_size;
-      if (!visit({shard.tensor_index, offset, geometry.first_element + element, count,
-                  geometry.dtype})) {
-        return;
-      }
-      offset = shard_end;
+      // Most are one stretch. What else there is to know of a shard is in pieces of the heap.
+      stretch.tensor_element = geometry.first_element + element;
+      stretch.element_count = (shards_end - offset) / geometry.element_size;
+      if (!visit(stretch)) return;
+      offset = shards_end;
       continue;
     }
     int64_t skipped = element % geometry.stretch_elements;
     StretchCursor cursor(shard, shapes_[geometry.shape], geometry.stretch_elements,
                          element / geometry.stretch_elements);
-    for (; offset < shard_end; cursor.Next()) {
-      const int64_t count = std::min(geometry.stretch_elements - skipped,
-                                     (shard_end - offset) / geometry.element_size);
-      if (!visit({shard.tensor_index, offset, cursor.tensor_element() + skipped, count,
-                  geometry.dtype})) {
-        return;
-      }
-      offset += count * geometry.element_size;
+    for (; offset < shards_end; cursor.Next()) {
+      stretch.byte_offset = offset;
+      stretch.tensor_element = cursor.tensor_element() + skipped;
+      stretch.element_count = std::min(geometry.stretch_elements - skipped,
+                                       (shards_end - offset) / geometry.element_size);
+      if (!visit(stretch)) return;
+      offset += stretch.element_count * geometry.element_size;
       skipped = 0;
     }
   }

@@ -44,9 +44,9 @@ bool GoesOn(const FoldTarget& before, const FoldTarget& next, int64_t count, int
 
 }  // namespace
 
-// Folds one chunk: walks its pieces and the layout's runs together. Tensors that are neighbours,
-// there and in all tracks, are one run to the device: small ones would cost it more than their
-// bytes.
+// Folds one chunk: walks its pieces and the layout's stretches together. Tensors that are
+// neighbours, there and in all tracks, are walked as one, and are one run to the device: small ones
+// would cost more than their bytes.
 class PushSession::ChunkFolder {
  public:
   struct Result {
@@ -59,6 +59,10 @@ class PushSession::ChunkFolder {
     for (size_t t = 0; t < session.memory_.next.size(); ++t) {
       if (!session.memory_.next[t].blocks.empty()) changing_tracks_.push_back(t);
     }
+    // Each tensor that is not finite must be found, and of a run the device tells only one; and what
+    // is done with frozen tensors differs.
+    is_each_alone_ = session.model_.non_finite == NonFinitePolicy::kSkipTensor ||
+                     session.run_->has_frozen();
     targets_.reserve(changing_tracks_.size());
     run_targets_.reserve(changing_tracks_.size());
   }
@@ -70,17 +74,22 @@ class PushSession::ChunkFolder {
     with_checksum_ = with_checksum;
     NextPiece();
     absl::Status status;
-    layout.ForEachStretch(range.offset, range.length_bytes,
-                          [&](const RankLayout::Stretch& stretch) {
-                            if (status.ok()) status = FoldStretch(stretch);
-                            return status.ok();
-                          });
+    layout.ForEachJoinedStretch(range.offset, range.length_bytes,
+                                [&](const RankLayout::Stretch& stretch) {
+                                  status = FoldStretch(layout, stretch);
+                                  return status.ok();
+                                });
     EMA_RETURN_IF_ERROR(status);
     EMA_RETURN_IF_ERROR(EndRun());
     return result_;
   }
 
  private:
+  struct Place {
+    int64_t tensor_index = 0;
+    int64_t element = 0;
+  };
+
   // Moves on to the next piece that is not empty. The checksum is taken here, so that the fold
   // finds the bytes in the cache.
   void NextPiece() {
@@ -91,18 +100,18 @@ class PushSession::ChunkFolder {
     }
   }
 
-  absl::Status FoldStretch(const RankLayout::Stretch& stretch) {
+  absl::Status FoldStretch(const RankLayout& layout, const RankLayout::Stretch& stretch) {
     const int64_t element_size = DtypeSize(stretch.dtype);
-    int64_t element = stretch.tensor_element;
-    const int64_t end = element + stretch.element_count;
-    while (element < end) {
-      const int64_t whole =
-          std::min<int64_t>(end - element, static_cast<int64_t>(piece_.size()) / element_size);
-      if (whole > 0) {
-        EMA_RETURN_IF_ERROR(
-            FoldElements(stretch.tensor_index, element, stretch.dtype, piece_.data(), whole));
-        piece_ = piece_.subspan(whole * element_size);
-        element += whole;
+    int64_t offset = stretch.byte_offset;
+    const int64_t end = offset + stretch.element_count * element_size;
+    int64_t shard = stretch.shard_index;
+    Place place = {stretch.tensor_index, stretch.tensor_element};
+    while (true) {
+      int64_t count =
+          std::min<int64_t>(end - offset, static_cast<int64_t>(piece_.size())) / element_size;
+      if (count > 0) {
+        EMA_ASSIGN_OR_RETURN(count, FoldElements(place, stretch.dtype, piece_.data(), count));
+        piece_ = piece_.subspan(count * element_size);
       } else {
         // The element is cut by the end of a piece.
         std::array<std::byte, 8> gathered;
@@ -114,47 +123,56 @@ class PushSession::ChunkFolder {
           filled += n;
           NextPiece();
         }
-        EMA_RETURN_IF_ERROR(
-            FoldElements(stretch.tensor_index, element, stretch.dtype, gathered.data(), 1));
+        EMA_ASSIGN_OR_RETURN(count, FoldElements(place, stretch.dtype, gathered.data(), 1));
         EMA_RETURN_IF_ERROR(EndRun());  // While `gathered` is there.
-        ++element;
       }
       NextPiece();
+      offset += count * element_size;
+      if (offset == end) return absl::OkStatus();
+      place.element += count;
+      if (offset < layout.shard_start(shard + 1)) continue;
+      // Behind the tensor's end there are only whole ones.
+      while (offset >= layout.shard_start(shard + 1)) ++shard;
+      place = {layout.shards()[shard].tensor_index,
+               (offset - layout.shard_start(shard)) / element_size};
     }
-    return absl::OkStatus();
   }
 
-  absl::Status FoldElements(int64_t tensor_index, int64_t element, Dtype dtype,
-                            const std::byte* source, int64_t count) {
-    while (count > 0) {
-      int64_t n = count;
-      targets_.clear();
-      tracks_.clear();
-      for (const size_t t : changing_tracks_) {
-        if (!session_.Changes(session_.plan_.tracks[t], tensor_index)) continue;
-        tracks_.push_back(t);
-        n = std::min(n, SetTarget(t, tensor_index, element, dtype, targets_.emplace_back()));
-      }
-      if (!GoesOnWith(dtype, source)) {
-        EMA_RETURN_IF_ERROR(EndRun());
-        targets_.swap(run_targets_);
-        tracks_.swap(run_tracks_);
-        run_ = {.source_dtype = dtype,
-                .source = source,
-                .source_id = tensor_index,
-                .first_element = element};
-      }
-      run_.element_count += n;
-      source += n * DtypeSize(dtype);
-      element += n;
-      count -= n;
+  // Adds up to `count` elements, which may go on behind the tensor's end, to the run; returns how
+  // many.
+  absl::StatusOr<int64_t> FoldElements(const Place& place, Dtype dtype, const std::byte* source,
+                                       int64_t count) {
+    targets_.clear();
+    tracks_.clear();
+    int64_t end_tensor = is_each_alone_ ? place.tensor_index + 1 : INT64_MAX;
+    for (const size_t t : changing_tracks_) {
+      const Track& track = *session_.plan_.tracks[t].track;
+      end_tensor = std::min(end_tensor, track.run_end(place.tensor_index));
     }
-    return absl::OkStatus();
+    for (const size_t t : changing_tracks_) {
+      if (!session_.Changes(session_.plan_.tracks[t], place.tensor_index)) continue;
+      tracks_.push_back(t);
+      count = std::min(count, SetTarget(t, place, end_tensor, dtype, targets_.emplace_back()));
+    }
+    if (targets_.empty()) {
+      const TensorSpec& spec = session_.model_.manifest->tensor(place.tensor_index);
+      count = std::min(count, spec.element_count() - place.element);
+    }
+    if (!GoesOnWith(dtype, source)) {
+      EMA_RETURN_IF_ERROR(EndRun());
+      targets_.swap(run_targets_);
+      tracks_.swap(run_tracks_);
+      run_ = {.source_dtype = dtype,
+              .source = source,
+              .source_id = place.tensor_index,
+              .first_element = place.element};
+    }
+    run_.element_count += count;
+    return count;
   }
 
   // True: `targets_`, for what is at `source`, go on where `run_` ends.
   bool GoesOnWith(Dtype dtype, const std::byte* source) const {
-    // Each tensor that is not finite must be found, and of a run the device tells only one.
     if (session_.model_.non_finite == NonFinitePolicy::kSkipTensor) return false;
     const int64_t count = run_.element_count;
     const int64_t element_size = DtypeSize(dtype);
@@ -183,18 +201,21 @@ class PushSession::ChunkFolder {
     return absl::OkStatus();
   }
 
-  // Points `target` at an element of track `t`; returns how many elements follow there.
-  int64_t SetTarget(size_t t, int64_t tensor_index, int64_t element, Dtype source_dtype,
+  // Points `target` at an element of track `t`; returns how many elements follow there, of tensors
+  // before `end_tensor`.
+  int64_t SetTarget(size_t t, const Place& place, int64_t end_tensor, Dtype source_dtype,
                     FoldTarget& target) const {
+    const int64_t tensor_index = place.tensor_index;
     const TrackPlan& plan = session_.plan_.tracks[t];
     const Track& track = *plan.track;
     const TrackBlocks& next = session_.memory_.next[t];
     const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
     const int64_t stored_size = DtypeSize(entry.dtype);
-    const int64_t byte = entry.offset + element * stored_size;
+    const int64_t byte = entry.offset + place.element * stored_size;
     const int64_t block = track.FindBlock(byte);
     const int64_t in_block = byte - track.block_start(block);
-    int64_t bytes = track.block_size(block) - in_block;
+    const StorageLayout::Entry& last = track.layout().entry(end_tensor - 1);
+    int64_t bytes = std::min(track.block_start(block + 1), last.offset + last.length_bytes) - byte;
     const Schedule::Update& update = plan.updates[track.schedule_index(tensor_index)];
     target = {.update_weight = update.update_weight, .next = next.blocks[block]->data() + in_block};
     if (track.action(tensor_index) == TensorAction::kAverage) {
@@ -230,6 +251,7 @@ class PushSession::ChunkFolder {
   const PushSession& session_;
   DeviceStream& device_stream_;
   std::vector<size_t> changing_tracks_;
+  bool is_each_alone_ = false;  // Tensors are not walked as one.
   // Of the elements at hand, one per track that they change.
   std::vector<FoldTarget> targets_;
   std::vector<size_t> tracks_;

@@ -33,6 +33,7 @@ class Track {
         actions_(ActionsOf(config_, manifest)),
         schedule_indices_(ScheduleIndicesOf(config_, manifest)),
         layout_(manifest, actions_),
+        run_ends_(FindRuns()),
         block_starts_(CutIntoBlocks(layout_, block_bytes)),
         has_only_float32_(FindFloat32()) {}
 
@@ -74,6 +75,9 @@ class Track {
   // By which of SchedulesOf(config()) a tensor goes.
   int schedule_index(int64_t tensor_index) const { return schedule_indices_[tensor_index]; }
   const StorageLayout& layout() const { return layout_; }
+  // Behind the last of the tensors that go on from this one: what a push does with them is the same,
+  // and their bytes are neighbours.
+  int64_t run_end(int64_t tensor_index) const { return run_ends_[tensor_index]; }
   // That so many versions take at most; INT64_MAX: more than that.
   int64_t MemoryBytes(int64_t version_count) const {
     int64_t bytes = 0;
@@ -117,6 +121,22 @@ class Track {
     return starts;
   }
 
+  std::vector<int32_t> FindRuns() const {
+    std::vector<int32_t> ends(actions_.size());
+    for (auto i = std::ssize(ends) - 1; i >= 0; --i) {
+      const auto next = i + 1;
+      bool goes_on = next < std::ssize(ends) && actions_[i] == actions_[next] &&
+                     schedule_indices_[i] == schedule_indices_[next];
+      if (goes_on && layout_.entry(i).is_stored) {
+        const StorageLayout::Entry& entry = layout_.entry(i);
+        goes_on = entry.dtype == layout_.entry(next).dtype &&
+                  entry.offset + entry.length_bytes == layout_.entry(next).offset;
+      }
+      ends[i] = goes_on ? ends[next] : static_cast<int32_t>(next);
+    }
+    return ends;
+  }
+
   std::vector<bool> FindFloat32() const {
     std::vector<bool> found(block_count(), true);
     for (const StorageLayout::Entry& entry : layout_.entries()) {
@@ -133,6 +153,7 @@ class Track {
   std::vector<TensorAction> actions_;
   std::vector<int> schedule_indices_;
   StorageLayout layout_;
+  std::vector<int32_t> run_ends_;       // By tensor.
   std::vector<int64_t> block_starts_;   // And the end.
   std::vector<bool> has_only_float32_;  // By block.
   std::shared_ptr<const MemoryBudget::Reservation> reservation_;

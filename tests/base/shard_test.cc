@@ -190,6 +190,61 @@ TEST(RankLayoutTest, RunsAreThoseOfTheNaiveModel) {
   }
 }
 
+TEST(RankLayoutTest, NeighboursThatAreWholeTensorsAreJoined) {
+  Random random(2);
+  int64_t joined_count = 0;
+  for (int round = 0; round < 1500; ++round) {
+    const Manifest manifest = RandomManifest(random);
+    std::vector<Shard> shards;
+    for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+      const int64_t what = Below(random, 6);
+      if (what == 0) continue;
+      if (what == 1) {
+        CutAtRandom(random, WholeTensor(manifest, i), shards);
+      } else {
+        shards.push_back(WholeTensor(manifest, i));
+      }
+    }
+    const std::vector<Element> naive = NaiveElements(manifest, shards);
+    EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, shards));
+    if (naive.empty()) continue;
+    const int64_t begin = Below(random, static_cast<int64_t>(naive.size()));
+    const int64_t begin_byte = naive[begin].byte_offset;
+    std::vector<Element> elements;
+    std::vector<RankLayout::Stretch> stretches;
+    layout.ForEachJoinedStretch(
+        begin_byte, layout.total_bytes() - begin_byte, [&](const RankLayout::Stretch& stretch) {
+          stretches.push_back(stretch);
+          const int64_t size = DtypeSize(stretch.dtype);
+          for (int64_t i = 0; i < stretch.element_count; ++i) {
+            const int64_t byte = stretch.byte_offset + i * size;
+            const int64_t shard = layout.FindShard(byte);
+            const int64_t tensor = layout.shards()[shard].tensor_index;
+            const bool is_first = shard == stretch.shard_index;
+            elements.push_back({tensor, byte,
+                                is_first ? stretch.tensor_element + i
+                                         : (byte - layout.shard_start(shard)) / size});
+            joined_count += is_first ? 0 : 1;
+          }
+          EXPECT_EQ(layout.FindShard(stretch.byte_offset), stretch.shard_index);
+          return true;
+        });
+    ASSERT_EQ(elements, std::vector<Element>(naive.begin() + begin, naive.end()))
+        << "round " << round;
+    const auto is_whole = [&](int64_t i) {
+      return shards[i] == WholeTensor(manifest, shards[i].tensor_index);
+    };
+    for (size_t i = 1; i < stretches.size(); ++i) {
+      const int64_t shard = stretches[i].shard_index;
+      const bool could_be_one = is_whole(shard) && is_whole(shard - 1) &&
+                                shards[shard - 1].tensor_index + 1 == shards[shard].tensor_index &&
+                                stretches[i].dtype == stretches[i - 1].dtype;
+      ASSERT_FALSE(could_be_one && shards[shard - 1].element_count() > 0) << "round " << round;
+    }
+  }
+  EXPECT_GT(joined_count, 0);
+}
+
 // Compared each with each, as many shards as a message holds would block a server for minutes.
 TEST(RankLayoutTest, HundredThousandShardsAreQuick) {
   constexpr int64_t kCount = 100'000;

@@ -112,7 +112,7 @@ TEST_F(HostMemoryTest, AReaderOfVeryManyTensorsReservesItsList) {
   EXPECT_THAT(refused, AllOf(ReasonIs(ErrorReason::kMemoryBudget),
                              StatusIs(absl::StatusCode::kResourceExhausted,
                                       HasSubstr("a pull of so many tensors needs "))));
-  EXPECT_FALSE(readings.empty());
+  EXPECT_FALSE(readings.empty()) << refused;
   EXPECT_THAT(read({}), IsOk());                   // As it is stored: no list.
   EXPECT_THAT(read({.tensors = {"w3"}}), IsOk());  // A short one.
   const size_t count = readings.size();
