@@ -72,11 +72,11 @@ class Receiver {
 
 }  // namespace
 
-// One thread copies into pinned memory at a fraction of what the bus can do: as many receive as there
-// would be connections, each of which keeps a thread of its sender and the kernel busy, too.
+// One thread copies into pinned memory at a fraction of what the bus can do: as many receive as a
+// server would have busy streams, beside which the kernel's and a sender's threads run.
 void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
   const int stream_count =
-      std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 4, 1, 8);
+      std::clamp(static_cast<int>(std::thread::hardware_concurrency()) * 3 / 8, 1, 8);
   const int64_t total_bytes = bench.parameters() * kFloatBytes;
   // A round of one would be milliseconds, of which starting the threads is a part.
   const int passes = bench.repeats;
