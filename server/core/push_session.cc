@@ -59,10 +59,10 @@ class PushSession::ChunkFolder {
     for (size_t t = 0; t < session.memory_.next.size(); ++t) {
       if (!session.memory_.next[t].blocks.empty()) changing_tracks_.push_back(t);
     }
-    // Each tensor that is not finite must be found, and of a run the device tells only one; and what
-    // is done with frozen tensors differs.
-    is_each_alone_ = session.model_.non_finite == NonFinitePolicy::kSkipTensor ||
-                     session.run_->has_frozen();
+    // Each tensor that is not finite must be found, and of a run the device tells only one; and
+    // what is done with frozen tensors differs.
+    is_each_alone_ =
+        session.model_.non_finite == NonFinitePolicy::kSkipTensor || session.run_->has_frozen();
     targets_.reserve(changing_tracks_.size());
     run_targets_.reserve(changing_tracks_.size());
   }

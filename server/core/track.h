@@ -75,8 +75,8 @@ class Track {
   // By which of SchedulesOf(config()) a tensor goes.
   int schedule_index(int64_t tensor_index) const { return schedule_indices_[tensor_index]; }
   const StorageLayout& layout() const { return layout_; }
-  // Behind the last of the tensors that go on from this one: what a push does with them is the same,
-  // and their bytes are neighbours.
+  // Behind the last of the tensors that go on from this one: what a push does with them is the
+  // same, and their bytes are neighbours.
   int64_t run_end(int64_t tensor_index) const { return run_ends_[tensor_index]; }
   // That so many versions take at most; INT64_MAX: more than that.
   int64_t MemoryBytes(int64_t version_count) const {

@@ -217,8 +217,8 @@ class CudaAccelerator : public Accelerator {
 
   absl::StatusOr<std::unique_ptr<Queue>> NewQueue() override {
     std::unique_ptr<Queue> queue;
-    EMA_RETURN_IF_ERROR(
-        TryToMake(index_, "a stream", [&] { queue = std::make_unique<CudaQueue>(index_, copies_); }));
+    EMA_RETURN_IF_ERROR(TryToMake(index_, "a stream",
+                                  [&] { queue = std::make_unique<CudaQueue>(index_, copies_); }));
     return queue;
   }
 

@@ -66,8 +66,8 @@ class HostCopies {
   // entries_.end(): there is none.
   Entries::iterator FindLocked(const BlockRef& block, SourceFormat format)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Takes out copies, from the one that was used longest ago on: of blocks that have gone, and while
-  // `needed_bytes` have not come together also idle ones; ends once they have.
+  // Takes out copies, from the one that was used longest ago on: of blocks that have gone, and
+  // while `needed_bytes` have not come together also idle ones; ends once they have.
   Entries DropLocked(int64_t needed_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
