@@ -36,7 +36,9 @@ constexpr size_t kPieceBytes = 64 << 10;
 
 struct Launch {
   dim3 grid = {1};
-  dim3 block = {256};
+  unsigned halves = 2;  // Of the threads that the kernel is written for.
+  unsigned block_y = 1;
+  unsigned block_z = 1;
   size_t shared_bytes = 0;
 };
 
@@ -82,12 +84,13 @@ class Work {
   }
 
   template <typename Argument>
-  void Do(const char* kernel, Argument argument, const Launch& launch) {
+  void Do(const char* kernel, unsigned threads, Argument argument, const Launch& launch) {
     __cudaRegisterFunction(nullptr, kernel, nullptr, kernel, 0, nullptr, nullptr, nullptr, nullptr,
                            nullptr);
     void* arguments[] = {&argument};
+    const dim3 block = {threads * launch.halves / 2, launch.block_y, launch.block_z};
     Need(__cudaLaunchKernel(reinterpret_cast<cudaKernel_t>(const_cast<char*>(kernel)), launch.grid,
-                            launch.block, arguments, launch.shared_bytes, stream));
+                            block, arguments, launch.shared_bytes, stream));
     Wait();
   }
   // What the tables are to have goes to memory of the GPU.
@@ -128,9 +131,15 @@ class Work {
   ema::DeviceSumRun* run_ = nullptr;
 };
 
-void Fold(Work& work, const Launch& launch = {}) { work.Do("FoldKernel", work.table, launch); }
-void Sum(Work& work, const Launch& launch = {}) { work.Do("SumKernel", work.sums, launch); }
-void Cast(Work& work, const Launch& launch = {}) { work.Do("CastKernel", work.cast, launch); }
+void Fold(Work& work, const Launch& launch = {}) {
+  work.Do("FoldKernel", ema::kFoldThreads, work.table, launch);
+}
+void Sum(Work& work, const Launch& launch = {}) {
+  work.Do("SumKernel", ema::kSumThreads, work.sums, launch);
+}
+void Cast(Work& work, const Launch& launch = {}) {
+  work.Do("CastKernel", ema::kCastThreads, work.cast, launch);
+}
 
 TEST(FakeCudartTest, AGpuUsesItsOwnMemory) {
   for (const int device : {0, 1}) {
@@ -257,9 +266,9 @@ INSTANTIATE_TEST_SUITE_P(Places, FakeCudartDeathTest, testing::ValuesIn(kPlaces)
 
 TEST(FakeCudartLaunchDeathTest, OfABlockAsItsKernelIsWrittenFor) {
   const Launch wrong[] = {
-      {.grid = {0}},          {.grid = {0x80000000}}, {.grid = {1, 2}}, {.grid = {1, 1, 2}},
-      {.block = {0}},         {.block = {128}},       {.block = {512}}, {.block = {256, 2}},
-      {.block = {256, 1, 2}}, {.shared_bytes = 4},
+      {.grid = {0}},  {.grid = {0x80000000}}, {.grid = {1, 2}}, {.grid = {1, 1, 2}},
+      {.halves = 0},  {.halves = 1},          {.halves = 4},    {.block_y = 2},
+      {.block_z = 2}, {.shared_bytes = 4},
   };
   for (const auto kernel : {Fold, Sum, Cast}) {
     for (const Launch& launch : wrong) {
@@ -271,7 +280,7 @@ TEST(FakeCudartLaunchDeathTest, OfABlockAsItsKernelIsWrittenFor) {
       EXPECT_DEATH(use(), "a launch that no GPU takes, .*: (Fold|Sum|Cast)Kernel");
     }
   }
-  EXPECT_DEATH(Work().Do("OtherKernel", 0, {}), "a kernel that is not ours: OtherKernel");
+  EXPECT_DEATH(Work().Do("OtherKernel", 1, 0, {}), "a kernel that is not ours: OtherKernel");
 }
 
 TEST(FakeCudartCopyDeathTest, ACopyIsOfTheMemoryThatItSays) {
