@@ -186,13 +186,15 @@ absl::Status PushSession::AwaitDevice(int64_t rank, std::optional<int64_t> strea
 }
 
 absl::Status PushSession::CheckFiniteLocked(int64_t rank) {
-  const absl::btree_map<int64_t, int64_t>& found = ranks_[rank].non_finite;
+  absl::btree_map<int64_t, int64_t> found = ranks_[rank].non_finite;
   std::vector<NonFiniteElement> elements;
   // In the order in which a device that tells at once tells of them, so that both name the same.
   for (const Shard& shard : run_->layout(rank)->shards()) {
-    if (elements.size() == found.size()) break;
+    if (found.empty()) break;
     const auto it = found.find(shard.tensor_index);
-    if (it != found.end()) elements.push_back({it->first, it->second});
+    if (it == found.end()) continue;
+    elements.push_back({it->first, it->second});
+    found.erase(it);
   }
   return TakeNonFiniteLocked(rank, elements);
 }

@@ -75,6 +75,19 @@ TEST_F(NonFiniteTest, AFloat64ThatOnlyItsRoundingMakesInfiniteIsSkipped) {
   EXPECT_THAT(Read("ema"), ElementsAre(1, 1));
 }
 
+TEST_F(NonFiniteTest, ATensorInSeveralShardsHidesNoOther) {
+  Create({Track("ema", "smoothing=0.5")},
+         {{"a", Dtype::kFloat32, {2}}, {"b", Dtype::kFloat32, {1}}});
+  const Manifest& manifest = model_->manifest();
+  TestRank rank(model_, "cut", 0, 1, {{0, {0}, {1}}, {0, {1}, {1}}, WholeTensor(manifest, 1)},
+                /*whole=*/false);
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, Raw(1.0f, 1.0f, 1.0f)), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank.Push(2, Raw(kNan, kNan, kNan)));
+  EXPECT_THAT(result.record.skipped_tensors, ElementsAre("a", "b"));
+  EXPECT_THAT(Read("ema"), ElementsAre(1, 1, 1));
+}
+
 TEST_F(NonFiniteTest, ATensorThatNoTrackTakesCounts) {
   TrackConfig track = Track("ema", "smoothing=0.5");
   track.tensor_rules = {{"b", TensorAction::kIgnore}};
