@@ -85,6 +85,7 @@ class PushSession::ChunkFolder {
   }
 
  private:
+  // An element of a tensor.
   struct Place {
     int64_t tensor_index = 0;
     int64_t element = 0;
@@ -147,7 +148,7 @@ class PushSession::ChunkFolder {
     int64_t end_tensor = is_each_alone_ ? place.tensor_index + 1 : INT64_MAX;
     for (const size_t t : changing_tracks_) {
       const Track& track = *session_.plan_.tracks[t].track;
-      end_tensor = std::min(end_tensor, track.run_end(place.tensor_index));
+      end_tensor = std::min(end_tensor, track.neighbours_end(place.tensor_index));
     }
     for (const size_t t : changing_tracks_) {
       if (!session_.Changes(session_.plan_.tracks[t], place.tensor_index)) continue;
@@ -158,10 +159,12 @@ class PushSession::ChunkFolder {
       const TensorSpec& spec = session_.model_.manifest->tensor(place.tensor_index);
       count = std::min(count, spec.element_count() - place.element);
     }
-    if (!GoesOnWith(dtype, source)) {
+    const int64_t offset = tracks_.empty() ? 0 : StoredOffset(tracks_.front(), place);
+    if (!GoesOnWith(dtype, source, offset)) {
       EMA_RETURN_IF_ERROR(EndRun());
       targets_.swap(run_targets_);
       tracks_.swap(run_tracks_);
+      run_offset_ = offset;
       run_ = {.source_dtype = dtype,
               .source = source,
               .source_id = place.tensor_index,
@@ -171,13 +174,23 @@ class PushSession::ChunkFolder {
     return count;
   }
 
-  // True: `targets_`, for what is at `source`, go on where `run_` ends.
-  bool GoesOnWith(Dtype dtype, const std::byte* source) const {
+  // Of an element, in the bytes of track `t`.
+  int64_t StoredOffset(size_t t, const Place& place) const {
+    const StorageLayout::Entry& entry =
+        session_.plan_.tracks[t].track->layout().entry(place.tensor_index);
+    return entry.offset + place.element * DtypeSize(entry.dtype);
+  }
+
+  // True: `targets_`, for what is at `source`, go on where `run_` ends, and not in memory alone.
+  // `offset`: of the first in its track.
+  bool GoesOnWith(Dtype dtype, const std::byte* source, int64_t offset) const {
+    // Of a run the device tells only one that is not finite, and each tensor must be found.
     if (session_.model_.non_finite == NonFinitePolicy::kSkipTensor) return false;
     const int64_t count = run_.element_count;
     const int64_t element_size = DtypeSize(dtype);
     if (count == 0 || dtype != run_.source_dtype || source != run_.source + count * element_size ||
-        targets_.empty() || tracks_ != run_tracks_) {
+        targets_.empty() || tracks_ != run_tracks_ ||
+        offset != run_offset_ + count * targets_.front().StoredBytes(element_size)) {
       return false;
     }
     for (size_t i = 0; i < targets_.size(); ++i) {
@@ -211,7 +224,7 @@ class PushSession::ChunkFolder {
     const TrackBlocks& next = session_.memory_.next[t];
     const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
     const int64_t stored_size = DtypeSize(entry.dtype);
-    const int64_t byte = entry.offset + place.element * stored_size;
+    const int64_t byte = StoredOffset(t, place);
     const int64_t block = track.FindBlock(byte);
     const int64_t in_block = byte - track.block_start(block);
     const StorageLayout::Entry& last = track.layout().entry(end_tensor - 1);
@@ -255,7 +268,8 @@ class PushSession::ChunkFolder {
   // Of the elements at hand, one per track that they change.
   std::vector<FoldTarget> targets_;
   std::vector<size_t> tracks_;
-  FoldOp run_;  // Not folded yet.
+  FoldOp run_;              // Not folded yet.
+  int64_t run_offset_ = 0;  // Of its first element, in the bytes of its first track.
   std::vector<FoldTarget> run_targets_;
   std::vector<size_t> run_tracks_;
   absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.

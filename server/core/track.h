@@ -33,7 +33,7 @@ class Track {
         actions_(ActionsOf(config_, manifest)),
         schedule_indices_(ScheduleIndicesOf(config_, manifest)),
         layout_(manifest, actions_),
-        run_ends_(FindRuns()),
+        neighbours_ends_(FindNeighbours()),
         block_starts_(CutIntoBlocks(layout_, block_bytes)),
         has_only_float32_(FindFloat32()) {}
 
@@ -77,7 +77,7 @@ class Track {
   const StorageLayout& layout() const { return layout_; }
   // Behind the last of the tensors that go on from this one: what a push does with them is the
   // same, and their bytes are neighbours.
-  int64_t run_end(int64_t tensor_index) const { return run_ends_[tensor_index]; }
+  int64_t neighbours_end(int64_t tensor_index) const { return neighbours_ends_[tensor_index]; }
   // That so many versions take at most; INT64_MAX: more than that.
   int64_t MemoryBytes(int64_t version_count) const {
     int64_t bytes = 0;
@@ -121,7 +121,7 @@ class Track {
     return starts;
   }
 
-  std::vector<int32_t> FindRuns() const {
+  std::vector<int32_t> FindNeighbours() const {
     std::vector<int32_t> ends(actions_.size());
     for (auto i = std::ssize(ends) - 1; i >= 0; --i) {
       const auto next = i + 1;
@@ -153,9 +153,9 @@ class Track {
   std::vector<TensorAction> actions_;
   std::vector<int> schedule_indices_;
   StorageLayout layout_;
-  std::vector<int32_t> run_ends_;       // By tensor.
-  std::vector<int64_t> block_starts_;   // And the end.
-  std::vector<bool> has_only_float32_;  // By block.
+  std::vector<int32_t> neighbours_ends_;  // By tensor.
+  std::vector<int64_t> block_starts_;     // And the end.
+  std::vector<bool> has_only_float32_;    // By block.
   std::shared_ptr<const MemoryBudget::Reservation> reservation_;
 };
 using TrackRef = std::shared_ptr<const Track>;
