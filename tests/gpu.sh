@@ -234,7 +234,6 @@ train() {
     --junitxml "$root/$results/$1.xml" "tests/python/trainer/test_cuda_training.py${3-}"
 }
 
-
 # under_tool TOOL: sets `sanitized`, the conformance suite under a tool of compute-sanitizer.
 # What CUDA refuses, such as too much memory, is what some tests are about. Every block is memory of
 # its own: inside a larger piece of LibTorch's the tool could not see where one ends.

@@ -85,8 +85,8 @@ class RankLayout {
   // it returns true. REQUIRES: both ends are element boundaries inside the rank's bytes.
   void ForEachStretch(int64_t offset, int64_t length_bytes,
                       const std::function<bool(const Stretch&)>& visit) const;
-  // The same, but shards that are whole tensors of one dtype, and neighbours as these, are one
-  // stretch: it goes on behind its tensor's end.
+  // The same, but whole tensors of one dtype that follow one another, also in the manifest, are
+  // one: such a stretch goes on behind the end of its tensor.
   void ForEachJoinedStretch(int64_t offset, int64_t length_bytes,
                             const std::function<bool(const Stretch&)>& visit) const;
 

@@ -263,10 +263,12 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     const bool is_next = layout.shapes_.empty() || (&shard)[-1].tensor_index != shard.tensor_index;
     if (is_next) layout.shapes_.push_back(spec.shape);
     const std::array<int64_t, kMaxRank> strides = Strides(spec.shape);
+    const bool is_empty = shard.element_count() == 0;  // It may be anywhere.
     layout.geometry_.push_back(
         {.stretch_elements = StretchElements(shard, spec.shape),
-         .first_element = std::inner_product(shard.offsets.begin(), shard.offsets.end(),
-                                             strides.begin(), int64_t{0}),
+         .first_element = is_empty ? 0
+                                   : std::inner_product(shard.offsets.begin(), shard.offsets.end(),
+                                                        strides.begin(), int64_t{0}),
          .shape = static_cast<int32_t>(layout.shapes_.size() - 1),
          .dtype = dtype,
          .element_size = static_cast<int8_t>(element_size)});

@@ -136,10 +136,10 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// LibTorch has 32 streams of each priority for each device, which it hands out in turn: from the
-// 33rd queue on, two have the same ones. Their work is then done in the order in which it was
-// queued, and who waits for one may wait for the other, too. That costs time; each still gets what
-// was promised, as no work on a stream waits for the host.
+// LibTorch has 32 streams of a priority for each device, which it hands out in turn: from the 33rd
+// queue on, two have the same one. Their work is then done in the order in which it was queued, and
+// who waits for one may wait for the other, too. That costs time; each still gets what was
+// promised, as no work on a stream waits for the host. All have one stream of copies.
 class CudaQueue : public Accelerator::Queue {
  public:
   // Of the thread's current device. Throws as LibTorch does. `copies`: by which all queues copy
@@ -149,11 +149,10 @@ class CudaQueue : public Accelerator::Queue {
         stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, index)),
         copies_(copies) {}
   ~CudaQueue() override {
-    Try(index_, [this] {
-      for (const cudaStream_t stream : {copies_, stream_}) {
-        C10_CUDA_CHECK(cudaStreamSynchronize(stream));
-      }
-    }).IgnoreError();
+    // The copies last: but for one that failed half-way, the other waits for ours.
+    for (const cudaStream_t stream : {stream_, copies_}) {
+      Try(index_, [stream] { C10_CUDA_CHECK(cudaStreamSynchronize(stream)); }).IgnoreError();
+    }
   }
 
   absl::Status CopyToDevice(std::byte* device, const std::byte* host, int64_t size_bytes) override {

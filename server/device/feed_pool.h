@@ -47,7 +47,7 @@ class DeviceHealth {
   absl::Status first_ ABSL_GUARDED_BY(mu_);
 };
 
-// By which bytes come from the host and go there: a few slabs, each in pinned memory and on the
+// By which bytes come from the host and go there: two slabs, each in pinned memory and on the
 // device, and flags.
 struct Ring {
   using Memory = BlockPool::Memory;

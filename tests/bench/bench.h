@@ -116,7 +116,7 @@ class Trainer {
     bool same_host_lane = false;
     // The fewest: big models are many here, and memory is not.
     int64_t max_pinned_versions = 1;
-    int max_connections = 0;  // As Client::Options.
+    int64_t max_connections = 0;  // As Client::Options.
   };
   Trainer(const ServerProcess& server, std::string model, std::shared_ptr<const Weights> weights,
           const Options& options);
