@@ -90,8 +90,8 @@ struct PushTotals {
 // chunk again gives the same bits.
 //
 // Thread-safe: any number of streams add chunks at once, to ranges that they have claimed. No lock
-// is held while folding. Files: push_session.cc takes chunks and commits; push_snapshot.cc makes
-// the next snapshot, and waits for the device that writes it.
+// is held while folding. Files: push_chunk.cc takes chunks; push_session.cc commits;
+// push_snapshot.cc makes the next snapshot, and waits for the device that writes it.
 class PushSession {
  public:
   // What the step does with one track.
