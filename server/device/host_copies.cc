@@ -18,6 +18,8 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
       copy = entry->copy;
       entries_.splice(entries_.begin(), entries_, entry);
     } else {
+      // A copy that goes now for one that cannot be made would never come back.
+      EMA_RETURN_IF_ERROR(feeds_->health.status());
       const int64_t size_bytes = SizeBytes(*block, format);
       if (!pinned_.HasFree(size_bytes)) {
         dropped = DropLocked(pinned_.used_bytes() + size_bytes - kept_bytes_);
