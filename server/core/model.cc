@@ -69,7 +69,7 @@ absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Model::ReserveM
                        budget_->Reserve(what, bytes));
   return std::shared_ptr<const MemoryBudget::Reservation>(
       reserved.release(), [device = device_](const MemoryBudget::Reservation* reservation) {
-        device->Trim();
+        device->Trim(reservation->bytes());
         delete reservation;
       });
 }

@@ -241,7 +241,7 @@ class CpuDevice : public Device {
 
   Overhead overhead(int64_t) const override { return {}; }
 
-  void Trim() override { pool_.Trim(); }
+  void Trim(int64_t size_bytes) override { pool_.Trim(size_bytes); }
 
   absl::Status health() const override { return absl::OkStatus(); }
 

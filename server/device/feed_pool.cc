@@ -5,6 +5,18 @@
 #include "ema/internal/status_macros.h"
 
 namespace ema {
+namespace {
+
+// Null: there is none.
+template <typename T>
+std::unique_ptr<T> TakeLast(std::vector<std::unique_ptr<T>>& idle) {
+  if (idle.empty()) return nullptr;
+  std::unique_ptr<T> last = std::move(idle.back());
+  idle.pop_back();
+  return last;
+}
+
+}  // namespace
 
 FeedPool::FeedPool(std::shared_ptr<Accelerator> the_accelerator,
                    const AcceleratorOptions& the_options)
@@ -23,26 +35,26 @@ absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FeedPool::AllocateDevice(int6
 
 absl::StatusOr<std::unique_ptr<Feed>> FeedPool::TakeFeed() {
   EMA_RETURN_IF_ERROR(health.status());
+  auto feed = std::make_unique<Feed>();
   {
     absl::MutexLock lock(&mu);
-    if (!idle_feeds.empty()) {
-      std::unique_ptr<Feed> feed = std::move(idle_feeds.back());
-      idle_feeds.pop_back();
-      return feed;
-    }
+    feed->queue = TakeLast(idle_queues);
   }
+  if (feed->queue != nullptr) return feed;
   absl::StatusOr<std::unique_ptr<Accelerator::Queue>> queue = accelerator->NewQueue();
   if (!queue.ok()) return health.Check(queue.status());
-  auto feed = std::make_unique<Feed>();
   feed->queue = *std::move(queue);
   return feed;
 }
 
 absl::StatusOr<Ring*> FeedPool::RingOf(Feed& feed) {
   if (feed.ring == nullptr) {
+    absl::MutexLock lock(&mu);
+    feed.ring = TakeLast(idle_rings);
+  }
+  if (feed.ring == nullptr) {
     absl::StatusOr<std::unique_ptr<Ring>> ring = MakeRing(*feed.queue);
-    if (absl::IsResourceExhausted(ring.status()) && blocks.free_bytes() > 0) {
-      blocks.Trim();
+    if (absl::IsResourceExhausted(ring.status()) && blocks.Trim(Device::kAllKept) > 0) {
       ring = MakeRing(*feed.queue);
     }
     EMA_ASSIGN_OR_RETURN(feed.ring, std::move(ring));
@@ -72,7 +84,8 @@ absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing(Accelerator::Queue& que
 
 void FeedPool::GiveBack(std::unique_ptr<Feed> feed) {
   absl::MutexLock lock(&mu);
-  idle_feeds.push_back(std::move(feed));
+  idle_queues.push_back(std::move(feed->queue));
+  if (feed->ring != nullptr) idle_rings.push_back(std::move(feed->ring));
 }
 
 absl::Status FeedPool::DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) {
@@ -93,10 +106,10 @@ absl::Status FeedPool::DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) {
   return absl::OkStatus();
 }
 
-void FeedPool::FreeFeeds() {
-  std::vector<std::unique_ptr<Feed>> freed;  // Destroyed after the lock.
+void FeedPool::FreeRings() {
+  std::vector<std::unique_ptr<Ring>> freed;  // Destroyed after the lock.
   absl::MutexLock lock(&mu);
-  freed.swap(idle_feeds);
+  freed.swap(idle_rings);
 }
 
 }  // namespace ema

@@ -87,13 +87,14 @@ struct FeedPool {
   absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
   // REQUIRES: nothing is queued.
   void GiveBack(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
-  // The feed's ring, which is made now if it has none, also of blocks' memory that is kept free.
-  absl::StatusOr<Ring*> RingOf(Feed& feed);
+  // The feed's ring. If it has none it gets an idle one, or else one that is made now, also of
+  // blocks' memory that is kept free.
+  absl::StatusOr<Ring*> RingOf(Feed& feed) ABSL_LOCKS_EXCLUDED(mu);
   // Calls `work` with a feed, whose work it waits for. Waits until one of kReaderFeeds is free: few
   // of them keep the link busy, and the memory formula counts them.
   absl::Status DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) ABSL_LOCKS_EXCLUDED(mu);
-  // Frees those that nobody has.
-  void FreeFeeds() ABSL_LOCKS_EXCLUDED(mu);
+  // Frees the rings that nobody has.
+  void FreeRings() ABSL_LOCKS_EXCLUDED(mu);
 
   const std::shared_ptr<Accelerator> accelerator;
   const AcceleratorOptions options;
@@ -101,7 +102,9 @@ struct FeedPool {
   BlockPool blocks;
 
   absl::Mutex mu;
-  std::vector<std::unique_ptr<Feed>> idle_feeds ABSL_GUARDED_BY(mu);
+  // Apart: who only copies or clears needs no ring, and takes none away.
+  std::vector<std::unique_ptr<Accelerator::Queue>> idle_queues ABSL_GUARDED_BY(mu);
+  std::vector<std::unique_ptr<Ring>> idle_rings ABSL_GUARDED_BY(mu);
   int reader_count ABSL_GUARDED_BY(mu) = 0;
 
  private:

@@ -405,7 +405,7 @@ TEST(AcceleratorDeviceTest, AnErrorWhileMemoryIsTakenBreaksTheDevice) {
 }
 
 TEST(AcceleratorDeviceTest, ManyReadersTakeNoMoreThanTheOverheadSays) {
-  Harness harness({.max_delay_us = 300});
+  Harness harness({.max_delay_us = 300}, /*kept_host_bytes=*/0);
   constexpr int kReaders = 16;
   std::vector<std::shared_ptr<Block>> blocks;
   for (int i = 0; i < kReaders; ++i) blocks.push_back(*harness.device->Allocate(kBytes));
@@ -427,6 +427,58 @@ TEST(AcceleratorDeviceTest, ManyReadersTakeNoMoreThanTheOverheadSays) {
             overhead.shared_host_bytes + kReaders * overhead.host_bytes_per_reader);
 }
 
+TEST(AcceleratorDeviceTest, AStreamThatOnlyClearsTakesNoRingFromOthers) {
+  Harness harness({});
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  {
+    const auto stream = *harness.device->NewStream();
+    ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+  }
+  const auto clears = *harness.device->NewStream();
+  ASSERT_THAT(clears->Zero(block->data(), kBytes), IsOk());
+  ASSERT_THAT(clears->Synchronize(), IsOk());
+  const auto folds = *harness.device->NewStream();
+  ASSERT_THAT(Assign(*folds, *block, 2), IsOk());
+  ASSERT_THAT(folds->Synchronize(), IsOk());
+  EXPECT_EQ(harness.accelerator->pinned_bytes(),
+            harness.device->overhead(kBytes).host_bytes_per_stream);
+  EXPECT_THAT(ValuesOf(*harness.device->HostView(block, std::nullopt)), Each(2.0f));
+}
+
+TEST(AcceleratorDeviceTest, ACopyOutlivesTheDeviceWhateverElseIsAskedFor) {
+  Harness harness({}, /*kept_host_bytes=*/kBytes);
+  const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  const std::shared_ptr<Block> other = *harness.device->Allocate(kBytes);
+  const auto stream = *harness.device->NewStream();
+  ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+  ASSERT_THAT(stream->Synchronize(), IsOk());
+  ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
+  harness.accelerator->Break();
+  EXPECT_THAT(Assign(*stream, *other, 1), IsDeviceError());
+  // There is room for one copy.
+  EXPECT_THAT(harness.device->HostView(other, std::nullopt), IsDeviceError());
+  const auto view = harness.device->HostView(block, std::nullopt);
+  ASSERT_THAT(view, IsOk());
+  EXPECT_THAT(ValuesOf(*view), Each(1.0f));
+}
+
+TEST(AcceleratorDeviceTest, TrimLeavesWhatIsKeptBeyondTheBytesThatItIsToldOf) {
+  Harness harness({});
+  ASSERT_THAT(harness.device->Allocate(3 * kBytes), IsOk());
+  std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
+  {
+    const auto stream = *harness.device->NewStream();
+    ASSERT_THAT(Assign(*stream, *block, 1), IsOk());
+  }
+  block = nullptr;
+  const int64_t ring_bytes = harness.device->overhead(kBytes).bytes_per_stream;
+  harness.device->Trim(2 * kBytes);
+  EXPECT_EQ(harness.device->memory_use().kept_bytes, kBytes);
+  EXPECT_EQ(harness.accelerator->device_bytes(), kBytes + ring_bytes);
+  harness.device->Trim(2 * kBytes);
+  EXPECT_EQ(harness.accelerator->device_bytes(), 0) << "the blocks were not enough";
+}
+
 // It is for the device's memory: what other models' readers share stays.
 TEST(AcceleratorDeviceTest, TrimLeavesTheCopiesOfBlocksThatAreThere) {
   Harness harness({});
@@ -435,7 +487,7 @@ TEST(AcceleratorDeviceTest, TrimLeavesTheCopiesOfBlocksThatAreThere) {
   ASSERT_THAT(harness.device->HostView(block, std::nullopt), IsOk());
   ASSERT_THAT(harness.device->HostView(other, std::nullopt), IsOk());
   other = nullptr;
-  harness.device->Trim();
+  harness.device->Trim(Device::kAllKept);
   EXPECT_TRUE(harness.device->HasHostView(block, std::nullopt));
   EXPECT_EQ(harness.accelerator->device_bytes(), kBytes);
   const Device::MemoryUse use = harness.device->memory_use();
@@ -456,7 +508,7 @@ TEST(AcceleratorDeviceTest, TrimGivesAllMemoryBackThatNobodyHas) {
   block = nullptr;
   EXPECT_GT(harness.accelerator->device_bytes(), 0);
   EXPECT_GT(harness.accelerator->pinned_bytes(), 0);
-  harness.device->Trim();
+  harness.device->Trim(Device::kAllKept);
   EXPECT_EQ(harness.accelerator->device_bytes(), 0);
   EXPECT_EQ(harness.accelerator->pinned_bytes(), 0);
   EXPECT_EQ(harness.accelerator->trim_count(), 1) << "what the allocator keeps";
@@ -468,7 +520,7 @@ TEST(AcceleratorDeviceTest, WhatIsKeptFreeIsGivenUpForStreamsAndReaders) {
   const std::shared_ptr<Block> block = *harness.device->Allocate(kBytes);
   const SumRun run = {.average = block->data(), .element_count = 0};
   const auto fill_pool = [&] {
-    harness.device->Trim();
+    harness.device->Trim(Device::kAllKept);
     ASSERT_THAT(harness.device->Allocate((1 << 20) - kBytes), IsOk());
   };
   fill_pool();

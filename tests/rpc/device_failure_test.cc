@@ -83,7 +83,7 @@ TEST_F(DeviceFailureTest, APushThatFindsNoMemoryChangesNothingAndMayComeAgain) {
 TEST_F(DeviceFailureTest, APushForWhoseRingThereIsNoMemoryMayComeAgain) {
   // The first push's stream gives its ring back at its own time, after the response.
   while (accelerator_->pinned_bytes() > 0) {
-    device_->Trim();
+    device_->Trim(Device::kAllKept);
     absl::SleepFor(absl::Milliseconds(1));
   }
   std::vector<std::shared_ptr<Block>> taken = TakeMemory();
@@ -91,7 +91,7 @@ TEST_F(DeviceFailureTest, APushForWhoseRingThereIsNoMemoryMayComeAgain) {
   for (int64_t freed = 0; freed < ring_bytes / 2; taken.pop_back()) {
     freed += taken.back()->size_bytes();
   }
-  device_->Trim();
+  device_->Trim(Device::kAllKept);
   v1::PushResponse pushed;
   const CallResult refused = PushFilled(2, 4, &pushed);
   EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
