@@ -116,9 +116,13 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
   return stream;
 }
 
-void PushSession::CloseStream(int64_t rank, int64_t stream) {
+void PushSession::AwaitStream(int64_t rank, int64_t stream) {
   // Of an error the rank's commit tells.
   AwaitDevice(rank, stream).IgnoreError();
+}
+
+void PushSession::CloseStream(int64_t rank, int64_t stream) {
+  AwaitStream(rank, stream);
   PushCallback dropped;  // Destroyed without the lock: it may hold the last reference to its call.
   absl::MutexLock lock(&mu_);
   for (auto it = streams_.begin(); it != streams_.end(); ++it) {

@@ -144,7 +144,9 @@ class PushSession {
   // or all of the group's streams have been opened already.
   absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Forgets the stream's `on_end`. What it covered stays; waits until the device has folded it.
+  // Waits until the device has folded what the stream has added. What it tells, CommitRank() says.
+  void AwaitStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
+  // Forgets the stream's `on_end`. What it covered stays; waits as AwaitStream().
   void CloseStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Folds one chunk, whose data are `pieces` end to end (any alignment; elements may span pieces).

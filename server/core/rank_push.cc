@@ -45,6 +45,12 @@ absl::Status RankPush::AddChunk(const ChunkHeader& header,
   return status;
 }
 
+void RankPush::EndChunks() {
+  if (device_stream_ == nullptr) return;
+  session_->AwaitStream(rank_, stream_);
+  device_stream_.reset();
+}
+
 absl::Status RankPush::Commit(const PushTotals& totals) {
   if (totals.chunk_count != chunk_count_ || totals.total_bytes != total_bytes_) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kCountMismatch,
@@ -66,6 +72,7 @@ absl::Status RankPush::Commit(const PushTotals& totals) {
     model_->FailSession(session_, last.status());
   }
   EMA_RETURN_IF_ERROR(last.status());
+  EndChunks();
   if (*last) model_->Publish(session_);
   return absl::OkStatus();
 }

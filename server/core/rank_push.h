@@ -40,8 +40,12 @@ class RankPush {
   absl::Status AddChunk(const ChunkHeader& header,
                         absl::Span<const std::span<const std::byte>> pieces);
 
-  // Ends the stream. OK: `on_end` is called, now or when the last rank has committed.
-  // INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as PushSession::CommitRank().
+  // Waits until the device has folded every chunk, and gives back the memory by which they came:
+  // who waits for other ranks holds none. What has failed Commit() tells. No chunk may follow.
+  void EndChunks();
+  // Ends the stream, and its chunks. OK: `on_end` is called, now or when the last rank has
+  // committed. INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as
+  // PushSession::CommitRank(). After an error more chunks may come, unless EndChunks() was called.
   absl::Status Commit(const PushTotals& totals);
 
   // Of the chunks that it was given, whatever has come of them.
@@ -51,7 +55,7 @@ class RankPush {
   // All null: the step is committed already, this is a retry.
   const std::shared_ptr<Model> model_;
   const std::shared_ptr<PushSession> session_;
-  const std::shared_ptr<DeviceStream> device_stream_;
+  std::shared_ptr<DeviceStream> device_stream_;  // Null: EndChunks() was called.
   const int64_t rank_ = 0;
   const int64_t stream_ = 0;
   // Of a retry:

@@ -174,6 +174,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     timing = PushTiming{.commit_arrival = marked_time(),
                         .receive = absl::FromChrono(waited()),
                         .fold = absl::FromChrono(worked())};
+    handler.EndChunks();
     // Whoever waits for other ranks must not keep them from getting in.
     std::move(leave).Invoke();
     EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit()));

@@ -116,6 +116,7 @@ absl::Status PushCall::HandleMessage() {
     }
     case v1::PushRequest::kCommit:
       committed_ = true;
+      handler_.EndChunks();
       // Whoever waits for other ranks must not keep them from getting in.
       rpc_->pushes.Leave(this);
       {

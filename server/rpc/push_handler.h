@@ -40,6 +40,10 @@ class PushHandler {
   absl::Status OnHeader(const v1::PushHeader& header, PushCallback on_end);
   absl::Status OnChunk(const ChunkHeader& header,
                        std::span<const std::span<const std::byte>> pieces);
+  // To be called before OnCommit(), while the push still has its place: as RankPush::EndChunks().
+  void EndChunks() {
+    if (push_ != nullptr) push_->EndChunks();
+  }
   absl::Status OnCommit(const v1::PushCommit& commit);
 
   // The reply. REQUIRES: the push has ended with this `result`. From any thread.

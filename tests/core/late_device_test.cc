@@ -135,7 +135,38 @@ TEST_F(LateDeviceTest, ATensorThatIsNotFiniteIsSkippedAndNamed) {
   EXPECT_EQ(Read("ema"), expected);
 }
 
-// Of which half is frozen, in a block with the others.
+TEST(WaitingRanksTest, HoldNoMemoryByWhichWeightsCome) {
+  constexpr int64_t kRanks = 20;
+  const auto accelerator = std::make_shared<FakeAccelerator>(FakeAccelerator::Options{});
+  ModelStore store(MakeAcceleratorDevice(accelerator, {.slab_bytes = 16 << 10}), SmallBlocks());
+  const auto created =
+      store.Create({.name = "m",
+                    .manifest = MakeManifest({{"w", Dtype::kFloat32, {kRanks}}}),
+                    .tracks = {{.name = "raw", .schedule = MakeSchedule("copy")}}});
+  ASSERT_THAT(created, IsOk());
+  std::vector<TestRank> ranks;
+  for (int64_t i = 0; i < kRanks; ++i) {
+    ranks.emplace_back(created->model, "launch", i, kRanks, std::vector<Shard>{{0, {i}, {1}}},
+                       /*whole=*/false);
+    ASSERT_THAT(ranks.back().Join(), IsOk());
+  }
+  const int64_t ring_bytes = store.device().overhead(0).host_bytes_per_stream;
+  std::vector<std::unique_ptr<RankPush>> pushes;
+  std::vector<float> expected;
+  const auto outcome = std::make_shared<PushOutcome>();
+  for (int64_t i = 0; i < kRanks; ++i) {
+    expected.push_back(static_cast<float>(i));
+    const std::vector<std::byte> bytes = BytesOf({expected.back()});
+    EMA_ASSERT_OK_AND_ASSIGN(pushes.emplace_back(), ranks[i].Open(1, outcome));
+    ASSERT_THAT(TestRank::AddChunk(*pushes.back(), bytes, 0, 4), IsOk());
+    ASSERT_THAT(pushes.back()->Commit(TestRank::EndOf(bytes, 1)), IsOk());
+    EXPECT_EQ(accelerator->pinned_bytes(), ring_bytes) << i;
+  }
+  ASSERT_THAT(outcome->result, IsOk());
+  EXPECT_EQ(FloatsOf(*ReadAll(*created->model, "raw")), expected);
+}
+
+// Of which half is frozen, in a block with the others: behind them, or one by one between them.
 TEST(ManyTensorsTest, AStepIsFewPiecesOfWork) {
   constexpr int64_t kTensors = 400;
   constexpr int64_t kLive = kTensors / 2;
