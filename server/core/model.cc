@@ -450,7 +450,8 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
 
 void Model::AddRecordLocked(const Version& record) {
   records_.push_back(record);
-  record_bytes_ += RecordBytes(record);
+  // As it will go: a copy's strings have no more room than they need.
+  record_bytes_ += RecordBytes(records_.back());
   while (AreTooManyRecords(static_cast<int64_t>(records_.size()), record_bytes_)) {
     record_bytes_ -= RecordBytes(records_.front());
     records_.pop_front();
