@@ -65,12 +65,20 @@ absl::Status PushSession::AllocateTrack(const TrackPlan& plan, TrackBlocks& next
   const absl::Span<const StorageLayout::Entry> entries = track.layout().entries();
   std::vector<std::shared_ptr<Block>> blocks(track.block_count());
   std::vector<Range> kept;  // Neighbours are one.
+  // On a GPU a copy costs more than its bytes: what changes between two that are kept is copied
+  // with them, if that is less than a block, and folded over.
+  const auto goes_on = [&](int64_t offset) {
+    return !kept.empty() && !model_.device->is_host() &&
+           track.FindBlock(kept.back().end - 1) == track.FindBlock(offset);
+  };
   bool is_previous_kept = false;
   for (size_t i = 0; i < entries.size(); ++i) {
     if (entries[i].length_bytes == 0) continue;
     const bool is_kept = plan.base != nullptr && !Changes(plan, i);
     if (is_kept) {
-      if (!is_previous_kept) kept.push_back({.begin = entries[i].offset});
+      if (!is_previous_kept && !goes_on(entries[i].offset)) {
+        kept.push_back({.begin = entries[i].offset});
+      }
       kept.back().end = entries[i].offset + entries[i].length_bytes;
     }
     is_previous_kept = is_kept;

@@ -175,28 +175,40 @@ TEST(ManyTensorsTest, AStepIsFewPiecesOfWork) {
   for (int64_t i = 0; i < kTensors; ++i) {
     tensors.push_back({absl::StrCat("t", 1000 + i), Dtype::kFloat32, {kSmall}});
   }
-  const auto accelerator = std::make_shared<FakeAccelerator>(FakeAccelerator::Options{});
-  ModelStore::Options options = SmallBlocks();
-  options.model.block_bytes = 1 << 20;
-  ModelStore store(MakeAcceleratorDevice(accelerator, {}), options);
-  const auto created =
-      store.Create({.name = "m",
-                    .manifest = MakeManifest(tensors),
-                    .tracks = {{.name = "ema", .schedule = MakeSchedule("copy")}}});
-  ASSERT_THAT(created, IsOk());
-  TestRank rank(created->model, "launch");
-  ASSERT_THAT(rank.Join(kTensors - kLive), IsOk());
-  ASSERT_THAT(rank.Push(1, BytesOf(std::vector<float>(kTensors * kSmall, 1))), IsOk());
-  rank.SetFrozen(FrozenTensors::kOmitted);
-  const std::vector<std::byte> live = BytesOf(std::vector<float>(kLive * kSmall, 2));
-  ASSERT_THAT(rank.Push(2, live), IsOk());
-  const int64_t before = accelerator->work_count();
-  ASSERT_THAT(rank.Push(3, live), IsOk());
-  // What is frozen is copied; then a few slabs, which grow.
-  EXPECT_LE(accelerator->work_count() - before, 10);
-  std::vector<float> expected(kLive * kSmall, 2);
-  expected.resize(kTensors * kSmall, 1);
-  EXPECT_EQ(FloatsOf(*ReadAll(*created->model, "ema")), expected);
+  for (const bool is_mixed : {false, true}) {
+    SCOPED_TRACE(is_mixed);
+    const auto is_live = [&](int64_t i) { return is_mixed ? i % 2 == 0 : i < kLive; };
+    const auto accelerator = std::make_shared<FakeAccelerator>(FakeAccelerator::Options{});
+    ModelStore::Options options = SmallBlocks();
+    options.model.block_bytes = 1 << 20;
+    ModelStore store(MakeAcceleratorDevice(accelerator, {}), options);
+    const auto created =
+        store.Create({.name = "m",
+                      .manifest = MakeManifest(tensors),
+                      .tracks = {{.name = "ema", .schedule = MakeSchedule("copy")}}});
+    ASSERT_THAT(created, IsOk());
+    std::vector<Shard> shards;
+    std::vector<float> expected;
+    for (const bool live : {true, false}) {
+      for (int64_t i = 0; i < kTensors; ++i) {
+        if (is_live(i) == live) shards.push_back(WholeTensor(created->model->manifest(), i));
+      }
+    }
+    for (int64_t i = 0; i < kTensors; ++i) {
+      expected.insert(expected.end(), kSmall, is_live(i) ? 2.0f : 1.0f);
+    }
+    TestRank rank(created->model, "launch", 0, 1, shards, /*whole=*/false);
+    ASSERT_THAT(rank.Join(kTensors - kLive), IsOk());
+    ASSERT_THAT(rank.Push(1, BytesOf(std::vector<float>(kTensors * kSmall, 1))), IsOk());
+    rank.SetFrozen(FrozenTensors::kOmitted);
+    const std::vector<std::byte> live = BytesOf(std::vector<float>(kLive * kSmall, 2));
+    ASSERT_THAT(rank.Push(2, live), IsOk());
+    const int64_t before = accelerator->work_count();
+    ASSERT_THAT(rank.Push(3, live), IsOk());
+    // What is frozen is copied; then a few slabs, which grow.
+    EXPECT_LE(accelerator->work_count() - before, 10);
+    EXPECT_EQ(FloatsOf(*ReadAll(*created->model, "ema")), expected);
+  }
 }
 
 }  // namespace
