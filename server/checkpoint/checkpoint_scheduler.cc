@@ -40,7 +40,6 @@ bool IsSaveDue(const SavePolicy& policy, const Version& record, const VersionId&
   if (policy.every_commits > 0 && record.number - durable.version >= policy.every_commits) {
     return true;
   }
-  // After a rollback that could not be saved, the durable step is the later one.
   return policy.step_multiple > 0 &&
          record.step / policy.step_multiple != durable_step / policy.step_multiple;
 }

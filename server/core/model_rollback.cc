@@ -205,6 +205,9 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     evicted = PutInPlaceLocked(*loaded);
     result = PinLocked(*loaded);
     last_commit_ = {};
+    // Steps behind it that are on the disk are of the branch that is given up.
+    durable_step_.store(std::min(durable_step(), (*loaded)->record.step),
+                        std::memory_order_relaxed);
     // What is kept from here on is kept anew.
     if (kept_time_.has_value() && !(*loaded)->record.time.CheckNotBefore(*kept_time_).ok()) {
       kept_time_ = (*loaded)->record.time;

@@ -167,6 +167,9 @@ TEST_F(RollbackTest, IfItCannotBeSavedTheErrorSaysThatItIsDone) {
                                        HasSubstr("Input/output error"))));
   EXPECT_EQ(server.version(), 4);
   EXPECT_EQ(server.RawValue(), 2);
+  // Of what is pushed from here on nothing is on the disk.
+  EXPECT_EQ(server.model().durable_step(), server.model().latest()->step);
+  EXPECT_EQ(server.model().durable_version().version, 3);
 }
 
 TEST_F(RollbackTest, ReadersThatHoldAllVersionsDoNotHinderTheSave) {
