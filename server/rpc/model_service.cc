@@ -223,7 +223,8 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
   }
   const v1::WireDtype wire_dtype = request.layout().wire_dtype();
   if (!v1::WireDtype_IsValid(wire_dtype)) {
-    return BadRequest(absl::StrCat("wire_dtype: unknown value ", static_cast<int>(wire_dtype)));
+    return BadRequest(absl::StrCat("layout.wire_dtype: ", static_cast<int>(wire_dtype),
+                                   " given, expected UNSPECIFIED (0) or BFLOAT16 (1)"));
   }
   // As RankLayout::Create(), before they take ten times their bytes.
   EMA_RETURN_IF_ERROR(RankLayout::CheckCount(request.layout().shards_size()));

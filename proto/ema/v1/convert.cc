@@ -236,7 +236,8 @@ absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto) {
   if (!v1::Dtype_IsValid(proto.dtype()) || proto.dtype() == v1::DTYPE_UNSPECIFIED) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
                      absl::StrCat("tensor \"", proto.name(), "\": dtype ",
-                                  static_cast<int>(proto.dtype()), " is not known"));
+                                  static_cast<int>(proto.dtype()), " is not known; expected 1 to ",
+                                  static_cast<int>(v1::Dtype_MAX), ", such as 1 (float32)"));
   }
   return TensorSpec{.name = proto.name(),
                     .dtype = static_cast<Dtype>(proto.dtype()),
