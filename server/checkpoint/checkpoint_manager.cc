@@ -166,7 +166,8 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
     if (keep && GetErrorReason(saved.status()) == ErrorReason::kDiskFull) {
       saved = SaveSnapshot(*model, newest, {});
     }
-    result.Update(saved.status());
+    // One that has been deleted meanwhile misses nothing.
+    if (!absl::IsNotFound(saved.status())) result.Update(saved.status());
   }
   return result;
 }
