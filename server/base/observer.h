@@ -70,8 +70,13 @@ class ServerObserver {
   virtual void OnPullEnded(const PullEnd& /*end*/) {}
 
   // A checkpoint was written, or could not be.
-  virtual void OnSaveEnded(std::string_view /*model*/, const absl::Status& /*status*/,
-                           absl::Duration /*duration*/) {}
+  struct SaveEnd {
+    std::string_view model;
+    absl::Status status;
+    absl::Duration duration;
+    bool is_newest = false;  // A restart loads a later version than before it.
+  };
+  virtual void OnSaveEnded(const SaveEnd& /*end*/) {}
 
   enum class Refusal {
     kLimit,

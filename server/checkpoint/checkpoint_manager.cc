@@ -68,7 +68,7 @@ CheckpointManager::CheckpointManager(Options options, std::unique_ptr<Checkpoint
             LogFailedSave(model, snapshot, {}, status, {{"automatic", true}, {"retry", true}});
             // It could not begin: TrySave() has not told of it.
             if (snapshot == nullptr) {
-              options_.observer->OnSaveEnded(model.config().name, status, absl::ZeroDuration());
+              options_.observer->OnSaveEnded({.model = model.config().name, .status = status});
             }
           },
       .retry_delay = options_.retry_delay});

@@ -111,13 +111,17 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
   const absl::Time begin = absl::Now();
   const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
   const bool was_there = saved.ok() && !saved->was_written;
+  // Not some tracks only, or what was there before: that puts no automatic save off.
+  const bool is_newest = model.durable_version() > durable;
   // Of a model that is deleted meanwhile nobody asks; another may have its name by now.
   if (!was_there && !absl::IsNotFound(saved.status())) {
-    options_.observer->OnSaveEnded(key.first, saved.status(), absl::Now() - begin);
+    options_.observer->OnSaveEnded({.model = key.first,
+                                    .status = saved.status(),
+                                    .duration = absl::Now() - begin,
+                                    .is_newest = is_newest});
   }
   if (!was_there) NoteWritten(saved.status());
-  // Not after some tracks only, or what was there before: that puts no automatic save off.
-  if (model.durable_version() > durable) scheduler_->OnSaved(model);
+  if (is_newest) scheduler_->OnSaved(model);
   {
     absl::MutexLock lock(&mu_);
     NoteEndLocked(key, saved.status());

@@ -172,17 +172,16 @@ void Metrics::OnPullEnded(const PullEnd& end) {
   if (end.status.ok()) series->pull_seconds.Observe(absl::ToDoubleSeconds(end.duration));
 }
 
-void Metrics::OnSaveEnded(std::string_view model, const absl::Status& status,
-                          absl::Duration duration) {
+void Metrics::OnSaveEnded(const SaveEnd& end) {
   absl::MutexLock lock(&mu_);
-  ModelSeries* const series = FindLocked(model);
+  ModelSeries* const series = FindLocked(end.model);
   if (series == nullptr) return;
-  ++(status.ok() ? series->ok_saves : series->failed_saves);
-  if (status.ok()) {
-    series->save_time = absl::Now();
-    series->save_seconds.Observe(absl::ToDoubleSeconds(duration));
+  ++(end.status.ok() ? series->ok_saves : series->failed_saves);
+  if (end.is_newest) series->save_time = absl::Now();
+  if (end.status.ok()) {
+    series->save_seconds.Observe(absl::ToDoubleSeconds(end.duration));
   } else {
-    NoteProblemLocked("save", status.ToString(absl::StatusToStringMode::kWithNoExtraData));
+    NoteProblemLocked("save", end.status.ToString(absl::StatusToStringMode::kWithNoExtraData));
   }
 }
 
@@ -236,8 +235,8 @@ std::string Metrics::Text(const ServerState& state) const {
   FamilyBuilder save_seconds =
       histogram("ema_checkpoint_save_duration_seconds", "Of saves that succeeded.");
   FamilyBuilder save_times("ema_checkpoint_last_success_timestamp_seconds",
-                           "When a save last succeeded; before the first, the commit time of what "
-                           "is on the disk.",
+                           "When a save last succeeded of a version that a restart loads; before "
+                           "the first, the commit time of what is on the disk.",
                            MetricType::Gauge);
   FamilyBuilder created_times(
       "ema_model_created_timestamp_seconds",

@@ -41,8 +41,7 @@ class Metrics final : public ServerObserver {
   void OnStepEnded(const StepEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnPushEnded(const PushEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnPullEnded(const PullEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
-  void OnSaveEnded(std::string_view model, const absl::Status& status,
-                   absl::Duration duration) override ABSL_LOCKS_EXCLUDED(mu_);
+  void OnSaveEnded(const SaveEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnConnectionRefused(Refusal reason) override ABSL_LOCKS_EXCLUDED(mu_);
   // Something that the log shows as an error.
   void OnProblem(std::string_view text) ABSL_LOCKS_EXCLUDED(mu_);

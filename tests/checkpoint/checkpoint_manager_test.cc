@@ -200,9 +200,7 @@ TEST_F(CheckpointManagerTest, TheLogSaysOnceWhyEachWayToSaveFails) {
 
 TEST_F(CheckpointManagerTest, ASaveThatReadersLeaveNoVersionToIsSeen) {
   struct Ends : ServerObserver {
-    void OnSaveEnded(std::string_view, const absl::Status& status, absl::Duration) override {
-      reasons.push_back(GetErrorReason(status));
-    }
+    void OnSaveEnded(const SaveEnd& end) override { reasons.push_back(GetErrorReason(end.status)); }
     std::vector<ErrorReason> reasons;
   } ends;
   CheckpointManager::Options options;

@@ -44,7 +44,7 @@ TEST_F(ClockStepTest, ASaveDoesNotRestForTheTimeThatItWasSetForward) {
 
 TEST_F(ClockStepTest, WhatIsDueByATimeIsSavedAfterItWasSetBack) {
   struct Ends : ServerObserver {
-    void OnSaveEnded(std::string_view, const absl::Status&, absl::Duration) override {
+    void OnSaveEnded(const SaveEnd&) override {
       absl::MutexLock lock(&mu);
       ++count;
     }

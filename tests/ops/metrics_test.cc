@@ -63,8 +63,8 @@ TEST(MetricsTest, EventsAreCounted) {
     metrics.OnPullEnded(
         {.model = "m", .status = MakeError(absl::StatusCode::kOutOfRange, reason, "version 3")});
   }
-  metrics.OnSaveEnded("m", absl::OkStatus(), absl::Seconds(1));
-  metrics.OnSaveEnded("m", absl::UnavailableError("the disk"), absl::Seconds(1));
+  metrics.OnSaveEnded({.model = "m", .duration = absl::Seconds(1)});
+  metrics.OnSaveEnded({.model = "m", .status = absl::UnavailableError("the disk")});
   metrics.OnRpcEnded("Push", Rejected());
   metrics.OnRpcEnded("Push", absl::OkStatus());
   metrics.OnConnectionRefused(ServerObserver::Refusal::kLimit);
@@ -99,7 +99,7 @@ TEST(MetricsTest, ADeletedModelHasNoSeriesAndGetsNone) {
   metrics.OnStepEnded({.model = "m", .status = Rejected()});
   metrics.OnPushEnded({.model = "m", .received_bytes = 20});
   metrics.OnPullEnded({.model = "nonsense", .status = Rejected()});
-  metrics.OnSaveEnded("m", absl::OkStatus(), absl::Seconds(1));
+  metrics.OnSaveEnded({.model = "m", .duration = absl::Seconds(1)});
   EXPECT_THAT(metrics.Text({}), AllOf(Not(HasSubstr("model=")), Not(HasSubstr("nonsense"))));
   metrics.OnModelCreated("m");
   EXPECT_THAT(metrics.Text({}), HasSubstr("ema_push_received_bytes_total{model=\"m\"} 0\n"));
@@ -134,6 +134,22 @@ TEST(MetricsTest, AStateIsShownAsItIs) {
         "ema_health_serving 0", "ema_device_usable 1", "ema_models 1"}) {
     EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
   }
+}
+
+TEST(MetricsTest, ASaveOfWhatNoRestartLoadsIsNoLastSuccess) {
+  Metrics metrics;
+  metrics.OnModelCreated("m");
+  ServerState state;
+  state.models.emplace_back().name = "m";
+  const auto has_time = [&] {
+    return metrics.Text(state).find("ema_checkpoint_last_success_timestamp_seconds{") !=
+           std::string::npos;
+  };
+  metrics.OnSaveEnded({.model = "m"});
+  EXPECT_FALSE(has_time());
+  EXPECT_THAT(metrics.Text(state), HasSubstr("ema_checkpoint_saves_total"));
+  metrics.OnSaveEnded({.model = "m", .is_newest = true});
+  EXPECT_TRUE(has_time());
 }
 
 TEST(MetricsTest, AModelWithoutAVersionHasNoTimes) {
