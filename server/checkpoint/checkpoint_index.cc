@@ -180,18 +180,30 @@ absl::Status CheckpointStore::SetAsideCorruptLocked(ModelDirectory& folder, cons
 }
 
 absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, std::string_view name,
-                                                 const absl::Status& problem) {
+                                                 const absl::Status& problem, bool waits) {
   const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  absl::MutexLock lock(&folder->mu);
-  EMA_RETURN_IF_ERROR(CheckPlace());
-  EMA_RETURN_IF_ERROR(IndexLocked(*folder));
-  {
-    absl::MutexLock state_lock(&folder->state_mu);
-    const auto it = folder->index.find(name);
-    if (it == folder->index.end() || !it->second.problem.ok()) return false;
+  if (waits) {
+    folder->mu.Lock();
+  } else if (!folder->mu.TryLock()) {
+    return false;
   }
-  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
-  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(*folder, std::string(name), problem));
+  absl::StatusOr<bool> was_latest = QuarantineLocked(*folder, std::string(name), problem);
+  folder->mu.Unlock();
+  return was_latest;
+}
+
+absl::StatusOr<bool> CheckpointStore::QuarantineLocked(ModelDirectory& folder,
+                                                       const std::string& name,
+                                                       const absl::Status& problem) {
+  EMA_RETURN_IF_ERROR(CheckPlace());
+  EMA_RETURN_IF_ERROR(IndexLocked(folder));
+  {
+    absl::MutexLock state_lock(&folder.state_mu);
+    const auto it = folder.index.find(name);
+    if (it == folder.index.end() || !it->second.problem.ok()) return false;
+  }
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(folder));
+  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(folder, name, problem));
   return CheckpointName(latest) == name;
 }
 
@@ -280,16 +292,23 @@ absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
     return details;
   }
   if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
-  absl::MutexLock lock(&folder.mu);
   {
     absl::MutexLock state_lock(&folder.state_mu);
     if (!folder.index.contains(name)) return absl::NotFoundError("");  // Removed meanwhile.
   }
+  // Who only asks does not wait for a save.
+  if (!folder.mu.TryLock()) return checkpoint.status();
+  const absl::Status is_there = CheckIsThereLocked(folder, name);
+  folder.mu.Unlock();
+  return is_there.ok() ? checkpoint.status() : is_there;
+}
+
+absl::Status CheckpointStore::CheckIsThereLocked(ModelDirectory& folder, const std::string& name) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, name)));
-  if (exists) return checkpoint.status();
+  if (exists) return absl::OkStatus();
   EMA_RETURN_IF_ERROR(CheckPlace());
   absl::MutexLock state_lock(&folder.state_mu);
-  folder.index.erase(name);  // Somebody else has removed it.
+  folder.index.erase(name);
   return absl::NotFoundError("");
 }
 

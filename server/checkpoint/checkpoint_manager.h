@@ -275,10 +275,11 @@ class CheckpointManager final : public Checkpoints {
   // RESUME_MISMATCH, listing what there is.
   absl::Status Mismatch(const Model& model, const ResumePoint& point, const std::string& why);
 
-  // `status`, which reading a checkpoint has given, with its place. DATA_LOSS: it is set aside.
+  // `status`, which reading a checkpoint has given, with its place. DATA_LOSS: it is set aside, but
+  // while the model is being saved.
   absl::Status StoredError(Model& model, const std::string& name, const absl::Status& status);
   // Sets a bad checkpoint aside; has the newest version saved if it was that.
-  void SetAside(Model& model, const std::string& name, const absl::Status& problem);
+  void SetAside(Model& model, const std::string& name, const absl::Status& problem, bool waits);
   // Tells the log; has the newest version saved, in its place if need be, if it was the newest.
   void NoteUnreadable(Model& model, const std::string& name, const absl::Status& problem);
   void NoteScrubTime(absl::Time time) ABSL_LOCKS_EXCLUDED(mu_);

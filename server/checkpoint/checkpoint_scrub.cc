@@ -14,13 +14,17 @@ namespace ema {
 absl::Status CheckpointManager::StoredError(Model& model, const std::string& name,
                                             const absl::Status& status) {
   // Of a deleted model the files go, which is no fault of theirs.
-  if (absl::IsDataLoss(status) && model.closed().ok()) SetAside(model, name, status);
+  // Calls of other models wait behind this one.
+  if (absl::IsDataLoss(status) && model.closed().ok()) {
+    SetAside(model, name, status, /*waits=*/false);
+  }
   return LocateError(status, model.config().name, name);
 }
 
-void CheckpointManager::SetAside(Model& model, const std::string& name,
-                                 const absl::Status& problem) {
-  const absl::StatusOr<bool> was_latest = store_->Quarantine(model.config().name, name, problem);
+void CheckpointManager::SetAside(Model& model, const std::string& name, const absl::Status& problem,
+                                 bool waits) {
+  const absl::StatusOr<bool> was_latest =
+      store_->Quarantine(model.config().name, name, problem, waits);
   if (!was_latest.ok()) {
     Log(LogLevel::kError, "bad checkpoint not set aside", model,
         {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
@@ -89,7 +93,7 @@ CheckpointManager::ScrubReport CheckpointManager::Scrub(ModelStore& models) {
         } else if (status.ok()) {
           store_->NoteRead(model_name, stored.name, status).status().IgnoreError();
         } else if (absl::IsDataLoss(status)) {
-          SetAside(*model, stored.name, status);
+          SetAside(*model, stored.name, status, /*waits=*/true);
           ++report.bad_count;
         } else if (absl::IsUnavailable(status)) {
           NoteUnreadable(*model, stored.name, status);

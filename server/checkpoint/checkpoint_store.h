@@ -239,9 +239,10 @@ class CheckpointStore {
   // held. Waits for a running Save(). UNAVAILABLE: STORE_READ_ONLY or DISK_FAILED.
   absl::Status Delete(std::string_view model_name, std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
-  // so that a restart would load an older one. Waits for a running Save().
+  // so that a restart would load an older one. `waits`: for a running Save(); else does nothing
+  // while there is one, and whoever reads the checkpoint next finds the same.
   absl::StatusOr<bool> Quarantine(std::string_view model_name, std::string_view name,
-                                  const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
+                                  const absl::Status& problem, bool waits) ABSL_LOCKS_EXCLUDED(mu_);
   // Keeps in mind how reading a checkpoint has ended, for List() and CountAll(); nothing if it is
   // not there. After an error, which is UNAVAILABLE, the next Save() of its version writes it anew,
   // and then sets this one aside. True: that is due, for it is the newest. After an error, waits
@@ -417,6 +418,13 @@ class CheckpointStore {
   // Reads the manifest of one that has no details yet. NOT_FOUND: it has gone meanwhile.
   absl::StatusOr<Stored::Details> ReadDetails(ModelDirectory& folder, const std::string& name)
       ABSL_LOCKS_EXCLUDED(folder.mu);
+  // As Quarantine().
+  absl::StatusOr<bool> QuarantineLocked(ModelDirectory& folder, const std::string& name,
+                                        const absl::Status& problem)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // NOT_FOUND: somebody else has removed it, as is noted. Else an error of the disk.
+  absl::Status CheckIsThereLocked(ModelDirectory& folder, const std::string& name)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status PutLabelLocked(ModelDirectory& folder, const CheckpointLabel& label)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status WriteLabelsLocked(ModelDirectory& folder, LabelMap labels)

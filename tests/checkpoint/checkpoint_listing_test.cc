@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which checkpoints a server has: what it lists, sets aside, removes and passes over.
+#include <atomic>
 #include <string>
+#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
 
@@ -103,6 +106,41 @@ TEST_F(CheckpointListingTest, WhatAListingFindsCorruptIsSetAsideAndSavedAnew) {
     EXPECT_THAT(server.Complete(), ElementsAre(2));
   }
   EXPECT_EQ(TestServer(files_).version(), 2);
+}
+
+TEST_F(CheckpointListingTest, WhatIsFoundCorruptDuringASaveIsSetAsideByTheNextListing) {
+  std::string name;
+  {
+    TestServer server(files_);
+    server.PushTo(1);
+    name = server.Save()->name;
+    server.PushTo(2);
+    EXPECT_THAT(server.Save(), IsOk());
+  }
+  TestServer server(files_);
+  server.PushTo(3);
+  files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
+  absl::Notification is_saving;
+  absl::Notification may_go_on;
+  std::atomic<bool> has_begun = false;
+  files_.set_hook([&](const std::string& operation, const std::string&) {
+    if (operation == "append" && !has_begun.exchange(true)) {
+      is_saving.Notify();
+      may_go_on.WaitForNotification();
+    }
+    return absl::OkStatus();
+  });
+  std::thread saver([&] { EXPECT_THAT(server.Save(), IsOk()); });
+  is_saving.WaitForNotification();
+  // Or the listing would wait for ever.
+  EXPECT_THAT(server.manager().List(server.model()), IsOk());
+  EXPECT_THAT(server.errors(), IsEmpty());
+  may_go_on.Notify();
+  saver.join();
+  files_.set_hook(nullptr);
+  EXPECT_THAT(server.Complete(), ElementsAre(3, 2));
+  ASSERT_THAT(server.errors(), SizeIs(1));
+  EXPECT_THAT(server.errors()[0], AllOf(HasSubstr("checkpoint set aside"), HasSubstr(name)));
 }
 
 TEST_F(CheckpointListingTest, AManifestThatCannotBeReadHindersOnlyItsOwnCheckpoint) {

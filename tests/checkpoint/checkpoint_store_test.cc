@@ -457,8 +457,9 @@ TEST_F(DamageTest, WhatWasLoadedInItsPlaceIsTheNewest) {
   EXPECT_THAT(server.store->Delete("m", "step-000000000010-version-7-1"),
               ReasonIs(ErrorReason::kCheckpointInUse));
   // And if it goes bad in its turn, nothing is left that a restart could load.
-  EXPECT_THAT(server.store->Quarantine("m", "step-000000000010-version-7-1", DataLoss()),
-              IsOkAndHolds(true));
+  EXPECT_THAT(
+      server.store->Quarantine("m", "step-000000000010-version-7-1", DataLoss(), /*waits=*/true),
+      IsOkAndHolds(true));
 }
 
 TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace) {
@@ -469,7 +470,7 @@ TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace)
     for (const int64_t version : {2, 3}) {
       ASSERT_THAT(store->Save(*versions.model, versions[version]), IsOk());
     }
-    EXPECT_THAT(store->Quarantine("m", "step-000000000030-version-7-3", DataLoss()),
+    EXPECT_THAT(store->Quarantine("m", "step-000000000030-version-7-3", DataLoss(), /*waits=*/true),
                 IsOkAndHolds(true));
     ASSERT_THAT(store->Save(*versions.model, versions[1], {.label = CheckpointLabel{"old"}}),
                 IsOk());
@@ -530,7 +531,7 @@ TEST(CheckpointStoreTest, AVersionThatWasHalfSetAsideIsSavedAnew) {
     return operation == "syncdir" ? absl::ResourceExhaustedError("too many open files")
                                   : absl::OkStatus();
   });
-  EXPECT_THAT(store->Quarantine("m", saved.name, DataLoss()),
+  EXPECT_THAT(store->Quarantine("m", saved.name, DataLoss(), /*waits=*/true),
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
   files.set_hook(nullptr);
   EXPECT_THAT(store->Save(*versions.model, versions[1]), IsOk());
