@@ -156,7 +156,8 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
     return status;
   }
   created.model->Restore(*std::move(snapshot));
-  created.model->SetDurable(checkpoint.record.id(), checkpoint.record.step);
+  created.model->SetDurable(checkpoint.record.id(), checkpoint.record.step,
+                            created.model->settings_revision());
   report.loaded.push_back({model_name, name, checkpoint.record, checkpoint.total_bytes});
   return absl::OkStatus();
 }

@@ -213,7 +213,8 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   if (request.label.empty()) {
     EMA_ASSIGN_OR_RETURN(const auto known, FindInfo(model, key.second));
     if (known.has_value() && known->state == CheckpointInfo::State::kComplete &&
-        known->problem.empty() && CheckIsDurable(model, known->id, known->is_partial).ok()) {
+        (!request.tracks.empty() || !model.HasOtherSettings(known->id)) && known->problem.empty() &&
+        CheckIsDurable(model, known->id, known->is_partial).ok()) {
       saved.state = known->state;
       saved.total_bytes = known->total_bytes;
       return saved;

@@ -200,7 +200,10 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   const bool is_whole = options.tracks.empty();
   SaveResult result{.name = NameOf(snapshot, options.tracks)};
   const std::string path = JoinPath(folder.path, result.name);
-  const bool is_latest = is_whole && folder.latest == id && folder.latest_bytes > 0;
+  const int64_t settings_revision = model.settings_revision();  // Or later ones, if it is written.
+  const bool has_other_settings = is_whole && model.HasOtherSettings(snapshot.record.id());
+  const bool is_latest =
+      is_whole && folder.latest == id && folder.latest_bytes > 0 && !has_other_settings;
   if (is_latest) {
     if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     result.total_bytes = folder.latest_bytes;
@@ -208,14 +211,15 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
     EMA_RETURN_IF_ERROR(MakeDurableLocked(model.config().name, folder));
     EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes,
                          FindCompleteLocked(folder, result.name));
-    if (bytes.has_value()) {
+    if (bytes.has_value() && !has_other_settings) {
       result.total_bytes = *bytes;
       // An earlier call, or server, may have ended between the rename and this.
       EMA_RETURN_IF_ERROR(Sync(folder.path));
       if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     } else {
       EMA_ASSIGN_OR_RETURN(result.total_bytes,
-                           WriteAndRenameLocked(model, snapshot, options, folder, result.name));
+                           WriteAndRenameLocked(model, snapshot, options, folder, result.name,
+                                                /*other_settings=*/bytes.has_value()));
       result.was_written = true;
     }
     if (is_whole && id >= folder.latest) {
@@ -228,7 +232,7 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   }
   // Also if it then gets no label.
   if (is_whole) {
-    model.SetDurable(snapshot.record.id(), snapshot.record.step);
+    model.SetDurable(snapshot.record.id(), snapshot.record.step, settings_revision);
     if (options.keep) model.SetKeptTime(snapshot.record.time);
   }
   if (options.label.has_value()) {
@@ -277,15 +281,14 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindCompleteLocked(
   return std::nullopt;
 }
 
-absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(Model& model,
-                                                              const Snapshot& snapshot,
-                                                              const SaveOptions& options,
-                                                              ModelDirectory& folder,
-                                                              const std::string& name) {
+absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(
+    Model& model, const Snapshot& snapshot, const SaveOptions& options, ModelDirectory& folder,
+    const std::string& name, bool other_settings) {
   const bool keep = options.keep || WasKept(folder, name);
   // What is kept for good must leave room for what is not. One that is written anew had its room.
   const WriteOptions write_options{.tracks = options.tracks,
-                                   .max_file_bytes = options_.max_file_bytes};
+                                   .max_file_bytes = options_.max_file_bytes,
+                                   .with_removed_tracks = other_settings};
   const int64_t needed_bytes =
       (CheckpointDataBytes(model, snapshot, write_options) + kSpareBytes) * (options.keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
@@ -317,7 +320,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(Model& model,
     file_system_.RemoveTree(temporary).IgnoreError();
     return written.status();
   }
-  EMA_RETURN_IF_ERROR(TakeNameLocked(folder, name));
+  EMA_RETURN_IF_ERROR(TakeNameLocked(folder, name, other_settings));
   absl::MutexLock lock(&folder.state_mu);
   folder.index[name] = {.name = name,
                         .id = IdOf(written->record),
@@ -326,14 +329,17 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(Model& model,
   return written->total_bytes;
 }
 
-absl::Status CheckpointStore::TakeNameLocked(ModelDirectory& folder, const std::string& name) {
+absl::Status CheckpointStore::TakeNameLocked(ModelDirectory& folder, const std::string& name,
+                                             bool other_settings) {
   const std::string path = JoinPath(folder.path, name);
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   const absl::Status unread = UnreadProblem(folder, name);
   EMA_RETURN_IF_ERROR(CheckPlace());  // Writing may have taken long.
   absl::Status status;
   bool is_exchanged = false;
-  if (unread.ok()) {
+  if (unread.ok() && other_settings) {
+    status = ReplaceLocked(folder, name);
+  } else if (unread.ok()) {
     status = file_system_.Rename(temporary, path);
   } else {
     // That one may be readable after all.
@@ -355,6 +361,31 @@ absl::Status CheckpointStore::TakeNameLocked(ModelDirectory& folder, const std::
   }
   if (!status.ok()) ForgetLocked(folder);  // It may have its name all the same.
   return status;
+}
+
+absl::Status CheckpointStore::ReplaceLocked(ModelDirectory& folder, const std::string& name) {
+  const auto refused = [&](std::string_view why) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
+        absl::StrCat("model \"", folder.model_name, "\", checkpoint \"", name,
+                     "\": no other with the model's settings of now can take its place: ",
+                     std::string(why)));
+  };
+  {
+    absl::MutexLock lock(&folder.state_mu);
+    if (folder.held.contains(name)) return refused("it is being read; try again");
+    folder.index.erase(name);  // Nobody reads it from now on.
+  }
+  const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
+  const absl::Status exchanged = file_system_.Exchange(temporary, JoinPath(folder.path, name));
+  if (absl::IsUnimplemented(exchanged)) {
+    return refused("the file system cannot exchange two folders; push one more step");
+  }
+  EMA_RETURN_IF_ERROR(exchanged);
+  EMA_RETURN_IF_ERROR(Sync(folder.path));
+  // What stays is cleared later.
+  file_system_.RemoveTree(temporary).IgnoreError();
+  return absl::OkStatus();
 }
 
 bool CheckpointStore::WasKept(const ModelDirectory& folder, const std::string& name) {

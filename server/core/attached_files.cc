@@ -104,7 +104,9 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
   it->second.last_part_time = SteadyNow();
   it->second.crc32c = Crc32c(it->second.crc32c, std::as_bytes(std::span(data)));
   if (offset + size == total_bytes) {
-    attached_[name] = std::move(it->second);
+    Held& attached = attached_[name];
+    if (attached.file == nullptr || attached.file->bytes != bytes) ++revision_;
+    attached = std::move(it->second);
     unfinished_.erase(it);
   }
   return absl::OkStatus();
@@ -118,8 +120,13 @@ void AttachedFiles::ExpireUnfinished(SteadyTime now, SteadyTime::duration timeou
 
 void AttachedFiles::Remove(const std::string& name) {
   absl::MutexLock lock(&mu_);
-  attached_.erase(name);
+  if (attached_.erase(name) > 0) ++revision_;
   unfinished_.erase(name);
+}
+
+int64_t AttachedFiles::revision() const {
+  absl::MutexLock lock(&mu_);
+  return revision_;
 }
 
 absl::StatusOr<AttachedFiles::Found> AttachedFiles::Find(const std::string& name) const {

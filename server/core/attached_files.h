@@ -66,6 +66,8 @@ class AttachedFiles {
 
   // By name.
   std::vector<std::shared_ptr<const AttachedFile>> files() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Grows with each change of that.
+  int64_t revision() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // The same file is `attached` and `unfinished`, once each, while a new one comes.
@@ -81,6 +83,7 @@ class AttachedFiles {
   mutable absl::Mutex mu_;
   HeldFiles attached_ ABSL_GUARDED_BY(mu_);
   HeldFiles unfinished_ ABSL_GUARDED_BY(mu_);
+  int64_t revision_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace ema

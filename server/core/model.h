@@ -118,6 +118,9 @@ class Model : public std::enable_shared_from_this<Model> {
   // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> tracks_after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Grows with each change of these, or of attached_files(): of what a checkpoint has beside a
+  // version.
+  int64_t settings_revision() const ABSL_LOCKS_EXCLUDED(mu_);
   // Of all tracks, pending and synthesized ones too.
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -278,8 +281,12 @@ class Model : public std::enable_shared_from_this<Model> {
   // The newest version that is on the disk, and its step; all zero: none.
   VersionId durable_version() const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
-  // That version is on the disk. An earlier one than before, whatever their steps, is not noted.
-  void SetDurable(const VersionId& id, int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
+  // That version is on the disk, with the settings of that revision. An earlier one than before,
+  // whatever their steps, is not noted.
+  void SetDurable(const VersionId& id, int64_t step, int64_t settings_revision)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // True: it is durable_version(), and the model's settings have changed since.
+  bool HasOtherSettings(const VersionId& id) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Training time of the newest version that is kept for its tracks' snapshot_interval; absent:
   // none. Set by whoever keeps them.
@@ -546,6 +553,8 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<std::weak_ptr<Reading>> readings_ ABSL_GUARDED_BY(readings_mu_);
 
   VersionId durable_version_ ABSL_GUARDED_BY(mu_);
+  int64_t durable_settings_ ABSL_GUARDED_BY(mu_) = 0;  // Their revision.
+  int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;   // Of settings_revision().
   std::atomic<int64_t> durable_step_ = 0;  // Set under mu_. Relaxed: a number to report.
 
   absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.

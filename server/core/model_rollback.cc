@@ -274,11 +274,18 @@ VersionId Model::durable_version() const {
   return durable_version_;
 }
 
-void Model::SetDurable(const VersionId& id, int64_t step) {
+void Model::SetDurable(const VersionId& id, int64_t step, int64_t settings_revision) {
   absl::MutexLock lock(&mu_);
   if (id < durable_version_) return;
   durable_version_ = id;
+  durable_settings_ = settings_revision;
   durable_step_.store(step, std::memory_order_relaxed);
+}
+
+bool Model::HasOtherSettings(const VersionId& id) const {
+  absl::MutexLock lock(&mu_);
+  return id == durable_version_ &&
+         durable_settings_ != tracks_revision_ + attached_files_.revision();
 }
 
 }  // namespace ema

@@ -166,6 +166,7 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   // The tracks' names come first.
   for (const TrackRef& track : changed) drop(track->name());
   for (const std::string& name : changes.remove) drop(name);
+  if (changed != pending_tracks_.value_or(tracks_)) ++tracks_revision_;
   not_to_come = std::exchange(pending_tracks_, std::move(changed));
   if (*pending_tracks_ == tracks_) pending_tracks_.reset();
   const bool all_paused = std::all_of(tracks_.begin(), tracks_.end(),
@@ -207,6 +208,11 @@ PushPlan Model::PlanLocked() const {
 std::vector<TrackRef> Model::tracks_after_next_commit() const {
   absl::MutexLock lock(&mu_);
   return pending_tracks_.value_or(tracks_);
+}
+
+int64_t Model::settings_revision() const {
+  absl::MutexLock lock(&mu_);
+  return tracks_revision_ + attached_files_.revision();
 }
 
 int64_t Model::reserved_bytes() const {

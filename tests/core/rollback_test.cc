@@ -673,15 +673,15 @@ TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
 TEST_F(RollbackTest, WhatIsDurableGoesByVersionsNotBySteps) {
   EXPECT_EQ(model_->durable_version(), VersionId());
   EXPECT_EQ(model_->durable_step(), 0);
-  model_->SetDurable({3, 7}, 30);
-  model_->SetDurable({2, 7}, 40);
+  model_->SetDurable({3, 7}, 30, 0);
+  model_->SetDurable({2, 7}, 40, 0);
   EXPECT_EQ(model_->durable_version(), (VersionId{3, 7}));
   EXPECT_EQ(model_->durable_step(), 30);
-  model_->SetDurable({4, 7}, 20);
+  model_->SetDurable({4, 7}, 20, 0);
   EXPECT_EQ(model_->durable_step(), 20);
-  model_->SetDurable({9, 6}, 90);
+  model_->SetDurable({9, 6}, 90, 0);
   EXPECT_EQ(model_->durable_step(), 20);
-  model_->SetDurable({1, 8}, 10);
+  model_->SetDurable({1, 8}, 10, 0);
   EXPECT_EQ(model_->durable_version(), (VersionId{1, 8}));
   EXPECT_EQ(model_->durable_step(), 10);
 }
