@@ -230,6 +230,9 @@ std::string Table::ToString() const {
 }
 
 std::string DescribeUpdates(const Version& version) {
+  if (version.restored_from.has_value()) {
+    return absl::StrCat("rolled back to version ", version.restored_from->version);
+  }
   std::vector<std::string> updates;
   for (const TrackVersion& track : version.tracks) {
     if (!track.updated) continue;
@@ -243,10 +246,8 @@ std::string DescribeUpdates(const Version& version) {
 std::string DescribeVersion(const Version& version) {
   return absl::StrCat(
       LocalTime(version.commit_time), "  version ", version.number, "  step ", version.step, "  ",
-      version.time.ToString(), "  ",
-      version.restored_from.has_value()
-          ? absl::StrCat("rolled back to version ", version.restored_from->version)
-          : absl::StrCat("updated ", DescribeUpdates(version)),
+      version.time.ToString(), "  ", version.restored_from.has_value() ? "" : "updated ",
+      DescribeUpdates(version),
       version.wire_dtype == WireDtype::kAsPushed
           ? ""
           : absl::StrCat("  sent as ", std::string(WireDtypeName(version.wire_dtype))),

@@ -52,7 +52,8 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// Such as "fast (w 0.0069), raw": the tracks that the version updated.
+// Such as "fast (w 0.0069), raw": the tracks that the version updated; or what it was rolled back
+// to.
 std::string DescribeUpdates(const Version& version);
 std::string DescribeModel(const ModelInfo& model);
 std::string ModelTable(const std::vector<ModelInfo>& models);

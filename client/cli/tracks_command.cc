@@ -85,17 +85,18 @@ Json ToJson(const Standing& standing) {
 }  // namespace
 
 std::string TrackTable(const ModelInfo& model) {
-  Table table(
-      {"TRACK", "SCHEDULE", "KEPT AS", "UPDATES", "LAST WEIGHT", "NORM", "DISTANCE", "STATE"});
+  Table table({"TRACK", "SCHEDULE", "KEPT AS", "UPDATES", "WEIGHT", "NORM", "DISTANCE", "STATE"});
   for (const Standing& standing : StandingsOf(model)) {
     const TrackVersion* const last = standing.last;
     const TrackStatistics* const statistics = standing.statistics;
     const bool has_distance = statistics != nullptr && statistics->distance.has_value();
-    table.Add({standing.config.name, TrackText(standing.config), standing.kept_as,
-               absl::StrCat(last == nullptr ? 0 : last->update_count),
-               last == nullptr ? "-" : absl::StrFormat("%.4g", last->update_weight),
-               statistics == nullptr ? "-" : absl::StrCat(statistics->norm),
-               has_distance ? absl::StrCat(*statistics->distance) : "-", standing.state});
+    table.Add(
+        {standing.config.name, TrackText(standing.config), standing.kept_as,
+         absl::StrCat(last == nullptr ? 0 : last->update_count),
+         // Of this version, if the track was due.
+         last == nullptr || !last->updated ? "-" : absl::StrFormat("%.4g", last->update_weight),
+         statistics == nullptr ? "-" : absl::StrCat(statistics->norm),
+         has_distance ? absl::StrCat(*statistics->distance) : "-", standing.state});
   }
   return table.ToString();
 }

@@ -18,6 +18,7 @@
 #include "client/cli/pull_command.h"
 #include "client/cli/pulled_file.h"
 #include "client/cli/server_commands.h"
+#include "client/cli/tracks_command.h"
 #include "client/cli/track_option.h"
 #include "client/cli/weights_file.h"
 #include "ema/error_reason.h"
@@ -362,7 +363,20 @@ TEST(CheckpointOutputTest, ARolledBackVersionSaysSo) {
   version.number = 9;
   version.restored_from = {.version = 7, .incarnation = 2};
   EXPECT_THAT(DescribeVersion(version), HasSubstr("rolled back to version 7"));
+  EXPECT_THAT(VersionTable({{.version = version, .available = true}}),
+              HasSubstr("  rolled back to version 7\n"));
   EXPECT_EQ(ToJson(version)["restored_from"].dump(), R"({"version":7,"incarnation":2})");
+}
+
+TEST(TracksOutputTest, ATrackThatWasNotDueHasNoWeight) {
+  ModelInfo model{.name = "m"};
+  model.tracks = {{"fast", *Schedule::Parse("10ba")}, {"slow", *Schedule::Parse("10ba")}};
+  model.latest.emplace().tracks = {
+      {.track = "fast", .updated = true, .update_weight = 0.0625, .update_count = 12},
+      {.track = "slow", .updated = false, .update_count = 3}};
+  const std::string table = TrackTable(model);
+  EXPECT_THAT(table, HasSubstr(" 12       0.0625  "));
+  EXPECT_THAT(table, HasSubstr(" 3        -       "));
 }
 
 TEST(StatisticsOutputTest, SaysWhatThereIs) {
