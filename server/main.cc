@@ -52,8 +52,8 @@ sigset_t StopSignals() {
 }
 
 // The kernel forgets a signal that a container's first process neither blocks nor handles, and
-// LibTorch's constructors take a tenth of a second, and descriptors: before them, and before any
-// thread. What is left is the 40 ms in which the libraries are mapped. None is ready then, nor is a
+// libraries' constructors take time, and may take descriptors: before them, and before any thread.
+// What is left is the 5 ms in which the libraries are mapped. None is ready then, nor is a
 // sanitizer.
 [[gnu::no_sanitize_address, gnu::no_sanitize_thread]] void BeforeLibraries() {
   ema::OccupyStandardFiles();

@@ -4,7 +4,7 @@
 #   ema::dep_absl  ema::dep_protobuf  ema::dep_grpc     Abseil; + protobuf; + gRPC C++
 #   ema::dep_grpc_reflection                            + gRPC's service that describes the others
 #   ema::dep_isal                                       ISA-L: CRC32C
-#   ema::dep_torch  ema::dep_hwy                        LibTorch (CPU) of the wheel; Highway
+#   ema::dep_torch  ema::dep_hwy                        LibTorch's core, of the wheel; Highway
 #   ema::dep_toml                                       toml++
 #   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json  prometheus-cpp::core
 #   GTest::gmock  benchmark::benchmark

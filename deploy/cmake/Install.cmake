@@ -27,7 +27,7 @@ if(EMA_BUILD_SERVER)
   ema_install_licenses(
     server ${CMAKE_INSTALL_DOCDIR}/licenses
     DEBIAN ${ema_server_packages}
-    PIP ${site_packages}/torch ${site_packages}/nvidia_cuda_cupti ${site_packages}/nvidia_cuda_runtime)
+    PIP ${site_packages}/torch ${site_packages}/nvidia_cuda_runtime)
   install(
     FILES deploy/systemd/ema-server.service DESTINATION lib/systemd/system COMPONENT server)
 endif()

@@ -19,5 +19,5 @@ set(ema_client_packages
   libabsl-dev libc-ares-dev libgrpc-dev libhwy-dev libisal-dev libprotobuf-dev libre2-dev libssl-dev
   zlib1g-dev)
 set(ema_server_packages
-  ${ema_client_packages} libcli11-dev libfmt-dev libgomp1 libspdlog-dev libtomlplusplus-dev
+  ${ema_client_packages} libcli11-dev libfmt-dev libspdlog-dev libtomlplusplus-dev
   nlohmann-json3-dev prometheus-cpp-dev)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# ema::dep_torch: the CPU half of LibTorch, from the `torch` wheel of the virtual environment, so
-# that the server runs the very code that the trainers run. ema::dep_torch_cuda: of the other half
-# memory and streams, and the CUDA runtime that they use, which works without a driver. The wheel's own find_package(Torch)
-# needs a CUDA toolkit, and a newer CMake with it.
+# ema::dep_torch: LibTorch's core (c10), which has its memory for the host, from the `torch` wheel of
+# the virtual environment, so that the server runs the very code that the trainers run. Not the
+# operators, libtorch_cpu.so: 450 MB, of which a process takes a quarter of a second to start.
+# ema::dep_torch_cuda: the core's memory and streams for GPUs, and the CUDA runtime that they use,
+# which works without a driver. ema::dep_torch_api: all of LibTorch for the CPU, for programs that
+# train. The wheel's own find_package(Torch) needs a CUDA toolkit, and a newer CMake with it.
 include_guard()
 
 set(EMA_VENV "${PROJECT_SOURCE_DIR}/build/venv" CACHE PATH "Virtual environment with the torch wheel")
@@ -16,7 +18,7 @@ if(NOT torch_dir)
             "from importlib.util import find_spec; print(*find_spec('torch').submodule_search_locations)"
     OUTPUT_VARIABLE torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 endif()
-if(NOT EXISTS "${torch_dir}/lib/libtorch_cpu.so")
+if(NOT EXISTS "${torch_dir}/lib/libc10.so")
   message(FATAL_ERROR "No LibTorch in ${EMA_VENV}: run deploy/setup.sh, "
                       "or set EMA_TORCH_DIR to the folder of an installed torch package.")
 endif()
@@ -29,12 +31,12 @@ foreach(name IN ITEMS c10 torch_cpu)
 endforeach()
 
 add_library(ema::dep_torch INTERFACE IMPORTED)
-target_link_libraries(ema::dep_torch INTERFACE ema::torch_cpu ema::c10)
+target_link_libraries(ema::dep_torch INTERFACE ema::c10)
 # Last in the search order: the wheel carries old fmt and protobuf headers, which must not win.
 target_compile_options(ema::dep_torch INTERFACE "SHELL:-idirafter ${torch_dir}/include")
-# For programs that train: torch::nn and torch::optim, as include/ema/torch.h needs them.
+# torch::nn and torch::optim, as include/ema/torch.h needs them.
 add_library(ema::dep_torch_api INTERFACE IMPORTED)
-target_link_libraries(ema::dep_torch_api INTERFACE ema::dep_torch)
+target_link_libraries(ema::dep_torch_api INTERFACE ema::torch_cpu ema::dep_torch)
 target_compile_options(
   ema::dep_torch_api INTERFACE "SHELL:-idirafter ${torch_dir}/include/torch/csrc/api/include")
 set(cudart ${torch_dir}/../nvidia/cu13/lib/libcudart.so.13)
@@ -47,4 +49,3 @@ if(EXISTS ${cudart} AND EXISTS ${torch_dir}/lib/libc10_cuda.so)
   add_library(ema::dep_torch_cuda INTERFACE IMPORTED)
   target_link_libraries(ema::dep_torch_cuda INTERFACE ema::libc10_cuda ema::libcudart)
 endif()
-# The program needs no run path to the nvidia packages of the wheel: libtorch_cpu.so has its own.

@@ -24,7 +24,7 @@
 namespace ema {
 namespace {
 
-// Tests go through all dtypes: a program that links LibTorch takes a third of a second to start.
+// Each test goes through all dtypes.
 class FoldConformanceTest : public DeviceTest {
  protected:
   Folder folder_{*device_};

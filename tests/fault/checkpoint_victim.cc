@@ -5,7 +5,7 @@
 // version depends on nothing but its number and what it was trained from.
 //
 // Reads lines "MODE DATA_DIR HOW" from the standard input. Each is a life of its own, in a process
-// that is forked for it: to start a new one takes 0.4 s, nearly all of it LibTorch's. MODE:
+// that is forked for it. MODE:
 //   save     loads what is there, trains one step, MARKS, saves it; two checkpoints are kept
 //   keep     the same, and it is not removed for newer ones
 //   delete   loads, MARKS, deletes the model

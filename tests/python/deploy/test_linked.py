@@ -18,7 +18,6 @@ SERVER = {
     "libcudart",
     "libprometheus-cpp-core",
     "libspdlog",
-    "libtorch_cpu",
 }
 
 
