@@ -74,7 +74,8 @@ if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON "${cuda[@]}"; then
 fi
 if ! $all; then
   ctest_report cpp release --label-exclude '^(slow|framework|container|sanitizer)$'
-  pytest_report -m 'not (slow or framework or container)'
+  # A file's tests share a server: each file is of one process.
+  pytest_report -m 'not (slow or framework or container)' --numprocesses "$(nproc)" --dist loadfile
   sum_up
 fi
 
