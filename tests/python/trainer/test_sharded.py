@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import pathlib
 import pickle
 import sys
@@ -12,7 +13,9 @@ import threading
 import ema_client
 import numpy as np
 import pytest
+import torch
 from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import shard_again
 from ema_client._trainer.holdings import Holding, Kind, Layout
 from server_process import ServerProcess
 from testing import SUPPORT, Weights, assert_same_bits, exit_codes, replay, started
@@ -41,6 +44,23 @@ def whole_model(logs: list[dict[str, np.ndarray]], prefix: str) -> Weights:
         for name, value in log.items()
         if name.startswith(f"{prefix}/")
     }
+
+
+def test_the_class_of_fully_shard_where_pytorch_2_5_has_it(server, client, model, monkeypatch):
+    composable = importlib.import_module("torch.distributed._composable.fsdp")
+    monkeypatch.delattr(torch.distributed.fsdp, "FSDPModule", raising=False)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    net[0].__class__ = type("FSDPLinear", (composable.FSDPModule, torch.nn.Linear), {})
+    sharded_again = []
+    net[0].register_state_dict_pre_hook(lambda *_: sharded_again.append(1))
+    shard_again(net)
+    assert sharded_again
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="4ba"):
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    with ema_client.averaged(net, server.url(model)):
+        assert_same_bits(client.pull(model, track="ema"), net.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # What torch.compile and activation checkpointing put into the names of what they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
+# Where the class is that `fully_shard` makes modules of, if it has been imported; PyTorch 2.5 has only the
+# second.
+_FSDP2 = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
@@ -171,8 +175,8 @@ def named_tensors(
 
 def shard_again(module: torch.nn.Module) -> None:
     """Drops what `fully_shard` has gathered: parameters are this rank's pieces, until the next forward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules()):
+    kinds = tuple(getattr(sys.modules.get(name), "FSDPModule", ()) for name in _FSDP2)
+    if any(isinstance(part, kinds) for part in module.modules()):
         # Its hooks do it, also in the middle of a forward that an exception has ended: reshard() does not.
         module.state_dict()
 
