@@ -276,14 +276,19 @@ class EmaCallback(_TrainerCallback):
         if state.global_step == 0:
             return None
         ranks = Ranks.current(self._options.get("process_group"))
-        average: dict[str, Any] | None = ranks.broadcast(
-            self._read_saved(args, state) if ranks.rank == 0 else None
-        )
-        return average
+        average: dict[str, Any] | None = None
+        failure: Exception | None = None
+        try:
+            if ranks.rank == 0:
+                average = self._read_saved(args, state)
+        except Exception as raised:  # The others wait for what becomes of it.
+            failure = raised
+        return ranks.gather_or_raise(failure, average)[0]
 
     def _read_saved(self, args: Any, state: Any) -> dict[str, Any] | None:
         folders = [_checkpoint_folder(args, state)]
-        if args.resume_from_checkpoint is not None:
+        # Trainer also takes True: the last one in output_dir.
+        if isinstance(args.resume_from_checkpoint, (str, os.PathLike)):
             folders.insert(0, pathlib.Path(args.resume_from_checkpoint))
         if self._resume_folder is not None:
             folders = [pathlib.Path(self._resume_folder)]

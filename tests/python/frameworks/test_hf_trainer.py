@@ -10,6 +10,7 @@ import shutil
 import ema_client
 import pytest
 import torch
+from ema_client._model.ranks import Ranks
 from examples import run_example
 from server_process import ServerProcess
 from testing import assert_same_bits
@@ -313,6 +314,35 @@ def test_a_training_resumes_with_its_average(server, client, model, tmp_path, ca
     make_trainer(tmp_path / "third", callback, **saving).train(resume_from_checkpoint=str(moved))
     assert any("there is no ema_state.json of that step" in r.getMessage() for r in caplog.records)
     assert client.model(model).latest.step == 42
+
+
+def test_a_training_resumes_from_its_last_checkpoint(server, client, model, tmp_path, caplog):
+    """As the trainer's arguments may ask, which name no folder then."""
+    for max_steps, resumes in ((8, None), (16, True)):
+        trainer = make_trainer(
+            tmp_path,
+            EmaCallback(server.url(model), half_life="4ba"),
+            **{"save_strategy": "steps", "save_steps": 4, "max_steps": max_steps},
+            resume_from_checkpoint=resumes,
+        )
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    assert client.model(model).latest.tracks["ema"].update_count == 16
+    assert not any("there is no ema_state.json" in r.getMessage() for r in caplog.records)
+
+
+def test_what_rank_0_cannot_read_raises_on_all_ranks(tmp_path, monkeypatch):
+    passed_on = []
+    monkeypatch.setattr(
+        Ranks, "gather", lambda self, value: [*passed_on, passed_on.append(value) or value]
+    )
+    trainer = make_trainer(tmp_path)
+    trainer.state.global_step = 4
+    # A list is no folder.
+    callback = EmaCallback("ema://host:1/m", half_life="4ba", resume_from_checkpoint=["folder"])
+    for rank, said in ((0, "^"), (1, "^rank 0: ")):
+        monkeypatch.setattr(Ranks, "current", lambda group, rank=rank: Ranks(rank, 2, group))
+        with pytest.raises(TypeError, match=said + ".*list"):
+            callback._saved(trainer.args, trainer.state)
 
 
 def test_from_pretrained_reads_the_servers_checkpoints(tmp_path, model):
