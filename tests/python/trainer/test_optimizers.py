@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import inspect
 import os
 import signal
@@ -10,7 +12,7 @@ import signal
 import ema_client
 import pytest
 import torch
-from ema_client._model.optimizers import after_closure
+from ema_client._model.optimizers import after_closure, unwrap_optimizers
 from testing import assert_same_bits
 
 
@@ -194,13 +196,73 @@ class Around(torch.optim.Optimizer):
         self.optim = inner
 
 
+class Deaf(Around):
+    """Takes hooks, and does not call them, as timm's Lookahead."""
+
+    def __init__(self, inner) -> None:
+        super().__init__(inner)
+        self.param_groups = inner.param_groups
+        self._optimizer_step_pre_hooks = collections.OrderedDict()
+        self._optimizer_step_post_hooks = collections.OrderedDict()
+
+    def step(self, closure=None):
+        return self.optim.step(closure)
+
+
+class Silent(torch.optim.SGD):
+    """Its step() would call hooks, of which it takes none."""
+
+    def __init__(self, inner) -> None:
+        self.optim = inner
+
+
+@pytest.mark.parametrize("kind", [Around, Deaf, Silent], ids=lambda kind: kind.__name__)
 def test_an_optimizer_without_hooks_is_refused_before_anything_is_made(
-    server, client, model, module
+    server, client, model, module, kind
 ):
-    optimizer = Around(torch.optim.SGD(module.parameters(), lr=0.1))
-    with pytest.raises(ema_client.InvalidArgumentError, match=r"Around: .*after_step\(\)"):
+    optimizer = kind(torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=rf"{kind.__name__}: .*after_step\(\)"
+    ):
         ema_client.attach(module, optimizer, server.url(model), half_life="4ba")
     assert model not in [info.name for info in client.models()]
+
+
+class Stepping(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Sharpness,
+        lambda parameters: Stepping(parameters, lr=0.1),
+        lambda parameters: scheduled(Stepping(parameters, lr=0.1)),
+        lambda parameters: copy.deepcopy(Stepping(parameters, lr=0.1)),
+        *torch_optimizers(),
+    ],
+    ids=lambda made: getattr(made, "__name__", ""),
+)
+def test_optimizers_that_call_hooks_are_taken(made):
+    optimizer = made([torch.nn.Parameter(torch.ones(3, 3))])
+    assert unwrap_optimizers(optimizer) == [optimizer]
+
+
+def test_an_optimizer_given_twice_is_one(server, model, module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizers = [optimizer, optimizer]
+    with ema_client.attach(module, optimizers, server.url(model), half_life="4ba") as ema:
+        for step in range(1, 4):
+            loss_of(module).backward()
+            optimizer.step()
+            assert ema.step == step
 
 
 def test_a_part_of_an_attached_model_is_not_averaged_while_it_is_read(server, client, model):

@@ -20,11 +20,13 @@ _WRAPPERS = {
     ("accelerate.optimizer", "AcceleratedOptimizer"),
     ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
     ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+    ("lightning.fabric.wrappers", "_FabricOptimizer"),
+    ("lightning_fabric.wrappers", "_FabricOptimizer"),
 }
 
 
 def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
-    """One optimizer, or several, without wrappers.
+    """One optimizer, or several, without wrappers, each once.
 
     Raises:
         InvalidArgumentError: there is none, or one that is none of PyTorch's, or takes no hooks.
@@ -32,7 +34,7 @@ def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
     given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     if not given:
         raise InvalidArgumentError("optimizer: none given")
-    return [_unwrap(optimizer) for optimizer in given]
+    return list({id(one): one for one in map(_unwrap, given)}.values())
 
 
 def _unwrap(optimizer: object) -> torch.optim.Optimizer:
@@ -45,15 +47,19 @@ def _unwrap(optimizer: object) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise InvalidArgumentError(
             f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: must be a "
-            "torch.optim.Optimizer, or accelerate's wrapper of one"
+            "torch.optim.Optimizer, or accelerate's or Lightning's wrapper of one"
         )
     try:
         inner.register_step_pre_hook(lambda *_: None).remove()
+        # PyTorch's mark of a step() that calls hooks: some (timm's Lookahead) take them and do not.
+        calls_hooks = getattr(type(inner).step, "hooked", False)
     except AttributeError:  # Its __init__ has not called Optimizer's.
+        calls_hooks = False
+    if not calls_hooks:
         raise InvalidArgumentError(
             f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: takes no hooks "
             "around its steps: attach(model, None, url), and call after_step() after each step"
-        ) from None
+        )
     return inner
 
 

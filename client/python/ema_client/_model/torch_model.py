@@ -112,7 +112,7 @@ def check_no_dtensor(module: torch.nn.Module) -> None:
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and torch.compile."""
+    """The module inside DistributedDataParallel, DataParallel, torch.compile and Lightning Fabric's."""
     import torch
 
     while True:
@@ -120,6 +120,9 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
             module, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
         ):
             inner: object = module.module
+        elif type(module).__name__ == "_FabricModule":
+            # What Fabric calls its module may be without DDP or FSDP1.
+            inner = module._forward_module
         else:
             inner = getattr(module, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):

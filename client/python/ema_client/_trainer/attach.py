@@ -85,15 +85,15 @@ def attach(
     parameters and of copies.
 
     Args:
-        model: the model, or this rank's part of it; DistributedDataParallel and torch.compile are
-            looked through, FullyShardedDataParallel (FSDP1) is not supported. Ranks that have a
-            parameter, or a piece of it, must have the same values.
+        model: the model, or this rank's part of it; DistributedDataParallel, torch.compile and Lightning
+            Fabric's wrapper are looked through, FullyShardedDataParallel (FSDP1) is not supported. Ranks
+            that have a parameter, or a piece of it, must have the same values.
         optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
-            whenever the one has that was last. accelerate's wrapper is looked through. Steps that a grad
-            scaler skips do not count, nor those of an optimizer that is made later. Parameters that none
-            holds are copied, or waited for. None, on all ranks: call the attachment's `after_step()`
-            after each step.
+            whenever the one has that was last. accelerate's and Lightning's wrappers are looked through.
+            Steps that a grad scaler skips do not count, nor those of an optimizer that is made later.
+            Parameters that none holds are copied, or waited for. None, on all ranks: call the
+            attachment's `after_step()` after each step.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
             tracks: "1000ba".
