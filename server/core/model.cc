@@ -68,8 +68,10 @@ absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Model::ReserveM
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<MemoryBudget::Reservation> reserved,
                        budget_->Reserve(what, bytes));
   return std::shared_ptr<const MemoryBudget::Reservation>(
-      reserved.release(), [device = device_](const MemoryBudget::Reservation* reservation) {
-        device->Trim(reservation->bytes());
+      reserved.release(),
+      [device = device_, budget = budget_](const MemoryBudget::Reservation* reservation) {
+        // What the others may use stays, and is not mapped anew at their next step.
+        device->Trim(budget->reserved_bytes() - reservation->bytes());
         delete reservation;
       });
 }

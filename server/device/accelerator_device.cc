@@ -218,9 +218,10 @@ class AcceleratorDevice : public Device {
             .shared_host_bytes = options.kept_host_bytes +
                                  BlockPool::LeastKept(options.kept_host_bytes) + shared_bytes};
   }
-  void Trim(int64_t size_bytes) override {
-    // Other models' pushes go on by the rings: to pin their memory anew takes milliseconds of each.
-    if (feeds_->blocks.Trim(size_bytes) < size_bytes) feeds_->FreeRings();
+  void Trim(int64_t most_bytes) override {
+    feeds_->blocks.Trim(most_bytes);
+    // Pushes of models that stay go on by the rings: to pin one anew takes milliseconds.
+    if (most_bytes == 0) feeds_->FreeRings();
     host_copies_.Trim();
     feeds_->accelerator->Trim();
   }

@@ -33,7 +33,7 @@ struct BlockPool::State {
   void Give(std::unique_ptr<Memory> memory, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
   // Frees what is kept beyond the limits.
   void Shrink() ABSL_LOCKS_EXCLUDED(mu);
-  int64_t Trim(int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
+  void Trim(int64_t most_bytes) ABSL_LOCKS_EXCLUDED(mu);
 
   std::unique_ptr<Memory> RemoveOldestLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
 
@@ -92,14 +92,13 @@ std::unique_ptr<BlockPool::Memory> BlockPool::State::RemoveOldestLocked() {
   return memory;
 }
 
-int64_t BlockPool::State::Trim(int64_t size_bytes) {
+void BlockPool::State::Trim(int64_t most_bytes) {
   std::vector<std::unique_ptr<Memory>> freed;  // Destroyed after the lock.
   absl::MutexLock lock(&mu);
-  const int64_t before_bytes = free_bytes;
-  while (!free_by_size.empty() && before_bytes - free_bytes < size_bytes) {
+  const int64_t most_free_bytes = most_bytes - used_bytes.load(std::memory_order_relaxed);
+  while (!free_by_size.empty() && free_bytes > most_free_bytes) {
     freed.push_back(RemoveOldestLocked());
   }
-  return before_bytes - free_bytes;
 }
 
 class BlockPool::PooledBlock : public Block {
@@ -126,7 +125,7 @@ absl::StatusOr<std::shared_ptr<Block>> BlockPool::Allocate(int64_t size_bytes) {
   if (memory == nullptr) {
     absl::StatusOr<std::unique_ptr<Memory>> allocated = state_->allocator(size_bytes);
     if (!allocated.ok() && free_bytes() > 0) {
-      Trim(Device::kAllKept);
+      Trim(0);
       allocated = state_->allocator(size_bytes);
     }
     EMA_ASSIGN_OR_RETURN(memory, std::move(allocated));
@@ -148,6 +147,6 @@ int64_t BlockPool::free_bytes() const {
   return state_->free_bytes;
 }
 
-int64_t BlockPool::Trim(int64_t size_bytes) { return state_->Trim(size_bytes); }
+void BlockPool::Trim(int64_t most_bytes) { state_->Trim(most_bytes); }
 
 }  // namespace ema

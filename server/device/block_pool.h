@@ -44,8 +44,8 @@ class BlockPool {
   int64_t free_bytes() const;
   // Bytes of the blocks that are out.
   int64_t used_bytes() const;
-  // Frees what was kept longest, until that is `size_bytes`; how many bytes it was.
-  int64_t Trim(int64_t size_bytes);
+  // Frees what was kept longest, until that and the blocks that are out are `most_bytes` at most.
+  void Trim(int64_t most_bytes);
 
  private:
   class PooledBlock;

@@ -246,7 +246,7 @@ class CpuDevice : public Device {
 
   Overhead overhead(int64_t) const override { return {}; }
 
-  void Trim(int64_t size_bytes) override { pool_.Trim(size_bytes); }
+  void Trim(int64_t most_bytes) override { pool_.Trim(most_bytes); }
 
   absl::Status health() const override { return absl::OkStatus(); }
 

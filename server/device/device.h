@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -195,11 +194,10 @@ class Device {
   // `block_bytes`: the largest block that readers ask for.
   virtual Overhead overhead(int64_t block_bytes) const = 0;
 
-  // Gives memory that is kept for reuse back to the system, until that is `size_bytes`: of blocks,
-  // and if they are not enough all of streams; and that of readers once no block is left that they
-  // have read. Copies of blocks that are there stay.
-  virtual void Trim(int64_t size_bytes) = 0;
-  static constexpr int64_t kAllKept = std::numeric_limits<int64_t>::max();
+  // Gives memory that is kept for reuse back to the system, until all blocks, kept ones among them,
+  // take `most_bytes` at most; with 0 that of streams, too; and that of readers once no block is
+  // left that they have read. Copies of blocks that are there stay.
+  virtual void Trim(int64_t most_bytes) = 0;
 
   // The first error that has broken the device for good; OK while it works.
   virtual absl::Status health() const = 0;

@@ -54,7 +54,8 @@ absl::StatusOr<Ring*> FeedPool::RingOf(Feed& feed) {
   }
   if (feed.ring == nullptr) {
     absl::StatusOr<std::unique_ptr<Ring>> ring = MakeRing(*feed.queue);
-    if (absl::IsResourceExhausted(ring.status()) && blocks.Trim(Device::kAllKept) > 0) {
+    if (absl::IsResourceExhausted(ring.status()) && blocks.free_bytes() > 0) {
+      blocks.Trim(0);
       ring = MakeRing(*feed.queue);
     }
     EMA_ASSIGN_OR_RETURN(feed.ring, std::move(ring));

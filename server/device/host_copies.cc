@@ -112,7 +112,7 @@ void HostCopies::Trim() {
     dropped = DropLocked(0);
     if (!entries_.empty()) return;
   }
-  pinned_.Trim(Device::kAllKept);
+  pinned_.Trim(0);
 }
 
 }  // namespace ema

@@ -54,7 +54,7 @@ class SavedModel {
   }
   // From the disk, into memory that is as fresh as a starting server's.
   double Restore() {
-    trainer_.model().device().Trim(Device::kAllKept);
+    trainer_.model().device().Trim(0);
     DropCache(path());
     return SecondsOf([&] {
       const CheckpointManifest manifest = Must(ReadCheckpointManifest(files_, path()));

@@ -97,7 +97,7 @@ TEST_P(DeviceConformanceTest, BlocksOutliveTheirDevice) {
   EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<Block> block, device->Allocate(3 * kMiB));
   EMA_ASSERT_OK_AND_ASSIGN(std::shared_ptr<const std::byte> view,
                            device->HostView(block, std::nullopt));
-  device->Trim(Device::kAllKept);
+  device->Trim(0);
   device.reset();
   block.reset();
   EXPECT_NE(view, nullptr);
@@ -278,7 +278,7 @@ TEST_P(DeviceConformanceTest, ManyThreadsAllocateAndFree) {
         if (!block.ok()) return;
         EXPECT_THAT(stream->Zero((*block)->data(), 4096), IsOk());
         EXPECT_THAT(stream->Synchronize(), IsOkAndHolds(testing::IsEmpty()));
-        if (round % 50 == 0) device_->Trim(Device::kAllKept);
+        if (round % 50 == 0) device_->Trim(0);
       }
     });
   }

@@ -133,24 +133,26 @@ TEST(BlockPoolTest, TrimFreesWhatIsKept) {
   ASSERT_THAT(pool.Allocate(200), IsOk());
   ASSERT_THAT(pool.Allocate(300), IsOk());
   EXPECT_EQ(pool.free_bytes(), 500);
-  pool.Trim(Device::kAllKept);
+  pool.Trim(0);
   EXPECT_EQ(pool.free_bytes(), 0);
   EXPECT_EQ(system.held_bytes, 100);
   used.reset();
   EXPECT_EQ(pool.free_bytes(), 100);
 }
 
-TEST(BlockPoolTest, TrimFreesWhatWasKeptLongestAndNoMoreThanIsAskedFor) {
+TEST(BlockPoolTest, TrimFreesWhatWasKeptLongestUntilAllIsSoMuch) {
   FakeSystem system;
   BlockPool pool(system.allocator(), 1000);
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> used, pool.Allocate(100));
   for (const int64_t size_bytes : {200, 300, 400}) ASSERT_THAT(pool.Allocate(size_bytes), IsOk());
-  EXPECT_EQ(pool.Trim(0), 0);
-  EXPECT_EQ(pool.Trim(201), 500);
+  pool.Trim(1000);
+  EXPECT_EQ(pool.free_bytes(), 900);
+  pool.Trim(799);
   EXPECT_FALSE(pool.HasFree(200));
   EXPECT_FALSE(pool.HasFree(300));
   EXPECT_TRUE(pool.HasFree(400));
-  EXPECT_EQ(pool.Trim(Device::kAllKept), 400);
-  EXPECT_EQ(system.held_bytes, 0);
+  pool.Trim(99);
+  EXPECT_EQ(system.held_bytes, 100);
 }
 
 TEST(BlockPoolTest, KeptMemoryIsGivenUpWhenTheSystemHasNoMore) {
@@ -203,7 +205,7 @@ TEST(BlockPoolTest, ManyThreadsNeverShareABlock) {
           }
           std::byte* data = (*block)->data();
           data[0] = static_cast<std::byte>(thread);
-          if (round % 100 == 0) pool.Trim(Device::kAllKept);
+          if (round % 100 == 0) pool.Trim(0);
           if (data[0] != static_cast<std::byte>(thread)) ++shared_count;
         }
       });

@@ -81,7 +81,7 @@ absl::Status UseAll(Device& device) {
 absl::Status Live() {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, NewDevice());
   const absl::Status status = UseAll(*device);
-  if (!status.ok()) device->Trim(Device::kAllKept);  // As when models are deleted.
+  if (!status.ok()) device->Trim(0);  // As when models are deleted.
   if (!status.ok() && !absl::IsResourceExhausted(status)) {
     EXPECT_EQ(device->health(), status);
   }
@@ -91,7 +91,7 @@ absl::Status Live() {
 absl::Status LiveAndTrim() {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, NewDevice());
   EMA_RETURN_IF_ERROR(UseAll(*device));
-  device->Trim(Device::kAllKept);
+  device->Trim(0);
   return absl::OkStatus();
 }
 
@@ -146,7 +146,7 @@ TEST_F(CudaAcceleratorTest, WithoutMemoryNothingIsBroken) {
     EXPECT_THAT(device->health(), IsOk());
     ema_fake_cudart_set_memory(int64_t{8} << 30);
     EXPECT_THAT(device->Allocate(int64_t{128} << 20), IsOk());
-    device->Trim(Device::kAllKept);
+    device->Trim(0);
   }
 }
 

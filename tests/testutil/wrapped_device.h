@@ -41,7 +41,7 @@ class WrappedDevice : public Device {
   int64_t total_memory_bytes() const override { return device_->total_memory_bytes(); }
   MemoryUse memory_use() const override { return device_->memory_use(); }
   Overhead overhead(int64_t block_bytes) const override { return device_->overhead(block_bytes); }
-  void Trim(int64_t size_bytes) override { device_->Trim(size_bytes); }
+  void Trim(int64_t most_bytes) override { device_->Trim(most_bytes); }
   absl::Status health() const override { return device_->health(); }
 
  private:
