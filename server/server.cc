@@ -139,6 +139,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     server->checkpoints_ = *std::move(checkpoints);
     store_options.model.incarnation = server->checkpoints_->incarnation();
     store_options.model.has_data_dir = true;
+    // The life before has begun a moment ago. One that was set back is not waited for.
+    const absl::Duration ahead =
+        absl::FromUnixMicros(store_options.model.incarnation) - absl::Now();
+    if (ahead <= absl::Microseconds(CheckpointStore::kIncarnationsPerLife)) absl::SleepFor(ahead);
   }
   if (options.statistics_every_commits > 0) {
     server->statistics_ = std::make_unique<CommitStatistics>(options.statistics_every_commits);

@@ -113,9 +113,9 @@ class CheckpointStore {
   int64_t incarnation() const { return incarnation_; }
   // So many from incarnation() on are this life's: each model that is created takes one, each run
   // that is opened an epoch. Only the first is on the disk, and the clock may be set back: so the
-  // next life begins after the last of them. That is a run a minute for three months; and as
-  // microseconds since 1970 it is less than a start takes, so that the clock, if it was not set
-  // back, is ahead of it after any life, and tells it apart even where the file is lost.
+  // next life begins after the last of them. That is a run a minute for three months. They are
+  // microseconds since 1970, and a server waits for the clock to be ahead of its first one: so the
+  // clock, if it was not set back, tells lives apart even where the file is lost.
   static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 17;
 
   struct Loaded {
