@@ -73,7 +73,7 @@ Json ToJson(const Standing& standing) {
   json["state"] = standing.state;
   const TrackVersion* const last = standing.last;
   json["update_count"] = last == nullptr ? 0 : last->update_count;
-  json["update_weight"] = last == nullptr ? Json() : Json(last->update_weight);
+  json["update_weight"] = last == nullptr || !last->updated ? Json() : Json(last->update_weight);
   const TrackStatistics* const statistics = standing.statistics;
   json["norm"] = statistics == nullptr ? Json() : Json(statistics->norm);
   json["distance"] = statistics == nullptr || !statistics->distance.has_value()

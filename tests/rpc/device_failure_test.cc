@@ -129,6 +129,75 @@ TEST_F(DeviceFailureTest, ABrokenDeviceIsSaidAndWhatIsOnTheHostIsServed) {
   EXPECT_EQ(PushFilled(3, 4, &pushed).status.error_message(), broken.status.error_message());
 }
 
+class TwoRanksOneStreamTest : public RpcFixture {
+ protected:
+  void SetUp() override {
+    device_ = DeviceOf(accelerator_);
+    RpcServer::Options options;
+    options.limits.max_push_streams = 1;
+    StartServer(options);
+    grpc::ClientContext context;
+    v1::CreateModelResponse created;
+    ASSERT_TRUE(stub_->CreateModel(&context, CreateRequest(), &created).ok());
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      v1::OpenRunRequest request;
+      request.set_model("m");
+      request.set_launch_id("launch");
+      request.set_rank(rank);
+      request.set_world_size(2);
+      request.set_manifest_digest(created.model().manifest_digest());
+      v1::Shard* const shard = request.mutable_layout()->add_shards();
+      shard->add_offsets(rank * kElements / 2);
+      shard->add_extents(kElements / 2);
+      grpc::ClientContext open_context;
+      ASSERT_TRUE(stub_->OpenRun(&open_context, request, &runs_[rank]).ok());
+    }
+  }
+
+  // A rank's stream of a step, all sent.
+  struct Stream {
+    grpc::ClientContext context;
+    v1::PushResponse response;
+    std::unique_ptr<grpc::ClientWriter<v1::PushRequest>> writer;
+  };
+  std::unique_ptr<Stream> Begin(int64_t rank, int64_t step) {
+    auto stream = std::make_unique<Stream>();
+    stream->writer = stub_->Push(&stream->context, &stream->response);
+    v1::PushRequest header = Header(step);
+    header.mutable_header()->set_rank(rank);
+    header.mutable_header()->set_run_epoch(runs_[rank].run_epoch());
+    header.mutable_header()->set_layout_digest(runs_[rank].layout_digest());
+    const std::string data = Filled(1).substr(0, kElements / 2 * 4);
+    for (const v1::PushRequest& message : {header, Chunk(0, data), Commit(1, data)}) {
+      if (!stream->writer->Write(message)) break;
+    }
+    stream->writer->WritesDone();
+    return stream;
+  }
+
+  const std::shared_ptr<FakeAccelerator> accelerator_ =
+      std::make_shared<FakeAccelerator>(FakeAccelerator::Options{.max_delay_us = 5'000});
+  v1::OpenRunResponse runs_[2];
+};
+
+TEST_F(TwoRanksOneStreamTest, TheSecondGetsTheFirstOnesMemoryWithItsPlace) {
+  for (int64_t step = 1; step <= 20; ++step) {
+    const int64_t work_before = accelerator_->work_count();
+    const std::unique_ptr<Stream> first = Begin(0, step);
+    // It has the place.
+    while (accelerator_->work_count() == work_before) absl::SleepFor(absl::Microseconds(50));
+    CallResult second;
+    do {
+      const std::unique_ptr<Stream> stream = Begin(1, step);
+      second = Result(stream->writer->Finish(), stream->context);
+    } while (second.detail.reason() == v1::ERROR_REASON_TOO_MANY_STREAMS);
+    EXPECT_TRUE(second.status.ok()) << second.status.error_message();
+    const grpc::Status status = first->writer->Finish();
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  }
+  EXPECT_EQ(accelerator_->pin_count(), 1);
+}
+
 TEST(ServerOnABrokenDeviceTest, TheDrainSaysWhatBrokeIt) {
   const auto accelerator = std::make_shared<FakeAccelerator>(FakeAccelerator::Options{});
   const std::shared_ptr<Device> device = DeviceOf(accelerator);
