@@ -262,7 +262,8 @@ class Client {
     CheckpointInfo::State state = CheckpointInfo::State::kComplete;  // Or kSaving, if `async`.
   };
   // Saves a version; when it returns, that is on the server's disk, unless `async`. One that is
-  // there already is OK. NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
+  // there already is OK; the newest is saved again if tracks or attached files have changed since.
+  // NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
   // VERSION_NOT_KEPT, VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE,
   // STORE_READ_ONLY or DISK_FAILED. DATA_LOSS, CHECKPOINT_CORRUPT: what was read back is not what
   // was written.

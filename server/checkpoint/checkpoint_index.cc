@@ -204,6 +204,8 @@ absl::StatusOr<bool> CheckpointStore::QuarantineLocked(ModelDirectory& folder,
   }
   EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(folder));
   EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(folder, name, problem));
+  // Now, or who asks next would wait for the save that follows.
+  EMA_RETURN_IF_ERROR(IndexLocked(folder));
   return CheckpointName(latest) == name;
 }
 

@@ -160,14 +160,23 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   for (const std::shared_ptr<Model>& model : models.List()) {
     const SnapshotRef newest = model->NewestAfterDrain();
     if (newest == nullptr) continue;
-    const bool keep = IsKeepDue(*newest, model->kept_time());
-    auto saved = SaveSnapshot(*model, newest, {.keep = keep});
+    CheckpointStore::SaveOptions save = {.keep = IsKeepDue(*newest, model->kept_time()),
+                                         .with_new_settings = true};
+    absl::Status saved = TrySave(*model, newest, save).status();
     // There may still be room for one that is not kept.
-    if (keep && GetErrorReason(saved.status()) == ErrorReason::kDiskFull) {
-      saved = SaveSnapshot(*model, newest, {});
+    if (save.keep && GetErrorReason(saved) == ErrorReason::kDiskFull) {
+      save.keep = false;
+      saved = TrySave(*model, newest, save).status();
+    }
+    // Readers that are still there go.
+    for (int i = 0; GetErrorReason(saved) == ErrorReason::kCheckpointInUse && i < 50; ++i) {
+      absl::SleepFor(absl::Milliseconds(100));
+      saved = TrySave(*model, newest, save).status();
     }
     // One that has been deleted meanwhile misses nothing.
-    if (!absl::IsNotFound(saved.status())) result.Update(saved.status());
+    if (saved.ok() || absl::IsNotFound(saved)) continue;
+    LogFailedSave(*model, newest, {}, saved, {});
+    result.Update(saved);
   }
   return result;
 }

@@ -199,7 +199,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
   SaveRequest wanted = request;
   EMA_ASSIGN_OR_RETURN(wanted.tracks, ChooseTracks(model, **pinned, request.tracks));
   if (wanted.async) return Enqueue(model, *pinned, wanted);
-  CheckpointStore::SaveOptions options{.tracks = wanted.tracks};
+  CheckpointStore::SaveOptions options{.tracks = wanted.tracks, .with_new_settings = true};
   if (!wanted.label.empty()) options.label = CheckpointLabel{.name = wanted.label};
   return SaveSnapshot(model, *pinned, options);
 }
@@ -254,7 +254,7 @@ absl::Status CheckpointManager::CheckMayWaitLocked(const Model& model, const Ver
 absl::Status CheckpointManager::SaveQueued(const Key& key, Model& model,
                                            const SnapshotRef& snapshot,
                                            const std::vector<std::string>& tracks) {
-  CheckpointStore::SaveOptions options{.tracks = tracks};
+  CheckpointStore::SaveOptions options{.tracks = tracks, .with_new_settings = true};
   absl::Status status;
   bool is_new_failure = false;
   std::set<std::string> unset_labels;  // After an error: those that were asked for.

@@ -38,6 +38,24 @@ absl::Status MakeDirectories(FileSystem& file_system, const std::string& path) {
   return file_system.SyncDirectory(parent);
 }
 
+// Not now.
+absl::Status CannotReplace(std::string_view model, std::string_view name, std::string_view why) {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kCheckpointInUse,
+                   absl::StrCat("model \"", std::string(model), "\", checkpoint \"",
+                                std::string(name), "\": ", std::string(why),
+                                ", so one with the model's settings of now cannot take its place"),
+                   absl::Seconds(1));
+}
+
+// The model has every track that the snapshot has.
+bool HasTracksOf(const Model& model, const Snapshot& snapshot) {
+  const std::vector<TrackRef> tracks = model.tracks_after_next_commit();
+  return absl::c_all_of(snapshot.tracks, [&](const TrackSnapshot& saved) {
+    return absl::c_any_of(tracks,
+                          [&](const TrackRef& track) { return track->id() == saved.track->id(); });
+  });
+}
+
 }  // namespace
 
 int64_t IncarnationWithoutStore(absl::Time now) { return absl::ToUnixMicros(now); }
@@ -200,10 +218,13 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   const bool is_whole = options.tracks.empty();
   SaveResult result{.name = NameOf(snapshot, options.tracks)};
   const std::string path = JoinPath(folder.path, result.name);
-  const int64_t settings_revision = model.settings_revision();  // Or later ones, if it is written.
-  const bool has_other_settings = is_whole && model.HasOtherSettings(snapshot.record.id());
+  // Before it is written, which may be with later ones.
+  const int64_t settings_revision = model.settings_revision();
+  const bool has_old_settings = options.with_new_settings && is_whole &&
+                                model.HasOtherSettings(snapshot.record.id()) &&
+                                HasTracksOf(model, snapshot);
   const bool is_latest =
-      is_whole && folder.latest == id && folder.latest_bytes > 0 && !has_other_settings;
+      is_whole && folder.latest == id && folder.latest_bytes > 0 && !has_old_settings;
   if (is_latest) {
     if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     result.total_bytes = folder.latest_bytes;
@@ -211,15 +232,19 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
     EMA_RETURN_IF_ERROR(MakeDurableLocked(model.config().name, folder));
     EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes,
                          FindCompleteLocked(folder, result.name));
-    if (bytes.has_value() && !has_other_settings) {
+    if (bytes.has_value() && !has_old_settings) {
       result.total_bytes = *bytes;
       // An earlier call, or server, may have ended between the rename and this.
       EMA_RETURN_IF_ERROR(Sync(folder.path));
       if (options.keep) EMA_RETURN_IF_ERROR(Keep(path));
     } else {
+      if (bytes.has_value()) {
+        absl::MutexLock lock(&folder.state_mu);
+        EMA_RETURN_IF_ERROR(CheckNotHeldLocked(folder, result.name));
+      }
       EMA_ASSIGN_OR_RETURN(result.total_bytes,
                            WriteAndRenameLocked(model, snapshot, options, folder, result.name,
-                                                /*other_settings=*/bytes.has_value()));
+                                                /*has_old_settings=*/bytes.has_value()));
       result.was_written = true;
     }
     if (is_whole && id >= folder.latest) {
@@ -232,7 +257,8 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   }
   // Also if it then gets no label.
   if (is_whole) {
-    model.SetDurable(snapshot.record.id(), snapshot.record.step, settings_revision);
+    model.SetDurable(snapshot.record.id(), snapshot.record.step,
+                     result.was_written ? std::optional(settings_revision) : std::nullopt);
     if (options.keep) model.SetKeptTime(snapshot.record.time);
   }
   if (options.label.has_value()) {
@@ -283,12 +309,11 @@ absl::StatusOr<std::optional<int64_t>> CheckpointStore::FindCompleteLocked(
 
 absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(
     Model& model, const Snapshot& snapshot, const SaveOptions& options, ModelDirectory& folder,
-    const std::string& name, bool other_settings) {
+    const std::string& name, bool has_old_settings) {
   const bool keep = options.keep || WasKept(folder, name);
   // What is kept for good must leave room for what is not. One that is written anew had its room.
   const WriteOptions write_options{.tracks = options.tracks,
-                                   .max_file_bytes = options_.max_file_bytes,
-                                   .with_removed_tracks = other_settings};
+                                   .max_file_bytes = options_.max_file_bytes};
   const int64_t needed_bytes =
       (CheckpointDataBytes(model, snapshot, write_options) + kSpareBytes) * (options.keep ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, file_system_.FreeBytes(folder.path));
@@ -315,12 +340,15 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(
       !kept.ok()) {
     written = kept;
   }
+  if (written.ok() && has_old_settings && !HasTracksOf(model, snapshot)) {
+    written = CannotReplace(folder.model_name, name, "a track of it has just been removed");
+  }
   if (!written.ok()) {
     // Best effort: the start-up clears it, too.
     file_system_.RemoveTree(temporary).IgnoreError();
     return written.status();
   }
-  EMA_RETURN_IF_ERROR(TakeNameLocked(folder, name, other_settings));
+  EMA_RETURN_IF_ERROR(TakeNameLocked(folder, name, has_old_settings));
   absl::MutexLock lock(&folder.state_mu);
   folder.index[name] = {.name = name,
                         .id = IdOf(written->record),
@@ -330,14 +358,14 @@ absl::StatusOr<int64_t> CheckpointStore::WriteAndRenameLocked(
 }
 
 absl::Status CheckpointStore::TakeNameLocked(ModelDirectory& folder, const std::string& name,
-                                             bool other_settings) {
+                                             bool has_old_settings) {
   const std::string path = JoinPath(folder.path, name);
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
   const absl::Status unread = UnreadProblem(folder, name);
   EMA_RETURN_IF_ERROR(CheckPlace());  // Writing may have taken long.
   absl::Status status;
   bool is_exchanged = false;
-  if (unread.ok() && other_settings) {
+  if (unread.ok() && has_old_settings) {
     status = ReplaceLocked(folder, name);
   } else if (unread.ok()) {
     status = file_system_.Rename(temporary, path);
@@ -363,29 +391,38 @@ absl::Status CheckpointStore::TakeNameLocked(ModelDirectory& folder, const std::
   return status;
 }
 
+absl::Status CheckpointStore::CheckNotHeldLocked(const ModelDirectory& folder,
+                                                 const std::string& name) {
+  if (!folder.held.contains(name)) return absl::OkStatus();
+  return CannotReplace(folder.model_name, name, "it is being read");
+}
+
 absl::Status CheckpointStore::ReplaceLocked(ModelDirectory& folder, const std::string& name) {
-  const auto refused = [&](std::string_view why) {
-    return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
-        absl::StrCat("model \"", folder.model_name, "\", checkpoint \"", name,
-                     "\": no other with the model's settings of now can take its place: ",
-                     std::string(why)));
-  };
-  {
-    absl::MutexLock lock(&folder.state_mu);
-    if (folder.held.contains(name)) return refused("it is being read; try again");
-    folder.index.erase(name);  // Nobody reads it from now on.
-  }
   const std::string temporary = JoinPath(folder.path, std::string(kTemporaryPrefix).append(name));
-  const absl::Status exchanged = file_system_.Exchange(temporary, JoinPath(folder.path, name));
-  if (absl::IsUnimplemented(exchanged)) {
-    return refused("the file system cannot exchange two folders; push one more step");
-  }
-  EMA_RETURN_IF_ERROR(exchanged);
-  EMA_RETURN_IF_ERROR(Sync(folder.path));
-  // What stays is cleared later.
+  const auto exchange = [&]() -> absl::Status {
+    decltype(folder.index)::node_type entry;
+    {
+      absl::MutexLock lock(&folder.state_mu);
+      EMA_RETURN_IF_ERROR(CheckNotHeldLocked(folder, name));
+      entry = folder.index.extract(name);  // Nobody reads it from now on.
+    }
+    const absl::Status status = file_system_.Exchange(temporary, JoinPath(folder.path, name));
+    if (status.ok()) return status;
+    {
+      absl::MutexLock lock(&folder.state_mu);
+      folder.index.insert(std::move(entry));
+    }
+    if (!absl::IsUnimplemented(status)) return status;
+    return absl::UnimplementedError(
+        absl::StrCat("model \"", folder.model_name, "\", checkpoint \"", name,
+                     "\": one with the model's settings of now cannot take its place, as the file "
+                     "system cannot exchange two folders; push one more step"));
+  };
+  const absl::Status status = exchange();
+  if (status.ok()) EMA_RETURN_IF_ERROR(Sync(folder.path));
+  // The old one, or the new one; what stays of it is cleared later.
   file_system_.RemoveTree(temporary).IgnoreError();
-  return absl::OkStatus();
+  return status;
 }
 
 bool CheckpointStore::WasKept(const ModelDirectory& folder, const std::string& name) {

@@ -168,6 +168,10 @@ class CheckpointStore {
     bool keep = false;
     // Only these; empty: all. Such a checkpoint is no durable version of the model.
     std::vector<std::string> tracks;
+    // If it is the model's newest on the disk, and the model's settings have changed since, one
+    // with those takes its place; not if it has a track that was removed since, which would be
+    // lost. Then the settings are on the disk with the next version.
+    bool with_new_settings = false;
     // Put on it durably before anything is removed; its version and step are the snapshot's.
     // REQUIRES: no `tracks`.
     std::optional<CheckpointLabel> label;
@@ -182,17 +186,15 @@ class CheckpointStore {
 
   // Writes `snapshot`, a version of `model`, and sets model.SetDurable(), also if then only the
   // label cannot be put. OK: it is on the disk, and is what will be loaded unless a newer one is
-  // saved. Saving what is saved already is OK and writes nothing but what `options` ask for; unless
-  // it is the newest, and the model's settings have changed since: then one with those takes its
-  // place, which has the tracks that were removed since, too. Saves of one model wait for each
-  // other; commits and readers do not wait for them. While the model is being pushed it takes three
-  // times as long. Holds `snapshot` only while it runs.
+  // saved. Saving what is saved already is OK and writes nothing but what `options` ask for. Saves
+  // of one model wait for each other; commits and readers do not wait for them. While the model is
+  // being pushed it takes three times as long. Holds `snapshot` only while it runs.
   // RESOURCE_EXHAUSTED, DISK_FULL: works again when there is space. UNAVAILABLE, STORE_READ_ONLY.
-  // UNAVAILABLE, DISK_FAILED. FAILED_PRECONDITION: a tensor's name cannot be saved;
-  // CHECKPOINT_IN_USE: another is to take its place, and it is being read, or the file system
-  // cannot exchange two folders. NOT_FOUND, MODEL_NOT_FOUND: the model has been deleted. INTERNAL,
-  // DEVICE. After any of these the checkpoints from before are as they were; only one that was
-  // found bad, or not readable, may have been set aside.
+  // UNAVAILABLE, DISK_FAILED. UNAVAILABLE, CHECKPOINT_IN_USE: one with new settings is to take its
+  // place, and it is being read. UNIMPLEMENTED: the same, and the file system cannot exchange two
+  // folders. FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the
+  // model has been deleted. INTERNAL, DEVICE. After any of these the checkpoints from before are as
+  // they were; only one that was found bad, or not readable, may have been set aside.
   absl::StatusOr<SaveResult> Save(Model& model, SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_) {
     return Save(model, std::move(snapshot), SaveOptions());
   }
@@ -454,14 +456,17 @@ class CheckpointStore {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::StatusOr<int64_t> WriteAndRenameLocked(Model& model, const Snapshot& snapshot,
                                                const SaveOptions& options, ModelDirectory& folder,
-                                               const std::string& name, bool other_settings)
+                                               const std::string& name, bool has_old_settings)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // Gives a temporary checkpoint its name, durably, and sets aside the one that was there to be
-  // written anew; or removes it, if it has only `other_settings`. Where the file system can
-  // exchange names, one of the two has it at every moment.
-  absl::Status TakeNameLocked(ModelDirectory& folder, const std::string& name, bool other_settings)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
-  // The same of one that is whole and whose settings alone are others; it goes for good.
+  // written anew; or removes it, if it `has_old_settings`. Where the file system can exchange
+  // names, one of the two has it at every moment.
+  absl::Status TakeNameLocked(ModelDirectory& folder, const std::string& name,
+                              bool has_old_settings) ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // UNAVAILABLE, CHECKPOINT_IN_USE.
+  static absl::Status CheckNotHeldLocked(const ModelDirectory& folder, const std::string& name)
+      ABSL_SHARED_LOCKS_REQUIRED(folder.state_mu);
+  // TakeNameLocked() where that has old settings.
   absl::Status ReplaceLocked(ModelDirectory& folder, const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   // The checkpoint of that name which is to be written anew, or was set aside, has its KEEP file.

@@ -287,11 +287,6 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
   for (const TrackRef& track : model.tracks_after_next_commit()) {
     values.emplace_back(track, snapshot.FindId(track->id()));
   }
-  for (const TrackSnapshot& track : snapshot.tracks) {
-    const bool is_removed = absl::c_none_of(
-        values, [&](const auto& value) { return value.first->name() == track.track->name(); });
-    if (is_removed && options.with_removed_tracks) values.emplace_back(track.track, &track);
-  }
   EMA_RETURN_IF_ERROR(CheckTracks(options, values));
   CheckpointManifest manifest{.model_name = model.config().name,
                               .manifest = model.manifest(),

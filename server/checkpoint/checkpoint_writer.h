@@ -25,8 +25,6 @@ struct WriteOptions {
   // Tensors' bytes in one file of a track, at most; a larger tensor has a file of its own. Default:
   // as Hugging Face's tools.
   int64_t max_file_bytes = 5'000'000'000;
-  // Also tracks of the snapshot that the model has not any more.
-  bool with_removed_tracks = false;
 };
 
 // What a checkpoint of `snapshot` takes at least, in bytes.

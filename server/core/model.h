@@ -281,9 +281,9 @@ class Model : public std::enable_shared_from_this<Model> {
   // The newest version that is on the disk, and its step; all zero: none.
   VersionId durable_version() const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
-  // That version is on the disk, with the settings of that revision. An earlier one than before,
-  // whatever their steps, is not noted.
-  void SetDurable(const VersionId& id, int64_t step, int64_t settings_revision)
+  // That version is on the disk, with the settings of that revision; nullopt: as was noted for it,
+  // or old ones. An earlier version than before, whatever their steps, is not noted.
+  void SetDurable(const VersionId& id, int64_t step, std::optional<int64_t> settings_revision)
       ABSL_LOCKS_EXCLUDED(mu_);
   // True: it is durable_version(), and the model's settings have changed since.
   bool HasOtherSettings(const VersionId& id) const ABSL_LOCKS_EXCLUDED(mu_);
@@ -553,9 +553,13 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<std::weak_ptr<Reading>> readings_ ABSL_GUARDED_BY(readings_mu_);
 
   VersionId durable_version_ ABSL_GUARDED_BY(mu_);
-  int64_t durable_settings_ ABSL_GUARDED_BY(mu_) = 0;  // Their revision.
-  int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;   // Of settings_revision().
-  std::atomic<int64_t> durable_step_ = 0;  // Set under mu_. Relaxed: a number to report.
+  int64_t durable_settings_ ABSL_GUARDED_BY(mu_) = 0;  // Their revision; -1: old ones.
+  // The last rollback's version and step: what is older and on the disk is of a branch given up,
+  // but for steps up to that.
+  VersionId rollback_version_ ABSL_GUARDED_BY(mu_);
+  int64_t rollback_step_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;  // Of settings_revision().
+  std::atomic<int64_t> durable_step_ = 0;             // Set under mu_. Relaxed: a number to report.
 
   absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.
   absl::flat_hash_map<int64_t, std::function<void()>> watchers_ ABSL_GUARDED_BY(watch_mu_);

@@ -205,9 +205,9 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     evicted = PutInPlaceLocked(*loaded);
     result = PinLocked(*loaded);
     last_commit_ = {};
-    // Steps behind it that are on the disk are of the branch that is given up.
-    durable_step_.store(std::min(durable_step(), (*loaded)->record.step),
-                        std::memory_order_relaxed);
+    rollback_version_ = (*loaded)->record.id();
+    rollback_step_ = (*loaded)->record.step;
+    durable_step_.store(std::min(durable_step(), rollback_step_), std::memory_order_relaxed);
     // What is kept from here on is kept anew.
     if (kept_time_.has_value() && !(*loaded)->record.time.CheckNotBefore(*kept_time_).ok()) {
       kept_time_ = (*loaded)->record.time;
@@ -274,11 +274,14 @@ VersionId Model::durable_version() const {
   return durable_version_;
 }
 
-void Model::SetDurable(const VersionId& id, int64_t step, int64_t settings_revision) {
+void Model::SetDurable(const VersionId& id, int64_t step,
+                       std::optional<int64_t> settings_revision) {
   absl::MutexLock lock(&mu_);
   if (id < durable_version_) return;
+  durable_settings_ = settings_revision.value_or(id == durable_version_ ? durable_settings_ : -1);
   durable_version_ = id;
-  durable_settings_ = settings_revision;
+  // A save that had begun before the rollback.
+  if (id < rollback_version_) step = std::min(step, rollback_step_);
   durable_step_.store(step, std::memory_order_relaxed);
 }
 

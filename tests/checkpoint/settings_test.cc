@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "absl/strings/match.h"
 #include "server/checkpoint/verify.h"
 #include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
@@ -122,22 +123,62 @@ TEST_F(SettingsTest, AFileThatIsDetachedIsGone) {
   ExpectAfterRestart(files_, 1, /*is_changed=*/false);
 }
 
-// It may have labels, and be all there is of that track.
-TEST_F(SettingsTest, AVersionThatIsSavedAgainKeepsItsTracks) {
+// It would be lost, and the checkpoint may have labels.
+TEST_F(SettingsTest, AVersionWithATrackThatWasRemovedStaysAsItIs) {
+  for (const bool has_successor : {false, true}) {
+    FakeFileSystem files;
+    {
+      TestServer server(files);
+      server.PushTo(1);
+      ASSERT_THAT(server.Save(0, "best"), IsOk());
+      TrackChanges changes{.remove = {"ema"}, .pause = {"raw"}};
+      if (has_successor) changes.put = {{"ema", MakeSchedule("20ba")}};
+      ASSERT_THAT(server.model().UpdateTracks({.remove = {"ema"}}), IsOk());
+      ASSERT_THAT(server.model().UpdateTracks(changes), IsOk());
+      ASSERT_THAT(server.Save(), IsOk());
+    }
+    TestServer server(files);
+    EXPECT_THAT(ReadAll(server.model(), "ema"), IsOk());
+    EXPECT_EQ(server.model().tracks_after_next_commit().size(), 2u);
+  }
+}
+
+TEST_F(SettingsTest, ALabelNeedsNoneOfThem) {
+  TestServer server(files_);
+  server.PushTo(1);
+  ASSERT_THAT(server.Save(), IsOk());
+  Change(server.model());
+  int exchanges = 0;
+  files_.set_hook([&](const std::string& operation, const std::string&) {
+    exchanges += operation == "exchange";
+    return absl::OkStatus();
+  });
+  EXPECT_THAT(server.manager().SetLabel(server.model(), "best", {1, 0}), IsOk());
+  EXPECT_EQ(exchanges, 0);
+  EXPECT_THAT(server.Save(), IsOk());
+  EXPECT_EQ(exchanges, 1);
+  files_.set_hook(nullptr);
+}
+
+// It got its name, and the answer was an error: what it has is not known any more.
+TEST_F(SettingsTest, OfAVersionThatWasSavedButForItsNameAreSavedAgain) {
   {
     TestServer server(files_);
     server.PushTo(1);
     ASSERT_THAT(server.Save(), IsOk());
-    ASSERT_THAT(server.model().UpdateTracks({.remove = {"ema"}, .pause = {"raw"}}), IsOk());
+    server.PushTo(2);
+    files_.set_hook([](const std::string& operation, const std::string& path) {
+      return operation == "rename" && absl::StrContains(path, "LATEST")
+                 ? absl::UnavailableError("Input/output error")
+                 : absl::OkStatus();
+    });
+    ASSERT_FALSE(server.Save().ok());
+    files_.set_hook(nullptr);
+    Change(server.model());
+    ASSERT_THAT(server.Save(), IsOk());
     ASSERT_THAT(server.Save(), IsOk());
   }
-  TestServer server(files_);
-  EXPECT_THAT(ReadAll(server.model(), "ema"), IsOk());
-  const auto tracks = server.model().tracks_after_next_commit();
-  ASSERT_EQ(tracks.size(), 2u);
-  EXPECT_TRUE(std::all_of(tracks.begin(), tracks.end(), [](const TrackRef& track) {
-    return track->config().paused == (track->name() == "raw");
-  }));
+  ExpectAfterRestart(files_, 2, /*is_changed=*/true);
 }
 
 TEST_F(SettingsTest, AtAnyMomentTheVersionIsThereWithTheOldOrTheNew) {
@@ -183,17 +224,15 @@ TEST_F(SettingsTest, ThatTheFileSystemCannotPutInPlaceAreRefused) {
     files_.set_hook([](const std::string& operation, const std::string&) {
       return operation == "exchange" ? absl::UnimplementedError("no such call") : absl::OkStatus();
     });
-    EXPECT_THAT(server.Save(),
-                AllOf(ReasonIs(ErrorReason::kCheckpointInUse),
-                      StatusIs(absl::StatusCode::kFailedPrecondition,
-                               HasSubstr("the file system cannot exchange two folders"))));
+    EXPECT_THAT(server.Save(), StatusIs(absl::StatusCode::kUnimplemented,
+                                        HasSubstr("file system cannot exchange two folders")));
     EXPECT_THAT(server.Complete(), ElementsAre(1));
   }
   files_.set_hook(nullptr);
   ExpectAfterRestart(files_, 1, /*is_changed=*/false);
 }
 
-TEST_F(SettingsTest, WaitForWhoReadsTheCheckpoint) {
+TEST_F(SettingsTest, AreNotPutInThePlaceOfACheckpointThatIsBeingRead) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto store, CheckpointStore::Open(files_, {.data_dir = "/data"}));
   ModelStore models(TestDevice(), SmallBlocks());
   const std::shared_ptr<Model> model = models.Create(TwoTracks())->model;
@@ -206,12 +245,13 @@ TEST_F(SettingsTest, WaitForWhoReadsTheCheckpoint) {
   {
     const auto held = store->Hold("m", saved.name);
     ASSERT_THAT(held, IsOk());
-    EXPECT_THAT(store->Save(*model, snapshot), AllOf(ReasonIs(ErrorReason::kCheckpointInUse),
-                                                     StatusIs(absl::StatusCode::kFailedPrecondition,
-                                                              HasSubstr("it is being read"))));
+    EXPECT_THAT(store->Save(*model, snapshot, {.with_new_settings = true}),
+                AllOf(ReasonIs(ErrorReason::kCheckpointInUse),
+                      StatusIs(absl::StatusCode::kUnavailable, HasSubstr("it is being read"))));
     EXPECT_THAT(VerifyCheckpoint(files_, (*held)->Path((*held)->ids()[0])), IsOk());
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const auto again, store->Save(*model, snapshot));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto again,
+                           store->Save(*model, snapshot, {.with_new_settings = true}));
   EXPECT_TRUE(again.was_written);
   EXPECT_THAT(files_.Exists(JoinPath(JoinPath(kTestFolder, saved.name), "KEEP")),
               IsOkAndHolds(true));

@@ -686,6 +686,23 @@ TEST_F(RollbackTest, WhatIsDurableGoesByVersionsNotBySteps) {
   EXPECT_EQ(model_->durable_step(), 10);
 }
 
+// Such as one that had begun before, and ends now.
+TEST_F(RollbackTest, WhatIsSavedOfTheBranchGivenUpIsNoLaterStep) {
+  const auto rank = OpenRun(model_, "run");
+  Train(*rank, 1, 3);
+  const SnapshotRef third = *model_->PinVersion(3);
+  model_->SetDurable((*model_->PinVersion(2))->record.id(), 2, 0);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version restored, RollBack(1));
+  EXPECT_EQ(model_->durable_step(), 1);
+  model_->SetDurable(third->record.id(), 3, 0);
+  EXPECT_EQ(model_->durable_version(), third->record.id());
+  EXPECT_EQ(model_->durable_step(), 1);
+  const auto next = OpenRun(model_, "next");
+  Train(*next, 2, 5);
+  model_->SetDurable(model_->latest()->id(), 5, 0);
+  EXPECT_EQ(model_->durable_step(), 5);
+}
+
 TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {
   const auto base = OpenRun(model_, "base");
   Train(*base, 1, 1);

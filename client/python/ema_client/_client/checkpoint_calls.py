@@ -100,7 +100,8 @@ class CheckpointCalls:
     ) -> Checkpoint:
         """Saves a version. When it returns, that is on the server's disk, unless `wait` is False.
 
-        What is saved already is not written again. Training and pulls do not wait for it.
+        What is saved already is not written again, but for the newest version, if the model's tracks or
+        attached files have changed since. Training and pulls do not wait for it.
 
         Args:
             name: the model.
