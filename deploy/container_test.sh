@@ -15,7 +15,7 @@ deploy/setup.sh --all
 deploy/build.sh release
 lock container
 
-max_megabytes=700
+max_megabytes=150
 work=$root/build/container
 log=build/container/test.log
 mkdir -p "$work/ccache" "$work/host/etc/apt/apt.conf.d"
