@@ -127,7 +127,7 @@ absl::Status CheckpointStore::RaiseIncarnation(absl::Time now) {
 absl::Status CheckpointStore::AsSaveError(const absl::Status& status) {
   if (GetErrorReason(status) != ErrorReason::kUnspecified) return status;
   if (absl::IsNotFound(status)) {
-    const absl::Status place = CheckPlace();
+    absl::Status place = CheckPlace();
     if (GetErrorReason(place) == ErrorReason::kStoreReadOnly) return place;
   }
   if (absl::IsNotFound(status) || absl::IsAlreadyExists(status) ||
@@ -406,7 +406,7 @@ absl::Status CheckpointStore::ReplaceLocked(ModelDirectory& folder, const std::s
       EMA_RETURN_IF_ERROR(CheckNotHeldLocked(folder, name));
       entry = folder.index.extract(name);  // Nobody reads it from now on.
     }
-    const absl::Status status = file_system_.Exchange(temporary, JoinPath(folder.path, name));
+    absl::Status status = file_system_.Exchange(temporary, JoinPath(folder.path, name));
     if (status.ok()) return status;
     {
       absl::MutexLock lock(&folder.state_mu);
@@ -418,7 +418,7 @@ absl::Status CheckpointStore::ReplaceLocked(ModelDirectory& folder, const std::s
                      "\": one with the model's settings of now cannot take its place, as the file "
                      "system cannot exchange two folders; push one more step"));
   };
-  const absl::Status status = exchange();
+  absl::Status status = exchange();
   if (status.ok()) EMA_RETURN_IF_ERROR(Sync(folder.path));
   // The old one, or the new one; what stays of it is cleared later.
   file_system_.RemoveTree(temporary).IgnoreError();
