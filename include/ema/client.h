@@ -263,10 +263,11 @@ class Client {
   };
   // Saves a version; when it returns, that is on the server's disk, unless `async`. One that is
   // there already is OK; the newest is saved again if tracks or attached files have changed since.
-  // NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE:
-  // VERSION_NOT_KEPT, VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE,
-  // STORE_READ_ONLY or DISK_FAILED. DATA_LOSS, CHECKPOINT_CORRUPT: what was read back is not what
-  // was written.
+  // NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
+  // VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE: STORE_READ_ONLY,
+  // DISK_FAILED, or CHECKPOINT_IN_USE (the newest, and it is being read). UNIMPLEMENTED: the
+  // server's file system cannot put the newest, saved again, in its place. DATA_LOSS,
+  // CHECKPOINT_CORRUPT: what was read back is not what was written.
   absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
                                                     const CheckpointOptions& options,
                                                     absl::Duration timeout = absl::Minutes(10));
