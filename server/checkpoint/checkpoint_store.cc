@@ -419,7 +419,12 @@ absl::Status CheckpointStore::ReplaceLocked(ModelDirectory& folder, const std::s
                      "system cannot exchange two folders; push one more step"));
   };
   absl::Status status = exchange();
-  if (status.ok()) EMA_RETURN_IF_ERROR(Sync(folder.path));
+  if (status.ok()) {
+    EMA_RETURN_IF_ERROR(Sync(folder.path));
+  } else if (!absl::IsUnimplemented(status) &&
+             GetErrorReason(status) != ErrorReason::kCheckpointInUse) {
+    return status;  // It may have been done all the same, and not be on the disk.
+  }
   // The old one, or the new one; what stays of it is cleared later.
   file_system_.RemoveTree(temporary).IgnoreError();
   return status;
