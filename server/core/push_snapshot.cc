@@ -140,7 +140,11 @@ absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
         absl::StrCat("step ", plan_.step, ": tensor \"", tensor.name, "\" holds NaN or infinity",
                      tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can," : "",
                      " at element ", first.element, ", pushed by rank ", rank,
-                     "; the step is dropped"));
+                     "; the step is dropped",
+                     // Such as an attention mask: no later step is any better.
+                     tensor.is_buffer ? "; if the buffer is meant to hold them, let all tracks "
+                                        "ignore it, and do not push it"
+                                      : ""));
   }
   for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);
   return absl::OkStatus();

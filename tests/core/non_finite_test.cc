@@ -116,6 +116,21 @@ TEST_F(NonFiniteTest, AFloat64ThatIsTooLargeIsNotCalledInfinite) {
                     ReasonIs(ErrorReason::kNonFinite)));
 }
 
+TEST_F(NonFiniteTest, ARefusedMaskIsToBeLeftOut) {
+  Create({Track("ema", "smoothing=0.5")},
+         {{"a", Dtype::kFloat32, {1}}, {"mask", Dtype::kFloat32, {1}, /*is_buffer=*/true}},
+         NonFinitePolicy::kReject);
+  constexpr std::string_view kAdvice = "let all tracks ignore it";
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  EXPECT_THAT(rank_->Push(1, Raw(1.0f, -kInfinity)),
+              AllOf(StatusIs(absl::StatusCode::kInvalidArgument,
+                             AllOf(HasSubstr("tensor \"mask\""), HasSubstr(kAdvice))),
+                    ReasonIs(ErrorReason::kNonFinite)));
+  EXPECT_THAT(rank_->Push(1, Raw(-kInfinity, 1.0f)),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       AllOf(HasSubstr("tensor \"a\""), testing::Not(HasSubstr(kAdvice)))));
+}
+
 TEST_F(NonFiniteTest, OfSeveralTensorsTheFirstThatWasPushedIsNamed) {
   Create({Track("ema", "smoothing=0.5")},
          {{"a", Dtype::kFloat32, {1}}, {"b", Dtype::kFloat32, {2}}}, NonFinitePolicy::kReject);
