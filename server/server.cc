@@ -112,79 +112,85 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   }
   std::unique_ptr<Server> server(new Server(options));
   // What is wrong with the options is told before checkpoints are read, which may take long.
-  if (!options.auth_tokens.empty()) {
-    EMA_ASSIGN_OR_RETURN(server->tokens_, TokenFile::Open(options.auth_tokens));
-    server->tokens_->on_change = [log = server->Sink(),
-                                  path = options.auth_tokens](const absl::Status& status) {
-      if (status.ok())
-        return LogTo(log, LogLevel::kInfo, "token file taken over", {{"path", path}});
-      LogTo(log, LogLevel::kError, "token file not taken over",
-            {{"path", path}, {"error", status}});
-    };
-  }
-  ModelStore::Options store_options;
-  store_options.memory_bytes =
-      options.memory_bytes > 0 ? options.memory_bytes : DefaultMemoryBytes(options, *device);
-  store_options.max_models = options.max_models;
-  store_options.max_sessions = options.max_sessions;
-  store_options.model.block_bytes = options.block_bytes;
-  store_options.model.incarnation = IncarnationWithoutStore(server->start_time_);
-  store_options.model.log = server->Sink();
-  store_options.model.observer = &server->metrics_;
-  if (!options.data_dir.empty()) {
-    auto checkpoints = CheckpointManager::Open(PosixFileSystem(), server->CheckpointOptions());
-    if (!checkpoints.ok()) {
-      return WithPlace(checkpoints.status(), absl::StrCat("--data-dir ", options.data_dir, ": "));
-    }
-    server->checkpoints_ = *std::move(checkpoints);
-    store_options.model.incarnation = server->checkpoints_->incarnation();
-    store_options.model.has_data_dir = true;
-    // The life before has begun a moment ago. One that was set back is not waited for.
-    const absl::Duration ahead =
-        absl::FromUnixMicros(store_options.model.incarnation) - absl::Now();
-    if (ahead <= absl::Microseconds(CheckpointStore::kIncarnationsPerLife)) absl::SleepFor(ahead);
-  }
-  if (options.statistics_every_commits > 0) {
-    server->statistics_ = std::make_unique<CommitStatistics>(options.statistics_every_commits);
-  }
-  store_options.model.on_commit =
-      [checkpoints = server->checkpoints_.get(), statistics = server->statistics_.get()](
-          const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
-        LogCommit(*model, snapshot.record);
-        if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
-        if (statistics != nullptr) statistics->OnCommit(model, snapshot);
-      };
-  server->formula_ = FormulaOf(options, *device);
-  store_options.host_memory_bytes = server->formula_.host_budget_bytes;
-  server->store_ = std::make_shared<ModelStore>(device, store_options);
-  LogLimits(options);
-  LogMemoryFormula(options, server->formula_, *device, store_options.memory_bytes);
-  server->incarnation_ = store_options.model.incarnation;
+  EMA_RETURN_IF_ERROR(server->OpenTokens());
+  EMA_RETURN_IF_ERROR(server->OpenCheckpoints());
+  server->MakeStore(std::move(device));
   EMA_RETURN_IF_ERROR(server->StartHttp());
   if (server->checkpoints_ != nullptr) {
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
   }
-
   if (hooks.on_recovered) hooks.on_recovered();
-
-  Checkpoints* checkpoints = &server->no_checkpoints_;
-  if (server->checkpoints_ != nullptr) checkpoints = server->checkpoints_.get();
-  EMA_ASSIGN_OR_RETURN(server->rpc_,
-                       RpcServer::Start(server->store_, checkpoints, server->RpcOptions(hooks)));
-  {
-    absl::MutexLock lock(&server->mu_);
-    server->serving_ = server->rpc_.get();
-  }
-  if (!options.port_file.empty()) {
-    EMA_RETURN_IF_ERROR(WritePortFile(options.port_file, server->port()));
-  }
+  EMA_RETURN_IF_ERROR(server->StartRpc(hooks));
   Log(LogLevel::kInfo, "serving",
       {{"listen", server->rpc_->addresses()},
-       {"device", device->name()},
+       {"device", server->store_->device().name()},
        {"gpus", DescribeGpus()},
-       {"incarnation", store_options.model.incarnation},
+       {"incarnation", server->incarnation_},
        {"seconds", absl::ToDoubleSeconds(absl::Now() - server->start_time_)}});
   return server;
+}
+
+absl::Status Server::OpenTokens() {
+  if (options_.auth_tokens.empty()) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(tokens_, TokenFile::Open(options_.auth_tokens));
+  tokens_->on_change = [log = Sink(), path = options_.auth_tokens](const absl::Status& status) {
+    if (status.ok()) return LogTo(log, LogLevel::kInfo, "token file taken over", {{"path", path}});
+    LogTo(log, LogLevel::kError, "token file not taken over", {{"path", path}, {"error", status}});
+  };
+  return absl::OkStatus();
+}
+
+absl::Status Server::OpenCheckpoints() {
+  incarnation_ = IncarnationWithoutStore(start_time_);
+  if (options_.data_dir.empty()) return absl::OkStatus();
+  auto checkpoints = CheckpointManager::Open(PosixFileSystem(), CheckpointOptions());
+  if (!checkpoints.ok()) {
+    return WithPlace(checkpoints.status(), absl::StrCat("--data-dir ", options_.data_dir, ": "));
+  }
+  checkpoints_ = *std::move(checkpoints);
+  incarnation_ = checkpoints_->incarnation();
+  // The life before has begun a moment ago. One that was set back is not waited for.
+  const absl::Duration ahead = absl::FromUnixMicros(incarnation_) - absl::Now();
+  if (ahead <= absl::Microseconds(CheckpointStore::kIncarnationsPerLife)) absl::SleepFor(ahead);
+  return absl::OkStatus();
+}
+
+void Server::MakeStore(std::shared_ptr<Device> device) {
+  if (options_.statistics_every_commits > 0) {
+    statistics_ = std::make_unique<CommitStatistics>(options_.statistics_every_commits);
+  }
+  formula_ = FormulaOf(options_, *device);
+  ModelStore::Options store;
+  store.memory_bytes =
+      options_.memory_bytes > 0 ? options_.memory_bytes : DefaultMemoryBytes(options_, *device);
+  store.host_memory_bytes = formula_.host_budget_bytes;
+  store.max_models = options_.max_models;
+  store.max_sessions = options_.max_sessions;
+  store.model.block_bytes = options_.block_bytes;
+  store.model.incarnation = incarnation_;
+  store.model.has_data_dir = checkpoints_ != nullptr;
+  store.model.log = Sink();
+  store.model.observer = &metrics_;
+  store.model.on_commit = [checkpoints = checkpoints_.get(), statistics = statistics_.get()](
+                              const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
+    LogCommit(*model, snapshot.record);
+    if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
+    if (statistics != nullptr) statistics->OnCommit(model, snapshot);
+  };
+  LogLimits(options_);
+  LogMemoryFormula(options_, formula_, *device, store.memory_bytes);
+  store_ = std::make_shared<ModelStore>(std::move(device), store);
+}
+
+absl::Status Server::StartRpc(const Hooks& hooks) {
+  Checkpoints* checkpoints = &no_checkpoints_;
+  if (checkpoints_ != nullptr) checkpoints = checkpoints_.get();
+  EMA_ASSIGN_OR_RETURN(rpc_, RpcServer::Start(store_, checkpoints, RpcOptions(hooks)));
+  {
+    absl::MutexLock lock(&mu_);
+    serving_ = rpc_.get();
+  }
+  return options_.port_file.empty() ? absl::OkStatus() : WritePortFile(options_.port_file, port());
 }
 
 absl::Status Server::Drain() {

@@ -64,7 +64,12 @@ class Server {
   LogSink Sink();
   CheckpointManager::Options CheckpointOptions();
   RpcServer::Options RpcOptions(const Hooks& hooks);
+  // The parts of Start(), in its order.
+  absl::Status OpenTokens();
+  absl::Status OpenCheckpoints();
+  void MakeStore(std::shared_ptr<Device> device);
   absl::Status StartHttp();
+  absl::Status StartRpc(const Hooks& hooks);
   // OK: it serves. UNAVAILABLE: it recovers, or as RpcServer::health().
   absl::Status Health() const ABSL_LOCKS_EXCLUDED(mu_);
   ServerState State(bool with_history) const ABSL_LOCKS_EXCLUDED(mu_);

@@ -180,65 +180,74 @@ void CheckpointScheduler::Run() {
 }
 
 void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_second_look) {
-  bool is_asked = false;
-  bool may_keep = true;
-  absl::Status last_error;
-  {
-    absl::MutexLock lock(&mu_);
-    if (const auto it = states_.find(model.config().name); it != states_.end()) {
-      is_asked = std::exchange(it->second.is_asked, false);
-      // But for a step that is saved itself, what is saved now is the newest.
-      if (snapshot == nullptr) it->second.must_look_again = false;
-      may_keep = SteadyNow() >= it->second.keep_retry_time;
-      last_error = it->second.last_error;
-    }
-  }
-  absl::Status status;
+  const Turn turn = BeginSave(model, /*is_newest=*/snapshot == nullptr);
+  Outcome outcome{.is_due = turn.is_asked};
   if (snapshot == nullptr) {
     absl::StatusOr<SnapshotRef> pinned = model.PinVersion(0);
     if (pinned.ok()) {
       snapshot = *std::move(pinned);
-    } else if (!is_second_look || is_asked) {
-      status = pinned.status();
+    } else if (!is_second_look || turn.is_asked) {
+      outcome.status = pinned.status();
     }
   }
-  absl::Status keep_status;
-  bool is_due = is_asked;
-  if (snapshot != nullptr) {
-    const bool keep = may_keep && IsKeepDue(*snapshot, model.kept_time());
-    // A save by somebody else may have come first.
-    is_due = is_due || IsSaveDue(options_.policy, snapshot->record, model.durable_version(),
-                                 model.durable_step());
-    if (keep || is_due) status = options_.save(model, snapshot, keep);
-    // There may still be room for one that is not kept.
-    if (keep && GetErrorReason(status) == ErrorReason::kDiskFull) {
-      keep_status = std::exchange(status, absl::OkStatus());
-      if (is_due) status = options_.save(model, snapshot, /*keep=*/false);
-    }
-  }
-  const absl::Status& error = status.ok() ? keep_status : status;
-  // Of a model that has been deleted, nothing is missing.
-  const bool is_gone = absl::IsNotFound(status);
+  if (snapshot != nullptr) outcome = SaveVersion(model, snapshot, turn);
   // Before it is idle.
-  if (!error.ok() && !is_gone && options_.on_error &&
-      (last_error.code() != error.code() || GetErrorReason(last_error) != GetErrorReason(error))) {
+  const absl::Status& error = outcome.error();
+  if (!error.ok() && !outcome.is_gone() && options_.on_error &&
+      (turn.last_error.code() != error.code() ||
+       GetErrorReason(turn.last_error) != GetErrorReason(error))) {
     options_.on_error(model, snapshot, error);
   }
+  EndSave(model, turn, outcome);
+}
+
+CheckpointScheduler::Turn CheckpointScheduler::BeginSave(const Model& model, bool is_newest) {
+  absl::MutexLock lock(&mu_);
+  const auto it = states_.find(model.config().name);
+  if (it == states_.end()) return {};
+  State& state = it->second;
+  // But for a step that is saved itself, what is saved now is the newest.
+  if (is_newest) state.must_look_again = false;
+  return {.is_asked = std::exchange(state.is_asked, false),
+          .may_keep = SteadyNow() >= state.keep_retry_time,
+          .last_error = state.last_error};
+}
+
+CheckpointScheduler::Outcome CheckpointScheduler::SaveVersion(Model& model,
+                                                              const SnapshotRef& snapshot,
+                                                              const Turn& turn) const {
+  const bool keep = turn.may_keep && IsKeepDue(*snapshot, model.kept_time());
+  // A save by somebody else may have come first.
+  Outcome outcome{.is_due =
+                      turn.is_asked || IsSaveDue(options_.policy, snapshot->record,
+                                                 model.durable_version(), model.durable_step())};
+  if (keep || outcome.is_due) outcome.status = options_.save(model, snapshot, keep);
+  // There may still be room for one that is not kept.
+  if (keep && GetErrorReason(outcome.status) == ErrorReason::kDiskFull) {
+    outcome.keep_status = std::exchange(outcome.status, absl::OkStatus());
+    if (outcome.is_due) outcome.status = options_.save(model, snapshot, /*keep=*/false);
+  }
+  return outcome;
+}
+
+void CheckpointScheduler::EndSave(const Model& model, const Turn& turn, const Outcome& outcome) {
   const bool is_current = !HasUnsaved(model);
   absl::MutexLock lock(&mu_);
   const auto it = states_.find(model.config().name);
   if (it == states_.end() || it->second.model.lock().get() != &model) return;
-  if (is_gone) {
+  if (outcome.is_gone()) {
     states_.erase(it);
     return;
   }
   State& state = it->second;
   state.is_busy = false;
   // While none is to be kept, the error that says why stays.
-  if (may_keep || !error.ok()) state.last_error = error;
-  if (!keep_status.ok()) state.keep_retry_time = After(SteadyNow(), options_.retry_delay);
-  if (status.ok()) {
-    if (is_due || keep_status.ok()) NoteSavedLocked(is_current, state);
+  if (turn.may_keep || !outcome.error().ok()) state.last_error = outcome.error();
+  if (!outcome.keep_status.ok()) {
+    state.keep_retry_time = After(SteadyNow(), options_.retry_delay);
+  }
+  if (outcome.status.ok()) {
+    if (outcome.is_due || outcome.keep_status.ok()) NoteSavedLocked(is_current, state);
     state.retry_time = SteadyTime::min();
     // What came meanwhile may mean a later version, and there may be no commit after it.
     if (state.is_asked || state.must_look_again) EnqueueLocked(state, /*is_second_look=*/true);
@@ -246,7 +255,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_secon
   }
   state.retry_time = After(SteadyNow(), options_.retry_delay);
   // What was asked for is not forgotten.
-  if (is_asked || state.is_asked) state.due_time = state.retry_time;
+  if (turn.is_asked || state.is_asked) state.due_time = state.retry_time;
   LookAgainLocked();
 }
 

@@ -104,6 +104,23 @@ class CheckpointScheduler {
     // saved by somebody else meanwhile, so it is no error if no version can be pinned.
     bool is_second_look = false;
   };
+  // What a save begins with: of the State then.
+  struct Turn {
+    bool is_asked = false;
+    bool may_keep = true;
+    absl::Status last_error;
+  };
+  // What has become of it.
+  struct Outcome {
+    bool is_due = false;  // Whether or not a version is to be kept.
+    absl::Status status;
+    // DISK_FULL: of the version with `keep`; then `status` is of the one without.
+    absl::Status keep_status;
+
+    const absl::Status& error() const { return status.ok() ? keep_status : status; }
+    // The model has been deleted: nothing is missing.
+    bool is_gone() const { return absl::IsNotFound(status); }
+  };
 
   State& StateOfLocked(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteSavedLocked(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -116,6 +133,12 @@ class CheckpointScheduler {
   void QueueDueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
   void Save(Model& model, SnapshotRef snapshot, bool is_second_look) ABSL_LOCKS_EXCLUDED(mu_);
+  // Its parts, in order. `is_newest`: as Work::snapshot, null.
+  Turn BeginSave(const Model& model, bool is_newest) ABSL_LOCKS_EXCLUDED(mu_);
+  Outcome SaveVersion(Model& model, const SnapshotRef& snapshot, const Turn& turn) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void EndSave(const Model& model, const Turn& turn, const Outcome& outcome)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
   absl::Mutex mu_;  // Taken by commits: never held across a save or a call of a model.

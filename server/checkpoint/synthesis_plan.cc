@@ -279,6 +279,38 @@ TrainingTime OneUnit(TimeUnit unit, double value) {
   return time;
 }
 
+// Where the average of `step` ends, in the unit of the tracks and from their start on.
+// VERSION_NOT_KEPT: the step's time is not known.
+absl::StatusOr<double> EndOf(const Model& model, const Clock& clock, int64_t step,
+                             const Candidate& newest, const std::vector<Candidate>& chosen) {
+  if (step == newest.step()) return newest.profile.end;
+  const std::optional<double> time = clock.At(step, newest.unit);
+  if (!time.has_value()) {
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                     absl::StrCat("model \"", model.config().name, "\": the training time of step ",
+                                  step, " in ", std::string(TimeUnitSuffix(newest.unit)),
+                                  " is not known; ", StepsText(chosen)));
+  }
+  return std::max(newest.profile.end, *time - newest.origin);
+}
+
+// Gives `plan` the sources that have a weight, and the newest; which that is: of several that end
+// there, the one with the largest weight.
+const Candidate& TakeSources(const std::vector<Candidate>& chosen,
+                             const std::vector<double>& weights, SynthesisPlan& plan) {
+  size_t last = 0;
+  const auto key = [&](size_t i) { return std::pair(chosen[i].profile.end, std::abs(weights[i])); };
+  for (size_t i = 0; i < chosen.size(); ++i) {
+    if (weights[i] != 0) {
+      plan.sources.push_back(chosen[i].source);
+      plan.sources.back().weight = weights[i];
+    }
+    if (key(i) > key(last)) last = i;
+  }
+  plan.newest = chosen[last].source;
+  return chosen[last];
+}
+
 }  // namespace
 
 absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisRequest& request,
@@ -307,18 +339,7 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
   const int64_t step = request.step > 0 ? request.step : newest->step();
 
   const Clock clock = MakeClock(model, checkpoints, all);
-  double end = newest->profile.end;
-  if (step != newest->step()) {
-    const std::optional<double> time = clock.At(step, unit);
-    if (!time.has_value()) {
-      return MakeError(
-          absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-          absl::StrCat("model \"", model.config().name, "\": the training time of step ", step,
-                       " in ", std::string(TimeUnitSuffix(unit)), " is not known; ",
-                       StepsText(chosen)));
-    }
-    end = std::max(end, *time - newest->origin);
-  }
+  EMA_ASSIGN_OR_RETURN(const double end, EndOf(model, clock, step, *newest, chosen));
   EMA_ASSIGN_OR_RETURN(const TargetProfile target, TargetOf(request, unit, end));
   ThinOut(chosen);
   std::vector<PowerProfile> profiles;
@@ -332,31 +353,18 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
                      .residual = solution.residual};
   plan.config.tensor_rules = chosen.front().config().tensor_rules;
   plan.config.buffers = chosen.front().config().buffers;
-  const Candidate* last = nullptr;
-  double last_weight = 0;
+  const Candidate& last = TakeSources(chosen, solution.weights, plan);
   CheckpointId newest_id;
-  for (size_t i = 0; i < chosen.size(); ++i) {
-    const double weight = solution.weights[i];
-    if (weight != 0) {
-      plan.sources.push_back(chosen[i].source);
-      plan.sources.back().weight = weight;
-      newest_id = std::max(newest_id, chosen[i].source.checkpoint->id);
-    }
-    const std::pair key(chosen[i].profile.end, std::abs(weight));
-    if (last == nullptr || key > std::pair(last->profile.end, last_weight)) {
-      last = &chosen[i];
-      last_weight = std::abs(weight);
-    }
+  for (const SynthesisPlan::Source& source : plan.sources) {
+    newest_id = std::max(newest_id, source.checkpoint->id);
   }
-  plan.newest = last->source;
-
   const auto from = std::find_if(checkpoints.begin(), checkpoints.end(),
                                  [&](const StoredCheckpoint& c) { return c.id == newest_id; });
   const TrainingTime* const known = clock.Find(step);
   plan.record = {.incarnation = newest_id.incarnation,
                  .number = newest_id.version,
                  .step = step,
-                 .time = known != nullptr ? *known : OneUnit(unit, end + last->origin),
+                 .time = known != nullptr ? *known : OneUnit(unit, end + last.origin),
                  .run_epoch = from->manifest.record.run_epoch,
                  .commit_time = absl::Now()};
   plan.record.tracks.push_back(
