@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/commands.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/output.h"
@@ -27,21 +29,17 @@ absl::Status Create(const Session& session, const CreateOptions& options) {
 }
 
 absl::Status Update(const Session& session, const std::string& model,
-                    Client::ModelChanges changes) {
-  if (!changes.put.empty()) {
-    EMA_ASSIGN_OR_RETURN(const ModelInfo before, session.client->GetModel(model, session.timeout));
-    // The command line says schedules; the rest of a track stays as it is.
-    for (TrackConfig& put : changes.put) {
-      for (const TrackConfig& track : before.pending_tracks.value_or(before.tracks)) {
-        if (track.name != put.name) continue;
-        const Schedule schedule = put.schedule;
-        const std::optional<TrainingDuration> snapshot_interval =
-            put.snapshot_interval.has_value() ? put.snapshot_interval : track.snapshot_interval;
-        put = track;
-        put.schedule = schedule;
-        put.snapshot_interval = snapshot_interval;
-      }
-    }
+                    const std::vector<TrackOption>& tracks, Client::ModelChanges changes) {
+  std::vector<TrackConfig> before;
+  if (!tracks.empty()) {
+    EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
+    before = info.pending_tracks.value_or(info.tracks);
+  }
+  for (const TrackOption& option : tracks) {
+    const auto it = std::find_if(before.begin(), before.end(), [&option](const TrackConfig& track) {
+      return track.name == option.name;
+    });
+    changes.put.push_back(option.On(it != before.end() ? &*it : nullptr));
   }
   EMA_ASSIGN_OR_RETURN(const ModelInfo info,
                        session.client->UpdateModel(model, changes, session.timeout));

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/cli/track_option.h"
 #include "ema/client.h"
 
 namespace ema::cli {
@@ -40,7 +41,9 @@ struct CreateOptions {
 };
 absl::Status Create(const Session& session, const CreateOptions& options);
 
-absl::Status Update(const Session& session, const std::string& model, Client::ModelChanges changes);
+// `tracks`: new ones, and what changes of others.
+absl::Status Update(const Session& session, const std::string& model,
+                    const std::vector<TrackOption>& tracks, Client::ModelChanges changes);
 
 absl::Status List(const Session& session);
 absl::Status Describe(const Session& session, const std::string& model);

@@ -45,7 +45,7 @@ TEST(TrackOptionTest, ReadsEveryForm) {
       {"old=smoothing=0.99,update_interval=2ep", "smoothing=0.99, update_interval=2ep"}};
   for (const auto& [text, schedule] : cases) {
     SCOPED_TRACE(text);
-    const absl::StatusOr<TrackConfig> track = ParseTrackOption(text);
+    const absl::StatusOr<TrackOption> track = ParseTrackOption(text);
     ASSERT_THAT(track, IsOk());
     EXPECT_EQ(track->schedule.ToString(), schedule);
   }
@@ -55,7 +55,7 @@ TEST(TrackOptionTest, ReadsASnapshotIntervalAnywhere) {
   for (const char* text :
        {"p=sigma_rel=0.05,snapshot_interval=50ep", "p=snapshot_interval=50ep,sigma_rel=0.05",
         "p=sigma_rel=0.05, snapshot_interval=50ep, update_interval=2ba"}) {
-    EMA_ASSERT_OK_AND_ASSIGN(const TrackConfig track, ParseTrackOption(text));
+    EMA_ASSERT_OK_AND_ASSIGN(const TrackOption track, ParseTrackOption(text));
     EXPECT_EQ(track.snapshot_interval, (TrainingDuration{50, TimeUnit::kEpoch})) << text;
     EXPECT_THAT(track.schedule.ToString(), HasSubstr("sigma_rel=0.05"));
   }
@@ -64,6 +64,45 @@ TEST(TrackOptionTest, ReadsASnapshotIntervalAnywhere) {
     EXPECT_THAT(ParseTrackOption(text),
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("p=")))
         << text;
+  }
+}
+
+TEST(TrackOptionTest, ReadsWhatIsNotOfTheSchedule) {
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const TrackOption option,
+      ParseTrackOption("ema=200ba, tensor_rule=a:b*:ignore,compensated=true,buffers=copy,"
+                       "update_interval=5ba,tensor_rule=*.mean:copy"));
+  EXPECT_EQ(option.schedule.ToString(), "half_life=200ba, update_interval=5ba");
+  const TrackConfig made = option.On(nullptr);
+  EXPECT_EQ(made.name, "ema");
+  EXPECT_TRUE(made.compensated);
+  EXPECT_EQ(made.buffers, TensorAction::kCopy);
+  EXPECT_EQ(made.tensor_rules, (std::vector<TensorRule>{{"a:b*", TensorAction::kIgnore},
+                                                        {"*.mean", TensorAction::kCopy}}));
+  // What is left out stays as it is.
+  EMA_ASSERT_OK_AND_ASSIGN(const TrackOption faster, ParseTrackOption("ema=100ba"));
+  TrackConfig expected = made;
+  expected.schedule = faster.schedule;
+  EXPECT_EQ(faster.On(&made), expected);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrackOption plain,
+                           ParseTrackOption("ema=100ba,compensated=false,buffers=average"));
+  expected.compensated = false;
+  expected.buffers = TensorAction::kAverage;
+  EXPECT_EQ(plain.On(&made), expected);
+}
+
+TEST(TrackOptionTest, SaysWhichFieldIsWrong) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"ema=2ba,compensated=yes", "compensated \"yes\" given, expected true or false"},
+      {"ema=2ba,compensated", "compensated \"\" given, expected true or false"},
+      {"ema=2ba,buffers=keep", "buffers \"keep\" given, expected average, copy or ignore"},
+      {"ema=2ba,buffers=copy,buffers=copy", "buffers is given twice"},
+      {"ema=2ba,tensor_rule=head", "tensor_rule \"head\" given, expected PATTERN:ACTION"},
+      {"ema=2ba,tensor_rule=head:drop", "tensor_rule \"drop\" given, expected average, copy or"},
+      {"ema=2ba,tensor_rules=head:copy", "tensor_rules"}};
+  for (const auto& [text, said] : cases) {
+    EXPECT_THAT(ParseTrackOption(text),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(said)));
   }
 }
 

@@ -80,6 +80,32 @@ def test_every_track_begins_with_the_file(client, emactl, model, folder, what, h
     assert version.tracks["ema"].update_weight == np.float32(-np.expm1(-np.log(2) / 100))
 
 
+def test_emactl_says_of_a_model_what_python_does(client, emactl, model, folder):
+    path, twin = folder / "whole.safetensors", f"{model}-twin"
+    rules = {"a": "copy", "[cd]": "average", "?": "average", "c": "ignore"}
+    track = ema_client.Track(half_life="9ba", compensated=True, buffers="copy", tensor_rules=rules)
+    client.import_weights(
+        twin, path, tracks={"ema": track}, non_finite="skip", max_pinned_versions=3
+    )
+    written = ",".join(f"tensor_rule={pattern}:{action}" for pattern, action in rules.items())
+    text = f"ema=9ba,compensated=true,buffers=copy,{written}"
+    made = emactl(
+        *("import", model, "--from", path, "--track", text),
+        *("--non-finite", "skip", "--max-pinned", "3"),
+    )
+    assert made.returncode == 0, made.stderr
+    infos = [client.model(name) for name in (model, twin)]
+    for field in ("tracks", "non_finite", "max_pinned_versions"):
+        assert getattr(infos[0], field) == getattr(infos[1], field), field
+    # What is not said again stays; what cannot change is refused, not lost.
+    assert emactl("update", model, "--track", "ema=8ba").returncode == 0
+    faster = dataclasses.replace(infos[1].tracks["ema"], half_life="8ba")
+    assert client.model(model).pending_tracks["ema"] == faster
+    refused = emactl("update", model, "--track", "ema=7ba,compensated=false")
+    assert refused.returncode == 4 and "remove it and add another" in refused.stderr
+    assert emactl("create", "m", "--from", path, "--track", text, "--non-finite", "keep").stderr
+
+
 @pytest.mark.parametrize("how", ["python", "emactl"])
 def test_the_config_says_which_weights_are_read(client, emactl, model, tmp_path, how):
     (tmp_path / "config.json").write_text('{"_class_name": "UNet2DModel"}')
