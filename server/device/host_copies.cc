@@ -25,7 +25,7 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
         dropped = DropLocked(pinned_.used_bytes() + size_bytes - kept_bytes_);
       }
       copy = std::make_shared<Copy>();
-      entries_.push_front({block, {block.get(), format}, copy, size_bytes});
+      entries_.push_front({block, {block.get(), format}, copy});
       by_key_[entries_.front().key] = entries_.begin();
     }
   }
@@ -61,7 +61,7 @@ HostCopies::Entries HostCopies::DropLocked(int64_t needed_bytes) {
     const bool is_idle = entry->copy.use_count() == 1;
     if (!entry->block.expired() && (!is_idle || needed_bytes <= 0)) continue;
     if (is_idle && needed_bytes > 0) {
-      needed_bytes -= entry->size_bytes;
+      needed_bytes -= entry->copy->size_bytes.load(std::memory_order_relaxed);
       is_enough = needed_bytes <= 0;
     }
     ++it;
@@ -86,6 +86,7 @@ absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& cop
     return feed.queue->Wait(0);
   };
   EMA_RETURN_IF_ERROR(feeds_->DoWithFeed(copy_to_host));
+  copy.size_bytes.store((*memory)->size_bytes(), std::memory_order_relaxed);
   copy.memory = *std::move(memory);
   return absl::OkStatus();
 }

@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_DEVICE_HOST_COPIES_H_
 #define EMA_SERVER_DEVICE_HOST_COPIES_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -48,6 +49,7 @@ class HostCopies {
   struct Copy {
     absl::Mutex mu;  // Held while it is made: others wait for it.
     std::shared_ptr<Block> memory ABSL_GUARDED_BY(mu);
+    std::atomic<int64_t> size_bytes = 0;  // Of the memory.
   };
   // A block that has gone may have had the same address.
   using Key = std::pair<const Block*, SourceFormat>;
@@ -55,7 +57,6 @@ class HostCopies {
     std::weak_ptr<const Block> block;
     Key key;
     std::shared_ptr<Copy> copy;
-    int64_t size_bytes = 0;
   };
   using Entries = std::list<Entry>;
 

@@ -188,27 +188,32 @@ absl::StatusOr<std::unique_ptr<Accelerator::Queue>> FakeAccelerator::NewQueue() 
   return std::make_unique<ThreadQueue>(this, Seed() + queue_count_.fetch_add(1));
 }
 
-absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocateDevice(
-    int64_t size_bytes) {
+absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::Allocate(int64_t size_bytes,
+                                                                             int64_t most_bytes,
+                                                                             const Count& count) {
   if (is_broken_) return Broken();
-  int64_t used = device_bytes_->load();
-  while (size_bytes >= 0 && size_bytes <= options_.memory_bytes - used &&
-         !device_bytes_->compare_exchange_weak(used, used + size_bytes)) {
+  int64_t used = count->load();
+  while (size_bytes >= 0 && size_bytes <= most_bytes - used &&
+         !count->compare_exchange_weak(used, used + size_bytes)) {
   }
-  if (size_bytes < 0 || size_bytes > options_.memory_bytes - used) {
+  if (size_bytes < 0 || size_bytes > most_bytes - used) {
     return MakeError(
         absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
         absl::StrCat("device \"fake:0\": no memory for a block of ", size_bytes, " bytes"));
   }
-  return std::make_unique<HeapMemory>(size_bytes, device_bytes_);
+  return std::make_unique<HeapMemory>(size_bytes, count);
+}
+
+absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocateDevice(
+    int64_t size_bytes) {
+  return Allocate(size_bytes, options_.memory_bytes, device_bytes_);
 }
 
 absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FakeAccelerator::AllocatePinned(
     int64_t size_bytes) {
-  if (is_broken_) return Broken();
-  pin_count_.fetch_add(1);
-  pinned_bytes_->fetch_add(size_bytes);
-  return std::make_unique<HeapMemory>(size_bytes, pinned_bytes_);
+  auto memory = Allocate(size_bytes, most_pinned_bytes_, pinned_bytes_);
+  if (memory.ok()) pin_count_.fetch_add(1);
+  return memory;
 }
 
 }  // namespace ema

@@ -40,6 +40,8 @@ class FakeAccelerator : public Accelerator {
 
   // From now on everything fails.
   void Break() { is_broken_ = true; }
+  // From now on there is no more pinned memory than that.
+  void LimitPinned(int64_t most_bytes) { most_pinned_bytes_ = most_bytes; }
   // From now on copies to the host wait until they are held no more. Not held at its end.
   void HoldCopiesToHost(bool hold) ABSL_LOCKS_EXCLUDED(hold_mu_) {
     absl::MutexLock lock(&hold_mu_);
@@ -69,18 +71,23 @@ class FakeAccelerator : public Accelerator {
     hold_mu_.Await(absl::Condition(&is_free));
   }
 
+  // Shared with memory, which may outlive us.
+  using Count = std::shared_ptr<std::atomic<int64_t>>;
+  absl::StatusOr<std::unique_ptr<BlockPool::Memory>> Allocate(int64_t size_bytes,
+                                                              int64_t most_bytes,
+                                                              const Count& count);
+
   const Options options_;
   absl::Mutex hold_mu_;
   bool holds_copies_ ABSL_GUARDED_BY(hold_mu_) = false;
   std::atomic<bool> is_broken_ = false;
+  std::atomic<int64_t> most_pinned_bytes_ = std::numeric_limits<int64_t>::max();
   std::atomic<uint32_t> queue_count_ = 0;
   std::atomic<int64_t> work_count_ = 0;
   std::atomic<int64_t> copies_to_host_ = 0;
   std::atomic<int64_t> bytes_to_host_ = 0;
   std::atomic<int64_t> trim_count_ = 0;
   std::atomic<int64_t> pin_count_ = 0;
-  // Shared with memory, which may outlive us.
-  using Count = std::shared_ptr<std::atomic<int64_t>>;
   const Count device_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
   const Count pinned_bytes_ = std::make_shared<std::atomic<int64_t>>(0);
 };
