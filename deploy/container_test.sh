@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Builds the server's image and the client's wheel by the Dockerfile, without a container engine or a
+# Builds the server's images and the client's wheel by the Dockerfile, without a container engine or a
 # registry, on a base that debootstrap makes. Uses the server with that client: a push and a pull from
-# outside, a stop, a second start on the same volume, as PID 1 on a read-only root without a shell.
-# Needs root. Everything is under build/container. Last line: "container_test: ok".
+# outside, a stop, a second start on the same volume, as PID 1 on a read-only root without a shell; the
+# image for GPUs without one. Needs root. Everything is under build/container. Last line: "container_test: ok".
 #
 # Usage: deploy/container_test.sh
 set -euo pipefail
@@ -80,9 +80,10 @@ check_settings() {
     [[ $(inspect .Docker.Config.Labels) == *"org.opencontainers.image.version:${version#* }"* ]]
 }
 
-# Of all its files, the base's among them.
-check_size() {
+# open_image IMAGE: makes a container of it. Its size is of all files, the base's among them.
+open_image() {
   local megabytes
+  container=$(buildah from --pull-never "$1")
   megabytes=$(($(du --summarize --bytes --one-file-system "$(buildah mount "$container")" | cut -f 1) / 1000000))
   say "the image has $megabytes MB, of at most $max_megabytes"
   ((megabytes <= max_megabytes))
@@ -177,6 +178,14 @@ assert numpy.array_equal(average, (weights[1] + weights[2]) / 2), average
 END
 }
 
+# As an operator who has forgotten `--gpus`: it says what is missing, and does not serve.
+refuse_gpu() {
+  local said code=0
+  said=$(buildah run --isolation chroot "$container" -- "${server[@]}" --device cuda:0 </dev/null 2>&1) || code=$?
+  echo "$said"
+  ((code == 1)) && [[ $said == *'device \"cuda:0\": no GPU can be used: there is no NVIDIA driver'* ]]
+}
+
 clean_up() {
   [[ -z $runner ]] || kill -KILL "$(find_server "$runner")" || true
   [[ -z $container ]] || buildah rm "$container" >/dev/null
@@ -213,8 +222,7 @@ step "check its settings" "$log" check_settings
 
 rm -rf "$work/volume" "$work/port"
 install --directory --owner=65532 --group=65532 "$work/volume" "$work/port"
-container=$(buildah from --pull-never localhost/ema-server)
-check_size
+open_image localhost/ema-server
 step "start it" "$log" start_server
 step "ask for its health" "$log" health 0
 step "push and pull" "$log" use_server push
@@ -224,4 +232,15 @@ step "start it on the same volume: read-only, bare, as PID 1" "$log" start_bare_
 step "ask for its health" "$log" health 0
 step "pull what was pushed" "$log" use_server pull
 step "stop it" "$log" stop_server
+
+buildah rm "$container" >/dev/null
+container=
+step "build the image for GPUs (minutes)" "$log" build cuda localhost/ema-server-cuda
+buildah rmi --prune >>"$log" 2>&1
+open_image localhost/ema-server-cuda
+step "start it, without a GPU, on the same volume" "$log" start_server
+step "ask for its health" "$log" health 0
+step "pull what was pushed" "$log" use_server pull
+step "stop it" "$log" stop_server
+step "ask it for a GPU that is not there" "$log" refuse_gpu
 echo "container_test: ok"
