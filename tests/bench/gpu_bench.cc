@@ -123,6 +123,12 @@ int Main(int argc, char** argv) {
   app.add_option("--repeats", bench.repeats, "Folds of weights on the GPU that are timed as one")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
+  app.add_option("--streams", bench.streams, "Of gpu_receive; 0: as a server here would have")
+      ->check(CLI::Range(0, 64))
+      ->capture_default_str();
+  app.add_option("--slab-bytes", bench.slab_bytes, "Of gpu_receive: of a stream's two slabs")
+      ->check(CLI::Range(int64_t{1} << 16, int64_t{1} << 30))
+      ->capture_default_str();
   app.add_option("--seconds", measure.seconds, "The longest that a row is measured")
       ->capture_default_str();
   app.add_option("--rounds", measure.max_rounds, "The most rounds of a row")

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "server/device/accelerator.h"
+#include "server/device/accelerator_device.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/row.h"
 
@@ -23,6 +24,9 @@ struct GpuBench {
   // What a GPU does in a millisecond is done so often before it is waited for, which takes tens of
   // microseconds.
   int repeats = 20;
+  // Of gpu_receive, to try others. Streams 0: as many as a server here would have busy.
+  int streams = 0;
+  int64_t slab_bytes = AcceleratorOptions().slab_bytes;
 
   int64_t parameters() const { return options.megabytes * 250'000; }
   // Of the rows about small ones; 1e5 at 1 GB.

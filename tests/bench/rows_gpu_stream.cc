@@ -3,7 +3,6 @@
 #include <thread>
 #include <vector>
 
-#include "server/device/accelerator_device.h"
 #include "tests/bench/core_trainer.h"
 #include "tests/bench/rows_gpu.h"
 
@@ -18,7 +17,7 @@ constexpr int64_t kChunkElements = (int64_t{1} << 20) / kFloatBytes;
 class Receiver {
  public:
   Receiver(const GpuBench& bench, int stream_count, int64_t elements)
-      : device_(MakeAcceleratorDevice(bench.accelerator, {})),
+      : device_(MakeAcceleratorDevice(bench.accelerator, {.slab_bytes = bench.slab_bytes})),
         current_(Must(device_->Allocate(elements * kFloatBytes))),
         next_(Must(device_->Allocate(elements * kFloatBytes))),
         chunk_(kChunkElements * kFloatBytes),
@@ -76,7 +75,9 @@ class Receiver {
 // server would have busy streams, beside which the kernel's and a sender's threads run.
 void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
   const int stream_count =
-      std::clamp(static_cast<int>(std::thread::hardware_concurrency()) * 3 / 8, 1, 8);
+      bench.streams > 0
+          ? bench.streams
+          : std::clamp(static_cast<int>(std::thread::hardware_concurrency()) * 3 / 8, 1, 8);
   const int64_t total_bytes = bench.parameters() * kFloatBytes;
   // A round of one would be milliseconds, of which starting the threads is a part.
   const int passes = bench.repeats;
