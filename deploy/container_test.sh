@@ -3,8 +3,9 @@
 #
 # Builds the server's images and the client's wheel by the Dockerfile, without a container engine or a
 # registry, on a base that debootstrap makes. Uses the server with that client: a push and a pull from
-# outside, a stop, a second start on the same volume, as PID 1 on a read-only root without a shell; the
-# image for GPUs without one. Needs root. Everything is under build/container. Last line: "container_test: ok".
+# outside, a stop, a second start on the same volume, as PID 1 on a read-only root without a shell. The
+# image for GPUs serves without one, also the demo in its image. Needs root. Everything is under
+# build/container. Last line: "container_test: ok".
 #
 # Usage: deploy/container_test.sh
 set -euo pipefail
@@ -22,9 +23,8 @@ mkdir -p "$work/ccache" "$work/host/etc/apt/apt.conf.d"
 : >"$log"
 source /etc/os-release
 
-buildah() {
-  command buildah --storage-driver vfs --root "$work/storage" --runroot "$work/run" "$@"
-}
+storage=(--storage-driver vfs --root "$work/storage" --runroot "$work/run")
+buildah() { command buildah "${storage[@]}" "$@"; }
 
 # The sources, index and certificate that apt and pip of this machine use: the Dockerfile names none.
 copy_host_settings() {
@@ -186,13 +186,32 @@ refuse_gpu() {
   ((code == 1)) && [[ $said == *'device \"cuda:0\": no GPU can be used: there is no NVIDIA driver'* ]]
 }
 
+# A short training, with an evaluator beside it, as compose.yaml runs them.
+run_demo() {
+  local url evaluator
+  local in_demo=(timeout 120 buildah "${storage[@]}" run --isolation chroot --hostname localhost "$demo" --)
+  url=ema://127.0.0.1:$(<"$work/port/port")/demo
+  "${in_demo[@]}" python deploy/demo/evaluator.py "$url" /out &
+  evaluator=$!
+  "${in_demo[@]}" torchrun --standalone --nproc-per-node 2 deploy/demo/train.py "$url" 500 10 /out &&
+    wait "$evaluator" &&
+    "${in_demo[@]}" python -c "
+import json
+evaluated = json.load(open('/out/evaluator.json'))
+steps = [point['step'] for point in evaluated['series']]
+assert steps[-1] == 500 and steps == sorted(steps), evaluated
+print('the demo:', evaluated['series'][-1], 'missed:', evaluated['missed'])"
+}
+
 clean_up() {
   [[ -z $runner ]] || kill -KILL "$(find_server "$runner")" || true
   [[ -z $container ]] || buildah rm "$container" >/dev/null
+  [[ -z $demo ]] || buildah rm "$demo" >/dev/null
 }
 
 runner=
 container=
+demo=
 trap clean_up EXIT
 step "read the package lists" "$log" apt-get update
 buildah rm --all >>"$log" 2>&1 # Of a run that was killed.
@@ -243,4 +262,13 @@ step "ask for its health" "$log" health 0
 step "pull what was pushed" "$log" use_server pull
 step "stop it" "$log" stop_server
 step "ask it for a GPU that is not there" "$log" refuse_gpu
+
+step "build the demo's image (minutes; 7 GB)" "$log" build demo localhost/ema-demo
+demo=$(buildah from --pull-never localhost/ema-demo)
+step "start the server" "$log" start_server
+step "run the demo" "$log" run_demo
+step "stop the server" "$log" stop_server
+buildah rm "$demo" >>"$log"
+demo=
+buildah rmi localhost/ema-demo >>"$log" 2>&1
 echo "container_test: ok"
