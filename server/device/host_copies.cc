@@ -25,12 +25,17 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
         dropped = DropLocked(pinned_.used_bytes() + size_bytes - kept_bytes_);
       }
       copy = std::make_shared<Copy>();
-      entries_.push_front({block, {block.get(), format}, copy});
+      entries_.push_front({block, {block.get(), format}, copy, size_bytes});
       by_key_[entries_.front().key] = entries_.begin();
     }
   }
   absl::MutexLock lock(&copy->mu);
-  if (copy->memory == nullptr) EMA_RETURN_IF_ERROR(Fill(*block, format, *copy));
+  if (copy->memory == nullptr) {
+    if (absl::Status status = Fill(*block, format, *copy); !status.ok()) {
+      Forget({block.get(), format}, *copy);
+      return status;
+    }
+  }
   return std::shared_ptr<const std::byte>(copy, copy->memory->data());
 }
 
@@ -61,7 +66,7 @@ HostCopies::Entries HostCopies::DropLocked(int64_t needed_bytes) {
     const bool is_idle = entry->copy.use_count() == 1;
     if (!entry->block.expired() && (!is_idle || needed_bytes <= 0)) continue;
     if (is_idle && needed_bytes > 0) {
-      needed_bytes -= entry->copy->size_bytes.load(std::memory_order_relaxed);
+      needed_bytes -= entry->size_bytes;
       is_enough = needed_bytes <= 0;
     }
     ++it;
@@ -69,6 +74,14 @@ HostCopies::Entries HostCopies::DropLocked(int64_t needed_bytes) {
     dropped.splice(dropped.end(), entries_, entry);
   }
   return dropped;
+}
+
+void HostCopies::Forget(const Key& key, const Copy& copy) {
+  absl::MutexLock lock(&mu_);
+  const auto it = by_key_.find(key);
+  if (it == by_key_.end() || it->second->copy.get() != &copy) return;
+  entries_.erase(it->second);
+  by_key_.erase(it);
 }
 
 absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& copy) {
@@ -86,7 +99,6 @@ absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& cop
     return feed.queue->Wait(0);
   };
   EMA_RETURN_IF_ERROR(feeds_->DoWithFeed(copy_to_host));
-  copy.size_bytes.store((*memory)->size_bytes(), std::memory_order_relaxed);
   copy.memory = *std::move(memory);
   return absl::OkStatus();
 }

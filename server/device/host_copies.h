@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_DEVICE_HOST_COPIES_H_
 #define EMA_SERVER_DEVICE_HOST_COPIES_H_
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -49,7 +48,6 @@ class HostCopies {
   struct Copy {
     absl::Mutex mu;  // Held while it is made: others wait for it.
     std::shared_ptr<Block> memory ABSL_GUARDED_BY(mu);
-    std::atomic<int64_t> size_bytes = 0;  // Of the memory.
   };
   // A block that has gone may have had the same address.
   using Key = std::pair<const Block*, SourceFormat>;
@@ -57,6 +55,7 @@ class HostCopies {
     std::weak_ptr<const Block> block;
     Key key;
     std::shared_ptr<Copy> copy;
+    int64_t size_bytes = 0;
   };
   using Entries = std::list<Entry>;
 
@@ -70,6 +69,8 @@ class HostCopies {
   // Takes out copies, from the one that was used longest ago on: of blocks that have gone, and
   // while `needed_bytes` have not come together also idle ones; ends once they have.
   Entries DropLocked(int64_t needed_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes out `copy`, which could not be made: it has no memory that others could have.
+  void Forget(const Key& key, const Copy& copy) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
   absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host, Feed& feed);
