@@ -142,8 +142,8 @@ absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
                      " at element ", first.element, ", pushed by rank ", rank,
                      "; the step is dropped",
                      // Such as an attention mask: no later step is any better.
-                     tensor.is_buffer ? "; if the buffer is meant to hold them, let all tracks "
-                                        "ignore it, and do not push it"
+                     tensor.is_buffer ? "; if the buffer is meant to hold them, make the model "
+                                        "anew with tracks that ignore it, and do not push it"
                                       : ""));
   }
   for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);

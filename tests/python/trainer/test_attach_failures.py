@@ -262,6 +262,28 @@ def test_weights_that_are_not_finite_warn_less_and_less(server, client, model, c
     assert "NON_FINITE" in said[0] and "8 steps by now; the next warning is at 16" in said[3]
 
 
+def test_the_way_out_for_a_mask_is_one(server, client, model, caplog):
+    """A buffer that is infinite for good: what the warning says to do works."""
+    net, optimizer = trainer_of()
+    net.register_buffer("mask", torch.full((3,), float("-inf")))
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        assert ema.stats.skipped == 1
+    (said,) = [text for text in caplog.messages if "skipped, the average" in text]
+    assert '"mask" holds NaN or infinity' in said
+    assert "make the model anew with tracks that ignore it" in said
+    client.delete_model(model)
+    rules = {"mask": "ignore"}
+    with ema_client.attach(
+        net, optimizer, server.url(model), half_life="3ba", tensor_rules=rules
+    ) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        assert ema.stats.skipped == 0
+    assert client.pull(model, track="ema").keys() == {"weight", "others"}
+
+
 def test_a_time_that_raises_costs_a_switch_to_the_average(server, model, caplog):
     net, optimizer = trainer_of()
     preset = {
