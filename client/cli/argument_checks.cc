@@ -47,15 +47,8 @@ std::string CheckDtype(const std::string& text) {
   return absl::StrCat(text, " given, expected float32, float16 or bfloat16");
 }
 
-std::optional<NonFinitePolicy> ParseNonFinite(std::string_view text) {
-  for (const NonFinitePolicy policy :
-       {NonFinitePolicy::kReject, NonFinitePolicy::kSkipTensor, NonFinitePolicy::kAllow}) {
-    if (text == NonFinitePolicyName(policy)) return policy;
-  }
-  return std::nullopt;
-}
 std::string CheckNonFinite(const std::string& text) {
-  return ParseNonFinite(text).has_value()
+  return ParseNonFinitePolicy(text).has_value()
              ? ""
              : absl::StrCat(text, " given, expected reject, skip or allow");
 }

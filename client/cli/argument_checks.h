@@ -4,11 +4,7 @@
 #ifndef EMA_CLIENT_CLI_ARGUMENT_CHECKS_H_
 #define EMA_CLIENT_CLI_ARGUMENT_CHECKS_H_
 
-#include <optional>
 #include <string>
-#include <string_view>
-
-#include "ema/track.h"
 
 namespace ema::cli {
 
@@ -25,8 +21,7 @@ std::string CheckTrack(const std::string& text);
 std::string CheckVersionOrLabel(const std::string& text);
 // What the server casts to.
 std::string CheckDtype(const std::string& text);
-// "reject", "skip" or "allow"; absent: none of these.
-std::optional<NonFinitePolicy> ParseNonFinite(std::string_view text);
+// What ParseNonFinitePolicy() takes.
 std::string CheckNonFinite(const std::string& text);
 // Of a label that is given: --version and --to take one that is a number for a version's.
 std::string CheckLabel(const std::string& text);

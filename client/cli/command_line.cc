@@ -18,9 +18,12 @@ namespace {
 
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
-    "with ,update_interval=10ba and the like behind it (emactl explain --help lists them; besides: "
-    "compensated=true, buffers=copy, tensor_rule=PATTERN:ACTION such as tensor_rule=head.*:ignore, "
-    "which may come several times, and with sigma_rel snapshot_interval=1000ba)";
+    "with ,update_interval=10ba and the like behind it (emactl explain --help lists them). "
+    "Besides: "
+    "compensated=true; snapshot_interval=1000ba, with sigma_rel; buffers=copy, which no tensor of "
+    "a "
+    "file is taken for; and, one or more, 'tensor_rule=PATTERN:ACTION', such as "
+    "'tensor_rule=head.*:ignore', or with a half-life as the action";
 
 // Declares `explain`, with an option for each field of a schedule.
 void AddExplain(CLI::App* sub, Options& options) {
@@ -87,7 +90,7 @@ CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
   return *family;
 }
 
-// Declares what is about versions on the server's disk.
+// Declares what is about checkpoints, but for their labels.
 void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& family = AddFamily(app, "checkpoint", "Versions on the server's disk");
   const auto add_checkpoint = [&](CLI::App* sub) {
@@ -135,10 +138,12 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
       /*needs_server=*/false);
   sub->add_option("from", options.directory, "The checkpoint's folder")->required();
   sub->add_option("to", options.to, "The folder to make")->required();
+}
 
+void AddFilesCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& files =
       AddFamily(app, "files", "Small files beside the weights in checkpoints, such as config.json");
-  sub =
+  CLI::App* sub =
       Add(files, chosen, "add", "Put files there, in the place of those of the same names",
           [&](const Session& session) { return AddFiles(session, options.model, options.paths); });
   AddModel(sub, options.model);
@@ -152,28 +157,33 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   });
   AddModel(sub, options.model);
   sub->add_option("name", options.file, "Its name")->required();
+}
 
-  sub = Add(app, chosen, "rollback",
-            "Make a new version that is what an earlier one was; the run that pushes ends",
-            [&](const Session& session) {
-              return Rollback(session, options.model, options.to, options.incarnation);
-            });
+void AddRollback(CLI::App& app, Options& options, Command& chosen) {
+  CLI::App* const sub =
+      Add(app, chosen, "rollback",
+          "Make a new version that is what an earlier one was; the run that pushes ends",
+          [&](const Session& session) {
+            return Rollback(session, options.model, options.to, options.incarnation);
+          });
   AddModel(sub, options.model);
   CLI::Option* const to = sub->add_option("--to", options.to, "A version's number, or a label")
                               ->required()
                               ->check(CheckVersionOrLabel);
   AddIncarnation(sub, to, options.incarnation);
   sub->add_flag("--yes", options.yes, "Really")->required();
+}
 
+void AddLabelCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& labels = AddFamily(app, "label", "Names for versions, which retention keeps");
   const auto add_label = [&](CLI::App* command) {
     AddModel(command, options.model);
     return command->add_option("label", options.label, "Name, such as stable")->required();
   };
-  sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
-            [&](const Session& session) {
-              return SetLabel(session, options.model, options.label, options.labelled);
-            });
+  CLI::App* sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
+                      [&](const Session& session) {
+                        return SetLabel(session, options.model, options.label, options.labelled);
+                      });
   add_label(sub)->check(CheckLabel);
   AddVersion(sub, options.labelled.version, options.labelled.incarnation,
              "Version (default: the newest)");
@@ -255,7 +265,7 @@ void AddModelOptions(CLI::App* sub, Client::ModelOptions& options) {
       ->check(CLI::Range(1, 64));
   sub->add_option_function<std::string>(
          "--non-finite",
-         [&options](const std::string& name) { options.non_finite = *ParseNonFinite(name); },
+         [&options](const std::string& name) { options.non_finite = *ParseNonFinitePolicy(name); },
          "What becomes of a step in which a float is NaN or infinity: reject (the default), skip "
          "the tensor, or allow")
       ->check(CheckNonFinite);
@@ -416,6 +426,9 @@ void AddCommands(CLI::App& app, Options& options, Command& chosen) {
   AddShowCommands(app, options, chosen);
   AddPull(app, options, chosen);
   AddCheckpointCommands(app, options, chosen);
+  AddFilesCommands(app, options, chosen);
+  AddRollback(app, options, chosen);
+  AddLabelCommands(app, options, chosen);
   AddSynthesize(app, options, chosen);
   AddDelete(app, options, chosen);
   AddServerCommands(app, options, chosen);

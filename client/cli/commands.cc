@@ -18,6 +18,10 @@ namespace ema::cli {
 
 absl::Status Create(const Session& session, const CreateOptions& options) {
   EMA_ASSIGN_OR_RETURN(const WeightsFile file, WeightsFile::Open(options.file));
+  // The server takes a rule that ignores what is not there: for an import it may be right.
+  for (const TrackConfig& track : options.tracks) {
+    EMA_RETURN_IF_ERROR(CheckRulesMatch(track, file.manifest()));
+  }
   EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult result,
                        session.client->CreateModel(options.model, file.manifest(), options.tracks,
                                                    options.model_options, session.timeout));
@@ -35,6 +39,11 @@ absl::Status Update(const Session& session, const std::string& model,
     EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
     before = info.pending_tracks.value_or(info.tracks);
   }
+  const auto is_removed = [&changes](const TrackConfig& track) {
+    return std::find(changes.remove.begin(), changes.remove.end(), track.name) !=
+           changes.remove.end();
+  };
+  std::erase_if(before, is_removed);
   for (const TrackOption& option : tracks) {
     const auto it = std::find_if(before.begin(), before.end(), [&option](const TrackConfig& track) {
       return track.name == option.name;

@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/track_option.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "client/cli/explain.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/nearest_name.h"
 
 namespace ema::cli {
 namespace {
+
+std::string_view AsStd(absl::string_view text) { return {text.data(), text.size()}; }
 
 // A half-life or "copy" may come without its name.
 absl::StatusOr<Schedule> ParseSchedule(std::string_view text) {
@@ -24,55 +29,95 @@ absl::StatusOr<Schedule> ParseSchedule(std::string_view text) {
                                       std::string(text.substr(first.size()))));
 }
 
-absl::StatusOr<TensorAction> ParseAction(absl::string_view text) {
-  for (const TensorAction action :
-       {TensorAction::kAverage, TensorAction::kCopy, TensorAction::kIgnore}) {
-    const std::string_view name = TensorActionName(action);
-    if (text == absl::string_view(name.data(), name.size())) return action;
+template <typename T>
+absl::Status Set(absl::StatusOr<T> parsed, std::optional<T>& field) {
+  if (!parsed.ok()) return parsed.status();
+  if (field.has_value()) return absl::InvalidArgumentError("is given twice");
+  field = *std::move(parsed);
+  return absl::OkStatus();
+}
+
+absl::Status SetBuffers(absl::string_view text, TrackOption& option) {
+  const std::optional<TensorAction> action = ParseTensorAction(AsStd(text));
+  if (!action.has_value() || *action == TensorAction::kIgnore) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", text, "\" given, expected average or copy"));
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("\"", text, "\" given, expected average, copy or ignore"));
+  return Set<TensorAction>(*action, option.buffers);
 }
 
-absl::StatusOr<bool> ParseBool(absl::string_view text) {
-  if (text == "true" || text == "false") return text == "true";
-  return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" given, expected true or false"));
+absl::Status SetCompensated(absl::string_view text, TrackOption& option) {
+  if (text != "true" && text != "false") {
+    return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" given, expected true or false"));
+  }
+  return Set<bool>(text == "true", option.compensated);
 }
 
-absl::StatusOr<TensorRule> ParseRule(absl::string_view text) {
+absl::Status SetSnapshotInterval(absl::string_view text, TrackOption& option) {
+  return Set(TrainingDuration::Parse(AsStd(text)), option.snapshot_interval);
+}
+
+absl::Status AddTensorRule(absl::string_view text, TrackOption& option) {
   const size_t colon = text.rfind(':');
   if (colon == absl::string_view::npos) {
     return absl::InvalidArgumentError(
         absl::StrCat("\"", text, "\" given, expected PATTERN:ACTION, such as head.*:ignore"));
   }
-  EMA_ASSIGN_OR_RETURN(const TensorAction action, ParseAction(text.substr(colon + 1)));
-  return TensorRule{.pattern = std::string(text.substr(0, colon)), .action = action};
-}
-
-// A field that is not of the schedule.
-absl::Status TakeField(absl::string_view name, absl::string_view value, TrackOption& option) {
-  const auto set = [](auto& field, auto parsed) -> absl::Status {
-    if (!parsed.ok()) return parsed.status();
-    if (field.has_value()) return absl::InvalidArgumentError("is given twice");
-    field = *std::move(parsed);
-    return absl::OkStatus();
-  };
-  if (name == "buffers") return set(option.buffers, ParseAction(value));
-  if (name == "compensated") return set(option.compensated, ParseBool(value));
-  if (name == "snapshot_interval") {
-    return set(option.snapshot_interval, TrainingDuration::Parse({value.data(), value.size()}));
+  TensorRule rule = {.pattern = std::string(text.substr(0, colon))};
+  const absl::string_view what = text.substr(colon + 1);
+  if (const std::optional<TensorAction> action = ParseTensorAction(AsStd(what))) {
+    rule.action = *action;
+  } else {
+    const absl::StatusOr<Schedule> schedule = ParseSchedule(AsStd(what));
+    if (!schedule.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "\"", what,
+          "\" given, expected average, copy, ignore or a schedule: ", schedule.status().message()));
+    }
+    EMA_ASSIGN_OR_RETURN(rule.schedule, RuleSchedule(*schedule, option.schedule));
   }
-  EMA_ASSIGN_OR_RETURN(TensorRule rule, ParseRule(value));
   option.tensor_rules.push_back(std::move(rule));
   return absl::OkStatus();
+}
+
+// What is not of the schedule.
+struct Field {
+  absl::string_view name;
+  absl::Status (*take)(absl::string_view text, TrackOption& option);
+};
+constexpr Field kFields[] = {{"buffers", &SetBuffers},
+                             {"compensated", &SetCompensated},
+                             {"snapshot_interval", &SetSnapshotInterval},
+                             {"tensor_rule", &AddTensorRule}};
+
+const Field* FindField(absl::string_view name) {
+  for (const Field& field : kFields) {
+    if (field.name == name) return &field;
+  }
+  return nullptr;
+}
+
+// Schedule::Parse() would guess among the fields of a schedule only.
+absl::Status CheckName(absl::string_view name) {
+  std::vector<std::string_view> names;
+  for (const ScheduleOption& option : ScheduleOptions()) names.emplace_back(option.field);
+  for (const Field& field : kFields) names.push_back(AsStd(field.name));
+  names.emplace_back("copy");
+  if (std::find(names.begin(), names.end(), AsStd(name)) != names.end()) return absl::OkStatus();
+  const std::string_view nearest =
+      NearestName(AsStd(name), names, [](std::string_view candidate) { return candidate; });
+  return absl::InvalidArgumentError(absl::StrCat(
+      "there is no field \"", name, "\"; did you mean \"", std::string(nearest), "\"?"));
 }
 
 }  // namespace
 
 TrackConfig TrackOption::On(const TrackConfig* before) const {
   TrackConfig track = {.name = name, .schedule = schedule};
-  if (before != nullptr) track = *before;
-  track.schedule = schedule;
+  if (before != nullptr) {
+    track = *before;
+    track.schedule = schedule;
+  }
   if (buffers.has_value()) track.buffers = *buffers;
   if (compensated.has_value()) track.compensated = *compensated;
   if (snapshot_interval.has_value()) track.snapshot_interval = snapshot_interval;
@@ -95,20 +140,27 @@ absl::StatusOr<TrackOption> ParseTrackOption(std::string_view text) {
     return error(status.message());
   }
   std::vector<absl::string_view> of_schedule;
-  std::vector<std::pair<absl::string_view, absl::string_view>> others;
-  for (const absl::string_view field : absl::StrSplit(rule, ',')) {
-    const std::pair<absl::string_view, absl::string_view> parts =
-        absl::StrSplit(absl::StripAsciiWhitespace(field), absl::MaxSplits('=', 1));
-    const bool is_other = parts.first == "buffers" || parts.first == "compensated" ||
-                          parts.first == "snapshot_interval" || parts.first == "tensor_rule";
-    is_other ? others.push_back(parts) : of_schedule.push_back(field);
+  std::vector<std::pair<const Field*, absl::string_view>> others;
+  for (const absl::string_view part : absl::StrSplit(rule, ',')) {
+    const std::pair<absl::string_view, absl::string_view> words =
+        absl::StrSplit(absl::StripAsciiWhitespace(part), absl::MaxSplits('=', 1));
+    if (const Field* const field = FindField(words.first)) {
+      others.emplace_back(field, words.second);
+      continue;
+    }
+    if (part.find('=') != absl::string_view::npos) {
+      if (const absl::Status status = CheckName(words.first); !status.ok()) {
+        return error(status.message());
+      }
+    }
+    of_schedule.push_back(part);
   }
   absl::StatusOr<Schedule> schedule = ParseSchedule(absl::StrJoin(of_schedule, ","));
   if (!schedule.ok()) return error(schedule.status().message());
   TrackOption option{.name = std::string(name), .schedule = *std::move(schedule)};
   for (const auto& [field, value] : others) {
-    if (const absl::Status status = TakeField(field, value, option); !status.ok()) {
-      return error(absl::StrCat(field, " ", status.message()));
+    if (const absl::Status status = field->take(value, option); !status.ok()) {
+      return error(absl::StrCat(field->name, " ", status.message()));
     }
   }
   return option;

@@ -30,8 +30,9 @@ struct TrackOption {
 // Reads "NAME=" and a schedule as Schedule::Parse() does: "NAME=copy", "NAME=200ba" (a half-life),
 // "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". Besides the schedule's fields there may
 // be TrackConfig's: snapshot_interval=1000ba, buffers=copy, compensated=true, and any number of
-// tensor_rule=PATTERN:ACTION, such as tensor_rule=head.*:ignore; the last ':' counts.
-// INVALID_ARGUMENT: anything else; the message quotes `text` and shows a right one.
+// tensor_rule=PATTERN:ACTION, such as tensor_rule=head.*:ignore, or with a schedule of its own
+// tensor_rule=head.*:50ba; the last ':' counts. INVALID_ARGUMENT: anything else; the message quotes
+// `text` and shows a right one.
 absl::StatusOr<TrackOption> ParseTrackOption(std::string_view text);
 
 }  // namespace ema::cli

@@ -5,6 +5,7 @@
 #define EMA_TENSOR_SPEC_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,6 +57,8 @@ enum class TensorAction {
 };
 // "average", "copy", "ignore".
 std::string_view TensorActionName(TensorAction action);
+// The one of that name; absent: there is none.
+std::optional<TensorAction> ParseTensorAction(std::string_view name);
 
 inline constexpr int kMaxRank = 8;
 inline constexpr int64_t kMaxTensorNameBytes = 1024;

@@ -53,6 +53,8 @@ struct TrackConfig {
 enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
 // "reject", "skip", "allow"; "unknown": it is none of these.
 std::string_view NonFinitePolicyName(NonFinitePolicy policy);
+// The one of that name; absent: there is none.
+std::optional<NonFinitePolicy> ParseNonFinitePolicy(std::string_view name);
 
 // INVALID_ARGUMENT: a bad name, an empty pattern, buffers that are neither averaged nor copied, a
 // copy track that is compensated, more than 256 patterns with wildcards, or such as would take long

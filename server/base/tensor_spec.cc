@@ -135,6 +135,14 @@ std::string_view TensorActionName(TensorAction action) {
   return "unknown";
 }
 
+std::optional<TensorAction> ParseTensorAction(std::string_view name) {
+  for (const TensorAction action :
+       {TensorAction::kAverage, TensorAction::kCopy, TensorAction::kIgnore}) {
+    if (name == TensorActionName(action)) return action;
+  }
+  return std::nullopt;
+}
+
 absl::Status TensorSpec::Validate() const {
   EMA_RETURN_IF_ERROR(CheckName(*this, name));
   // Checkpoints are safetensors files, in whose headers this is no tensor.

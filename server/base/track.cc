@@ -111,6 +111,14 @@ std::string_view NonFinitePolicyName(NonFinitePolicy policy) {
   return "unknown";
 }
 
+std::optional<NonFinitePolicy> ParseNonFinitePolicy(std::string_view name) {
+  for (const NonFinitePolicy policy :
+       {NonFinitePolicy::kReject, NonFinitePolicy::kSkipTensor, NonFinitePolicy::kAllow}) {
+    if (name == NonFinitePolicyName(policy)) return policy;
+  }
+  return std::nullopt;
+}
+
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest) {
   GlobBudget budget;
   return ValidateTrack(track, manifest, budget);

@@ -19,10 +19,7 @@ Json EncodeSchedule(const Schedule& schedule) {
 
 absl::StatusOr<TensorAction> ParseAction(const Fields& fields, const char* key) {
   EMA_ASSIGN_OR_RETURN(const std::string name, fields.String(key));
-  for (const TensorAction action :
-       {TensorAction::kAverage, TensorAction::kCopy, TensorAction::kIgnore}) {
-    if (name == TensorActionName(action)) return action;
-  }
+  if (const std::optional<TensorAction> action = ParseTensorAction(name)) return *action;
   return CorruptManifest(absl::StrCat("an unknown ", key));
 }
 

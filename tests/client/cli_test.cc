@@ -9,10 +9,12 @@
 #include <fstream>
 #include <sstream>
 
+#include "absl/strings/str_cat.h"
 #include "client/cli/bench.h"
 #include "client/cli/checkpoint_commands.h"
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
+#include "client/cli/explain.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/pull_command.h"
@@ -91,15 +93,40 @@ TEST(TrackOptionTest, ReadsWhatIsNotOfTheSchedule) {
   EXPECT_EQ(plain.On(&made), expected);
 }
 
+TEST(TrackOptionTest, ReadsRulesWithSchedulesOfTheirOwn) {
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const TrackOption option,
+      ParseTrackOption("ema=200ba,tensor_rule=stem.*:50ba,"
+                       "tensor_rule=head.*:smoothing=0.5,update_interval=5ba"));
+  const std::vector<TensorRule> rules = option.On(nullptr).tensor_rules;
+  ASSERT_THAT(rules, SizeIs(2));
+  // By the track's interval, as in Python.
+  EXPECT_EQ(rules[0].schedule->ToString(), "half_life=50ba, update_interval=5ba");
+  EXPECT_EQ(rules[1].pattern, "head.*");
+  EXPECT_EQ(rules[1].schedule->ToString(), "smoothing=0.5, update_interval=5ba");
+}
+
+TEST(TrackOptionTest, KnowsEveryFieldOfASchedule) {
+  for (const ScheduleOption& field : ScheduleOptions()) {
+    const std::string message(
+        ParseTrackOption(absl::StrCat("ema=", field.field, "=?")).status().message());
+    EXPECT_THAT(message, testing::Not(HasSubstr("did you mean"))) << field.field;
+  }
+}
+
 TEST(TrackOptionTest, SaysWhichFieldIsWrong) {
   const std::pair<const char*, const char*> cases[] = {
       {"ema=2ba,compensated=yes", "compensated \"yes\" given, expected true or false"},
       {"ema=2ba,compensated", "compensated \"\" given, expected true or false"},
-      {"ema=2ba,buffers=keep", "buffers \"keep\" given, expected average, copy or ignore"},
+      {"ema=2ba,buffers=keep", "buffers \"keep\" given, expected average or copy"},
+      {"ema=2ba,buffers=ignore", "buffers \"ignore\" given, expected average or copy"},
       {"ema=2ba,buffers=copy,buffers=copy", "buffers is given twice"},
       {"ema=2ba,tensor_rule=head", "tensor_rule \"head\" given, expected PATTERN:ACTION"},
-      {"ema=2ba,tensor_rule=head:drop", "tensor_rule \"drop\" given, expected average, copy or"},
-      {"ema=2ba,tensor_rules=head:copy", "tensor_rules"}};
+      {"ema=2ba,tensor_rule=head:drop", "tensor_rule \"drop\" given, expected average, copy, "},
+      {"ema=2ba,tensor_rule=head:0ba", "tensor_rule \"0ba\" given, expected average, copy, ignore"},
+      {"ema=2ba,tensor_rules=head:copy", "field \"tensor_rules\"; did you mean \"tensor_rule\"?"},
+      {"ema=2ba,buffer=copy", "field \"buffer\"; did you mean \"buffers\"?"},
+      {"ema=2ba,update_intervals=5ba", "did you mean \"update_interval\"?"}};
   for (const auto& [text, said] : cases) {
     EXPECT_THAT(ParseTrackOption(text),
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr(said)));

@@ -70,16 +70,11 @@ std::optional<TrainingTime> ToOptionalTime(const std::optional<nb::dict>& time) 
   return ToTime(*time);
 }
 
-constexpr TensorAction kTensorActions[] = {TensorAction::kAverage, TensorAction::kCopy,
-                                           TensorAction::kIgnore};
-
 std::string FromAction(TensorAction action) { return std::string(TensorActionName(action)); }
 
 TensorAction ToAction(const std::string& track, const std::string& what, const std::string& name,
                       const char* expected) {
-  for (const TensorAction action : kTensorActions) {
-    if (name == TensorActionName(action)) return action;
-  }
+  if (const std::optional<TensorAction> action = ParseTensorAction(name)) return *action;
   ThrowStatus(MakeError(
       absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
       absl::StrCat("track \"", track, "\": ", what, " \"", name, "\": must be ", expected)));

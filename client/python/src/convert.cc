@@ -168,10 +168,7 @@ nb::dict FromModel(const ModelInfo& model) {
 }
 
 NonFinitePolicy ToNonFinite(const std::string& name) {
-  for (const NonFinitePolicy policy :
-       {NonFinitePolicy::kReject, NonFinitePolicy::kSkipTensor, NonFinitePolicy::kAllow}) {
-    if (name == NonFinitePolicyName(policy)) return policy;
-  }
+  if (const std::optional<NonFinitePolicy> policy = ParseNonFinitePolicy(name)) return *policy;
   ThrowStatus(BadRequest(absl::StrCat("non_finite: \"", name,
                                       "\" given, expected \"reject\", \"skip\" or \"allow\"")));
 }

@@ -82,7 +82,7 @@ def test_every_track_begins_with_the_file(client, emactl, model, folder, what, h
 
 def test_emactl_says_of_a_model_what_python_does(client, emactl, model, folder):
     path, twin = folder / "whole.safetensors", f"{model}-twin"
-    rules = {"a": "copy", "[cd]": "average", "?": "average", "c": "ignore"}
+    rules = {"a": "copy", "b": "5ba", "?": "average", "c": "ignore"}
     track = ema_client.Track(half_life="9ba", compensated=True, buffers="copy", tensor_rules=rules)
     client.import_weights(
         twin, path, tracks={"ema": track}, non_finite="skip", max_pinned_versions=3
@@ -103,7 +103,31 @@ def test_emactl_says_of_a_model_what_python_does(client, emactl, model, folder):
     assert client.model(model).pending_tracks["ema"] == faster
     refused = emactl("update", model, "--track", "ema=7ba,compensated=false")
     assert refused.returncode == 4 and "remove it and add another" in refused.stderr
-    assert emactl("create", "m", "--from", path, "--track", text, "--non-finite", "keep").stderr
+    # A new track, and one that is made anew, have what is said of them, and nothing else.
+    new = ema_client.Track(smoothing=0.5, tensor_rules={"a": "ignore"})
+    words = ("--track", "new=smoothing=0.5,tensor_rule=a:ignore", "--track", "ema=7ba")
+    assert emactl("update", model, *words, "--remove", "ema").returncode == 0
+    pending = client.model(model).pending_tracks
+    assert pending == {"new": new, "ema": ema_client.Track(half_life="7ba")}
+
+
+@pytest.mark.parametrize("policy", ["reject", "skip", "allow"])
+def test_emactl_makes_models_of_every_policy(client, emactl, model, folder, policy):
+    words = ("create", model, "--from", folder / "whole.safetensors", "--track", "ema=9ba")
+    assert emactl(*words, "--non-finite", policy).returncode == 0
+    assert client.model(model).non_finite == policy
+
+
+def test_emactl_refuses_what_is_misspelled(client, emactl, model, folder):
+    words = ("create", model, "--from", folder / "whole.safetensors", "--track")
+    for track, more, code, said in (
+        ("ema=9ba", ("--non-finite", "keep"), 2, "keep given, expected reject, skip or allow"),
+        ("ema=9ba,tensor_rule=hed.*:ignore", (), 4, "hed.*"),
+        ("ema=9ba,tensor_rules=a:copy", (), 2, 'did you mean "tensor_rule"?'),
+    ):
+        result = emactl(*words, track, *more)
+        assert (result.returncode, said in result.stderr) == (code, True), result.stderr
+    assert model not in [info.name for info in client.models()]
 
 
 @pytest.mark.parametrize("how", ["python", "emactl"])
