@@ -112,9 +112,10 @@ class CheckpointScheduler {
   };
   // What has become of it.
   struct Outcome {
-    bool is_due = false;  // Whether or not a version is to be kept.
+    bool is_due = false;  // Not only to be kept.
     absl::Status status;
-    // DISK_FULL: of the version with `keep`; then `status` is of the one without.
+    // DISK_FULL: of the save that was to be kept; then `status` is of the one without, if it is
+    // due.
     absl::Status keep_status;
 
     const absl::Status& error() const { return status.ok() ? keep_status : status; }
@@ -133,7 +134,7 @@ class CheckpointScheduler {
   void QueueDueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
   void Save(Model& model, SnapshotRef snapshot, bool is_second_look) ABSL_LOCKS_EXCLUDED(mu_);
-  // Its parts, in order. `is_newest`: as Work::snapshot, null.
+  // Its parts, in order. `is_newest`: no version was queued, the newest is saved.
   Turn BeginSave(const Model& model, bool is_newest) ABSL_LOCKS_EXCLUDED(mu_);
   Outcome SaveVersion(Model& model, const SnapshotRef& snapshot, const Turn& turn) const
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -294,20 +294,13 @@ absl::StatusOr<double> EndOf(const Model& model, const Clock& clock, int64_t ste
   return std::max(newest.profile.end, *time - newest.origin);
 }
 
-// Gives `plan` the sources that have a weight, and the newest; which that is: of several that end
-// there, the one with the largest weight.
-const Candidate& TakeSources(const std::vector<Candidate>& chosen,
-                             const std::vector<double>& weights, SynthesisPlan& plan) {
+// The one that ends last; of several, the one with the largest weight.
+const Candidate& LastOf(const std::vector<Candidate>& chosen, const std::vector<double>& weights) {
   size_t last = 0;
   const auto key = [&](size_t i) { return std::pair(chosen[i].profile.end, std::abs(weights[i])); };
-  for (size_t i = 0; i < chosen.size(); ++i) {
-    if (weights[i] != 0) {
-      plan.sources.push_back(chosen[i].source);
-      plan.sources.back().weight = weights[i];
-    }
+  for (size_t i = 1; i < chosen.size(); ++i) {
     if (key(i) > key(last)) last = i;
   }
-  plan.newest = chosen[last].source;
   return chosen[last];
 }
 
@@ -353,11 +346,15 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
                      .residual = solution.residual};
   plan.config.tensor_rules = chosen.front().config().tensor_rules;
   plan.config.buffers = chosen.front().config().buffers;
-  const Candidate& last = TakeSources(chosen, solution.weights, plan);
   CheckpointId newest_id;
-  for (const SynthesisPlan::Source& source : plan.sources) {
-    newest_id = std::max(newest_id, source.checkpoint->id);
+  for (size_t i = 0; i < chosen.size(); ++i) {
+    if (solution.weights[i] == 0) continue;
+    plan.sources.push_back(chosen[i].source);
+    plan.sources.back().weight = solution.weights[i];
+    newest_id = std::max(newest_id, chosen[i].source.checkpoint->id);
   }
+  const Candidate& last = LastOf(chosen, solution.weights);
+  plan.newest = last.source;
   const auto from = std::find_if(checkpoints.begin(), checkpoints.end(),
                                  [&](const StoredCheckpoint& c) { return c.id == newest_id; });
   const TrainingTime* const known = clock.Find(step);

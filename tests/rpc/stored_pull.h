@@ -6,7 +6,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "absl/synchronization/notification.h"
 #include "ema/v1/lane.pb.h"
@@ -16,8 +23,6 @@
 #include "tests/testutil/fake_stored_track.h"
 
 namespace ema {
-
-inline absl::Status NotAskedFor() { return absl::UnimplementedError("not asked for by pulls"); }
 
 // Versions that were in memory when Keep() was called. Thread-safe once it serves.
 class FakeCheckpoints final : public Checkpoints {
@@ -111,6 +116,8 @@ class FakeCheckpoints final : public Checkpoints {
   absl::Status Purge(std::string_view) override { return absl::OkStatus(); }
 
  private:
+  static absl::Status NotAskedFor() { return absl::UnimplementedError("not asked for by pulls"); }
+
   struct Kept {
     Snapshot version;  // Without blocks.
     bool is_partial = false;
