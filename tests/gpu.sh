@@ -16,7 +16,8 @@
 #   --pack  builds the release preset and makes build/gpu anew. Once more after each change of the
 #           sources. Needs NVIDIA's compiler; where CMake does not find it, CMAKE_CUDA_COMPILER names it
 #   PART    tests, training, bench or sanitizer: only those; the results' name says so. Or smoke:
-#           a little of each, in minutes, before time goes into the whole
+#           a little of each, in minutes, before time goes into the whole. Or link: which slabs and how
+#           many streams bring most weights to the GPU
 #
 #   EMA_GPU_SECONDS  what has not begun by then is skipped, what still runs is cut off; default: no limit
 #   OUT              a folder that gets the results, too, and the logs as logs.tgz
@@ -92,7 +93,8 @@ pack() {
     "$built"/bench/{data_bench,gpu_bench,peer_server} "$built/integration/doomed_rank")
   for program in "$built"/{conformance,core,integration,rpc}/*_test "$built/checkpoint/synthesis_test"; do
     case $(basename "$program") in
-      # They give their device no work, or have one of their own, or what rpc_test gives it, in a minute.
+      # They give their device no work, or have one of their own; tls_test gives it what rpc_test does, and takes
+      # a minute.
       device_failure_test | health_test | rate_limit_test | tls_test | waiting_calls_test) continue ;;
     esac
     # What does not ask which device to use has no use for a GPU.
@@ -135,7 +137,7 @@ print(f"CUDA {torch.version.cuda}, torch {torch.__version__}, Python {sys.versio
 END
 }
 
-# The machine's own python3 and openssl may need newer ones of these than what is packed, which does
+# The machine's own python3 may need newer ones of these than what is packed, which does
 # with both; and all that runs here looks into LD_LIBRARY_PATH.
 take_common_libraries() {
   local name
@@ -210,12 +212,8 @@ run_tests() {
     seconds=120
     case $name in
       device_conformance_test) continue ;;
-      tls_test | uniform_fill_test) seconds=240 ;;
+      uniform_fill_test) seconds=240 ;;
     esac
-    if [[ $name == tls_test ]] && ! command -v openssl >/dev/null; then
-      record skipped "$name: no openssl here"
-      continue
-    fi
     run_program "$name" "$seconds"
   done
   has_time "data benchmark" 60 || return
@@ -293,6 +291,12 @@ measure_row() {
   grep --quiet '"ratio":[0-9]' "$results/row.jsonl"
 }
 
+report_rows() {
+  [[ ! -f $results/rows.jsonl ]] ||
+    python3 tests/bench/report.py "$results/rows.jsonl" "$results" >"$results/report.log"
+  write_results
+}
+
 # measure_rows OPTION...: of gpu_bench.
 measure_rows() {
   local key keys clocks
@@ -309,9 +313,7 @@ measure_rows() {
     }
     check "benchmark $key" measure_row "$key" "$@"
     [[ -z $clocks ]] || kill "$clocks" 2>/dev/null
-    [[ ! -f $results/rows.jsonl ]] ||
-      python3 tests/bench/report.py "$results/rows.jsonl" "$results" >"$results/report.log"
-    write_results
+    report_rows
   done
 }
 
@@ -324,6 +326,18 @@ measure_training() {
 }
 
 run_bench() { measure_rows; }
+
+run_link() {
+  local streams mib
+  for mib in 2 4 8 16; do
+    for streams in 4 6 8; do
+      has_time "$streams streams, slabs of $mib MiB" 20 || return
+      check "$streams streams, slabs of $mib MiB" measure_row gpu_receive --seconds 3 \
+        --streams "$streams" --slab-bytes $((mib << 20))
+    done
+    report_rows
+  done
+}
 
 run_training() {
   train training 120
@@ -367,7 +381,7 @@ if [[ ${1-} == --pack ]]; then
   exit
 fi
 for part in "$@"; do
-  [[ $part =~ ^(smoke|tests|training|bench|sanitizer)$ ]] || fail "unknown part $part; see the top of $0"
+  [[ $part =~ ^(smoke|tests|training|bench|link|sanitizer)$ ]] || fail "unknown part $part; see the top of $0"
 done
 [[ -f $archive && -f $sources && -f $revision ]] ||
   fail "$archive is missing: tests/gpu.sh --pack makes it, on a machine that can build"

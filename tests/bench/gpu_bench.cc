@@ -123,11 +123,17 @@ int Main(int argc, char** argv) {
   app.add_option("--repeats", bench.repeats, "Folds of weights on the GPU that are timed as one")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  app.add_option("--streams", bench.streams, "Of gpu_receive; 0: as a server here would have")
+  app.add_option("--streams", bench.streams,
+                 "Streams of gpu_receive; 0: as a server here would have")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
-  app.add_option("--slab-bytes", bench.slab_bytes, "Of gpu_receive: of a stream's two slabs")
+  app.add_option("--slab-bytes", bench.slab_bytes,
+                 "Of each of the two slabs of a stream of gpu_receive")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(int64_t{1} << 16, int64_t{1} << 30))
+      ->check([](const std::string& text) {
+        return std::stoll(text) % 64 == 0 ? "" : "must be a multiple of 64";
+      })
       ->capture_default_str();
   app.add_option("--seconds", measure.seconds, "The longest that a row is measured")
       ->capture_default_str();

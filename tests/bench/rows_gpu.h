@@ -24,7 +24,7 @@ struct GpuBench {
   // What a GPU does in a millisecond is done so often before it is waited for, which takes tens of
   // microseconds.
   int repeats = 20;
-  // Of gpu_receive, to try others. Streams 0: as many as a server here would have busy.
+  // Of gpu_receive: others than those of a server. Streams 0: as many as one here would have busy.
   int streams = 0;
   int64_t slab_bytes = AcceleratorOptions().slab_bytes;
 

@@ -3,6 +3,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "tests/bench/core_trainer.h"
 #include "tests/bench/rows_gpu.h"
 
@@ -78,6 +79,8 @@ void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
       bench.streams > 0
           ? bench.streams
           : std::clamp(static_cast<int>(std::thread::hardware_concurrency()) * 3 / 8, 1, 8);
+  row.name +=
+      absl::StrCat(", ", stream_count, " streams, slabs of ", bench.slab_bytes >> 10, " KiB");
   const int64_t total_bytes = bench.parameters() * kFloatBytes;
   // A round of one would be milliseconds, of which starting the threads is a part.
   const int passes = bench.repeats;
