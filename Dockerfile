@@ -42,7 +42,7 @@ COPY --from=build-wheel /src/build/wheel/ /
 FROM build-wheel AS demo
 RUN deploy/setup.sh \
     && install --directory --owner=65532 --group=65532 /out /out/trainer_log /out/pulled
-# torch asks for the user's name, which 65532 has not.
+# torch asks for the user's name; 65532 has none.
 ENV PATH=/src/build/venv/bin:$PATH OMP_NUM_THREADS=1 HOME=/tmp USER=ema
 USER 65532:65532
 VOLUME /out
