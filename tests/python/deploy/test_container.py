@@ -31,7 +31,9 @@ def test_the_compiler_is_of_the_cuda_that_torch_brings() -> None:
 
 
 @pytest.mark.container
-@pytest.mark.timeout(3600)  # It downloads a base system and LibTorch, and compiles the server twice.
+@pytest.mark.timeout(
+    3600
+)  # It downloads a base system and LibTorch, and compiles the server twice.
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a base image and a chroot")
 def test_a_restarted_container_serves_what_was_pushed_before() -> None:
     done = subprocess.run(
