@@ -18,7 +18,7 @@
 #include "client/cli/pull_command.h"
 #include "ema/client.h"
 
-namespace CLI {
+namespace CLI {  // NOLINT(readability-identifier-naming): CLI11 calls it that.
 class App;
 }
 
