@@ -18,6 +18,7 @@
 #include "absl/synchronization/notification.h"
 #include "ema/v1/lane.pb.h"
 #include "server/base/lane_pipe.h"
+#include "server/core/no_checkpoints.h"
 #include "tests/core/test_model.h"
 #include "tests/rpc/rpc_fixture.h"
 #include "tests/testutil/fake_stored_track.h"
@@ -25,7 +26,7 @@
 namespace ema {
 
 // Versions that were in memory when Keep() was called. Thread-safe once it serves.
-class FakeCheckpoints final : public Checkpoints {
+class FakeCheckpoints final : public NoCheckpoints {
  public:
   // With `only`: a partial checkpoint, of that track.
   void Keep(const Snapshot& version, Device& device, std::string_view only = "") {
@@ -89,35 +90,7 @@ class FakeCheckpoints final : public Checkpoints {
         std::make_shared<FakeStoredTrack>(it->second.bytes.find(track)->second, on_read));
   }
 
-  absl::Status health() const override { return NotAskedFor(); }
-  absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NotAskedFor(); }
-  absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view) override { return NotAskedFor(); }
-  absl::StatusOr<Listing> List(Model&) override { return NotAskedFor(); }
-  absl::Status Delete(Model&, std::string_view) override { return NotAskedFor(); }
-  absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
-    return NotAskedFor();
-  }
-  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Model::Launch&,
-                                                  const ResumePoint&) override {
-    return NotAskedFor();
-  }
-  absl::StatusOr<CheckpointLabel> SetLabel(Model&, const std::string&, const VersionId&) override {
-    return NotAskedFor();
-  }
-  absl::Status RemoveLabel(Model&, const std::string&) override { return NotAskedFor(); }
-  absl::StatusOr<MetricResult> ReportMetric(Model&, const CheckpointLabel&) override {
-    return NotAskedFor();
-  }
-  absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
-    return NotAskedFor();
-  }
-  absl::Status CheckMayForget() override { return absl::OkStatus(); }
-  absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
-  absl::Status Purge(std::string_view) override { return absl::OkStatus(); }
-
  private:
-  static absl::Status NotAskedFor() { return absl::UnimplementedError("not asked for by pulls"); }
-
   struct Kept {
     Snapshot version;  // Without blocks.
     bool is_partial = false;
