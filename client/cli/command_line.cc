@@ -19,11 +19,9 @@ namespace {
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
     "with ,update_interval=10ba and the like behind it (emactl explain --help lists them). "
-    "Besides: "
-    "compensated=true; snapshot_interval=1000ba, with sigma_rel; buffers=copy, which no tensor of "
-    "a "
-    "file is taken for; and, one or more, 'tensor_rule=PATTERN:ACTION', such as "
-    "'tensor_rule=head.*:ignore', or with a half-life as the action";
+    "Besides: compensated=true; snapshot_interval=1000ba, with sigma_rel; buffers=copy (a file "
+    "does not say which tensors are); and, once or more, 'tensor_rule=PATTERN:ACTION', such as "
+    "'tensor_rule=head.*:ignore', where a half-life may be the action";
 
 // Declares `explain`, with an option for each field of a schedule.
 void AddExplain(CLI::App* sub, Options& options) {

@@ -113,11 +113,8 @@ absl::Status CheckName(absl::string_view name) {
 }  // namespace
 
 TrackConfig TrackOption::On(const TrackConfig* before) const {
-  TrackConfig track = {.name = name, .schedule = schedule};
-  if (before != nullptr) {
-    track = *before;
-    track.schedule = schedule;
-  }
+  TrackConfig track = before != nullptr ? *before : TrackConfig{.name = name, .schedule = schedule};
+  track.schedule = schedule;
   if (buffers.has_value()) track.buffers = *buffers;
   if (compensated.has_value()) track.compensated = *compensated;
   if (snapshot_interval.has_value()) track.snapshot_interval = snapshot_interval;
