@@ -215,11 +215,15 @@ struct Vectors {
   Lanes<T> vectors[kVectors];
 };
 
-// Whole vectors, aligned, into one target, of which the first is element `first`.
+// Whole vectors, aligned, into one target, of which the first is element `first`. Reads of the
+// target what this kind needs, and no more, as loads of averages wait for all of that; and all of
+// it before the first store, after which the compiler would read it anew.
 template <FoldKind kKind, SourceFormat kFormat, typename Pushed>
 EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t first,
                                      const Pushed& pushed) {
   const int64_t offset = first * static_cast<int64_t>(sizeof(float));
+  std::byte* const next = target.next + offset;
+  uint32_t* const noted = target.differs;
   Vectors<float, Pushed::kElements / kFoldVector> average;
   if constexpr (IsAverage(kKind)) average.Load(target.current + offset);
   bool differs = false;
@@ -239,8 +243,8 @@ EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t fir
       differs |= FoldPlain(kKind, update_weight, FloatOf(kFormat, pushed[i]), average[i]);
     }
   }
-  average.Store(target.next + offset);
-  if (differs) Note(target.differs);
+  average.Store(next);
+  if (differs) Note(noted);
 }
 
 // Whole vectors from lane `lane` on, aligned; in registers throughout.
@@ -262,8 +266,7 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
   Vectors<Bits, kVectors> pushed;
   pushed.Load(tile.source + lane * kBytes);
   for (int t = 0; t < tile.target_count; ++t) {
-    // A copy: it is read once, not anew after each store.
-    const DeviceFoldTarget target = table.targets[tile.first_target + t];
+    const DeviceFoldTarget& target = table.targets[tile.first_target + t];
     EMA_UNROLL
     for (int v = 0; v < kVectors; ++v) Hide(pushed.vectors[v]);
     switch (target.kind) {
