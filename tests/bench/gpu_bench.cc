@@ -37,6 +37,13 @@ std::vector<Entry> AllRows() {
         .goal = AtLeast(0.95),
         .warm_up_rounds = kClockRounds},
        FoldBesideCopy},
+      {{.key = "gpu_tracks_bytes",
+        .name = "4 tracks in one pass of the kernel (bytes moved)",
+        .unit = "GB/s",
+        .peer = {.name = "copy on the device of the same bytes moved"},
+        .goal = AtLeast(0.95),
+        .warm_up_rounds = kClockRounds},
+       FourTracksBesideCopy},
       {{.key = "gpu_tracks",
         .name = "4 tracks in one pass of the kernel",
         .unit = "s",
@@ -124,7 +131,7 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   app.add_option("--streams", bench.streams,
-                 "Streams of gpu_receive; 0: as a server here would have")
+                 "Streams of gpu_receive; 0: as many as a server here has threads")
       ->check(CLI::Range(0, 64))
       ->capture_default_str();
   app.add_option("--slab-bytes", bench.slab_bytes,

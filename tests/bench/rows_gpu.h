@@ -24,7 +24,7 @@ struct GpuBench {
   // What a GPU does in a millisecond is done so often before it is waited for, which takes tens of
   // microseconds.
   int repeats = 20;
-  // Of gpu_receive: others than those of a server. Streams 0: as many as one here would have busy.
+  // Of gpu_receive: others than those of a server. Streams 0: as many as one here has threads.
   int streams = 0;
   int64_t slab_bytes = AcceleratorOptions().slab_bytes;
 
@@ -36,6 +36,7 @@ struct GpuBench {
 
 // rows_gpu_kernel.cc: weights that are on the GPU already.
 void FoldBesideCopy(const GpuBench& bench, Row& row);
+void FourTracksBesideCopy(const GpuBench& bench, Row& row);
 void FourTracksAtOnce(const GpuBench& bench, Row& row);
 void FourTracksBesideForeach(const GpuBench& bench, Row& row);
 void FourTracksBesideLoop(const GpuBench& bench, Row& row);

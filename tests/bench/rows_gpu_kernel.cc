@@ -154,6 +154,28 @@ std::shared_ptr<const DeviceWeights> FourTrackWeights(const GpuBench& bench) {
                                   .track_count = kTracks});
 }
 
+// One pass into all tracks of `weights`, beside a copy on the device that moves as many bytes.
+void PassBesideCopy(const GpuBench& bench, const std::shared_ptr<const DeviceWeights>& weights,
+                    int tracks, Row& row) {
+  // Weights and averages are read, averages written; of a copy each byte is read and written.
+  const int64_t moved_bytes = (1 + 2 * tracks) * bench.parameters() * kFloatBytes;
+  const int64_t copied_bytes = moved_bytes / 2;
+  const int repeats = bench.repeats;
+  row.ours.gigabytes = row.peer.gigabytes = repeats * Gigabytes(static_cast<size_t>(moved_bytes));
+  row.ours = SpeedOf(row.ours, Folds(bench, weights, 1, tracks));
+  const std::shared_ptr<Memory> from = Must(bench.accelerator->AllocateDevice(copied_bytes));
+  const std::shared_ptr<Memory> to = Must(bench.accelerator->AllocateDevice(copied_bytes));
+  const std::shared_ptr<Queue> queue = Must(bench.accelerator->NewQueue());
+  // Of the same values: memory may be faster with zeros.
+  weights->CopyTo(from->data(), copied_bytes);
+  row.peer = SpeedOf(row.peer, [=] {
+    for (int i = 0; i < repeats; ++i) {
+      Must(queue->CopyOnDevice(to->data(), from->data(), copied_bytes));
+    }
+    Finish(*queue);
+  });
+}
+
 void FourTracksBesideTorch(const GpuBench& bench, const std::string& by, Row& row) {
   row.ours = TimeOf(row.ours, Folds(bench, FourTrackWeights(bench), 1, kTracks));
   if (bench.options.python.empty()) {
@@ -170,25 +192,14 @@ void FourTracksBesideTorch(const GpuBench& bench, const std::string& by, Row& ro
 }  // namespace
 
 void FoldBesideCopy(const GpuBench& bench, Row& row) {
-  // Weights and averages are read, averages written; of a copy each byte is read and written.
-  const int64_t moved_bytes = 3 * bench.parameters() * kFloatBytes;
-  const int64_t copied_bytes = moved_bytes / 2;
-  const int repeats = bench.repeats;
-  row.ours.gigabytes = row.peer.gigabytes = repeats * Gigabytes(static_cast<size_t>(moved_bytes));
-  const auto weights = std::make_shared<const DeviceWeights>(
-      bench, DeviceWeights::Shape{.tensor_elements = bench.parameters()});
-  row.ours = SpeedOf(row.ours, Folds(bench, weights, 1, 1));
-  const std::shared_ptr<Memory> from = Must(bench.accelerator->AllocateDevice(copied_bytes));
-  const std::shared_ptr<Memory> to = Must(bench.accelerator->AllocateDevice(copied_bytes));
-  const std::shared_ptr<Queue> queue = Must(bench.accelerator->NewQueue());
-  // Of the same values: memory may be faster with zeros.
-  weights->CopyTo(from->data(), copied_bytes);
-  row.peer = SpeedOf(row.peer, [=] {
-    for (int i = 0; i < repeats; ++i) {
-      Must(queue->CopyOnDevice(to->data(), from->data(), copied_bytes));
-    }
-    Finish(*queue);
-  });
+  PassBesideCopy(bench,
+                 std::make_shared<const DeviceWeights>(
+                     bench, DeviceWeights::Shape{.tensor_elements = bench.parameters()}),
+                 1, row);
+}
+
+void FourTracksBesideCopy(const GpuBench& bench, Row& row) {
+  PassBesideCopy(bench, FourTrackWeights(bench), kTracks, row);
 }
 
 void FourTracksAtOnce(const GpuBench& bench, Row& row) {

@@ -73,12 +73,11 @@ class Receiver {
 }  // namespace
 
 // One thread copies into pinned memory at a fraction of what the bus can do: as many receive as a
-// server would have busy streams, beside which the kernel's and a sender's threads run.
+// server has threads by default.
 void ReceiveBesideCopy(const GpuBench& bench, Row& row) {
   const int stream_count =
-      bench.streams > 0
-          ? bench.streams
-          : std::clamp(static_cast<int>(std::thread::hardware_concurrency()) * 3 / 8, 1, 8);
+      bench.streams > 0 ? bench.streams
+                        : std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / 2);
   row.name +=
       absl::StrCat(", ", stream_count, " streams, slabs of ", bench.slab_bytes >> 10, " KiB");
   const int64_t total_bytes = bench.parameters() * kFloatBytes;
