@@ -6,6 +6,7 @@
 
 #include "absl/container/fixed_array.h"
 #include "absl/strings/str_cat.h"
+#include "client/cpp/pinned_ring.h"
 #include "client/cpp/run_core.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -31,6 +32,7 @@ absl::Status CheckOptions(const StepPusher::Options& options, TensorSet frozen,
     return BadRequest(absl::StrCat("max_outage ", absl::FormatDuration(options.max_outage),
                                    ": must be 0 or more"));
   }
+  EMA_RETURN_IF_ERROR(PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
   if (options.launch_id.empty() && options.world_size > 1) {
     return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
                                    " ranks it must be given, the same to all of them"));
@@ -98,6 +100,7 @@ absl::StatusOr<std::unique_ptr<Joining>> Joining::Make(Client& client, std::stri
   run.shards = std::move(share.shards);
   run.frozen_shard_count = share.frozen_shard_count;
   run.wire_dtype = options.wire_dtype;
+  run.max_staging_bytes = options.max_staging_bytes;
   run.rejoins = false;
   run.resume = options.resume;
   joining->model_options_ = options.model;

@@ -5,10 +5,18 @@
 #include <numeric>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/fork_guard.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
+
+absl::Status PinnedRing::CheckMaxStagingBytes(int64_t max_staging_bytes) {
+  if (max_staging_bytes >= kMinRingBytes) return absl::OkStatus();
+  return BadRequest(
+      absl::StrCat("max_staging_bytes ", max_staging_bytes, ": must be at least ", kMinRingBytes));
+}
 
 PinnedRing::~PinnedRing() {
   if (!TryRecover(Gpu::kIdleGrace)) {
@@ -30,12 +38,18 @@ absl::StatusOr<Gpu*> PinnedRing::Open(int index) {
 
 absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots) {
   if (memory_ != nullptr) return absl::OkStatus();
-  const int64_t count = std::min(kMaxBytes / slot_bytes, max_slots);
-  EMA_ASSIGN_OR_RETURN(memory_, gpu.AllocatePinned(count * slot_bytes));
+  int64_t count = std::min(max_bytes_ / slot_bytes, max_slots);
+  absl::StatusOr<std::byte*> memory = gpu.AllocatePinned(count * slot_bytes);
+  while (absl::IsResourceExhausted(memory.status()) && count > kMinRingBytes / slot_bytes) {
+    count = std::max(count / 2, kMinRingBytes / slot_bytes);
+    memory = gpu.AllocatePinned(count * slot_bytes);
+  }
+  EMA_ASSIGN_OR_RETURN(memory_, memory);
   owner_ = &gpu;
   slot_bytes_ = slot_bytes;
   for (int i = 0; i < count; ++i) slots_.push_back({this, i});
   absl::MutexLock lock(&mu_);
+  holder_counts_.resize(count);
   free_.resize(count);
   std::iota(free_.begin(), free_.end(), 0);
   return absl::OkStatus();
@@ -46,12 +60,22 @@ std::optional<int> PinnedRing::TryTake() {
   if (free_.empty()) return std::nullopt;
   const int slot = free_.back();
   free_.pop_back();
+  holder_counts_[slot] = 1;
   return slot;
+}
+
+void PinnedRing::Share(int slot) {
+  absl::MutexLock lock(&mu_);
+  ++holder_counts_[slot];
 }
 
 void PinnedRing::GiveBack(int slot) {
   absl::MutexLock lock(&mu_);
-  free_.push_back(slot);
+  GiveBackLocked(slot);
+}
+
+void PinnedRing::GiveBackLocked(int slot) {
+  if (--holder_counts_[slot] == 0) free_.push_back(slot);
 }
 
 std::optional<grpc::Slice> PinnedRing::TryLend(int slot, int64_t size_bytes) {
@@ -68,7 +92,7 @@ void PinnedRing::DropSlice(void* slot) {
   const Slot& dropped = *static_cast<const Slot*>(slot);
   // Nothing may follow the unlock: whoever waits for the last slice may then destroy the ring.
   absl::MutexLock lock(&dropped.ring->mu_);
-  dropped.ring->free_.push_back(dropped.index);
+  dropped.ring->GiveBackLocked(dropped.index);
   --dropped.ring->lent_count_;
 }
 
@@ -97,7 +121,7 @@ bool PinnedRing::TryRecover(absl::Duration max_wait) {
     }
   }
   absl::MutexLock lock(&mu_);
-  free_.insert(free_.end(), lost_.begin(), lost_.end());
+  for (const int slot : lost_) GiveBackLocked(slot);
   lost_.clear();
   return true;
 }

@@ -153,8 +153,9 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
                                     committed.status().message()));
     }
     SetCutOff(!ShowsServer(committed.status()));
-    // Holds the trainer, if it has not gone on, until it is clear what has to be sent again.
-    (void)gate_.WantToRead();
+    // Holds the trainer, if it has not gone on, until it is clear what has to be sent again; unless
+    // all of it is in pinned memory.
+    if (!staged_.has_value() || !staged_->Holds(chunks_to_send_)) (void)gate_.WantToRead();
     if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }

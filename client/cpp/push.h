@@ -35,8 +35,8 @@ namespace ema {
 //
 // What the thread does: wait until the run is ready; send header, chunks, commit; wait for the
 // reply. When that breaks, ask QueryPush what has arrived, and send what is missing, or, once the
-// weights are released, at most the commit. When it fails for good, wait until gRPC holds no slice,
-// and drop the step on the server.
+// weights are released, of their bytes only copies that are in pinned memory. When it fails for
+// good, wait until gRPC holds no slice, and drop the step on the server.
 class PendingPush::Impl {
  public:
   // Makes side streams begin after the trainer's. Returns the GPU of each shard; null: it is in
@@ -104,6 +104,7 @@ class PendingPush::Impl {
   // One of the streams by which the rank pushes at once, and what they share.
   struct Part;
   struct Sending;
+  class CutOffPause;
   // Sets `connections_`, at most `count`.
   absl::Status ChooseConnections(int64_t count);
   // The header, and chunks while there are any that no part has taken. From any thread, each for
@@ -117,7 +118,7 @@ class PendingPush::Impl {
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);
   // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
-  // ABORTED, STEP_ABANDONED: what is missing may not be read any more.
+  // ABORTED, STEP_ABANDONED: what is missing may not be read any more, and is in no pinned memory.
   absl::StatusOr<std::optional<Committed>> FindWhatIsMissing();
   // True: gRPC has slices of the weights, or of where they are staged.
   bool HasSlices() const;

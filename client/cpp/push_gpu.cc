@@ -40,15 +40,38 @@ absl::StatusOr<std::vector<Gpu*>> PendingPush::Impl::Follow(PinnedRing& ring,
   return gpus;
 }
 
+// While the GPU or the host is worked for, it is not the server that is missing.
+class PendingPush::Impl::CutOffPause {
+ public:
+  explicit CutOffPause(Impl* push) : push_(push) {
+    absl::MutexLock lock(&push_->mu_);
+    since_ = std::exchange(push_->cut_off_since_, SteadyTime::max());
+  }
+  ~CutOffPause() {
+    absl::MutexLock lock(&push_->mu_);
+    if (since_ != SteadyTime::max()) push_->cut_off_since_ = since_ + (SteadyNow() - start_);
+  }
+
+ private:
+  Impl* const push_;
+  const SteadyTime start_ = SteadyNow();
+  SteadyTime since_;
+};
+
 absl::Status PendingPush::Impl::PrepareStaging() {
   if (gpus_.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
     return absl::OkStatus();
   }
+  const CutOffPause pause(this);
   PinnedRing& ring = run_->ring();
   const auto any = [](Gpu* gpu) { return gpu != nullptr; };
-  EMA_RETURN_IF_ERROR(ring.Allocate(**std::find_if(gpus_.begin(), gpus_.end(), any),
-                                    StagedChunks::SlotBytes(run_->layout(), run_->chunks()),
-                                    run_->chunks().chunk_count()));
+  const int64_t slot_bytes = StagedChunks::SlotBytes(run_->layout(), run_->chunks());
+  // Frozen tensors are seldom pushed: it is not for them that more memory is taken than the least.
+  const int64_t max_slots =
+      std::max(run_->chunks().ChunksBefore(run_->layout().live_bytes()),
+               std::min(run_->chunks().chunk_count(), PinnedRing::kMinRingBytes / slot_bytes));
+  EMA_RETURN_IF_ERROR(
+      ring.Allocate(**std::find_if(gpus_.begin(), gpus_.end(), any), slot_bytes, max_slots));
   staged_.emplace(&run_->layout(), &run_->chunks(), shards_, gpus_, &ring, &gate_, options_.strides,
                   deadline_, &interrupt_);
   return absl::OkStatus();
@@ -56,6 +79,7 @@ absl::Status PendingPush::Impl::PrepareStaging() {
 
 absl::Status PendingPush::Impl::Stage() {
   if (!staged_.has_value()) return absl::OkStatus();
+  const CutOffPause pause(this);
   staged_->Stage(chunks_to_send_).IgnoreError();
   return StagingStatus();
 }

@@ -41,6 +41,7 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
     }
     options.launch_id = RandomHex(4);
   }
+  EMA_RETURN_IF_ERROR(PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
   v1::GetModelRequest request;
   request.set_model(std::string(model));
   EMA_ASSIGN_OR_RETURN(
@@ -79,6 +80,7 @@ RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::R
       options_(std::move(options)),
       layout_(std::move(layout)),
       chunks_(layout_, chunk_bytes),
+      ring_(options_.max_staging_bytes),
       connection_count_(
           std::min(client_->max_connections(), layout_.total_bytes() / kMinBytesOfConnection)) {}
 

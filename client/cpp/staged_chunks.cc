@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -33,11 +34,10 @@ int64_t StagedChunks::SlotBytes(const RankLayout& layout, const ChunkPlan& plan)
 
 absl::Status StagedChunks::Stage(absl::Span<const int64_t> chunks) {
   absl::MutexLock lock(&mu_);
-  // After a try that has sent nothing, what is there is right, also if the weights have changed.
-  if (!is_untouched_ || chunks != absl::MakeConstSpan(order_)) {
+  // What is there is right, also if the weights have changed.
+  if (!HoldsLocked(chunks)) {
     DropLocked();
     order_.assign(chunks.begin(), chunks.end());
-    is_untouched_ = true;
   }
   StartMoreLocked();
   return status_;
@@ -45,27 +45,47 @@ absl::Status StagedChunks::Stage(absl::Span<const int64_t> chunks) {
 
 bool StagedChunks::Holds(absl::Span<const int64_t> chunks) const {
   absl::MutexLock lock(&mu_);
-  return is_untouched_ && started_count_ == order_.size() && status_.ok() &&
-         chunks == absl::MakeConstSpan(order_);
+  return HoldsLocked(chunks);
+}
+
+bool StagedChunks::HoldsLocked(absl::Span<const int64_t> chunks) const {
+  return keeps_ && status_.ok() &&
+         absl::c_all_of(chunks, [this](int64_t chunk) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+           return staged_.contains(chunk);
+         });
 }
 
 std::optional<int> StagedChunks::Take(int64_t chunk) {
   Staged staged;
+  bool is_kept = false;
   {
     absl::MutexLock lock(&mu_);
-    is_untouched_ = false;
     StartMoreLocked();
     const auto found = staged_.find(chunk);
     if (found == staged_.end()) return std::nullopt;
-    staged = std::move(found->second);
-    staged_.erase(found);
+    staged = found->second;
+    is_kept = keeps_;
+    if (is_kept) {
+      ring_->Share(staged.slot);
+    } else {
+      staged_.erase(found);
+    }
   }
   absl::Status waited;
   for (Gpu* gpu : staged.gpus) waited.Update(gpu->Wait(staged.slot, deadline_, *interrupt_));
-  if (waited.ok()) return staged.slot;
+  if (waited.ok() && !is_kept) return staged.slot;
   absl::MutexLock lock(&mu_);
-  failed_.push_back(std::move(staged));
+  if (waited.ok()) {
+    // Nobody has to wait for its copies any more.
+    staged_.find(chunk)->second.gpus.clear();
+    return staged.slot;
+  }
   status_.Update(waited);
+  if (is_kept) {
+    ring_->GiveBack(staged.slot);
+  } else {
+    failed_.push_back(std::move(staged));
+  }
   return std::nullopt;
 }
 
@@ -91,7 +111,9 @@ void StagedChunks::StartMoreLocked() {
     }
     gate_->EndRead();
   }
-  if (started_count_ == order_.size()) gate_->HaveRead();
+  if (started_count_ < order_.size()) return;
+  keeps_ = staged_.size() == order_.size();
+  gate_->HaveRead();
 }
 
 absl::Status StagedChunks::StartCopies(int64_t chunk, Staged& staged) const {
@@ -148,6 +170,7 @@ void StagedChunks::DropLocked() {
   failed_.clear();
   order_.clear();
   started_count_ = 0;
+  keeps_ = false;
 }
 
 absl::Status StagedChunks::status() const {

@@ -29,7 +29,8 @@ namespace ema::client_internal {
 // Brings chunks to pinned buffers in the order in which they will be sent, as many ahead as the
 // ring has room for. What the gate calls reading is here starting a copy: once all copies have been
 // started, the weights may change as soon as these have ended, which is for the trainer's stream to
-// wait for (Gpu::Lead()), not for the trainer. Thread-safe.
+// wait for (Gpu::Lead()), not for the trainer. If there is room for all, each stays in its buffer,
+// and can be sent again whatever has become of the weights. Thread-safe.
 //
 // Nobody ever waits for a buffer: with at most max_senders() threads that take the chunks in order,
 // each giving back or lending one before it takes the next, a chunk that is asked for finds one.
@@ -49,17 +50,18 @@ class StagedChunks {
   static int64_t SlotBytes(const RankLayout& layout, const ChunkPlan& plan);
   int max_senders() const { return ring_->slot_count() - ring_->max_lent(); }
 
-  // These are to be sent next, and are started as far as there is room; what was staged for
-  // other ones is dropped. ABORTED, STEP_ABANDONED: the weights have been released, and not all of
-  // these are staged. The GPU's error, which ends the push.
+  // These are to be sent next, and are started as far as there is room, unless they are there
+  // (Holds()); else what was staged before is dropped. ABORTED, STEP_ABANDONED: the weights have
+  // been released, and not all of these are staged. The GPU's error, which ends the push.
   absl::Status Stage(absl::Span<const int64_t> chunks) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // True: these were staged last, every copy has been started, and none has been taken: they can be
-  // sent also after the release.
+  // True: all of these are there, or on their way from the GPU: they can be sent also after the
+  // release.
   bool Holds(absl::Span<const int64_t> chunks) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Waits until a chunk's bytes are in its buffer; then this is the caller's. Absent: they cannot
-  // come, and status() says why. REQUIRES: it was staged, and has not been taken since.
+  // Waits until a chunk's bytes are in its buffer; then this is the caller's, to give back or lend.
+  // Absent: they cannot come, and status() says why. REQUIRES: it was staged, and has not been
+  // taken since.
   std::optional<int> Take(int64_t chunk) ABSL_LOCKS_EXCLUDED(mu_);
   PinnedRing& ring() const { return *ring_; }
 
@@ -77,6 +79,7 @@ class StagedChunks {
     int slot = 0;
     absl::InlinedVector<Gpu*, 1> gpus;
   };
+  bool HoldsLocked(absl::Span<const int64_t> chunks) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void StartMoreLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartCopies(int64_t chunk, Staged& staged) const;
   void DropLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -92,8 +95,8 @@ class StagedChunks {
 
   mutable absl::Mutex mu_;  // Serializes the starts, and is held across calls of the driver.
   std::vector<int64_t> order_ ABSL_GUARDED_BY(mu_);
-  size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;          // Of these.
-  bool is_untouched_ ABSL_GUARDED_BY(mu_) = false;         // None of them has been taken.
+  size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;  // Of these.
+  bool keeps_ ABSL_GUARDED_BY(mu_) = false;        // All are staged, and stay until dropped.
   std::map<int64_t, Staged> staged_ ABSL_GUARDED_BY(mu_);  // By chunk.
   std::vector<Staged> failed_ ABSL_GUARDED_BY(mu_);  // Copies may still go into their buffers.
   absl::Status status_ ABSL_GUARDED_BY(mu_);

@@ -383,12 +383,20 @@ class Client {
     // What this run pushes first, to a model without a version, is an average of so many updates
     // that was made elsewhere: all tracks go on from it. The same on all ranks. 0: weights.
     int64_t imported_updates = 0;
+    // The most pinned host memory, in bytes, that weights on GPUs pass through; at least 64 MiB.
+    // Taken at the first push that has some, as much as the shards that are not frozen need at
+    // most, and kept until the run ends. If the host has less, half of that is tried, and so on
+    // down to 64 MiB. Where all that is pushed fits in, the weights may change as soon as they have
+    // been copied, and what a broken connection has lost is sent again from there; else a trainer
+    // waits for the network, too. Each rank may have another.
+    int64_t max_staging_bytes = int64_t{64} << 20;
   };
   // Joins a run. Does not wait for the other ranks: the first push and Run::WaitReady() do.
   // NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED: a newer launch has taken over. INVALID_ARGUMENT:
-  // shards that do not fit the model or the other ranks'. With `resume`: FAILED_PRECONDITION,
-  // RESUME_MISMATCH: no version stands where the trainer stands, the message lists what there is;
-  // and errors as RestoreCheckpoint. The model is then as it was, and no run has been opened.
+  // shards that do not fit the model or the other ranks'; `max_staging_bytes` is too small. With
+  // `resume`: FAILED_PRECONDITION, RESUME_MISMATCH: no version stands where the trainer stands, the
+  // message lists what there is; and errors as RestoreCheckpoint. The model is then as it was, and
+  // no run has been opened.
   absl::StatusOr<std::unique_ptr<Run>> OpenRun(std::string_view model, const RunOptions& options,
                                                absl::Duration timeout = absl::ZeroDuration());
 

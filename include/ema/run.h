@@ -77,8 +77,7 @@ struct PushOptions {
   // because one of these has failed. One rank's word is enough, but then none may leave them out.
   bool frozen_changed = false;
   // Of which shards the spans are addresses on a GPU. These are copied to pinned memory of the host
-  // (of this run, kept, 64 MiB at most) on a stream of our own, and nothing waits for that but
-  // those who send.
+  // (of this run, kept; RunOptions::max_staging_bytes) on a stream of our own.
   GpuWeights gpu_weights;
   // By shard, or empty. A shard in host memory that has some is gathered when it is sent, a chunk
   // at a time; its span has its size all the same, and begins at its first element.
@@ -160,7 +159,8 @@ class Run {
 };
 
 // A push that runs in the background. A broken connection is healed by itself: QueryPush says what
-// is missing and only that is sent again, as long as the weights have not been released.
+// is missing and only that is sent again, as long as the weights have not been released; those of a
+// push with weights on GPUs, for all of which the run's pinned memory has room, also after that.
 // Thread-safe.
 class PendingPush {
  public:
@@ -174,8 +174,8 @@ class PendingPush {
   // byte leaves and the server, asked by QueryPush, does not answer (it hangs); then the weights
   // may change. True: all have left, or the push had ended. False: it took too long; the step has
   // been abandoned (so it does not commit, on any rank, unless it had already), and nothing reads
-  // the weights any more. After this nothing is sent again: if the connection breaks, the step is
-  // lost.
+  // the weights any more. After this nothing is sent again, but for what is in pinned memory: if
+  // the connection breaks, the step is lost.
   //
   // Weights on a GPU may change when every copy of them has been started, and `streams`, and those
   // that the push was started with, have come as far: these are made to wait for the copies, not
@@ -183,7 +183,8 @@ class PendingPush {
   bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams = {});
 
   // Waits for the end. The errors of Push in ema_service.proto; DEADLINE_EXCEEDED after the push's
-  // time-out; INTERNAL, DEVICE: a GPU has failed. May be called again.
+  // time-out; INTERNAL, DEVICE: a GPU has failed; RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no
+  // pinned memory for weights on a GPU. May be called again.
   absl::StatusOr<Version> Wait();
 
   // The same for at most `max_wait`, and no longer than WaitReleased() from a server that is away.

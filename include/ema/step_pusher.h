@@ -66,6 +66,7 @@ class StepPusher {
     int64_t rank = 0;
     int64_t world_size = 1;
     WireDtype wire_dtype = WireDtype::kAsPushed;
+    int64_t max_staging_bytes = Client::RunOptions().max_staging_bytes;  // As there; of this rank.
     // Steps done before. Absent: goes on after the model's newest version.
     std::optional<int64_t> start_step;
     // Instead: brings the model back to where the trainer stands, the same on all ranks. What a

@@ -354,6 +354,14 @@ TEST_F(AwayTest, RefusesAnOutageOfNegativeTime) {
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_outage -1s")));
 }
 
+TEST_F(AwayTest, RefusesTooLittlePinnedMemory) {
+  StepPusher::Options options;
+  options.max_staging_bytes = 1;
+  EXPECT_THAT(StepPusher::Create(*client_, "m", *Manifest::Create({{.name = "w", .shape = {3}}}),
+                                 {}, options),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("max_staging_bytes 1: must")));
+}
+
 // Behind a proxy that can keep what the server says.
 class LostReplyTest : public AwayTest {
  protected:

@@ -82,6 +82,8 @@ struct State {
   int64_t calls = 0;
   int64_t fails_at = 0;
   int failure = 0;
+  size_t max_pinned_bytes = 0;
+  int64_t pinned_delay_ms = 0;
   int64_t queued_copies = 0;
   int64_t made_copies = 0;
   std::minstd_rand random{20240607};
@@ -238,8 +240,17 @@ CUresult cuMemHostAlloc(void** memory, size_t size_bytes, unsigned int flags) {
   NeedNoCapture();
   if (flags != 1) Die("pinned memory that not every GPU reaches");
   if (const int failure = Count()) return Result(failure);
-  *memory = std::malloc(size_bytes);
+  int64_t delay_ms = 0;
+  {
+    const Lock lock(state().mu);
+    delay_ms = state().pinned_delay_ms;
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
   const Lock lock(state().mu);
+  if (state().max_pinned_bytes > 0 && size_bytes > state().max_pinned_bytes) {
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  *memory = std::malloc(size_bytes);
   state().pinned[static_cast<std::byte*>(*memory)] = size_bytes;
   return Result(0);
 }
@@ -403,6 +414,16 @@ void ema_fake_cuda_fail(int64_t n, int result) {
 int64_t ema_fake_cuda_calls() {
   const Lock lock(state().mu);
   return state().calls;
+}
+
+void ema_fake_cuda_limit_pinned(int64_t size_bytes) {
+  const Lock lock(state().mu);
+  state().max_pinned_bytes = static_cast<size_t>(size_bytes);
+}
+
+void ema_fake_cuda_delay_pinned(int64_t milliseconds) {
+  const Lock lock(state().mu);
+  state().pinned_delay_ms = milliseconds;
 }
 
 int64_t ema_fake_cuda_queued_copies() {

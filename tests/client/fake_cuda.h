@@ -19,6 +19,10 @@ void ema_fake_cuda_hold();
 void ema_fake_cuda_release();
 // The `n`-th call from now on (1: the next), of those that can fail, gives `result`. 0: none does.
 void ema_fake_cuda_fail(int64_t n, int result);
+// There is no memory for a piece of pinned memory that is larger. 0: no limit.
+void ema_fake_cuda_limit_pinned(int64_t size_bytes);
+// To pin memory takes so long.
+void ema_fake_cuda_delay_pinned(int64_t milliseconds);
 // Calls so far that could have failed.
 int64_t ema_fake_cuda_calls();
 // Copies that have been queued, and those that have been made.

@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "client/cpp/pinned_ring.h"
-#include "client/cpp/staged_chunks.h"
 #include "ema/client.h"
 #include "server/base/crc32c.h"
 #include "tests/client/fake_cuda.h"
@@ -24,6 +23,7 @@
 namespace ema {
 namespace {
 
+using client_internal::PinnedRing;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
@@ -45,7 +45,7 @@ Manifest SmallManifest() {
   return *Manifest::Create(std::move(tensors));
 }
 
-// Twice the ring.
+// Twice the least ring.
 Manifest LargeManifest() {
   return *Manifest::Create({{.name = "large", .dtype = Dtype::kUInt8, .shape = {128 << 20}}});
 }
@@ -82,6 +82,8 @@ class GpuPushTest : public testing::Test {
   explicit GpuPushTest(Manifest manifest = SmallManifest()) : server_(std::move(manifest)) {}
   ~GpuPushTest() override {
     ema_fake_cuda_fail(0, 0);
+    ema_fake_cuda_limit_pinned(0);
+    ema_fake_cuda_delay_pinned(0);
     ema_fake_cuda_release();
     ema_fake_cuda_capture(false);
     run_.reset();
@@ -294,17 +296,20 @@ TEST_F(GpuPushTest, ACorruptChunkIsCopiedAgain) {
   EXPECT_EQ(server_.StepBytes(1, 0), weights_);
 }
 
-TEST_F(GpuPushTest, NothingIsCopiedAfterTheRelease) {
-  server_.push_scripts = {{.corrupt_chunk = 4, .hold_chunks = true}};
+TEST_F(GpuPushTest, AfterTheReleaseACorruptChunkIsSentAgainFromTheRing) {
+  server_.push_scripts = {{.corrupt_chunk = 3, .hold_chunks = true}};
   Open();
+  const std::string expected = weights_;
   const auto push = Start(1);
   ASSERT_TRUE(server_.AwaitPushes(1));
   ASSERT_TRUE(push->WaitReleased(absl::Seconds(60)));
+  trainer_->Queue([this] { std::fill(weights_.begin(), weights_.end(), 'x'); });
+  trainer_->Await();
   const int64_t queued = ema_fake_cuda_queued_copies();
   server_.Release();
-  EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  ASSERT_THAT(push->Wait(), IsOk());
   EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
-  EXPECT_FALSE(server_.IsCommitted(1));
+  EXPECT_EQ(server_.StepBytes(1, 0), expected);
 }
 
 TEST_F(GpuPushTest, WhatIsStagedSurvivesTriesThatSendNothing) {
@@ -510,9 +515,9 @@ TEST_F(GpuPushTest, RefusesAnUnknownGpu) {
 
 TEST_F(LargeGpuPushTest, TheRingKeepsToItsBoundAndTheTrainerWaitsForTheRest) {
   TcpProxy proxy(server_.port());
-  Open(proxy.address(), 1 << 20);
+  Open(proxy.address(), 1 << 20, {.max_staging_bytes = PinnedRing::kMinRingBytes});
   ASSERT_THAT(Push(1), IsOk());
-  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, client_internal::PinnedRing::kMaxBytes);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, PinnedRing::kMinRingBytes);
   proxy.SetStalled(true);
   const int64_t queued = ema_fake_cuda_queued_copies();
   const auto push = Start(2);
@@ -524,95 +529,65 @@ TEST_F(LargeGpuPushTest, TheRingKeepsToItsBoundAndTheTrainerWaitsForTheRest) {
   Fill(9);
   ASSERT_THAT(Push(3), IsOk());
   EXPECT_EQ(server_.StepBytes(3, 0), weights_);
-  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, client_internal::PinnedRing::kMaxBytes);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, PinnedRing::kMinRingBytes);
 }
 
-// As gRPC has them, each sender keeps its messages for a while.
-TEST(StagedChunksTest, SendersUpToTheMaximumAlwaysFindABuffer) {
-  using client_internal::ChunkPlan;
-  using client_internal::ChunkWriter;
-  using client_internal::PinnedRing;
-  using client_internal::StagedChunks;
-  const Manifest manifest = *Manifest::Create({{.name = "w", .shape = {100'000}}});
-  const RankLayout layout = *RankLayout::Create(manifest, {WholeTensor(manifest, 0)});
-  const ChunkPlan plan(layout, 1000);
-  std::vector<float> weights(100'000);
-  for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<float>(i);
-  const std::vector<std::span<const std::byte>> shards = {std::as_bytes(std::span(weights))};
-  const int64_t pinned_before = ema_fake_cuda_pinned_bytes();
-  const int64_t objects_before = ema_fake_cuda_objects();
-  {
-    PinnedRing ring;
-    EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
-    ASSERT_THAT(ring.Allocate(*gpu, StagedChunks::SlotBytes(layout, plan), 6), IsOk());
-    client_internal::WeightsGate gate;
-    const std::vector<client_internal::Gpu*> gpus = {gpu};
-    client_internal::Interrupt interrupt;
-    StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, SteadyTime::max(),
-                        &interrupt);
-    ChunkWriter writer(&layout, &plan, plan.chunk_count(), shards, &gate, &staged);
-    std::vector<int64_t> order(plan.chunk_count());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int64_t>(i);
-    ASSERT_THAT(staged.Stage(order), IsOk());
-    std::atomic<size_t> next = 0;
-    std::atomic<int> missing = 0;
-    std::vector<std::jthread> senders;
-    for (int i = 0; i < staged.max_senders(); ++i) {
-      senders.emplace_back([&] {
-        ChunkWriter::Scratch scratch;
-        std::vector<grpc::ByteBuffer> kept;
-        for (size_t mine = next++; mine < order.size(); mine = next++) {
-          std::optional<grpc::ByteBuffer> message = writer.Write(order[mine], scratch);
-          if (!message.has_value()) ++missing;
-          if (message.has_value()) kept.push_back(*std::move(message));
-          if (kept.size() == 4) kept.clear();
-        }
-      });
-    }
-    senders.clear();
-    EXPECT_EQ(missing, 0);
-    EXPECT_FALSE(ring.has_lent());
-    EXPECT_EQ(writer.Digest(), Crc32c(0, shards[0]));
-    EXPECT_TRUE(gate.TryRelease(absl::ZeroDuration()));
+TEST_F(LargeGpuPushTest, WithRoomForAllTheTrainerDoesNotWaitForTheNetwork) {
+  TcpProxy proxy(server_.port());
+  Open(proxy.address(), 1 << 20, {.max_staging_bytes = int64_t{1} << 30});
+  ASSERT_THAT(Push(1), IsOk());
+  // What the shards need, and no more.
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, total_bytes_);
+  for (const int64_t step : {2, 3}) {
+    Fill(static_cast<int>(step));
+    const std::string expected = weights_;
+    proxy.SetStalled(true);
+    const auto push = Start(step);
+    EXPECT_TRUE(push->WaitReleased(absl::Seconds(60)));
+    // The optimizer: its stream waits for the copies.
+    trainer_->Queue([this] { std::fill(weights_.begin(), weights_.end(), 'x'); });
+    trainer_->Await();
+    const int64_t queued = ema_fake_cuda_queued_copies();
+    if (step == 3) proxy.CutAll();
+    proxy.SetStalled(false);
+    ASSERT_THAT(push->Wait(), IsOk());
+    EXPECT_EQ(server_.StepBytes(step, 0), expected);
+    EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
   }
-  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), pinned_before);
-  EXPECT_EQ(ema_fake_cuda_objects(), objects_before);
 }
 
-// Also where the buffer has a mark already, of the chunk that had it before.
-TEST(StagedChunksTest, AChunkWhoseCopyDoesNotStartIsNeverTaken) {
-  using client_internal::ChunkPlan;
-  using client_internal::PinnedRing;
-  using client_internal::StagedChunks;
-  const Manifest manifest = *Manifest::Create({{.name = "w", .shape = {1'000}}});
-  const RankLayout layout = *RankLayout::Create(manifest, {WholeTensor(manifest, 0)});
-  const ChunkPlan plan(layout, 1000);
-  const std::vector<float> weights(1'000);
-  const std::vector<std::span<const std::byte>> shards = {std::as_bytes(std::span(weights))};
-  PinnedRing ring;
-  EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
-  ASSERT_THAT(ring.Allocate(*gpu, StagedChunks::SlotBytes(layout, plan), 2), IsOk());
-  client_internal::WeightsGate gate;
-  const std::vector<client_internal::Gpu*> gpus = {gpu};
-  client_internal::Interrupt interrupt;
-  StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, SteadyTime::max(),
-                      &interrupt);
-  ASSERT_THAT(staged.Stage({0, 1, 2, 3}), IsOk());
-  const std::optional<int> first = staged.Take(0);
-  ASSERT_TRUE(first.has_value());
-  ring.GiveBack(*first);
-  ema_fake_cuda_fail(1, kOutOfMemory);  // The copy of the third, into the first one's buffer.
-  const std::optional<int> second = staged.Take(1);
-  ema_fake_cuda_fail(0, 0);
-  ASSERT_TRUE(second.has_value());
-  ring.GiveBack(*second);
-  EXPECT_EQ(staged.Take(2), std::nullopt);
-  EXPECT_EQ(staged.Take(3), std::nullopt);
-  EXPECT_THAT(staged.status(), ReasonIs(ErrorReason::kMemoryBudget));
-  staged.Drop();
-  // Both buffers are there again.
-  EXPECT_TRUE(ring.TryTake().has_value());
-  EXPECT_TRUE(ring.TryTake().has_value());
+TEST_F(LargeGpuPushTest, WhereThereIsNoPinnedMemoryThePushFails) {
+  Open(server_.address(), 1 << 20, {.max_staging_bytes = int64_t{1} << 30});
+  ema_fake_cuda_limit_pinned(10 << 20);
+  EXPECT_THAT(Push(1), ReasonIs(ErrorReason::kMemoryBudget));
+  ema_fake_cuda_limit_pinned(100 << 20);
+  EXPECT_THAT(Push(2), IsOk());
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, total_bytes_ / 2);
+  EXPECT_EQ(server_.StepBytes(2, 0), weights_);
+}
+
+TEST_F(LargeGpuPushTest, NoMoreThanTheLeastIsTakenForFrozenTensors) {
+  Open(server_.address(), 1 << 20,
+       {.frozen_shard_count = 1, .max_staging_bytes = int64_t{1} << 30});
+  EXPECT_THAT(Push(1), IsOk());
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes() - kept_bytes_, PinnedRing::kMinRingBytes);
+}
+
+// More than the second after which a server counts as away.
+TEST_F(GpuPushTest, TheServerIsNotAwayWhileMemoryIsPinned) {
+  Open();
+  ema_fake_cuda_delay_pinned(1500);
+  const auto push = Start(1);
+  EXPECT_TRUE(push->WaitReleased(absl::Seconds(60)));
+  EXPECT_THAT(push->Wait(), IsOk());
+  EXPECT_EQ(server_.StepBytes(1, 0), weights_);
+}
+
+TEST_F(GpuPushTest, RefusesLessThanTheLeastRing) {
+  EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_.address()));
+  EXPECT_THAT(client_->OpenRun("m", {.max_staging_bytes = 1 << 20}).status(),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("max_staging_bytes 1048576: must be at least 67108864")));
 }
 
 }  // namespace

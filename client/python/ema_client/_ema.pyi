@@ -320,6 +320,7 @@ class Client:
         resume: ResumeTuple | None,
         last_run_epoch: int,
         imported_updates: int,
+        max_staging_bytes: int,
         timeout_s: float,
     ) -> Run: ...
     def pull(

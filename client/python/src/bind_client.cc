@@ -335,7 +335,7 @@ class PyClient {
                      int64_t world_size, const std::optional<std::vector<ShardTuple>>& shards,
                      int64_t frozen_shard_count, const std::string& wire_dtype, bool rejoins,
                      const std::optional<ResumeTuple>& resume, int64_t last_run_epoch,
-                     int64_t imported_updates, double timeout_s) {
+                     int64_t imported_updates, int64_t max_staging_bytes, double timeout_s) {
     Client::RunOptions options{.launch_id = launch_id,
                                .rank = rank,
                                .world_size = world_size,
@@ -345,7 +345,8 @@ class PyClient {
                                .rejoins = rejoins,
                                .resume = std::nullopt,
                                .last_run_epoch = last_run_epoch,
-                               .imported_updates = imported_updates};
+                               .imported_updates = imported_updates,
+                               .max_staging_bytes = max_staging_bytes};
     if (resume.has_value()) {
       const auto& [step, version, time] = *resume;
       options.resume = {.step = step, .version = std::nullopt, .time = std::nullopt};
@@ -498,7 +499,8 @@ void BindClient(nb::module_& module) {
            "half_life"_a, "step"_a, "tracks"_a, "timeout_s"_a)
       .def("open_run", &PyClient::OpenRun, "model"_a, "launch_id"_a, "rank"_a, "world_size"_a,
            "shards"_a.none(), "frozen_shard_count"_a, "wire_dtype"_a, "rejoins"_a,
-           "resume"_a.none(), "last_run_epoch"_a, "imported_updates"_a, "timeout_s"_a)
+           "resume"_a.none(), "last_run_epoch"_a, "imported_updates"_a, "max_staging_bytes"_a,
+           "timeout_s"_a)
       .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "incarnation"_a, "label"_a,
            "step"_a.none(), "tensors"_a, "slices"_a, "dtype"_a.none(), "timeout_s"_a,
            "on_progress"_a.none())

@@ -22,6 +22,10 @@ BAD_VALUES = [
     ({"keep_resumable": "a"}, "keep_resumable 'a': must be a whole number, 1 or more"),
     ({"keep_resumable": True}, "keep_resumable True"),
     ({"max_pinned_versions": -1}, "max_pinned_versions -1"),
+    (
+        {"max_staging_bytes": 1 << 20},
+        "max_staging_bytes 1048576: must be a whole number, 67108864 or more",
+    ),
     ({"wire_dtype": "bf16"}, r"""wire_dtype 'bf16': must be "as pushed" or "bfloat16" \["""),
     (
         {"non_finite": "ignore"},
@@ -86,6 +90,24 @@ def test_a_bad_value_is_named_and_makes_no_model(server, client, model, argument
     assert isinstance(raised.value, ema_client.InvalidArgumentError)
     with pytest.raises(ema_client.NotFoundError):
         client.model(model)
+
+
+def test_max_staging_bytes_reaches_the_run(server, client, model, monkeypatch):
+    given = {}
+    open_run = ema_client.Client._open_run
+
+    def note(self, name, **options):
+        given.update(options)
+        return open_run(self, name, **options)
+
+    monkeypatch.setattr(ema_client.Client, "_open_run", note)
+    net, optimizer = make_trainer()
+    ema_client.attach(net, optimizer, server.url(model), max_staging_bytes=1 << 27).close()
+    assert given["max_staging_bytes"] == 1 << 27
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match="max_staging_bytes 1: must be at least"
+    ):
+        client.open_run(model, max_staging_bytes=1)
 
 
 def test_what_is_no_module_or_url_is_named(server):

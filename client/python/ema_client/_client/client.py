@@ -13,6 +13,7 @@ from ema_client import _ema
 from ema_client._client import safetensors
 from ema_client._client.arrays import spec_of
 from ema_client._client.evaluator_calls import EvaluatorCalls
+from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.run import Run
 from ema_client._client.server_info import ServerInfo, server_info_from
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
@@ -463,6 +464,7 @@ class Client(EvaluatorCalls):
         rank0_only: str | Collection[str] = (),
         frozen: str | Collection[str] = (),
         wire_dtype: WireDtype = "as pushed",
+        max_staging_bytes: int = STAGING_BYTES,
         resume: int | ResumePoint | None = None,
         timeout_s: float | None = None,
     ) -> Run:
@@ -483,12 +485,18 @@ class Client(EvaluatorCalls):
                 pushed until the server has their values in every track, then left out.
             wire_dtype: "bfloat16": float32 weights are rounded to it before they are sent, half the
                 bytes; the averages are of what is sent. The same on all ranks.
+            max_staging_bytes: the most pinned host memory that weights on GPUs pass through, at least
+                64 MiB; each rank may have another. Taken at the first push that has some, as much as the
+                shards that are not frozen need at most, and kept until the run ends; where the host has
+                less, half, and so on. If all that is pushed fits in, `PendingPush.wait_released` waits
+                for copies on the GPU only; else for the network, too.
             resume: the trainer goes on from a checkpoint of its own: a step, or a ResumePoint, the same
                 on all ranks. The model is brought back to where it stood then.
             timeout_s: seconds.
 
         Raises:
-            InvalidArgumentError: a shard does not fit its tensor, or overlaps another rank's.
+            InvalidArgumentError: a shard does not fit its tensor, or overlaps another rank's;
+                max_staging_bytes is too small.
             AbortedError: the launch_id is of a run that has been fenced.
             FailedPreconditionError: RESUME_MISMATCH: the model has no version that stands where the
                 trainer stands; the message lists what there is. No run has been opened.
@@ -503,6 +511,7 @@ class Client(EvaluatorCalls):
             rank0_only=rank0_only,
             frozen=frozen,
             wire_dtype=wire_dtype,
+            max_staging_bytes=max_staging_bytes,
             resume=resume,
             timeout_s=timeout_s,
         )
@@ -518,6 +527,7 @@ class Client(EvaluatorCalls):
         rank0_only: str | Collection[str] = (),
         frozen: str | Collection[str] = (),
         wire_dtype: WireDtype = "as pushed",
+        max_staging_bytes: int = STAGING_BYTES,
         rejoins: bool = True,
         resume: int | ResumePoint | None = None,
         last_run_epoch: int = 0,
@@ -570,6 +580,7 @@ class Client(EvaluatorCalls):
             resume_tuple(resume),
             last_run_epoch,
             imported_updates,
+            max_staging_bytes,
             timeout,
         )
         return Run(run, timeout_s=self._timeout_s, push_timeout_s=self._transfer_timeout_s)

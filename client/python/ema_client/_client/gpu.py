@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a push of weights on GPUs has to know of PyTorch's streams."""
+"""What a push of weights on GPUs has to know of PyTorch's streams, and of its own memory."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+# Default and minimum of `max_staging_bytes`.
+STAGING_BYTES = 64 << 20
 
 
 def is_readable(tensor: Any) -> bool:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import check_seconds, check_timeout
 from ema_client._client.types import NonFinite, WireDtype
 from ema_client._errors import InvalidArgumentError
@@ -91,6 +92,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "tracks": _or_none(_tracks),
     "non_finite": _one_of(get_args(NonFinite)),
     "wire_dtype": _one_of(get_args(WireDtype)),
+    "max_staging_bytes": _count(STAGING_BYTES),
     "start_step": _or_none(_count(0)),
     "time": _or_none(_function),
     "rename": _or_none(_function),

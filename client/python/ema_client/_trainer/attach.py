@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _ema
 from ema_client._client.client import Client
 from ema_client._client.files import FilesLike, small_files
+from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
@@ -58,6 +59,7 @@ def attach(
     tracks: Mapping[str, TrackLike] | None = None,
     non_finite: NonFinite = "reject",
     wire_dtype: WireDtype = "as pushed",
+    max_staging_bytes: int = STAGING_BYTES,
     start_step: int | None = None,
     time: Callable[[int], TimeLike] | None = None,
     rename: Callable[[str], str] | None = None,
@@ -111,6 +113,7 @@ def attach(
             sent, and may have any dtype, or be made of other tensors, as torchao's float8 weights are.
         non_finite: as for `Client.create_model`.
         wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
+        max_staging_bytes: of this rank, as for `Client.open_run`.
         start_step: optimizer steps done before. None: goes on after the model's newest version;
             without `resume` a warning says so at the first step.
         time: gives the training time after so many steps, such as
@@ -237,6 +240,7 @@ def attach(
             max_pinned_versions=max_pinned_versions or 0,
             non_finite=non_finite,
             wire_dtype=wire_dtype,
+            max_staging_bytes=max_staging_bytes,
             files=small_files(files) if files is not None and ranks.rank == 0 else {},
             timeout_s=timeout_s,
         )

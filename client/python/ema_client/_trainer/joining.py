@@ -107,6 +107,7 @@ class Plan:
         max_pinned_versions: int,
         non_finite: NonFinite,
         wire_dtype: WireDtype,
+        max_staging_bytes: int,
         files: dict[str, bytes],
         timeout_s: float | None,
     ) -> None:
@@ -120,6 +121,7 @@ class Plan:
         self._max_pinned_versions = max_pinned_versions
         self._non_finite = non_finite
         self._wire_dtype = wire_dtype
+        self._max_staging_bytes = max_staging_bytes
         self._files = files
         self._has_warned = False
 
@@ -240,6 +242,7 @@ class Plan:
             shards=self._shards,
             frozen=self.layout.frozen,
             wire_dtype=self._wire_dtype,
+            max_staging_bytes=self._max_staging_bytes,
             rejoins=False,
             resume=resume,
             last_run_epoch=last_run_epoch,
