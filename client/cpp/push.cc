@@ -130,6 +130,8 @@ void PendingPush::Impl::RunThread() {
   gate_.HaveRead();
   DropSlices();
   if (!result.ok()) result = DropStep(result.status());
+  // To compare checksums it may have staged something once more.
+  if (staged_.has_value()) staged_->Drop();
   connections_.clear();
   absl::MutexLock lock(&mu_);
   if (result.ok()) {
@@ -154,8 +156,8 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
     }
     SetCutOff(!ShowsServer(committed.status()));
     // Holds the trainer, if it has not gone on, until it is clear what has to be sent again; unless
-    // all of it is in pinned memory.
-    if (!staged_.has_value() || !staged_->Holds(chunks_to_send_)) (void)gate_.WantToRead();
+    // that is in pinned memory, whatever it is.
+    if (!staged_.has_value() || !staged_->Holds(AllChunks())) (void)gate_.WantToRead();
     if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }

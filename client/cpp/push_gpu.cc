@@ -80,6 +80,8 @@ absl::Status PendingPush::Impl::PrepareStaging() {
 absl::Status PendingPush::Impl::Stage() {
   if (!staged_.has_value()) return absl::OkStatus();
   const CutOffPause pause(this);
+  // Other chunks than last time are read.
+  if (!staged_->Holds(chunks_to_send_)) (void)gate_.WantToRead();
   staged_->Stage(chunks_to_send_).IgnoreError();
   return StagingStatus();
 }

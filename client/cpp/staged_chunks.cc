@@ -35,7 +35,9 @@ int64_t StagedChunks::SlotBytes(const RankLayout& layout, const ChunkPlan& plan)
 absl::Status StagedChunks::Stage(absl::Span<const int64_t> chunks) {
   absl::MutexLock lock(&mu_);
   // What is there is right, also if the weights have changed.
-  if (!HoldsLocked(chunks)) {
+  const bool is_untouched =
+      status_.ok() && chunks == absl::MakeConstSpan(order_) && staged_.size() == started_count_;
+  if (!is_untouched && !HoldsLocked(chunks)) {
     DropLocked();
     order_.assign(chunks.begin(), chunks.end());
   }

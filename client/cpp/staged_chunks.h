@@ -51,8 +51,9 @@ class StagedChunks {
   int max_senders() const { return ring_->slot_count() - ring_->max_lent(); }
 
   // These are to be sent next, and are started as far as there is room, unless they are there
-  // (Holds()); else what was staged before is dropped. ABORTED, STEP_ABANDONED: the weights have
-  // been released, and not all of these are staged. The GPU's error, which ends the push.
+  // (Holds()). What was staged for other ones is dropped, and if some of it has been taken.
+  // ABORTED, STEP_ABANDONED: the weights have been released, and not all of these are staged. The
+  // GPU's error, which ends the push.
   absl::Status Stage(absl::Span<const int64_t> chunks) ABSL_LOCKS_EXCLUDED(mu_);
 
   // True: all of these are there, or on their way from the GPU: they can be sent also after the

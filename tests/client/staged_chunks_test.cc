@@ -171,6 +171,27 @@ TEST(StagedChunksTest, WithRoomForSomeNothingIsCopiedAfterTheRelease) {
   EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
 }
 
+TEST(StagedChunksTest, ATryThatHasSentNothingCopiesNothingAgain) {
+  SmallRing small(3);
+  ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
+  const int64_t queued = ema_fake_cuda_queued_copies();
+  ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
+  EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndGiveBack(i), 250.0f * i);
+}
+
+// gRPC may still have a buffer of the push before.
+TEST(StagedChunksTest, RoomForAllMayBeFoundWhenTheFirstIsTaken) {
+  SmallRing small(4);
+  const std::optional<int> slot = small.ring().TryTake();
+  ASSERT_TRUE(slot.has_value());
+  ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
+  EXPECT_FALSE(small.staged().Holds({0}));
+  small.ring().GiveBack(*slot);
+  EXPECT_EQ(small.TakeAndGiveBack(0), 0.0f);
+  EXPECT_TRUE(small.staged().Holds({0, 1, 2, 3}));
+}
+
 // Before the release, what was taken is copied anew.
 TEST(StagedChunksTest, WithRoomForSomeTheWeightsAreReadAgain) {
   SmallRing small(3);
