@@ -62,7 +62,7 @@ class StagedChunks {
 
   // Waits until a chunk's bytes are in its buffer; then this is the caller's, to give back or lend.
   // Absent: they cannot come, and status() says why. REQUIRES: it was staged, and has not been
-  // taken since.
+  // taken since, unless Holds() is true of it.
   std::optional<int> Take(int64_t chunk) ABSL_LOCKS_EXCLUDED(mu_);
   PinnedRing& ring() const { return *ring_; }
 

@@ -204,35 +204,20 @@ TEST(StagedChunksTest, WithRoomForSomeTheWeightsAreReadAgain) {
 
 // Also where the buffer has a mark already, of the chunk that had it before.
 TEST(StagedChunksTest, AChunkWhoseCopyDoesNotStartIsNeverTaken) {
-  const Manifest manifest = *Manifest::Create({{.name = "w", .shape = {1'000}}});
-  const RankLayout layout = *RankLayout::Create(manifest, {WholeTensor(manifest, 0)});
-  const ChunkPlan plan(layout, 1000);
-  const std::vector<float> weights(1'000);
-  const std::vector<std::span<const std::byte>> shards = {std::as_bytes(std::span(weights))};
-  PinnedRing ring(PinnedRing::kMinRingBytes);
-  EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
-  ASSERT_THAT(ring.Allocate(*gpu, StagedChunks::SlotBytes(layout, plan), 2), IsOk());
-  client_internal::WeightsGate gate;
-  const std::vector<client_internal::Gpu*> gpus = {gpu};
-  client_internal::Interrupt interrupt;
-  StagedChunks staged(&layout, &plan, shards, gpus, &ring, &gate, {}, SteadyTime::max(),
-                      &interrupt);
-  ASSERT_THAT(staged.Stage({0, 1, 2, 3}), IsOk());
-  const std::optional<int> first = staged.Take(0);
-  ASSERT_TRUE(first.has_value());
-  ring.GiveBack(*first);
+  SmallRing small(2);
+  ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
+  ASSERT_TRUE(small.TakeAndGiveBack(0).has_value());
   ema_fake_cuda_fail(1, kOutOfMemory);  // The copy of the third, into the first one's buffer.
-  const std::optional<int> second = staged.Take(1);
+  const std::optional<float> second = small.TakeAndGiveBack(1);
   ema_fake_cuda_fail(0, 0);
   ASSERT_TRUE(second.has_value());
-  ring.GiveBack(*second);
-  EXPECT_EQ(staged.Take(2), std::nullopt);
-  EXPECT_EQ(staged.Take(3), std::nullopt);
-  EXPECT_THAT(staged.status(), ReasonIs(ErrorReason::kMemoryBudget));
-  staged.Drop();
+  EXPECT_EQ(small.staged().Take(2), std::nullopt);
+  EXPECT_EQ(small.staged().Take(3), std::nullopt);
+  EXPECT_THAT(small.staged().status(), ReasonIs(ErrorReason::kMemoryBudget));
+  small.staged().Drop();
   // Both buffers are there again.
-  EXPECT_TRUE(ring.TryTake().has_value());
-  EXPECT_TRUE(ring.TryTake().has_value());
+  EXPECT_TRUE(small.ring().TryTake().has_value());
+  EXPECT_TRUE(small.ring().TryTake().has_value());
 }
 
 }  // namespace

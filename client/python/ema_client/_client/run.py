@@ -51,8 +51,9 @@ class PendingPush:
         """Waits until no byte of the arrays will be read any more; then they may change.
 
         Arrays on a GPU are copied to a ring of pinned memory (`max_staging_bytes` of
-        `Client.open_run`), on a stream of its own: this waits until all copies have been started, and makes the GPU's current stream wait until
-        they have been made. What is queued on that stream from then on may change the arrays.
+        `Client.open_run`), on a stream of its own: this waits until all copies have been started, and
+        makes the GPU's current stream wait until they have been made. What is queued on that stream
+        from then on may change the arrays.
 
         Args:
             max_wait_s: seconds to wait at most; while there is no stream to the server (it is gone,
