@@ -29,7 +29,9 @@ class Manifest {
  public:
   Manifest() = default;
 
-  // INVALID_ARGUMENT, BAD_MANIFEST: no tensors or more than kMaxTensorCount, a bad spec, a name
+  // INVALID_ARGUMENT, BAD_MANIFEST: no tensors or more than kMaxTensorCount.
+  static absl::Status CheckCount(int64_t tensor_count);
+  // INVALID_ARGUMENT, BAD_MANIFEST: as CheckCount(), a bad spec, a name
   // twice, or more than 2^62 bytes in all. The message names the tensor.
   static absl::StatusOr<Manifest> Create(std::vector<TensorSpec> tensors);
 

@@ -99,12 +99,15 @@ absl::Status ValidateName(std::string_view what, std::string_view name) {
                    ": a name must be [A-Za-z0-9][A-Za-z0-9._-]{0,127}, such as \"gpt-2.run_1\""));
 }
 
+absl::Status Manifest::CheckCount(int64_t tensor_count) {
+  if (tensor_count >= 1 && tensor_count <= kMaxTensorCount) return absl::OkStatus();
+  return BadManifest(
+      absl::StrCat("a manifest of ", tensor_count, " tensors; expected 1 to ", kMaxTensorCount));
+}
+
 absl::StatusOr<Manifest> Manifest::Create(std::vector<TensorSpec> tensors) {
   const int64_t tensor_count = static_cast<int64_t>(tensors.size());
-  if (tensor_count == 0 || tensor_count > kMaxTensorCount) {
-    return BadManifest(
-        absl::StrCat("a manifest of ", tensor_count, " tensors; expected 1 to ", kMaxTensorCount));
-  }
+  EMA_RETURN_IF_ERROR(CheckCount(tensor_count));
   Manifest manifest;
   manifest.index_.reserve(tensors.size());
   int64_t stored_bytes = 0;

@@ -192,11 +192,12 @@ absl::StatusOr<SnapshotRef> OpenStoredVersion(
                                        StorageLayout(checkpoint.manifest,
                                                      ActionsOf(saved->config, checkpoint.manifest)),
                                        std::move(on_corrupt)));
-  TrackSnapshot track{
-      .track = std::make_shared<const Track>(saved->config, checkpoint.manifest, kBlockBytes),
-      .stored = std::move(stored),
-      .state = saved->state,
-      .last_steps = saved->last_steps};
+  const auto made = std::make_shared<Track>(saved->config, checkpoint.manifest);
+  made->CutIntoBlocks(kBlockBytes);
+  TrackSnapshot track{.track = made,
+                      .stored = std::move(stored),
+                      .state = saved->state,
+                      .last_steps = saved->last_steps};
   track.block_versions.assign(track.track->block_count(), INT64_MAX);
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;

@@ -43,9 +43,7 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
     const int64_t of_track = track->MemoryBytes(model->version_count());
     if (__builtin_add_overflow(bytes, of_track, &bytes)) bytes = INT64_MAX;
   }
-  const int64_t place_bytes = static_cast<int64_t>(tracks.size() * sizeof(StorageLayout::Entry));
-  const int64_t needed =
-      model->manifest().memory_bytes() + place_bytes * model->manifest().tensor_count();
+  const int64_t needed = model->manifest().memory_bytes();
   if (needed > TrainerRun::kFreeBytes) {
     EMA_ASSIGN_OR_RETURN(
         model->manifest_memory_,

@@ -79,13 +79,12 @@ class Model : public std::enable_shared_from_this<Model> {
     std::shared_ptr<ConcurrencyLimit> sessions;
   };
 
-  // What a model may take of the host's memory that no budget counts: for its records; and as much
-  // for its manifest as for the layouts of its run.
-  static constexpr int64_t kUncountedBytes = kMaxRecordBytes + 2 * TrainerRun::kFreeBytes;
+  // Host memory that a model may take without a reservation: for its records, its manifest, the
+  // tables of its tracks and the layouts of its run.
+  static constexpr int64_t kUncountedBytes = kMaxRecordBytes + 3 * TrainerRun::kFreeBytes;
 
-  // `tracks`: MakeTracks() of the config's, in blocks of options.block_bytes. REQUIRES:
-  // config.Validate() is OK. RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has not what they
-  // need, or the host's not what the manifest does.
+  // `tracks`: MakeTracks() of the config's. REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED,
+  // MEMORY_BUDGET: `budget` is too small for their versions, or the host's for the manifest.
   static absl::StatusOr<std::shared_ptr<Model>> Create(
       ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
       std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options);

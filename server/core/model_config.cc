@@ -14,11 +14,11 @@ absl::Status CheckTrackCount(size_t count) {
 }
 
 int64_t RuleBytes(const TrackConfig& track) {
-  // Besides the pattern; the few that have a schedule have more.
-  constexpr size_t kRuleBytes = 16;
-  size_t bytes = 0;
-  for (const TensorRule& rule : track.tensor_rules) bytes += rule.pattern.size() + kRuleBytes;
-  return static_cast<int64_t>(bytes);
+  int64_t bytes = 0;
+  for (const TensorRule& rule : track.tensor_rules) {
+    bytes += static_cast<int64_t>(rule.pattern.size()) + kBytesPerRule;
+  }
+  return bytes;
 }
 
 absl::Status CheckRuleBytes(int64_t bytes) {

@@ -48,6 +48,9 @@ struct TrackChanges {
 inline constexpr int64_t kMaxTracks = 64;  // Of a model.
 // INVALID_ARGUMENT, BAD_REQUEST: a model has 1 to kMaxTracks tracks.
 absl::Status CheckTrackCount(size_t count);
+// What a rule takes in a reply besides its pattern, in bytes; the few that have a schedule take
+// more.
+inline constexpr int64_t kBytesPerRule = 16;
 // What a track's tensor_rules take in a reply, in bytes.
 int64_t RuleBytes(const TrackConfig& track);
 // Of all tracks of a model: what GetModel, OpenRun and Push say of it is to fit into one message.

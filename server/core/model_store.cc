@@ -25,11 +25,7 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
       sessions_(std::make_shared<ConcurrencyLimit>(options.max_sessions)),
       next_incarnation_(options.model.incarnation) {}
 
-absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, GlobBudget budget) {
-  EMA_RETURN_IF_ERROR(config.Validate(budget));
-  const std::vector<std::shared_ptr<Track>> tracks =
-      MakeTracks(config.tracks, *config.manifest, options_.model.block_bytes);
-  absl::MutexLock lock(&mu_);
+absl::StatusOr<std::shared_ptr<Model>> ModelStore::FindSameLocked(const ModelConfig& config) const {
   if (draining_) return DrainingError();
   if (deleting_.contains(config.name)) {
     return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
@@ -41,14 +37,14 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
     // or the other.
     ModelConfig now = it->second->config();
     if (!now.created_tracks.empty()) now.tracks = now.created_tracks;
-    if (config.DifferenceFrom(now).empty()) return CreateResult{it->second, false};
+    if (config.DifferenceFrom(now).empty()) return it->second;
     const Model::Description there = it->second->Describe();
     std::string difference;
     for (const std::vector<TrackRef>* const of_it : {&there.pending_tracks, &there.tracks}) {
       now.tracks.clear();
       for (const TrackRef& track : *of_it) now.tracks.push_back(track->config());
       difference = config.DifferenceFrom(now);
-      if (difference.empty()) return CreateResult{it->second, false};
+      if (difference.empty()) return it->second;
     }
     return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
                      absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
@@ -60,6 +56,22 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
                      " models, as many as it may have (--max-models): delete one first"),
         absl::Seconds(10));  // By then somebody may have deleted one.
   }
+  return nullptr;
+}
+
+absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, GlobBudget budget) {
+  EMA_RETURN_IF_ERROR(config.Validate(budget));
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> same, FindSameLocked(config));
+    if (same != nullptr) return CreateResult{std::move(same), false};
+  }
+  // Without the lock: this takes long where there are many tensors, tracks and rules.
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Track>> tracks,
+                       MakeTracks(config.tracks, *config.manifest, *host_budget_));
+  absl::MutexLock lock(&mu_);
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> same, FindSameLocked(config));
+  if (same != nullptr) return CreateResult{std::move(same), false};
   const std::string name = config.name;
   Model::Options model_options = options_.model;
   model_options.incarnation = next_incarnation_;

@@ -77,6 +77,10 @@ class ModelStore {
   Device& device() const { return *device_; }
 
  private:
+  // The model that `config` asks for, if there is one; null: it can be made. Errors as Create().
+  absl::StatusOr<std::shared_ptr<Model>> FindSameLocked(const ModelConfig& config) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
   const std::shared_ptr<Device> device_;
   const Options options_;
   const std::shared_ptr<MemoryBudget> budget_;

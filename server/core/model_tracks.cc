@@ -67,13 +67,32 @@ std::vector<SnapshotRef>::iterator FindNamed(std::vector<SnapshotRef>& snapshots
 
 }  // namespace
 
+absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
+    const std::vector<TrackConfig>& configs, const Manifest& manifest, MemoryBudget& memory) {
+  const int64_t table_bytes = Track::kBytesPerTensor * manifest.tensor_count();
+  const bool is_counted = table_bytes * kMaxTracks > TrainerRun::kFreeBytes;
+  std::vector<std::shared_ptr<Track>> tracks;
+  tracks.reserve(configs.size());
+  for (const TrackConfig& config : configs) {
+    std::shared_ptr<const MemoryBudget::Reservation> reservation;
+    if (is_counted) {
+      EMA_ASSIGN_OR_RETURN(reservation,
+                           memory.Reserve(absl::StrCat("tables of track \"", config.name, "\" for ",
+                                                       manifest.tensor_count(), " tensors"),
+                                          table_bytes));
+    }
+    tracks.push_back(std::make_shared<Track>(config, manifest, std::move(reservation)));
+  }
+  return tracks;
+}
+
 absl::Status Model::AdmitTrackLocked(Track& track) {
   EMA_RETURN_IF_ERROR(CheckDataDir(track.config(), options_.has_data_dir));
   EMA_ASSIGN_OR_RETURN(
       auto reservation,
       ReserveMemory(absl::StrCat("model \"", config_.name, "\", track \"", track.name(), "\""),
                     track.MemoryBytes(version_count())));
-  track.BelongToModel(++last_track_id_, std::move(reservation));
+  track.AddToModel(++last_track_id_, std::move(reservation), options_.block_bytes);
   return absl::OkStatus();
 }
 
@@ -147,8 +166,8 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   for (const TrackConfig& config : changes.put) {
     EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest(), budget));
   }
-  const std::vector<std::shared_ptr<Track>> put =
-      MakeTracks(changes.put, manifest(), options_.block_bytes);
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Track>> put,
+                       MakeTracks(changes.put, manifest(), *host_budget_));
   // Freed, as what is not used of `put`, after the lock is let go.
   std::vector<SnapshotRef> dropped;
   std::vector<TrackRef> replaced;
@@ -270,14 +289,16 @@ absl::Status Model::CheckNoTrackLocked(std::string_view name) const {
 }
 
 absl::StatusOr<TrackRef> Model::MakeSynthesizedTrack(const TrackConfig& config) {
-  auto track = std::make_shared<Track>(config, manifest(), options_.block_bytes);
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Track>> made,
+                       MakeTracks({config}, manifest(), *host_budget_));
+  const std::shared_ptr<Track>& track = made[0];
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closed_);
   EMA_RETURN_IF_ERROR(CheckNoTrackLocked(config.name));
   EMA_ASSIGN_OR_RETURN(auto reservation, ReserveMemory(absl::StrCat("model \"", config_.name,
                                                                     "\", \"", config.name, "\""),
                                                        track->layout().total_bytes()));
-  track->BelongToModel(++last_track_id_, std::move(reservation));
+  track->AddToModel(++last_track_id_, std::move(reservation), options_.block_bytes);
   return track;
 }
 

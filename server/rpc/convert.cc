@@ -31,6 +31,14 @@ absl::StatusOr<NonFinitePolicy> FromProto(v1::NonFinitePolicy policy) {
   }
 }
 
+// Before anything is made of them: a message of a few MiB can hold millions of empty ones.
+absl::Status CheckCounts(const google::protobuf::RepeatedPtrField<v1::Track>& tracks) {
+  EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
+  int64_t rule_count = 0;
+  for (const v1::Track& track : tracks) rule_count += track.tensor_rules_size();
+  return CheckRuleBytes(rule_count * kBytesPerRule);
+}
+
 }  // namespace
 
 absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
@@ -47,6 +55,7 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
                                   header_bytes, " bytes in the header of a pull, expected at most ",
                                   kMaxHeaderBytes, "; use shorter names or several models"));
   }
+  EMA_RETURN_IF_ERROR(CheckCounts(request.tracks()));
   ModelConfig config;
   config.name = request.model();
   config.manifest = std::make_shared<const Manifest>(std::move(manifest));
@@ -65,6 +74,7 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
 
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request) {
   TrackChanges changes;
+  if (!request.put_tracks().empty()) EMA_RETURN_IF_ERROR(CheckCounts(request.put_tracks()));
   for (const v1::Track& track : request.put_tracks()) {
     EMA_ASSIGN_OR_RETURN(TrackConfig config, ema::FromProto(track));
     changes.put.push_back(std::move(config));

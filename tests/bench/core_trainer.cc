@@ -38,7 +38,7 @@ std::shared_ptr<Model> NewModel(const CoreTrainer::Options& options) {
   std::shared_ptr<Device> device = options.device;
   if (device == nullptr) device = MakeCpuDevice(std::numeric_limits<int64_t>::max());
   const Model::Options model_options;
-  const auto tracks = MakeTracks(config.tracks, *config.manifest, model_options.block_bytes);
+  const auto tracks = Must(MakeTracks(config.tracks, *config.manifest, *budget));
   return Must(Model::Create(std::move(config), tracks, std::move(device), budget, model_options));
 }
 

@@ -21,6 +21,8 @@ constexpr int64_t kBlockBytes = 4096;
 
 class BlocksWriterTest : public testing::Test {
  protected:
+  BlocksWriterTest() { track_.CutIntoBlocks(kBlockBytes); }
+
   BlocksWriterTest() {
     // What the pool gives next has been used.
     std::vector<std::shared_ptr<Block>> blocks = *AllocateBlocks(*device_, track_);
@@ -46,11 +48,10 @@ class BlocksWriterTest : public testing::Test {
 
   const std::shared_ptr<Device> device_ = NewTestDevice(int64_t{1} << 20);
   // Three blocks, the last one not full. The tensors' ends are no multiple of anything.
-  const Track track_{{.name = "ema", .schedule = MakeSchedule("10ba")},
-                     *MakeManifest({{"a", Dtype::kFloat32, {7}},
-                                    {"b", Dtype::kFloat32, {1501}},
-                                    {"c", Dtype::kFloat32, {1003}}}),
-                     kBlockBytes};
+  Track track_{{.name = "ema", .schedule = MakeSchedule("10ba")},
+               *MakeManifest({{"a", Dtype::kFloat32, {7}},
+                              {"b", Dtype::kFloat32, {1501}},
+                              {"c", Dtype::kFloat32, {1003}}})};
 };
 
 TEST_F(BlocksWriterTest, WhatIsNeverWrittenIsZero) {

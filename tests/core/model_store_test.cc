@@ -44,17 +44,56 @@ TEST_F(ModelStoreTest, CreatingItDifferentlyNamesTheDifference) {
 
 TEST_F(ModelStoreTest, AModelBeyondTheBudgetIsRefusedAndTakesNothing) {
   const int64_t total = store_.budget().total_bytes();
-  // (2 + 2 pinned versions) x 4 bytes.
-  const auto refused = store_.Create(Config("big", total / 16 + 1));
+  // (3 + 2 pinned versions) x 4 bytes.
+  const auto refused = store_.Create(Config("big", total / 20 + 1));
   EXPECT_THAT(refused,
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("model \"big\" needs")));
   EXPECT_THAT(refused, ReasonIs(ErrorReason::kMemoryBudget));
   EXPECT_EQ(store_.budget().reserved_bytes(), 0);
-  EXPECT_THAT(store_.Create(Config("big", total / 16)), IsOk());
+  EXPECT_THAT(store_.Create(Config("big", total / 20)), IsOk());
   EXPECT_THAT(store_.Create(Config("small")), ReasonIs(ErrorReason::kMemoryBudget));
   EXPECT_TRUE(store_.Delete("big"));
   EXPECT_EQ(store_.budget().reserved_bytes(), 0);
   EXPECT_THAT(store_.Create(Config("small")), IsOk());
+}
+
+// 2^55 bytes, of which the table of the blocks alone would take more memory than there is.
+TEST_F(ModelStoreTest, AModelOfManyBytesIsRefusedBeforeItsBlocksAreCounted) {
+  const int64_t elements = int64_t{1} << 53;
+  EXPECT_THAT(store_.Create(Config("huge", elements)), ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_EQ(store_.budget().reserved_bytes(), 0);
+
+  ModelConfig config = Config("m", elements);
+  config.tracks[0].tensor_rules = {{"w", TensorAction::kIgnore}};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto created, store_.Create(config));
+  const int64_t reserved_bytes = store_.budget().reserved_bytes();
+  EXPECT_THAT(created.model->UpdateTracks({.put = {{"all", MakeSchedule("10ba")}}}),
+              ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_THAT(created.model->MakeSynthesizedTrack({"all", MakeSchedule("10ba")}),
+              ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes);
+}
+
+TEST_F(ModelStoreTest, TheTablesOfManyTensorsAndTracksAreReserved) {
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < 20'000; ++i) tensors.push_back({absl::StrCat("t", i), Dtype::kFloat32, {0}});
+  ModelConfig config = Config("m");
+  config.manifest = MakeManifest(std::move(tensors));
+  ModelStore::Options options = SmallBlocks();
+  const int64_t bytes_per_track = 20'000 * Track::kBytesPerTensor;
+  options.host_memory_bytes = config.manifest->memory_bytes() + 3 * bytes_per_track;
+  ModelStore store(TestDevice(), options);
+  for (int t = 1; t < kMaxTracks; ++t) {
+    config.tracks.push_back({absl::StrCat("track", t), MakeSchedule("10ba")});
+  }
+  EXPECT_THAT(store.Create(config), ReasonIs(ErrorReason::kMemoryBudget));
+  config.tracks.resize(2);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto created, store.Create(config));
+  EXPECT_THAT(created.model->UpdateTracks({.put = {{"third", MakeSchedule("10ba")}}}), IsOk());
+  EXPECT_THAT(created.model->UpdateTracks({.put = {{"fourth", MakeSchedule("10ba")}}}),
+              ReasonIs(ErrorReason::kMemoryBudget));
+  EXPECT_THAT(created.model->UpdateTracks({.remove = {"third"}}), IsOk());
+  EXPECT_THAT(created.model->UpdateTracks({.put = {{"fourth", MakeSchedule("10ba")}}}), IsOk());
 }
 
 TEST_F(ModelStoreTest, AModelTooManyIsToldTheWaysOut) {

@@ -265,5 +265,26 @@ TEST_F(HostileClientTest, OneMomentWithoutDescriptorsDoesNotEndAccepting) {
   EXPECT_TRUE(v1::EmaService::NewStub(channel)->ListModels(&context, {}, &response).ok());
 }
 
+// Two bytes each, of which a message may hold four million.
+TEST_F(HostileClientTest, MillionsOfEmptyEntriesAreRejectedBeforeAnythingIsMadeOfThem) {
+  constexpr int kCount = 1'000'000;
+  const auto create = [this](const v1::CreateModelRequest& request) {
+    grpc::ClientContext context;
+    v1::CreateModelResponse response;
+    return Result(stub_->CreateModel(&context, request, &response), context);
+  };
+  v1::CreateModelRequest tensors = CreateRequest("n");
+  for (int i = 0; i < kCount; ++i) tensors.mutable_manifest()->add_tensors();
+  EXPECT_EQ(create(tensors).detail.reason(), v1::ERROR_REASON_BAD_MANIFEST);
+  v1::CreateModelRequest tracks = CreateRequest("n");
+  for (int i = 0; i < kCount; ++i) tracks.add_tracks()->mutable_schedule()->mutable_copy();
+  const CallResult result = create(tracks);
+  EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
+  EXPECT_THAT(result.status.error_message(), testing::HasSubstr("1000002 given"));
+  v1::CreateModelRequest rules = CreateRequest("n");
+  for (int i = 0; i < kCount; ++i) rules.mutable_tracks(0)->add_tensor_rules();
+  EXPECT_THAT(create(rules).status.error_message(), testing::HasSubstr("tensor_rules"));
+}
+
 }  // namespace
 }  // namespace ema

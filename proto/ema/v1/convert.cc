@@ -247,6 +247,8 @@ absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto) {
 }
 
 absl::StatusOr<Manifest> FromProto(const v1::Manifest& proto) {
+  // First: a message of a few MiB can hold millions of empty ones.
+  EMA_RETURN_IF_ERROR(Manifest::CheckCount(proto.tensors_size()));
   std::vector<TensorSpec> tensors;
   tensors.reserve(proto.tensors_size());
   for (const v1::TensorSpec& tensor : proto.tensors()) {
