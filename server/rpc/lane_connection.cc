@@ -134,7 +134,7 @@ absl::Status LaneConnection::Serve(v1::LaneRequest request) {
     const LogCallerScope scope(&caller.log);
     return is_push ? ServePush(request.push()) : ServePull(std::move(*request.mutable_pull()));
   };
-  absl::Status status = serve();
+  absl::Status status = CatchExceptions(serve);
   rpc_->observer->OnRpcEnded(ShortName(method), status);
   return status;
 }

@@ -58,7 +58,9 @@ void PullCall::OnRead(bool ok) {
   if (!arrival_.Complete(ok)) return;
   begin_ = absl::Now();
   const LogCallerScope scope(&arrival_.caller().log);
-  if (absl::Status status = Start(); !status.ok()) return Finish(status);
+  if (absl::Status status = CatchExceptions([this] { return Start(); }); !status.ok()) {
+    return Finish(status);
+  }
   if (!handler_.needs_disk()) return WriteHeader();
   RunOn(*rpc_->disk_reader, [self = shared_from_this()] { self->OpenStored(); });
 }
@@ -76,7 +78,8 @@ void PullCall::RunOn(Worker& worker, std::function<void()> work) {
 }
 
 void PullCall::OpenStored() {
-  if (absl::Status status = handler_.OpenStored(); !status.ok()) return Finish(status);
+  const absl::Status status = CatchExceptions([this] { return handler_.OpenStored(); });
+  if (!status.ok()) return Finish(status);
   WriteHeader();
 }
 
@@ -99,7 +102,7 @@ void PullCall::OnWritten(bool ok) {
 }
 
 void PullCall::WriteNext() {
-  absl::StatusOr<std::optional<PullHandler::Chunk>> chunk = handler_.Next();
+  auto chunk = CatchExceptions([this] { return handler_.Next(); });
   if (!chunk.ok()) return Finish(chunk.status());
   if (chunk->has_value()) return WriteChunk(**std::move(chunk));
   v1::PullResponse response;

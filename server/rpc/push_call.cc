@@ -61,7 +61,7 @@ void PushCall::OnRead(bool ok) {
     return Finish(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNoCommit,
                             "the stream ended, or broke, before its commit message"));
   }
-  const absl::Status status = HandleMessage();
+  const absl::Status status = CatchExceptions([this] { return HandleMessage(); });
   // Frees the receive buffers: the next message finds them still in the cache.
   slices_.clear();
   message_.Clear();

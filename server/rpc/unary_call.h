@@ -119,7 +119,9 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   }
   void OnRead(bool ok) {
     if (!arrival_.Complete(ok)) return;
-    if (absl::Status status = Start(); !status.ok()) Finish(status);
+    if (absl::Status status = CatchExceptions([this] { return Start(); }); !status.ok()) {
+      Finish(status);
+    }
   }
   absl::Status Start() {
     EMA_ASSIGN_OR_RETURN(request_, ParseRequest<Request>(message_));
@@ -134,7 +136,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     if constexpr (!kMayBeLong<Request>) request_.DiscardUnknownFields();
     EMA_RETURN_IF_ERROR(Pack());
     return turn.worker->Run([self = this->shared_from_this(), held = std::move(turn.held)] {
-      self->Answer(self->TakeTurn());
+      self->Answer(CatchExceptions([&self] { return self->TakeTurn(); }));
     });
   }
   // While it waits, a long request takes its bytes: with all its fields it takes ten times as many.
@@ -172,8 +174,11 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   }
   void Answer(const absl::Status& may_begin) {
     const LogCallerScope scope(&arrival_.caller().log);
-    const absl::StatusOr<Response> response =
-        may_begin.ok() ? handler_(request_, arrival_.caller().access) : may_begin;
+    const auto handle = [&]() -> absl::StatusOr<Response> {
+      EMA_RETURN_IF_ERROR(may_begin);
+      return handler_(request_, arrival_.caller().access);
+    };
+    const absl::StatusOr<Response> response = CatchExceptions(handle);
     if (RoleFor(method_) == Role::kAdmin) LogOperation(response.status());
     request_ = Request();  // The client may take its time with the reply.
     if (!response.ok()) return Finish(response.status());

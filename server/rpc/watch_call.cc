@@ -46,8 +46,9 @@ void WatchCall::OnRead(bool ok) {
   if (!arrival_.Complete(ok)) return;
   const LogCallerScope scope(&arrival_.caller().log);
   // Not kept: with unknown fields it takes tens of MiB.
-  const absl::StatusOr<v1::WatchRequest> request = ParseRequest<v1::WatchRequest>(message_);
-  const absl::Status status = request.ok() ? Start(*request) : request.status();
+  const auto request = CatchExceptions([this] { return ParseRequest<v1::WatchRequest>(message_); });
+  const absl::Status status =
+      CatchExceptions([&] { return request.ok() ? Start(*request) : request.status(); });
   {
     absl::MutexLock lock(&mu_);
     if (!status.ok()) FinishLocked(status);

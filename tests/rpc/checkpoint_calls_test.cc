@@ -5,6 +5,8 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -156,6 +158,65 @@ TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
   Save();
   EXPECT_TRUE(Call(&v1::EmaService::Stub::DeleteModel, request, &response).status.ok());
   EXPECT_FALSE(store_->Get("m").ok());
+}
+
+struct ThrowingCheckpoints : NoCheckpoints {
+  absl::StatusOr<Listing> List(Model&) override { throw std::bad_alloc(); }
+  absl::Status Delete(Model&, std::string_view) override { throw std::length_error("too long"); }
+  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view) override {
+    throw std::bad_alloc();
+  }
+};
+
+class ThrowingCallTest : public RpcFixture {
+ protected:
+  void SetUp() override {
+    checkpoints_ = &throwing_;
+    StartServer();
+    CreateAndOpen();
+    v1::PushResponse response;
+    ASSERT_TRUE(PushFilled(1, 1.0f, &response).status.ok());
+  }
+  // Only the call has ended that the exception happened in.
+  void TearDown() override {
+    v1::PushResponse response;
+    EXPECT_TRUE(PushFilled(2, 1.0f, &response).status.ok());
+  }
+
+  ThrowingCheckpoints throwing_;
+};
+
+TEST_F(ThrowingCallTest, MemoryThatCannotBeAllocatedEndsTheCall) {
+  grpc::ClientContext context;
+  v1::ListCheckpointsRequest request;
+  request.set_model("m");
+  v1::ListCheckpointsResponse response;
+  const CallResult result = Result(stub_->ListCheckpoints(&context, request, &response), context);
+  EXPECT_EQ(result.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_MEMORY_BUDGET);
+}
+
+TEST_F(ThrowingCallTest, AnotherExceptionEndsTheCallAsAnInternalError) {
+  grpc::ClientContext context;
+  v1::DeleteCheckpointRequest request;
+  request.set_model("m");
+  request.set_checkpoint("c");
+  v1::DeleteCheckpointResponse response;
+  const grpc::Status status = stub_->DeleteCheckpoint(&context, request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INTERNAL);
+  EXPECT_THAT(status.error_message(), HasSubstr("too long"));
+}
+
+TEST_F(ThrowingCallTest, AStreamEndsLikewise) {
+  grpc::ClientContext context;
+  v1::PullRequest request;
+  request.set_model("m");
+  request.set_track("ema");
+  request.set_label("best");
+  const auto reader = stub_->Pull(&context, request);
+  v1::PullResponse response;
+  EXPECT_FALSE(reader->Read(&response));
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
 TEST_F(CheckpointCallsTest, LabelsAreSetByHandAndByScores) {
