@@ -2,7 +2,6 @@
 # Everything we link that is not ours, as targets. Nothing is downloaded.
 #
 #   ema::dep_absl  ema::dep_protobuf  ema::dep_grpc     Abseil; + protobuf; + gRPC C++
-#   ema::dep_grpc_reflection                            + gRPC's service that describes the others
 #   ema::dep_isal                                       ISA-L: CRC32C
 #   ema::dep_torch  ema::dep_hwy                        LibTorch's core, of the wheel; Highway
 #   ema::dep_toml                                       toml++
@@ -78,15 +77,6 @@ list(JOIN protobuf_files "," protobuf_group)
 list(JOIN absl_files "," absl_group)
 target_link_libraries(ema::dep_grpc
   INTERFACE "$<LINK_GROUP:RESCAN,${grpc_group},${protobuf_group},${absl_group}>" ema::dep_absl)
-
-# Of this one there is no file for pkg-config.
-if(EMA_STATIC_GRPC)
-  find_library(reflection NAMES libgrpc++_reflection.a NO_CACHE REQUIRED)
-else()
-  find_library(reflection NAMES grpc++_reflection NO_CACHE REQUIRED)
-endif()
-add_library(ema::dep_grpc_reflection INTERFACE IMPORTED)
-target_link_libraries(ema::dep_grpc_reflection INTERFACE ${reflection} ema::dep_grpc)
 
 # --- Checksums --------------------------------------------------------------------------------
 pkg_check_modules(EMA_ISAL REQUIRED QUIET IMPORTED_TARGET GLOBAL libisal)

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/rpc_server.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
-#include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
@@ -30,11 +28,8 @@ namespace {
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
 
-// The reflection service comes from gRPC and does not use our queues: each of its streams occupies
-// a thread while it lasts. At most this many; more streams are told RESOURCE_EXHAUSTED.
-constexpr int kMaxReflectionThreads = 4;
-
 // Watches last.
+constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
 constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
 // How often the watchdog looks at calls, and the other thread at the user's files.
@@ -50,9 +45,6 @@ constexpr char kCheckpointsService[] = "checkpoints";
 
 // What clients may make gRPC do and hold.
 void SetLimits(const RpcLimits& limits, grpc::ServerBuilder& builder) {
-  grpc::ResourceQuota quota("ema");
-  quota.SetMaxThreads(kMaxReflectionThreads);
-  builder.SetResourceQuota(quota);
   const auto set = [&builder](const char* name, int64_t value) {
     builder.AddChannelArgument(name, static_cast<int>(value));
   };
@@ -91,11 +83,9 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     server->models_.OfferLane(server->lanes_->socket_name());
   }
 
-  // It asks nobody for a token. Before the builder is made; what is registered stays in the
-  // process.
-  if (options.authenticator == nullptr) {
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-  }
+  // No synchronous service, such as reflection: gRPC 1.51 would answer it, and calls of unknown
+  // methods, without a token and on threads of its own. Without one it answers unknown methods
+  // UNIMPLEMENTED on our queues.
   grpc::ServerBuilder builder;
   SetLimits(options.limits, builder);
   builder.RegisterService(&server->context_.service);

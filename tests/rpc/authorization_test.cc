@@ -243,6 +243,31 @@ TEST_F(AuthorizationTest, ProbesNeedNoToken) {
   EXPECT_EQ(response.status(), grpc::health::v1::HealthCheckResponse::SERVING);
 }
 
+// gRPC would answer some of these itself if it were asked to.
+TEST_F(AuthorizationTest, NoServiceButOursAndHealthIsThere) {
+  for (const char* method : {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                             "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                             "/grpc.channelz.v1.Channelz/GetServers", "/ema.v1.EmaService/Nothing",
+                             "/grpc.health.v1.Health/Watch", "/"}) {
+    for (const char* token : {"", "admin"}) {
+      grpc::ClientContext context;
+      context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+      if (*token != '\0') context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
+      grpc::GenericStub stub(channel_);
+      grpc::CompletionQueue queue;
+      const auto call = stub.PrepareUnaryCall(&context, method, grpc::ByteBuffer(), &queue);
+      grpc::ByteBuffer response;
+      grpc::Status status;
+      call->StartCall();
+      call->Finish(&response, &status, nullptr);
+      void* tag = nullptr;
+      bool ok = false;
+      ASSERT_TRUE(queue.Next(&tag, &ok));
+      EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED) << method << token;
+    }
+  }
+}
+
 TEST_F(AuthorizationTest, ModelsAreListedToThoseWhoMayReadThem) {
   const auto names = [&](const std::string& token) {
     grpc::ClientContext context;

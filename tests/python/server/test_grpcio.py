@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service by another gRPC than ours, knowing nothing but its .proto: every RPC, and reflection."""
+"""The service by another gRPC than ours, knowing nothing but its .proto: every RPC."""
 
 from __future__ import annotations
 
 import secrets
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -272,72 +271,3 @@ def test_a_drain_by_call(tmp_path):
 def test_the_example(server, model):
     assert "the average is right" in run_example("grpcio_client.py", server.address, model)
     assert "ema_client" not in (ROOT / "deploy/examples/grpcio_client.py").read_text()
-
-
-class TestReflection:
-    """As grpcurl finds out what a server can do."""
-
-    @pytest.fixture
-    def database(self, server):
-        alpha = pytest.importorskip("grpc_reflection.v1alpha.proto_reflection_descriptor_database")
-        with grpc.insecure_channel(server.address) as channel:
-            yield alpha.ProtoReflectionDescriptorDatabase(channel)
-
-    def test_lists_the_services(self, database):
-        assert {"ema.v1.EmaService", "grpc.health.v1.Health"} <= set(database.get_services())
-
-    def test_describes_every_rpc_as_the_proto_does(self, database):
-        from google.protobuf import descriptor_pb2
-        from google.protobuf.descriptor_pool import DescriptorPool
-
-        found = DescriptorPool(database).FindServiceByName(SERVICE.full_name)
-        described, expected = (descriptor_pb2.ServiceDescriptorProto() for _ in range(2))
-        found.CopyToProto(described)
-        SERVICE.CopyToProto(expected)
-        assert described == expected
-        for method in found.methods:
-            ours = SERVICE.methods_by_name[method.name]
-            for there, here in (
-                (method.input_type, ours.input_type),
-                (method.output_type, ours.output_type),
-            ):
-                assert [field.full_name for field in there.fields] == [
-                    field.full_name for field in here.fields
-                ]
-
-    @pytest.fixture
-    def staying(self):
-        """Opens a stream that asks once and does not end its requests."""
-        messages = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2")
-        rpcs = pytest.importorskip("grpc_reflection.v1alpha.reflection_pb2_grpc")
-        ended = threading.Event()
-
-        def requests():
-            yield messages.ServerReflectionRequest(list_services="")
-            ended.wait()
-
-        def open_one(channel):
-            stream = rpcs.ServerReflectionStub(channel).ServerReflectionInfo(requests())
-            next(stream)
-            return stream
-
-        yield open_one
-        ended.set()
-
-    def test_readers_that_stay_hold_up_nobody_else(self, server, stub, model, run, staying):
-        with grpc.insecure_channel(server.address) as channel:
-            streams = [staying(channel) for _ in range(3)]
-            with pytest.raises(grpc.RpcError) as error:
-                staying(channel)
-            assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert stub.Push(push_messages(model, run, 1)).version.version == 1
-            call_pull(stub, model, run)
-            for stream in streams:
-                stream.cancel()
-
-    def test_a_reader_that_stays_does_not_hold_up_the_stop(self, tmp_path, staying):
-        with ServerProcess(tmp_path) as server, grpc.insecure_channel(server.address) as channel:
-            stream = staying(channel)
-            assert server.stop() == 0
-            with pytest.raises(grpc.RpcError):
-                next(stream)
