@@ -27,10 +27,13 @@ ctest_report() {
     --output-junit "$root/$results/$1.xml" "${@:3}"
 }
 
+# pytest_report NAME OPTION...
 pytest_report() {
-  report python build/venv/bin/python -m pytest -c tests/python/pytest.ini tests/python -rs \
-    --continue-on-collection-errors --junitxml "$results/python.xml" "$@"
+  report "$1" build/venv/bin/python -m pytest -c tests/python/pytest.ini tests/python -rs \
+    --continue-on-collection-errors --junitxml "$results/$1.xml" "${@:2}"
 }
+# The tests of one file share a server, so they run in one process.
+side_by_side=(--numprocesses "$(nproc)" --dist loadfile)
 
 check_format() {
   git ls-files -z --cached --others --exclude-standard '*.h' '*.cc' '*.cu' |
@@ -74,13 +77,14 @@ if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON "${cuda[@]}"; then
 fi
 if ! $all; then
   ctest_report cpp release --label-exclude '^(slow|framework|container|sanitizer)$'
-  # A file's tests share a server: each file is of one process.
-  pytest_report -m 'not (slow or framework or container)' --numprocesses "$(nproc)" --dist loadfile
+  pytest_report python -m 'not (slow or framework or container)' "${side_by_side[@]}"
   sum_up
 fi
 
 ctest_report cpp release
-pytest_report
+pytest_report python -m 'not container' "${side_by_side[@]}"
+# They build images and measure how long a container takes to start: with the machine to themselves.
+pytest_report containers -m container
 check "clang-format" check_format
 check "shellcheck" check_scripts
 check "clang thread-safety analysis" deploy/build.sh clang -DEMA_BUILD_TESTS=OFF "${cuda[@]}" &&
