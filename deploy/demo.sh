@@ -7,6 +7,6 @@
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
-deploy/build.sh release
+deploy/build.sh release ema-server emactl
 lock demo
 exec build/venv/bin/python deploy/demo/run_demo.py "$@"
