@@ -94,7 +94,7 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"formula",
         "now + models + files_and_casts + push_streams * push_stream + pull_streams * pull_stream "
         "+ lanes * lane + requests * request + waiting + max_models * records + freed; a model "
-        "takes the bytes of its tracks * (2 + max_pinned_versions)"},
+        "takes the bytes of its tracks * (2 + max_pinned_versions, and 1 more with --data-dir)"},
        {"now", formula.process_bytes},
        {"models", host_model_bytes},
        {"files_and_casts", formula.host_budget_bytes},

@@ -35,6 +35,9 @@ struct RpcLimits {
   absl::Duration session_timeout = absl::Seconds(30);
   // A stream ends when its peer has sent or taken nothing for so long.
   absl::Duration stream_timeout = absl::Seconds(30);
+  // A pull that is slower, over a third of stream_timeout, ends when another reader needs the place
+  // of the version that it pins. 0: none does.
+  int64_t min_pull_bytes_per_second = int64_t{1} << 20;
 };
 
 struct RpcUsage {

@@ -68,7 +68,7 @@ absl::Status CheckpointManager::PutLabel(const Model& model, const CheckpointLab
 
 absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, CheckpointLabel label,
                                                          const VersionId& id) {
-  const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
+  const absl::StatusOr<SnapshotRef> pinned = model.PinForSave(id.version, id.incarnation);
   if (pinned.ok()) {
     label.id = (*pinned)->record.id();
     label.step = (*pinned)->record.step;

@@ -70,7 +70,7 @@ absl::Status CheckpointManager::SaveRollbackInMemory(Model& model) {
   for (const Model::RecordEntry& entry : model.RecordsAfter(durable.version, durable.incarnation,
                                                             std::numeric_limits<int64_t>::max())) {
     if (!entry.record.restored_from.has_value()) continue;
-    EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model.PinVersion(0));
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model.PinForSave(0));
     return SaveRollback(model, entry.record, newest);
   }
   return absl::OkStatus();

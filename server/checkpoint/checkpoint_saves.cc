@@ -179,7 +179,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     }
   }
   const absl::StatusOr<SnapshotRef> pinned =
-      model.PinVersion(request.id.version, request.id.incarnation);
+      model.PinForSave(request.id.version, request.id.incarnation);
   if (!pinned.ok()) {
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));

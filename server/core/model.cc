@@ -437,8 +437,8 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   current_ = next;
   given_up_.erase(given_up_.begin(), given_up_.upper_bound(next->record.step));
   AddRecordLocked(next->record);
-  if (static_cast<int64_t>(older_.size()) <= config_.max_pinned_versions) return nullptr;
-  // Exists: at most max_pinned_versions are pinned (see CheckRoomForNextLocked()).
+  if (static_cast<int64_t>(older_.size()) <= max_older_count()) return nullptr;
+  // Exists: at most max_older_count() are pinned (see CheckRoomForNextLocked()).
   auto it = std::find_if(older_.begin(), older_.end(),
                          [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
                            return !pins_.contains(s.get());

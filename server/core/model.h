@@ -248,11 +248,22 @@ class Model : public std::enable_shared_from_this<Model> {
                                              const Selection& selection)
       ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
 
-  // Keeps a version alive until the result is dropped: O(1), no copy. `version` 0: the newest;
-  // `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
-  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS.
+  // Keeps a version alive for a reader until the result is dropped: O(1), no copy. `version` 0: the
+  // newest; `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
+  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS: readers hold max_pinned_versions others. If
+  // one of these is older, no new reader gets the oldest one from then on, so that its readers come
+  // to an end.
   absl::StatusOr<SnapshotRef> PinVersion(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // The same for a save to the data directory: there is room for one version that is being saved
+  // beside those of the readers. Beyond that one, as PinVersion().
+  absl::StatusOr<SnapshotRef> PinForSave(int64_t version, int64_t incarnation = 0)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // True: since the last call of this, TOO_MANY_PINS has been returned while an older version was
+  // pinned than the one that was asked for.
+  bool TakePinShortage() { return has_pin_shortage_.exchange(false, std::memory_order_relaxed); }
+  // Whether a reader or a save pins `version`.
+  bool IsPinned(const Snapshot& version) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // As PinVersion(), for a caller who may hold the version for long: fails unless one more version
   // could still be pinned after this one. REQUIRES: `version` is not 0.
@@ -369,8 +380,13 @@ class Model : public std::enable_shared_from_this<Model> {
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
         const Options& options);
 
-  // Of a track: the current one, one that is built, and those that readers hold.
-  int64_t version_count() const { return 2 + config_.max_pinned_versions; }
+  // Versions besides the current one and the one that is being built: those of readers, and with a
+  // data directory one that is being saved.
+  int64_t max_older_count() const {
+    return config_.max_pinned_versions + (options_.has_data_dir ? 1 : 0);
+  }
+  // Versions whose memory is reserved.
+  int64_t version_count() const { return 2 + max_older_count(); }
   // Takes the memory of a new track, and it into the model.
   absl::Status AdmitTrackLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `tracks` after `changes`, of which `put` has the tracks that are put.
@@ -415,12 +431,20 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // As PinVersion(), if `spare_count` others could still be pinned then.
-  absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, int64_t version,
-                                               int64_t incarnation)
+  // The version to pin. Errors as PinVersion(), but for TOO_MANY_PINS.
+  absl::StatusOr<SnapshotRef> FindToPinLocked(int64_t version, int64_t incarnation) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Pins it for a reader, if `spare_count` others could still be pinned then; else TOO_MANY_PINS.
+  absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, const SnapshotRef& snapshot)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // While the result is held, or a copy of it.
-  SnapshotRef PinLocked(const SnapshotRef& snapshot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // How many references readers and saves hold to a pinned version.
+  struct Pins {
+    int64_t reader_count = 0;
+    int64_t save_count = 0;
+  };
+  // Pins it while the result is held, or a copy of it; `count` says for whom.
+  SnapshotRef PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or ABORTED, STEP_GIVEN_UP.
   absl::Status CheckNotGivenUpLocked(int64_t step) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -489,7 +513,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Ends `session`, which is off the model, without a version, and tells the log (not of as many as
   // there may be), if it has not ended yet.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  void Unpin(const Snapshot* snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  void Unpin(const Snapshot* snapshot, int64_t Pins::*count) ABSL_LOCKS_EXCLUDED(mu_);
   void CallWatchers() ABSL_LOCKS_EXCLUDED(watch_mu_);
 
   const ModelConfig config_;
@@ -513,9 +537,12 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t last_track_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_set<std::string> warned_configs_ ABSL_GUARDED_BY(mu_);
   SnapshotRef current_ ABSL_GUARDED_BY(mu_);
-  // Older versions, oldest first: at most max_pinned_versions, all pinned ones among them.
+  // Older versions, oldest first: at most max_older_count(), all pinned ones among them.
   std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<const Snapshot*, int64_t> pins_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<const Snapshot*, Pins> pins_ ABSL_GUARDED_BY(mu_);
+  // Of older versions, those up to this one are not given to new readers. All zero: none.
+  VersionId retired_ ABSL_GUARDED_BY(mu_);
+  std::atomic<bool> has_pin_shortage_ = false;        // Relaxed: it is polled.
   std::deque<Version> records_ ABSL_GUARDED_BY(mu_);  // Oldest first.
   int64_t record_bytes_ ABSL_GUARDED_BY(mu_) = 0;     // That they take.
   std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);

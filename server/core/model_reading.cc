@@ -156,21 +156,34 @@ SnapshotRef Model::FindSnapshotLocked(const VersionId& id) const {
   const auto matches = [&](const SnapshotRef& snapshot) { return id.Names(snapshot->record.id()); };
   if (matches(current_)) return current_;
   const auto it = std::find_if(older_.begin(), older_.end(), matches);
-  return it != older_.end() ? *it : nullptr;
+  return it != older_.end() && retired_ < (*it)->record.id() ? *it : nullptr;
 }
 
 absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
-  return PinLeavingLocked(/*spare_count=*/0, version, incarnation);
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
+  return PinLeavingLocked(/*spare_count=*/0, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> Model::PinSpare(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
-  return PinLeavingLocked(/*spare_count=*/1, version, incarnation);
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
+  return PinLeavingLocked(/*spare_count=*/1, snapshot);
 }
 
-absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t version,
-                                                    int64_t incarnation) {
+absl::StatusOr<SnapshotRef> Model::PinForSave(int64_t version, int64_t incarnation) {
+  absl::MutexLock lock(&mu_);
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
+  const bool is_another_saved = std::any_of(pins_.begin(), pins_.end(), [&](const auto& pinned) {
+    return pinned.first != snapshot.get() && pinned.second.save_count > 0;
+  });
+  if (!options_.has_data_dir || is_another_saved) {
+    return PinLeavingLocked(/*spare_count=*/0, snapshot);
+  }
+  return PinLocked(snapshot, &Pins::save_count);
+}
+
+absl::StatusOr<SnapshotRef> Model::FindToPinLocked(int64_t version, int64_t incarnation) const {
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
   const Version& latest = current_->record;
   SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked({version, incarnation});
@@ -183,33 +196,56 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count, int64_t
                                   future ? " is not committed yet" : " is not kept",
                                   "; the newest is ", latest.number));
   }
-  // What is pinned can be pinned again, also where a rollback has pinned one too many.
-  const bool is_new = !pins_.contains(snapshot.get());
-  const int64_t pinned = static_cast<int64_t>(pins_.size()) + (is_new ? 1 : 0);
-  if ((is_new || spare_count > 0) && pinned + spare_count > config_.max_pinned_versions) {
-    return MakeError(
-        absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
-        absl::StrCat("model \"", config_.name, "\": readers hold ", pins_.size(), " of the ",
-                     config_.max_pinned_versions, " versions that max_pinned_versions allows",
-                     spare_count > 0 ? ", and one must be left to them" : ""),
-        absl::Milliseconds(100));
-  }
-  return PinLocked(snapshot);
+  return snapshot;
 }
 
-SnapshotRef Model::PinLocked(const SnapshotRef& snapshot) {
-  ++pins_[snapshot.get()];
-  return SnapshotRef(snapshot.get(), [model = shared_from_this(),
-                                      held = snapshot](const Snapshot* pinned) mutable {
+absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count,
+                                                    const SnapshotRef& snapshot) {
+  int64_t pinned = 0;  // By readers.
+  bool is_new = true;
+  VersionId oldest = snapshot->record.id();
+  for (const auto& [version, pins] : pins_) {
+    if (pins.reader_count == 0) continue;
+    ++pinned;
+    if (version == snapshot.get()) is_new = false;
+    oldest = std::min(oldest, version->record.id());
+  }
+  // What is pinned can be pinned again, also where a rollback has pinned one too many.
+  const int64_t needed = pinned + (is_new ? 1 : 0) + spare_count;
+  if ((!is_new && spare_count == 0) || needed <= config_.max_pinned_versions) {
+    return PinLocked(snapshot, &Pins::reader_count);
+  }
+  if (oldest < snapshot->record.id()) {
+    retired_ = std::max(retired_, oldest);
+    has_pin_shortage_.store(true, std::memory_order_relaxed);
+  }
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
+      absl::StrCat("model \"", config_.name, "\": readers hold ", pinned, " of the ",
+                   config_.max_pinned_versions, " versions that max_pinned_versions allows",
+                   spare_count > 0 ? ", and one must be left to them" : ""),
+      absl::Milliseconds(100));
+}
+
+SnapshotRef Model::PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count) {
+  ++(pins_[snapshot.get()].*count);
+  return SnapshotRef(snapshot.get(), [model = shared_from_this(), held = snapshot,
+                                      count](const Snapshot* pinned) mutable {
     held = nullptr;  // A commit that evicts it after Unpin() is to be the last to let go of it.
-    model->Unpin(pinned);
+    model->Unpin(pinned, count);
   });
 }
 
-void Model::Unpin(const Snapshot* snapshot) {
+void Model::Unpin(const Snapshot* snapshot, int64_t Pins::*count) {
   absl::MutexLock lock(&mu_);
-  auto it = pins_.find(snapshot);
-  if (--it->second == 0) pins_.erase(it);
+  const auto it = pins_.find(snapshot);
+  --(it->second.*count);
+  if (it->second.reader_count + it->second.save_count == 0) pins_.erase(it);
+}
+
+bool Model::IsPinned(const Snapshot& version) const {
+  absl::MutexLock lock(&mu_);
+  return pins_.contains(&version);
 }
 
 SnapshotRef Model::NewestAfterDrain() const {

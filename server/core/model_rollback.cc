@@ -105,7 +105,7 @@ absl::Status Model::CheckNotRollingBackLocked() const {
 absl::Status Model::CheckRoomForNextLocked() const {
   EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
   const auto pinned = static_cast<int64_t>(pins_.size());
-  if (pinned <= config_.max_pinned_versions) return absl::OkStatus();
+  if (pinned <= max_older_count()) return absl::OkStatus();
   return MakeError(
       absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
       absl::StrCat("model \"", config_.name, "\": readers hold ", pinned - 1,
@@ -203,7 +203,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     dropped = BecomeNextLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = PutInPlaceLocked(*loaded);
-    result = PinLocked(*loaded);
+    result = PinLocked(*loaded, options_.has_data_dir ? &Pins::save_count : &Pins::reader_count);
     last_commit_ = {};
     rollback_version_ = (*loaded)->record.id();
     rollback_step_ = (*loaded)->record.step;

@@ -313,6 +313,10 @@ void AddLimits(Table& table, ServerOptions& o) {
               "The same of one IPv4 address or IPv6 /64 that is not loopback");
   table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, "N", {.least = 1},
               "Calls that may run at once on one connection");
+  table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second,
+              {0, int64_t{1} << 40},
+              "End the slower pulls of a model's oldest pinned version when another reader needs a "
+              "pin (max_pinned_versions). 0: end none");
   table.Bytes("max-message-bytes", o.limits.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
               "The longest message that is taken; clients send up to 4 MiB and a header");
   table.Bytes("max-metadata-bytes", o.limits.max_metadata_bytes,

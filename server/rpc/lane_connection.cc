@@ -208,6 +208,7 @@ absl::Status LaneConnection::ServePull(v1::PullRequest request) {
 
 absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& handler) {
   EMA_RETURN_IF_ERROR(handler.Open(request));
+  if (const auto pinned = handler.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
   request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());
   v1::LaneResponse response;
@@ -248,6 +249,7 @@ absl::StatusOr<int64_t> LaneConnection::SendChunk(const PullHandler::Chunk& chun
       }
     }
     pipe_->SendChunk(chunk.offset + sent, size, /*crc32c=*/0);
+    CountBytes(size);
     sent += size;
   }
   return slot_count;

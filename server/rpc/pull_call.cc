@@ -70,7 +70,9 @@ absl::Status PullCall::Start() {
   EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, arrival_.caller(), request.model()));
   SetCaller(kPull, arrival_.caller().authorization, request.model());
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
-  return handler_.Open(request);
+  EMA_RETURN_IF_ERROR(handler_.Open(request));
+  if (const auto pinned = handler_.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
+  return absl::OkStatus();
 }
 
 void PullCall::RunOn(Worker& worker, std::function<void()> work) {
@@ -91,6 +93,7 @@ void PullCall::WriteHeader() {
 
 void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
+  CountBytes(std::exchange(writing_bytes_, 0));
   if (!ok) return Finish(absl::CancelledError("the reader has left"));
   if (trailer_written_) return Finish(absl::OkStatus());
   if (is_revoked_.load(std::memory_order_relaxed)) return Finish(RevokedError());
@@ -129,6 +132,7 @@ void PullCall::WriteChunk(PullHandler::Chunk chunk) {
 
 void PullCall::Write(const grpc::ByteBuffer& message) {
   SetWaiting(true);
+  writing_bytes_ = static_cast<int64_t>(message.Length());
   stream_.Write(message, written_.Arm(shared_from_this()));
 }
 

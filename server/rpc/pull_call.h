@@ -60,6 +60,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   absl::Time begin_ = absl::InfiniteFuture();  // When the request was there.
   PullHandler handler_;
   uint32_t digest_ = 0;
+  int64_t writing_bytes_ = 0;  // Of the message that is being written.
   bool trailer_written_ = false;
   std::atomic<bool> is_revoked_ = false;  // Relaxed: it is looked at again and again.
 };

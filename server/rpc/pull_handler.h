@@ -58,6 +58,11 @@ class PullHandler {
   v1::PullTrailer Trailer(uint32_t digest) const;
 
   const std::shared_ptr<Reading>& reading() const { return reading_; }
+  // The version that the pull pins in memory; nullopt: none.
+  std::optional<VersionId> pinned_version() const {
+    if (reading_ == nullptr || !model_->IsPinned(*reading_->snapshot())) return std::nullopt;
+    return record_.id();
+  }
   // What an observer is told of the pull, which has ended so.
   ServerObserver::PullEnd EndOf(const absl::Status& status, absl::Duration duration) const;
   // Lets the version go.

@@ -147,7 +147,8 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
           .pushes = {"push", options.limits.max_push_streams,
                      absl::ToChronoNanoseconds(options.limits.stream_timeout)},
           .pulls = {"pull", options.limits.max_pull_streams,
-                    absl::ToChronoNanoseconds(options.limits.stream_timeout)},
+                    absl::ToChronoNanoseconds(options.limits.stream_timeout), kRetryDelay,
+                    StreamAdmission::Newcomers::kMayWait, options.limits.min_pull_bytes_per_second},
           .watches = {"watch", options.limits.max_watch_streams,
                       absl::ToChronoNanoseconds(options.limits.stream_timeout), kWatchRetryDelay},
           .requests = {"arriving request", options.limits.max_arriving_requests,
@@ -328,6 +329,23 @@ void RpcServer::CheckStalled() {
     context_.pulls.CheckStalled(now);
     context_.requests.CheckStalled(now);
     context_.probes.CheckStalled(now);
+    EndPullsThatHoldPins();
+  }
+}
+
+void RpcServer::EndPullsThatHoldPins() {
+  for (const std::shared_ptr<Model>& model : context_.store->List()) {
+    if (!model->TakePinShortage()) continue;
+    const std::string& name = model->config().name;
+    const std::optional<VersionId> ended = context_.pulls.EndSlowestPulls(name);
+    if (!ended.has_value()) continue;
+    LogTo(options_.log, LogLevel::kWarning, "slow pull ended",
+          {{"model", name},
+           {"version", ended->version},
+           {"min_bytes_per_second", options_.limits.min_pull_bytes_per_second},
+           {"hint",
+            "other readers need the version's place; --min-pull-bytes-per-second says what "
+            "is slow, and the model's max_pinned_versions how many places there are"}});
   }
 }
 

@@ -121,6 +121,8 @@ class RpcServer {
   bool MustStopWithin(absl::Duration interval) ABSL_LOCKS_EXCLUDED(mu_);
   // What threads of their own do until then.
   void CheckStalled();
+  // Ends slow pulls of models that have refused a reader for lack of a pin.
+  void EndPullsThatHoldPins();
   void WatchFiles(Heartbeat* heartbeat);
 
   const Options options_;

@@ -47,7 +47,7 @@ absl::Status StreamAdmission::Enter(StreamCall* call, const Authenticator* authe
                                   " streams open, as many as it may have"),
                      retry_delay_);
   }
-  calls_.insert(call);
+  calls_.emplace(call, Progress());
   return absl::OkStatus();
 }
 
@@ -70,29 +70,68 @@ int64_t StreamAdmission::open_count() const {
 }
 
 void StreamAdmission::CheckStalled(SteadyTime now) {
+  const absl::Duration window = absl::FromChrono(stall_timeout_) / 3;
   absl::MutexLock lock(&mu_);
-  for (StreamCall* const call : calls_) {
+  for (auto& [call, progress] : calls_) {
+    progress.Measure(*call, now, window, min_bytes_per_second_);
     if (call->WaitingTime(now) > stall_timeout_) call->End(StreamEnd::kStalled);
   }
 }
 
+void StreamAdmission::Progress::Measure(const StreamCall& call, SteadyTime now,
+                                        absl::Duration window, int64_t min_bytes_per_second) {
+  const int64_t bytes = call.byte_count();
+  if (window_begin.has_value()) {
+    const absl::Duration elapsed = absl::FromChrono(now - *window_begin);
+    if (elapsed < window) return;
+    is_slow = static_cast<double>(bytes - window_begin_bytes) <
+              static_cast<double>(min_bytes_per_second) * absl::ToDoubleSeconds(elapsed);
+  }
+  window_begin = now;
+  window_begin_bytes = bytes;
+}
+
+void StreamAdmission::SetPinned(StreamCall* call, const VersionId& version) {
+  absl::MutexLock lock(&mu_);
+  if (const auto it = calls_.find(call); it != calls_.end()) it->second.pinned_version = version;
+}
+
+std::optional<VersionId> StreamAdmission::EndSlowestPulls(std::string_view model) {
+  absl::MutexLock lock(&mu_);
+  std::optional<VersionId> oldest;
+  for (const auto& [call, progress] : calls_) {
+    if (!progress.is_slow || !progress.pinned_version.has_value() || call->model() != model)
+      continue;
+    oldest = std::min(oldest.value_or(*progress.pinned_version), *progress.pinned_version);
+  }
+  if (!oldest.has_value()) return std::nullopt;
+  for (const auto& [call, progress] : calls_) {
+    if (progress.is_slow && progress.pinned_version == oldest && call->model() == model) {
+      call->End(StreamEnd::kStalled);
+    }
+  }
+  return oldest;
+}
+
 void StreamAdmission::EndRevoked(const Authenticator& authenticator) {
   absl::MutexLock lock(&mu_);
-  for (StreamCall* const call : calls_) {
+  for (const auto& [call, progress] : calls_) {
     if (!call->MayGoOn(authenticator)) call->End(StreamEnd::kRevoked);
   }
 }
 
 bool StreamAdmission::EndLongestStalledLocked() {
   const auto now = SteadyNow();
-  const auto longest = std::max_element(
-      calls_.begin(), calls_.end(),
-      [now](const auto* a, const auto* b) { return a->WaitingTime(now) < b->WaitingTime(now); });
+  const auto longest =
+      std::max_element(calls_.begin(), calls_.end(), [now](const auto& a, const auto& b) {
+        return a.first->WaitingTime(now) < b.first->WaitingTime(now);
+      });
   if (longest == calls_.end()) return false;
-  const bool must_wait = (*longest)->WaitingTime(now) < stall_timeout_ / 10 || now < next_end_time_;
+  StreamCall* const stalled = longest->first;
+  const bool must_wait = stalled->WaitingTime(now) < stall_timeout_ / 10 || now < next_end_time_;
   if (newcomers_ == Newcomers::kMayWait && must_wait) return false;
   next_end_time_ = now + stall_timeout_ / 40;
-  (*longest)->End(StreamEnd::kStalled);
+  stalled->End(StreamEnd::kStalled);
   calls_.erase(longest);
   return true;
 }

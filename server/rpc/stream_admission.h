@@ -14,10 +14,11 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "ema/version_id.h"
 #include "server/base/authenticator.h"
 #include "server/base/steady_wait.h"
 
@@ -52,6 +53,11 @@ class StreamCall {
   SteadyTime::duration WaitingTime(SteadyTime now) const;
   // Ends the call, soon. From any thread.
   virtual void End(StreamEnd why) = 0;
+  // The peer has taken, or sent, so many bytes more. On the call's thread.
+  void CountBytes(int64_t bytes) { byte_count_.fetch_add(bytes, std::memory_order_relaxed); }
+  int64_t byte_count() const { return byte_count_.load(std::memory_order_relaxed); }
+  // Which model the call is about, if that is known. Under the lock of SetModel()'s admission.
+  const std::optional<std::string>& model() const { return model_; }
 
  protected:
   ~StreamCall() = default;
@@ -74,6 +80,8 @@ class StreamCall {
   std::string_view method_;
   std::string authorization_;
   std::optional<std::string> model_;
+
+  std::atomic<int64_t> byte_count_ = 0;  // Relaxed: for a rate.
 };
 
 // Admits calls of one kind up to a limit, and ends those that stall: the streams of pushes, pulls
@@ -82,6 +90,10 @@ class StreamCall {
 // tenth of the time-out: stalled peers do not keep others out for all of it. One call at a time
 // loses its place so, with a pause of a fortieth: where the path is slow and no message arrives in
 // that time, calls would else take each other's places for ever. Thread-safe.
+//
+// A call is slow while it has moved fewer bytes than a minimum rate allows, over a window of a
+// third of the time-out. A slow pull may continue until it holds a version whose place another
+// reader needs: see EndSlowestPulls().
 //
 // Order for one call: StreamCall::SetCaller(), so that Enter() and EndRevoked() know whom to ask
 // about (not needed where no authenticator is given); Enter(); SetModel() here, if SetCaller() had
@@ -94,14 +106,16 @@ class StreamAdmission {
     kAlwaysEnter,
   };
   // `retry_delay`: when those are told to come back who find no place.
+  // `min_bytes_per_second`: what is slower is slow; 0: nothing is.
   StreamAdmission(std::string kind, int64_t limit, std::chrono::nanoseconds stall_timeout,
                   absl::Duration retry_delay = absl::Milliseconds(50),
-                  Newcomers newcomers = Newcomers::kMayWait)
+                  Newcomers newcomers = Newcomers::kMayWait, int64_t min_bytes_per_second = 0)
       : kind_(std::move(kind)),
         limit_(limit),
         stall_timeout_(stall_timeout),
         retry_delay_(retry_delay),
-        newcomers_(newcomers) {}
+        newcomers_(newcomers),
+        min_bytes_per_second_(min_bytes_per_second) {}
 
   // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS. OK: `call` is checked for stalls until Leave().
   // UNAUTHENTICATED, BAD_TOKEN: since it was let in, `authenticator` has learnt of something else;
@@ -114,12 +128,29 @@ class StreamAdmission {
   // Again, or without Enter(): does nothing.
   void Leave(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_);
   int64_t open_count() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends those that have stalled for the whole time-out.
+  // `call`, a pull that has a place, pins that version of its model.
+  void SetPinned(StreamCall* call, const VersionId& version) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends those that have stalled for the whole time-out, and finds out which ones are slow. Called
+  // several times in a window.
   void CheckStalled(SteadyTime now) ABSL_LOCKS_EXCLUDED(mu_);
+  // Of the slow pulls of `model`, ends those of the oldest version. Returns that version; nullopt:
+  // none is slow.
+  std::optional<VersionId> EndSlowestPulls(std::string_view model) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends those whose callers `authenticator` would not let in any more.
   void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
+  struct Progress {
+    // Finds out whether the call has been slow, if a window has passed.
+    void Measure(const StreamCall& call, SteadyTime now, absl::Duration window,
+                 int64_t min_bytes_per_second);
+
+    bool is_slow = false;  // In the last whole window.
+    std::optional<SteadyTime> window_begin;
+    int64_t window_begin_bytes = 0;
+    std::optional<VersionId> pinned_version;  // By a pull.
+  };
+
   // False: none has stalled.
   bool EndLongestStalledLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -128,8 +159,9 @@ class StreamAdmission {
   const std::chrono::nanoseconds stall_timeout_;
   const absl::Duration retry_delay_;
   const Newcomers newcomers_;
+  const int64_t min_bytes_per_second_;
   mutable absl::Mutex mu_;
-  absl::flat_hash_set<StreamCall*> calls_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<StreamCall*, Progress> calls_ ABSL_GUARDED_BY(mu_);
   SteadyTime next_end_time_ ABSL_GUARDED_BY(mu_);
 };
 

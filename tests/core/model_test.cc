@@ -386,10 +386,51 @@ TEST_F(ModelTest, MoreDistinctPinsThanAllowedAreRefusedAndCommitsGoOn) {
   }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
   EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_THAT(model_->PinVersion(1), IsOk());  // Pinned already: counts once.
+  EXPECT_THAT(model_->PinVersion(2), IsOk());  // Pinned already: counts once.
   ASSERT_THAT(rank.Push(4, BytesOf(Values(4))), IsOk());
   pins.clear();
   EXPECT_EQ(Read("raw"), Values(4));
+}
+
+TEST_F(ModelTest, NoNewReaderGetsTheOldestPinnedVersionWhenANewerOneFindsNoPlace) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<SnapshotRef> pins;
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+    pins.push_back(*model_->PinVersion(0));
+  }
+  EXPECT_THAT(model_->PinVersion(1), IsOk());
+  EXPECT_FALSE(model_->TakePinShortage());
+  ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
+  EXPECT_THAT(model_->PinVersion(3), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_TRUE(model_->TakePinShortage());
+  EXPECT_FALSE(model_->TakePinShortage());
+  EXPECT_THAT(model_->PinVersion(1), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(model_->PinVersion(2), IsOk());
+  pins.erase(pins.begin());
+  EXPECT_THAT(model_->PinVersion(3), IsOk());
+}
+
+TEST_F(ModelTest, ASaveHasAVersionBesideThoseOfTheReaders) {
+  TestRank rank(model_, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<SnapshotRef> pins;
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
+    pins.push_back(*model_->PinVersion(0));
+  }
+  ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(SnapshotRef saved, model_->PinForSave(0));
+  EXPECT_EQ(saved->record.step, 3);
+  ASSERT_THAT(rank.Push(4, BytesOf(Values(4))), IsOk());
+  // One version, however many saves there are of it.
+  EXPECT_THAT(model_->PinForSave(3), IsOk());
+  EXPECT_THAT(model_->PinForSave(0), ReasonIs(ErrorReason::kTooManyPins));
+  saved.reset();
+  EXPECT_THAT(model_->PinForSave(0), IsOk());
+  ASSERT_THAT(rank.Push(5, BytesOf(Values(5))), IsOk());
+  EXPECT_EQ(pins[0]->record.step, 1);
 }
 
 TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheVersionThatGoes) {

@@ -16,6 +16,8 @@ constexpr milliseconds kTenth = kStallTimeout / 10;
 
 class FakeCall final : public StreamCall {
  public:
+  using StreamCall::CountBytes;
+  using StreamCall::SetCaller;
   using StreamCall::SetWaiting;
   void End(StreamEnd) override { ++ended; }
 
@@ -95,6 +97,38 @@ TEST(StreamAdmissionTest, NewcomersMayAlwaysEnterWhereThatIsSo) {
   EXPECT_EQ(first.ended, 1);
   EXPECT_EQ(second.ended, 1);
   EXPECT_EQ(third.ended, 0);
+}
+
+TEST(StreamAdmissionTest, EndsTheSlowPullsOfTheOldestVersion) {
+  constexpr int64_t kMinBytesPerSecond = 1000;
+  StreamAdmission admission("pull", 5, kStallTimeout, absl::ZeroDuration(),
+                            StreamAdmission::Newcomers::kMayWait, kMinBytesPerSecond);
+  FakeCall fast;
+  FakeCall slow;
+  FakeCall slow_too;
+  FakeCall newer;
+  FakeCall of_another_model;
+  for (FakeCall* const call : {&fast, &slow, &slow_too, &newer, &of_another_model}) {
+    call->SetCaller("Pull", "", call == &of_another_model ? "n" : "m");
+    ASSERT_THAT(admission.Enter(call), IsOk());
+    admission.SetPinned(call, {call == &newer ? 8 : 7, 1});
+  }
+  const SteadyTime begin = SteadyNow();
+  admission.CheckStalled(begin);
+  for (FakeCall* const call : {&slow, &slow_too, &newer, &of_another_model}) call->CountBytes(300);
+  fast.CountBytes(500);
+  // Before the window is over nothing is known.
+  admission.CheckStalled(begin + kStallTimeout / 4);
+  EXPECT_EQ(admission.EndSlowestPulls("m"), std::nullopt);
+  admission.CheckStalled(begin + 2 * kStallTimeout / 5);
+  EXPECT_EQ(admission.EndSlowestPulls("m"), (VersionId{7, 1}));
+  EXPECT_EQ(slow.ended, 1);
+  EXPECT_EQ(slow_too.ended, 1);
+  EXPECT_EQ(fast.ended + newer.ended + of_another_model.ended, 0);
+  admission.Leave(&slow);
+  admission.Leave(&slow_too);
+  EXPECT_EQ(admission.EndSlowestPulls("m"), (VersionId{8, 1}));
+  EXPECT_EQ(newer.ended, 1);
 }
 
 // Knows the token "known", for one model.

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import pathlib
 import re
+import time
 from collections.abc import Iterator
 
 import ema_client
@@ -162,3 +164,37 @@ def test_a_watch_that_takes_nothing_ends_with_its_token(server, tmp_path):
                 run.push(step=step, weights=weights)
         write(f"admin {ADMIN}\n")
         wait_for(lambda: watches() == 0, "it has ended")
+
+
+def test_slow_pulls_of_old_versions_leave_their_places_to_readers_of_new_ones(tmp_path):
+    weights = {"w": np.zeros(25 * MIB // 4, np.float32)}
+    limits = ["--stream-timeout", "3s", "--min-pull-bytes-per-second", "100M"]
+    with (
+        ServerProcess(tmp_path, *limits) as server,
+        ema_client.Client(server.address, timeout_s=20) as client,
+        contextlib.closing(HalfSender(server.port, takes=0)) as sender,
+    ):
+        client.create_model("m", weights, tracks={"raw": "copy"}, max_pinned_versions=2)
+        pulls = set()
+
+        def read(size: int) -> None:
+            for stream in pulls:
+                sender.take(stream, size)
+            sender.advance(max_wait_s=0.1)
+
+        with client.open_run("m") as run:
+            for step in (1, 2):
+                run.push(step=step, weights=weights)
+                # A PullRequest: model, track, version.
+                pulls.add(sender.call(EMA + "Pull", b"\x0a\x01m\x12\x03raw\x18" + bytes([step])))
+                sender.send_all()
+                read(1000)
+            run.push(step=3, weights=weights)
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            newest = threads.submit(client.pull, "m", track="raw", timeout_s=10)
+            while not newest.done():
+                # 2 MB/s each: they never stall, and end by themselves after a quarter of a minute.
+                read(200_000)
+                time.sleep(0.1)
+        assert newest.result().version.step == 3
+        sender.advance_until_ended({min(pulls)})  # Of the oldest version.

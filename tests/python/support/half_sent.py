@@ -65,6 +65,11 @@ class HalfSender:
         while self._out:
             self.advance(max_wait_s=1.0)
 
+    def take(self, stream: int, size: int) -> None:
+        """Lets the server send so many bytes more for a call."""
+        for of in (0, stream):
+            self._out += frame(WINDOW_UPDATE, 0, of, struct.pack(">I", size))
+
     def _begin(self, path: str) -> int:
         stream = self._next_stream
         self._next_stream += 2
