@@ -8,6 +8,7 @@ import pytest
 import torch
 from examples import run_example
 from testing import assert_same_bits
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 pytestmark = pytest.mark.framework
 
@@ -69,6 +70,18 @@ def test_steps_that_its_scaler_skips_do_not_count(server, client, model):
             assert ema.step == made
     assert made == 30
     assert_same_bits(local.weights(), client.pull(model, track="ema"))
+
+
+def test_checkpoint_of_a_fresh_optimizer_counts_no_step(server, model):
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = torch.nn.Linear(6, 2)
+    prepared, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters()))
+    with ema_client.attach(prepared, optimizer, server.url(model)) as ema:
+        get_optimizer_state_dict(net, optimizer)
+        assert ema.step == 0
+        accelerator.backward(prepared(torch.ones(1, 6)).sum())
+        optimizer.step()
+        assert ema.step == 1
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers in wrappers, steps that a grad scaler skips, and steps that run the model themselves."""
+"""Optimizers in wrappers, and which calls of step() are steps of the training."""
 
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -117,20 +118,43 @@ def _hooked_step() -> CodeType | None:
     return None if wrap is None else getattr(wrap(lambda: None), "__code__", None)
 
 
-def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
-    """In a hook: whether another step() of the optimizer goes on around the hook's own.
+class StepKind(enum.Enum):
+    """Why an optimizer's step() was called."""
 
-    PyTorch calls hooks around the step() of each class: also around that of a base class which
-    super().step() has called, if any optimizer of the base class itself was ever made.
+    # It is a step of the training.
+    TRAINING = enum.auto()
+    # It is a part of another step() of the same optimizer. PyTorch calls hooks around the step() of each
+    # class: also around that of a base class which super().step() has called, if any optimizer of the base
+    # class itself was ever made.
+    NESTED = enum.auto()
+    # torch.distributed.checkpoint.state_dict lets an optimizer that has no state create it, by a step with
+    # gradients and learning rates of 0 (pytorch#164929). SGD without momentum never has a state, so this may
+    # happen at each checkpoint.
+    STATE_INITIALIZATION = enum.auto()
+
+
+def step_kind(optimizer: torch.optim.Optimizer) -> StepKind:
+    """Why the step() was called that runs the current hook.
+
+    Decides by the functions on the call stack. Learning rates are also 0 in the first step of a warm-up,
+    and gradients may be 0 on some ranks only, which would then count other steps than the rest.
     """
     hooked = _hooked_step()
     steps = 0
     frame: FrameType | None = sys._getframe()
-    while frame is not None and steps < 2:
-        if frame.f_code is hooked and frame.f_locals.get("self") is optimizer:
-            steps += 1
+    while frame is not None:
+        code = frame.f_code
+        if code is hooked:
+            steps += frame.f_locals.get("self") is optimizer
+            if steps == 2:
+                return StepKind.NESTED
+        elif (
+            code.co_name == "_init_optim_state"
+            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        ):
+            return StepKind.STATE_INITIALIZATION
         frame = frame.f_back
-    return steps == 2
+    return StepKind.TRAINING
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

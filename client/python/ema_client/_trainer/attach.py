@@ -93,7 +93,8 @@ def attach(
         optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
             parameter, in backward hooks): a step is complete when each has stepped, and from then on
             whenever the one has that was last. accelerate's and Lightning's wrappers are looked through.
-            Steps that a grad scaler skips do not count, nor those of an optimizer that is made later.
+            Steps that a grad scaler skips do not count, nor those of an optimizer that is made later, nor
+            the ones by which torch.distributed.checkpoint initializes an optimizer's state.
             Parameters that none holds are copied, or waited for. None, on all ranks: call the
             attachment's `after_step()` after each step.
         url: "ema://host:port/model".

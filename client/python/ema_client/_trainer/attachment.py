@@ -18,7 +18,7 @@ from ema_client._client.types import Stats
 from ema_client._client.unread import readers
 from ema_client._errors import EmaError, FailedPreconditionError
 from ema_client._model.moves import move_inside
-from ema_client._model.optimizers import OutOfTurn, after_closure, is_inside_step, was_skipped
+from ema_client._model.optimizers import OutOfTurn, StepKind, after_closure, step_kind, was_skipped
 from ema_client._trainer.ema_model import WithEmaModel
 from ema_client._trainer.entrances import entrance, keep_uncompiled
 from ema_client._trainer.frozen import FrozenTensors
@@ -298,7 +298,12 @@ class Attachment(WithEmaModel):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if is_inside_step(optimizer):
+        kind = step_kind(optimizer)
+        if kind is StepKind.STATE_INITIALIZATION:
+            # This step writes the weights, although with unchanged values. The error of a failed push is
+            # left to the next step of the training: an exception here would leave learning rates at 0.
+            self.wait_released()
+        if kind is not StepKind.TRAINING:
             return None
         with_wait = after_closure(optimizer, args, kwargs, self._before_change)
         if with_wait is None:
@@ -318,7 +323,9 @@ class Attachment(WithEmaModel):
 
     @entrance
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_ours() or is_inside_step(optimizer) or was_skipped(optimizer):
+        if not self._is_ours() or step_kind(optimizer) is not StepKind.TRAINING:
+            return
+        if was_skipped(optimizer):
             return
         if self._out_of_turn.count(id(optimizer), self._closing):
             _logger.warning(

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_client._model.optimizers import is_inside_step, parameter_ids
+from ema_client._model.optimizers import StepKind, parameter_ids, step_kind
 from ema_client._trainer.entrances import uncompiled
 from ema_client._trainer.guard import live
 
@@ -44,7 +44,9 @@ class Uncounted:
         """
         if id(optimizer) in self._counted:
             self._counts.clear()
-        elif not self._is_done and self._changes_ours(optimizer) and not is_inside_step(optimizer):
+        elif self._is_done or not self._changes_ours(optimizer):
+            return False
+        elif step_kind(optimizer) is StepKind.TRAINING:
             self.has_any = True
             self._counts[id(optimizer)] += 1
             is_second = self._counts[id(optimizer)] == 2
