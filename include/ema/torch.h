@@ -2,7 +2,7 @@
 //
 // For trainers and evaluators in C++: the weights of a torch::nn::Module, pushed while it trains,
 // and pulled into it. The one header here that needs LibTorch; ema::client knows nothing of it, so
-// link both (client/README.md says how).
+// link both (client/docs/cpp.md says how).
 #ifndef EMA_TORCH_H_
 #define EMA_TORCH_H_
 

@@ -13,6 +13,10 @@ from testing import EMACTL
 
 PAGES = (
     "README.md",
+    "client/docs/checkpoints.md",
+    "client/docs/post-hoc.md",
+    "client/docs/schedules.md",
+    "client/docs/training-loop.md",
     "deploy/README.md",
     "deploy/prometheus/runbooks.md",
     "deploy/prometheus/alerts.yml",

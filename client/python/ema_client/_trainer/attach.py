@@ -83,8 +83,8 @@ def attach(
     pipeline stages, experts) or pieces of them (fully_shard, tensor parallel: DTensor); what several
     ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
     statistics differ between ranks). Parameters are read in place: `Attachment` says who waits before
-    writing them, and the README, in "What your loop may do", what becomes of other writes, of frozen
-    parameters and of copies.
+    writing them, and client/docs/training-loop.md what becomes of other writes, of frozen parameters and
+    of copies.
 
     Args:
         model: the model, or this rank's part of it; DistributedDataParallel, torch.compile and Lightning
@@ -132,8 +132,8 @@ def attach(
             And for each pull of the averages; None: 600.
         on_error: what becomes of a step that cannot be pushed: "skip" leaves it out, with a warning; after
             "raise" the next `optimizer.step()` raises, before it changes anything; with "wait" each
-            `optimizer.step()` waits until what was pushed before it is a version, an outage included. The
-            README, in "When the server is away", has the rest.
+            `optimizer.step()` waits until what was pushed before it is a version, an outage included.
+            client/docs/outages.md has the rest.
         max_outage_s: for on_error "wait": seconds from the first push that failed; after them it raises.
         resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
             ranks: the model is brought back to where it stood then, and counting goes on from there. None:
