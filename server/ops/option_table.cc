@@ -196,51 +196,53 @@ constexpr int64_t kAnyBytes = std::numeric_limits<int64_t>::max();
 void AddAddresses(Table& table, ServerOptions& o) {
   table.Group("Addresses");
   table.Texts("listen", o.listen, "HOST:PORT",
-              "Addresses to serve gRPC on, separated by commas: host:port (port 0 takes any free "
-              "one) or unix:/path",
+              "Addresses to serve gRPC on, separated by commas: host:port (port 0 picks a "
+              "free port) or unix:/path",
               CheckListen);
   table.Text("http-listen", o.http_listen, "HOST:PORT",
-             "Address of Prometheus metrics (/metrics), probes (/livez, /readyz) and a status page "
-             "(/), such as 127.0.0.1:8080; for all who get there. Empty: none",
+             "Address for Prometheus metrics (/metrics), probes (/livez, /readyz) and a "
+             "status page (/), such as 127.0.0.1:8080. It has no authentication: everybody "
+             "who can reach it can read it. Empty: disabled",
              CheckHttpListen);
-  table.Text(
-      "port-file", o.port_file, "FILE",
-      "Write the port that was bound to this file, whole, once the server serves. Empty: do not");
+  table.Text("port-file", o.port_file, "FILE",
+             "Write the bound port to this file, atomically, once the server serves. Empty: "
+             "do not write it");
   table.Text("same-host-lane", o.same_host_lane, "on|off",
-             "Let clients of this host and user push and pull through shared memory",
+             "Let clients on this host that run as the same user push and pull through "
+             "shared memory",
              OneOf({"on", "off"}));
 }
 
 void AddSecurity(Table& table, ServerOptions& o) {
   table.Group("Security");
   table.Text("tls-cert", o.tls_cert, "FILE",
-             "PEM file of the server's certificate and its chain: host:port addresses speak TLS, "
-             "and nothing else. A changed file is taken over, unless it is wrong. Empty: no TLS");
-  table.Text("tls-key", o.tls_key, "FILE", "PEM file of the certificate's key");
-  table.Text(
-      "tls-client-ca", o.tls_client_ca, "FILE",
-      "PEM file: clients must have a certificate that this signs. Without --auth-tokens whoever "
-      "has one may do all, as an admin. Empty: they need none");
-  table.Text(
-      "auth-tokens", o.auth_tokens, "FILE",
-      "File of bearer tokens: each line a role (evaluator, trainer, admin), a token, and the "
-      "models that it is for, such as vision-*. Calls without one are refused. A changed "
-      "file is read again; replace it by a rename. Empty: none are asked for");
+             "PEM file with the server's certificate and its chain. With it, host:port "
+             "addresses accept only TLS. A changed file is reloaded, unless it is invalid. "
+             "Empty: no TLS");
+  table.Text("tls-key", o.tls_key, "FILE", "PEM file with the private key of the certificate");
+  table.Text("tls-client-ca", o.tls_client_ca, "FILE",
+             "PEM file with the CA that must have signed the certificate of every client. "
+             "Without --auth-tokens, each client with such a certificate has the rights of "
+             "an admin. Empty: clients need no certificate");
+  table.Text("auth-tokens", o.auth_tokens, "FILE",
+             "File of bearer tokens. Each line holds a role (evaluator, trainer or admin), a "
+             "token, and optionally the models that it is valid for, such as vision-*. Calls "
+             "without a valid token are rejected. A changed file is reloaded; replace it by "
+             "a rename. Empty: clients need no token");
   table.Switch("allow-unauthenticated", o.allow_unauthenticated,
-               "Let everybody who can reach the server use it. Without this, and without anything "
-               "that tells who may, it listens on loopback addresses and unix sockets only");
+               "Serve without authentication. By default a server without tokens or client "
+               "certificates listens on loopback addresses and unix sockets only");
 }
 
 void AddDevice(Table& table, ServerOptions& o) {
   table.Group("Memory and device");
   table.Text("device", o.device, "NAME",
-             "Where averages live: cpu, cuda:0 or the index of another GPU, or auto: the first "
-             "GPU that the build has code for, or cpu if there is none",
+             "Where the averages are kept: cpu, a GPU such as cuda:0, or auto, which takes "
+             "the first GPU that this build supports, or cpu if there is none",
              CheckDevice);
   table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
-              "Memory for all models together, such as 512M or 4G. 0: 80 % of what is left of the "
-              "device's memory beside streams, on the host also beside lanes, requests and freed "
-              "buffers");
+              "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's "
+              "memory that the server's other parts leave");
   table.Count("threads", o.thread_count, "N", {0, 1024},
               "Threads that serve RPCs. 0: half of the processors, at least 1");
   Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");
@@ -259,104 +261,106 @@ void AddDevice(Table& table, ServerOptions& o) {
 void AddCheckpoints(Table& table, ServerOptions& o) {
   table.Group("Checkpoints");
   table.Text("data-dir", o.data_dir, "DIR",
-             "Directory of the checkpoints, made if need be; used by one server. Empty: no "
-             "checkpoints");
+             "Directory for checkpoints, for one server only. It is created if it does not "
+             "exist. Empty: no checkpoints");
   table.Count("save-every-commits", o.save_every_commits, "N", {},
-              "Save a model by itself so many commits after its last save. 0: not by their number");
+              "Save a model automatically N commits after its last save. 0: disabled");
   table.Duration("save-every", o.save_every, absl::ZeroDuration(),
-                 "The same after so long, if anything has been committed. 0: not by time");
+                 "Save a model automatically this long after its last save, if it has new "
+                 "commits. 0: disabled");
   table.Count("save-step-multiple", o.save_step_multiple, "STEPS", {0, kMostSteps},
-              "The same when a step has reached a multiple of this. 0: not by steps");
+              "Save a model automatically when its step has reached a multiple of this "
+              "number. 0: disabled");
   table.Count("keep-last", o.keep_last, "N", {.least = 1},
-              "Checkpoints of a model that are kept, the newest; those with a label or a KEEP file "
-              "are kept anyway");
+              "Keep the newest N checkpoints of each model. Those with a label or a KEEP file "
+              "are always kept");
   table.Count("keep-every-steps", o.keep_every_steps, "STEPS", {0, kMostSteps},
-              "Keep those whose step is a multiple of this, too. 0: not because of their step");
+              "Also keep the checkpoints whose step is a multiple of this number. 0: disabled");
   table.Duration("scrub-interval", o.scrub_interval, absl::ZeroDuration(),
-                 "Read every checkpoint again once in so long, to find bytes that have gone bad. "
-                 "0: never");
+                 "Re-read every checkpoint at this interval, to find corrupt bytes. 0: never");
   table.Bytes("max-file-bytes", o.max_file_bytes, {1, kAnyBytes},
-              "Weights in one file of a checkpoint; a track that has more is split, as Hugging "
-              "Face splits it");
+              "Largest size of the weights in one file of a checkpoint. A larger track is "
+              "split into several files, in the format of Hugging Face");
 }
 
 void AddStatistics(Table& table, ServerOptions& o) {
   table.Group("Statistics");
   table.Count("statistics-every-commits", o.statistics_every_commits, "N", {},
-              "After every so many commits of a model, compute its averages' norms and their "
-              "distances from the raw weights, in the background; holds one version as a reader "
-              "does. 0: only when asked for");
+              "Every N commits of a model, compute the norms of its averages and their "
+              "distances from the raw weights, in the background. This holds one version as a "
+              "reader does. 0: only on request");
 }
 
 void AddLimits(Table& table, ServerOptions& o) {
   table.Group(kLimits);
   table.Count("max-push-streams", o.limits.max_push_streams, "N", {.least = 1},
-              "Pushes that may run at once");
+              "Maximum number of concurrent push streams");
   table.Count("max-pull-streams", o.limits.max_pull_streams, "N", {.least = 1},
-              "Pulls that may run at once");
+              "Maximum number of concurrent pull streams");
   table.Count("max-watch-streams", o.limits.max_watch_streams, "N", {.least = 1},
-              "Watches that may run at once");
-  table.Count(
-      "max-arriving-requests", o.limits.max_arriving_requests, "N", {.least = 1},
-      "Requests that may be arriving at once, of callers that may make them, and replies of more "
-      "than 16 KiB that may be on their way; each can take --max-message-bytes of memory");
+              "Maximum number of concurrent watches");
+  table.Count("max-arriving-requests", o.limits.max_arriving_requests, "N", {.least = 1},
+              "Maximum number of authorized requests that are being received at once, and of "
+              "replies above 16 KiB that are being sent. Each can hold --max-message-bytes of "
+              "memory, or 16 MiB for a reply");
   table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
-              "Steps that may be pushed at once, over all models; each has one at most");
-  table.Count(
-      "max-calls-per-second", o.limits.max_calls_per_second, "N", {},
-      "Calls that one IPv4 address or IPv6 /64 may begin in a second, but health probes. 0: any "
-      "number");
-  table.Count(
-      "max-connections", o.limits.max_connections, "N", {.least = 1},
-      "Connections that may be open at once, of all TCP addresses together, and of unix sockets");
+              "Maximum number of steps that are being pushed, over all models; each model has "
+              "at most one");
+  table.Count("max-calls-per-second", o.limits.max_calls_per_second, "N", {},
+              "Maximum number of calls per second from one IPv4 address or IPv6 /64; health "
+              "checks do not count. 0: unlimited");
+  table.Count("max-connections", o.limits.max_connections, "N", {.least = 1},
+              "Maximum number of open connections over TCP, and separately over unix sockets");
   table.Count("max-connections-per-peer", o.limits.max_connections_per_peer, "N", {.least = 1},
-              "The same of one IPv4 address or IPv6 /64 that is not loopback");
+              "Maximum number of open connections from one IPv4 address or IPv6 /64 other "
+              "than loopback");
   table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, "N", {.least = 1},
-              "Calls that may run at once on one connection");
+              "Maximum number of concurrent calls on one connection");
   table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second,
               {0, int64_t{1} << 40},
-              "End the slower pulls of a model's oldest pinned version when another reader needs a "
-              "pin (max_pinned_versions). 0: end none");
+              "When a reader needs a pin (max_pinned_versions), end the pulls of the model's "
+              "oldest pinned version that are slower than this. 0: end none");
   table.Bytes("max-message-bytes", o.limits.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
-              "The longest message that is taken; clients send up to 4 MiB and a header");
+              "Largest message that the server accepts. Clients send up to 4 MiB and a header");
   table.Bytes("max-metadata-bytes", o.limits.max_metadata_bytes,
-              {int64_t{1} << 10, int64_t{1} << 20}, "The longest headers of a call");
-  table.Count("max-models", o.max_models, "N", {.least = 1}, "Models that there may be at once");
+              {int64_t{1} << 10, int64_t{1} << 20}, "Largest size of the headers of a call");
+  table.Count("max-models", o.max_models, "N", {.least = 1}, "Maximum number of models");
 }
 
 void AddTimeLimits(Table& table, ServerOptions& o) {
   table.Group(kTimeLimits);
   table.Duration("handshake-timeout", o.limits.handshake_timeout, absl::Milliseconds(1),
-                 "Close a new connection that has not begun to speak HTTP/2 after so long",
+                 "Close a new connection whose peer has not begun to speak HTTP/2 within this "
+                 "time",
                  kMostOfTransport);
   table.Duration("keepalive-time", o.limits.keepalive_time, absl::Seconds(1),
-                 "Ask a peer that has been silent for so long whether it is there",
-                 kMostOfTransport);
+                 "Ping a peer that has been silent for this long", kMostOfTransport);
   table.Duration("keepalive-timeout", o.limits.keepalive_timeout, absl::Milliseconds(1),
-                 "Close a connection whose peer does not answer that for so long",
+                 "Close a connection whose peer has not answered that ping within this time",
                  kMostOfTransport);
   table.Duration("max-connection-idle", o.limits.max_connection_idle, absl::Milliseconds(1),
-                 "Close a connection on which there has been no call for so long; clients open "
-                 "another one by themselves",
+                 "Close a connection that has had no call for this long. Clients reconnect by "
+                 "themselves",
                  kMostOfTransport);
   table.Duration("session-timeout", o.limits.session_timeout, absl::Milliseconds(1),
-                 "End a push that makes no progress for so long");
+                 "Drop a step that is being pushed and has made no progress for this long");
   table.Duration("stream-timeout", o.limits.stream_timeout, absl::Milliseconds(1),
-                 "End a push or pull whose peer sends or takes nothing for so long");
+                 "End a stream whose peer has sent or taken nothing for this long");
   table.Duration("drain-delay", o.drain_delay, absl::ZeroDuration(),
-                 "After SIGTERM, serve everything for so long still, while health checks and "
-                 "/readyz say that the server does not: for load balancers that look at them");
+                 "After SIGTERM, keep serving for this long while health checks and /readyz "
+                 "already fail, so that load balancers can notice");
   table.Duration("drain-grace", o.drain_grace, absl::ZeroDuration(),
-                 "Then refuse what is new, and wait so long for running calls");
+                 "After the drain delay, reject new work and wait at most this long for running "
+                 "calls");
 }
 
 void AddLogging(Table& table, ServerOptions& o) {
   table.Group("Logging");
   table.Text("log-level", o.log_level, "LEVEL",
-             "Least severe events to log: debug, info, warn, error",
+             "Least severe events to log: debug, info, warn or error",
              OneOf({"debug", "info", "warn", "error"}));
-  table.Text("log-format", o.log_format, "text|json", "What a line of the log is",
-             OneOf({"text", "json"}));
+  table.Text("log-format", o.log_format, "text|json",
+             "Format of the log: text or one JSON object per line", OneOf({"text", "json"}));
 }
 
 // Something tells who may use the server.
@@ -420,11 +424,10 @@ std::vector<std::string> Contradictions(const ServerOptions& options) {
     if (IsLocal(listen)) continue;
     problems.push_back(absl::StrCat(
         "--listen: \"", listen,
-        "\" can be reached from other hosts, and nothing tells who may use "
-        "the server. Give --auth-tokens, or --tls-client-ca (with --tls-cert and --tls-key), or "
-        "say "
-        "--allow-unauthenticated if everybody who can reach it may; or listen on a loopback "
-        "address, such as 127.0.0.1:50051"));
+        "\" can be reached from other hosts, but clients do not have to authenticate. Set "
+        "--auth-tokens or --tls-client-ca (with --tls-cert and --tls-key); or "
+        "--allow-unauthenticated, to serve everybody who can reach the server; or listen on a "
+        "loopback address, such as 127.0.0.1:50051"));
   }
   return problems;
 }
