@@ -18,7 +18,7 @@ pip=(build/venv/bin/python -m pip --no-input --disable-pip-version-check)
 # pip takes seconds even when there is nothing to do. What the packages of the system bring is in the
 # wheel, too.
 inputs=(CMakeLists.txt deploy/cmake deploy/requirements-client.txt deploy/wheel.sh proto include
-  server/CMakeLists.txt server/base server/device client/CMakeLists.txt client/cpp client/python)
+  server/CMakeLists.txt server/base server/kernel server/wire client/CMakeLists.txt client/cpp client/python)
 hash=$(find "${inputs[@]}" -type f -not -path '*/__pycache__/*' -print0 | sort -z |
   xargs -0 sha256sum | cat - <(dpkg-query --show) | sha256sum)
 stamp=build/venv/.ema_client

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "server/base/shared_ring.h"
 #include "server/core/attached_files.h"
 #include "server/core/model.h"
 #include "server/core/reading.h"
@@ -12,6 +11,7 @@
 #include "server/ops/logging.h"
 #include "server/ops/process_stats.h"
 #include "server/rpc/rpc_server.h"
+#include "server/wire/shared_ring.h"
 
 namespace ema {
 namespace {

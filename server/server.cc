@@ -13,7 +13,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
 #include "server/base/steady_wait.h"
-#include "server/checkpoint/file_system.h"
+#include "server/format/file_system.h"
 #include "server/ops/logging.h"
 #include "server/ops/port_file.h"
 #include "server/ops/version.h"

@@ -11,10 +11,10 @@
 #include "absl/strings/str_join.h"
 #include "client/cli/output.h"
 #include "client/cli/weights_file.h"
+#include "ema/attached_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/file_system.h"
-#include "server/core/attached_files.h"
+#include "server/format/file_system.h"
 
 namespace ema::cli {
 namespace {

@@ -12,9 +12,9 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
-#include "server/checkpoint/checkpoint_files.h"
-#include "server/checkpoint/checkpoint_name.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/verify.h"
 
 namespace ema::cli {
 namespace {

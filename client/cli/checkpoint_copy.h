@@ -7,8 +7,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/manifest_json.h"
+#include "server/format/file_system.h"
+#include "server/format/manifest_json.h"
 
 namespace ema::cli {
 

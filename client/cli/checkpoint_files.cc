@@ -12,10 +12,10 @@
 #include "client/cli/output.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/checkpoint_files.h"
-#include "server/checkpoint/checkpoint_name.h"
-#include "server/checkpoint/label_file.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/label_file.h"
+#include "server/format/verify.h"
 
 namespace ema::cli {
 namespace {

@@ -11,7 +11,7 @@
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/weights_file.h"
-#include "client/cpp/first_value.h"
+#include "client/cpp/trainer/first_value.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 

@@ -17,7 +17,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
 #include "client/cli/signals.h"
-#include "client/cpp/quiet_grpc.h"
+#include "client/cpp/transport/quiet_grpc.h"
 #include "ema/client.h"
 #include "server/base/nearest_name.h"
 #include "server/base/standard_files.h"

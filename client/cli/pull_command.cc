@@ -21,8 +21,8 @@
 #include "client/cli/weights_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/tensor_pattern.h"
-#include "server/checkpoint/file_system.h"
+#include "include/ema/internal/tensor_pattern.h"
+#include "server/format/file_system.h"
 
 namespace ema::cli {
 namespace {

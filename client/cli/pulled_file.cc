@@ -15,8 +15,8 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/safetensors.h"
+#include "server/format/file_system.h"
+#include "server/format/safetensors.h"
 
 namespace ema::cli {
 

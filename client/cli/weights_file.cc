@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "ema/attached_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/safetensors.h"
-#include "server/core/attached_files.h"
+#include "server/format/safetensors.h"
 
 namespace ema::cli {
 namespace {

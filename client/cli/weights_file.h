@@ -14,7 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
-#include "server/checkpoint/file_system.h"
+#include "server/format/file_system.h"
 
 namespace ema::cli {
 

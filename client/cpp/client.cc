@@ -9,8 +9,8 @@
 #include "absl/base/call_once.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client_impl.h"
-#include "client/cpp/convert.h"
-#include "client/cpp/fork_guard.h"
+#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/fork_guard.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 

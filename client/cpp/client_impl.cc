@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/retry.h"
+#include "client/cpp/transport/retry.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {

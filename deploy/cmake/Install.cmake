@@ -5,7 +5,7 @@
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/ema)
-install(TARGETS ema_base ema_client ema_includes ema_kernel ema_proto EXPORT ema COMPONENT client)
+install(TARGETS ema_base ema_client ema_common ema_includes ema_kernel ema_proto ema_wire EXPORT ema COMPONENT client)
 install(
   EXPORT ema COMPONENT client NAMESPACE ema:: DESTINATION ${package_dir} FILE emaTargets.cmake)
 write_basic_package_version_file(emaConfigVersion.cmake COMPATIBILITY SameMinorVersion)
@@ -13,7 +13,13 @@ install(
   FILES ${CMAKE_CURRENT_LIST_DIR}/emaConfig.cmake ${CMAKE_CURRENT_LIST_DIR}/Dependencies.cmake
         ${CMAKE_CURRENT_BINARY_DIR}/emaConfigVersion.cmake
   DESTINATION ${package_dir} COMPONENT client)
-install(DIRECTORY include/ema DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client)
+install(
+  DIRECTORY include/ema DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client
+  FILES_MATCHING PATTERN "*.h" PATTERN internal EXCLUDE)
+# Of the internal headers only those that ema/torch.h includes.
+install(
+  FILES include/ema/internal/status_macros.h include/ema/internal/torch_sums.h
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ema/internal COMPONENT client)
 
 if(EMA_BUILD_SERVER)
   install(

@@ -12,7 +12,7 @@
 namespace ema {
 
 // Mirrors ema.v1.ErrorReason (proto/ema/v1/error.proto), which says what each means; the numbers
-// are the wire's. tests/base/error_reason_test.cc checks that the two are equal.
+// are the wire's. tests/include/error_reason_test.cc checks that the two are equal.
 enum class ErrorReason : int {
   kUnspecified = 0,
   kBadRequest = 1,

@@ -12,8 +12,8 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_manager.h"
-#include "server/checkpoint/label_file.h"
 #include "server/checkpoint/stored_track.h"
+#include "server/format/label_file.h"
 
 namespace ema {
 namespace {

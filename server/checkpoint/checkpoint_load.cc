@@ -9,9 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/restore.h"
+#include "server/format/checkpoint_files.h"
 
 namespace ema {
 namespace {

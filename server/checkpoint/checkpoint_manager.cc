@@ -7,10 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/json_fields.h"
+#include "server/format/verify.h"
 
 namespace ema {
 namespace {

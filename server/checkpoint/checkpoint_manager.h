@@ -29,12 +29,12 @@
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_scheduler.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/manifest_json.h"
 #include "server/core/checkpoints.h"
 #include "server/core/known_versions.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
+#include "server/format/file_system.h"
+#include "server/format/manifest_json.h"
 
 namespace ema {
 

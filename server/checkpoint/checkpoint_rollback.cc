@@ -9,8 +9,8 @@
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/restore.h"
-#include "server/checkpoint/verify.h"
 #include "server/core/model_store.h"
+#include "server/format/verify.h"
 
 namespace ema {
 

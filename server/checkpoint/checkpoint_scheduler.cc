@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "ema/error_reason.h"
-#include "server/base/schedule_parts.h"
+#include "include/ema/internal/schedule_parts.h"
 
 namespace ema {
 namespace {

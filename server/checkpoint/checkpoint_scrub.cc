@@ -7,7 +7,7 @@
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/pacer.h"
 #include "server/checkpoint/restore.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/verify.h"
 
 namespace ema {
 

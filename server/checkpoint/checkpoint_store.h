@@ -47,15 +47,15 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "server/checkpoint/checkpoint_name.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/label_file.h"
-#include "server/checkpoint/manifest_json.h"
 #include "server/checkpoint/sync_latch.h"
 #include "server/core/checkpoint_counts.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/file_system.h"
+#include "server/format/label_file.h"
+#include "server/format/manifest_json.h"
 
 namespace ema {
 

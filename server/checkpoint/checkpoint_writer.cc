@@ -15,11 +15,11 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
-#include "server/checkpoint/checkpoint_files.h"
-#include "server/checkpoint/json_fields.h"
 #include "server/checkpoint/pacer.h"
-#include "server/checkpoint/safetensors.h"
-#include "server/checkpoint/tensor_reader.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/json_fields.h"
+#include "server/format/safetensors.h"
+#include "server/format/tensor_reader.h"
 
 namespace ema {
 namespace {

@@ -9,11 +9,11 @@
 #include <string_view>
 
 #include "absl/status/statusor.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/manifest_json.h"
-#include "server/checkpoint/verify.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
+#include "server/format/file_system.h"
+#include "server/format/manifest_json.h"
+#include "server/format/verify.h"
 
 namespace ema {
 

@@ -15,7 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/tensor_reader.h"
+#include "server/format/tensor_reader.h"
 
 namespace ema {
 namespace {

@@ -12,9 +12,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
-#include "server/checkpoint/file_system.h"
-#include "server/checkpoint/manifest_json.h"
 #include "server/core/snapshot.h"
+#include "server/format/file_system.h"
+#include "server/format/manifest_json.h"
 
 namespace ema {
 

@@ -11,11 +11,11 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis_plan.h"
-#include "server/checkpoint/tensor_reader.h"
 #include "server/core/known_versions.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/tensor_reader.h"
 
 namespace ema {
 namespace {

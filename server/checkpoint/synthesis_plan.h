@@ -10,10 +10,10 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ema/track.h"
-#include "server/checkpoint/checkpoint_name.h"
-#include "server/checkpoint/manifest_json.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/manifest_json.h"
 
 namespace ema {
 

@@ -5,7 +5,6 @@
 #include <span>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
@@ -31,19 +30,6 @@ bool HasPart(const AttachedFile& file, int64_t offset, std::string_view data) {
 }
 
 }  // namespace
-
-absl::Status ValidateAttachedName(std::string_view name) {
-  EMA_RETURN_IF_ERROR(ValidateName("file", name));
-  const std::string text(name);
-  // Not only the names that a checkpoint uses: readers take every such file for weights.
-  if (absl::EndsWithIgnoreCase(text, ".safetensors") ||
-      absl::EndsWithIgnoreCase(text, ".safetensors.index.json")) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
-        absl::StrCat("file \"", text, "\": such names are for the weights that the server writes"));
-  }
-  return absl::OkStatus();
-}
 
 absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes, int64_t offset,
                                     std::string_view data) {

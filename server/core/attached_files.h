@@ -16,27 +16,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "ema/attached_file.h"
 #include "server/base/steady_wait.h"
 #include "server/core/memory_budget.h"
 
 namespace ema {
 
-struct AttachedFile {
-  std::string name;
-  std::string bytes;
-
-  friend bool operator==(const AttachedFile&, const AttachedFile&) = default;
-};
-
-// Of a model. A tokenizer has up to 40 MB.
-inline constexpr size_t kMaxAttachedFiles = 64;
-inline constexpr int64_t kMaxAttachedFileBytes = int64_t{64} << 20;
 // Those that are coming, which nobody sees.
 inline constexpr size_t kMaxUnfinishedFiles = 2;
-
-// INVALID_ARGUMENT, BAD_NAME: not [A-Za-z0-9][A-Za-z0-9._-]{0,127}, or like a name of the weights:
-// it ends in ".safetensors" or ".safetensors.index.json".
-absl::Status ValidateAttachedName(std::string_view name);
 
 // The files of one model. Thread-safe.
 class AttachedFiles {

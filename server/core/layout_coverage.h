@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
-#include "server/base/box_tree.h"
+#include "include/ema/internal/box_tree.h"
 
 namespace ema {
 

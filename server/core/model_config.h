@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "ema/manifest.h"
 #include "ema/track.h"
-#include "server/base/tensor_pattern.h"
+#include "include/ema/internal/tensor_pattern.h"
 
 namespace ema {
 

@@ -9,7 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/tensor_pattern.h"
+#include "include/ema/internal/tensor_pattern.h"
 #include "server/core/model.h"
 
 namespace ema {

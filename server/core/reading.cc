@@ -10,9 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "include/ema/internal/tensor_pattern.h"
 #include "server/base/crc32c.h"
-#include "server/base/tensor_pattern.h"
-#include "server/device/cast.h"
+#include "server/kernel/cast.h"
 
 namespace ema {
 namespace {

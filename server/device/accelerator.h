@@ -14,9 +14,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/device/block_pool.h"
-#include "server/device/cast_run.h"
-#include "server/device/fold_table.h"
-#include "server/device/sum_table.h"
+#include "server/kernel/cast_run.h"
+#include "server/kernel/fold_table.h"
+#include "server/kernel/sum_table.h"
 
 namespace ema {
 

@@ -26,11 +26,11 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/device/block_pool.h"
-#include "server/device/cast.h"
 #include "server/device/device.h"
-#include "server/device/ema_kernel.h"
 #include "server/device/host_memory_bytes.h"
-#include "server/device/sum.h"
+#include "server/kernel/cast.h"
+#include "server/kernel/ema_kernel.h"
+#include "server/kernel/sum.h"
 
 namespace ema {
 namespace {

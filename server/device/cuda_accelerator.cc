@@ -20,7 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/device/kernels_cuda.h"
+#include "server/kernel/kernels_cuda.h"
 
 // LibTorch has it for its other half, libtorch_cuda.so, but in no header.
 // NOLINTBEGIN(readability-identifier-naming)

@@ -17,8 +17,8 @@
 
 #include "absl/status/statusor.h"
 #include "ema/tensor_spec.h"
-#include "server/device/fold_element.h"
-#include "server/device/sum_element.h"
+#include "server/kernel/fold_op.h"
+#include "server/kernel/sum_element.h"
 
 namespace ema {
 
@@ -41,57 +41,12 @@ class Block {
 };
 using BlockRef = std::shared_ptr<const Block>;
 
-// What one run of pushed elements does to one track.
-struct FoldTarget {
-  using Kind = FoldKind;  // fold_element.h says what each does.
-  Kind kind = Kind::kCopy;
-  double update_weight = 1;
-  // Device memory; aligned to the stored element. `next` may be `current`, and `next_low`
-  // `current_low`: then the average is updated in place.
-  const std::byte* current = nullptr;
-  std::byte* next = nullptr;
-  // Of the compensated kinds: the low parts.
-  const std::byte* current_low = nullptr;
-  std::byte* next_low = nullptr;
-  // Not for kCopy; may be null. Set to true if an element of `next` (and its low part) is not what
-  // assigning the source would have given, bit for bit but for the sign of 0, which averaging does
-  // not keep; final after Synchronize().
-  std::atomic<bool>* differs = nullptr;
-
-  // Of one element that is stored, if one of the source takes `source_bytes`.
-  int64_t StoredBytes(int64_t source_bytes) const {
-    return kind == Kind::kCopy ? source_bytes : int64_t{sizeof(float)};
-  }
-};
-
-// One run of pushed elements and everything to be done with it, in one read of the source.
-struct FoldOp {
-  Dtype source_dtype = Dtype::kFloat32;
-  const std::byte* source = nullptr;  // Host memory, any alignment.
-  int64_t element_count = 0;          // 0 or more.
-  std::span<const FoldTarget>
-      targets;  // May be empty: then only the check for finite values is done.
-  // By which Synchronize() names the source: what its elements are of (a tensor, say), and which of
-  // those the first one is.
-  int64_t source_id = 0;
-  int64_t first_element = 0;
-};
-
 // A value that is NaN or infinity, by the names of FoldOp.
 struct NonFiniteElement {
   int64_t source_id = 0;
   int64_t element = 0;
 
   bool operator==(const NonFiniteElement&) const = default;
-};
-
-// One run of an average's elements, and the raw values that it is compared with; in device memory,
-// aligned to their elements.
-struct SumRun {
-  const std::byte* average = nullptr;  // float32s.
-  int64_t element_count = 0;           // 0 or more.
-  const std::byte* raw = nullptr;      // Null: there are none.
-  Dtype raw_dtype = Dtype::kFloat32;   // Any float.
 };
 
 // INTERNAL, BUG: the elements of `op` are no floats, and a target does not only copy them. OK: `op`

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "server/base/round_up.h"
-#include "server/device/ema_kernel.h"
+#include "server/kernel/ema_kernel.h"
 
 namespace ema {
 namespace {

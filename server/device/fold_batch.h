@@ -11,7 +11,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "server/device/device.h"
-#include "server/device/fold_table.h"
+#include "server/kernel/fold_table.h"
 
 namespace ema {
 

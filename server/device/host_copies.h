@@ -17,7 +17,7 @@
 #include "server/device/block_pool.h"
 #include "server/device/device.h"
 #include "server/device/feed_pool.h"
-#include "server/device/fold_element.h"
+#include "server/kernel/fold_element.h"
 
 namespace ema {
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between the wire's messages and the core's structs; ema/v1/convert.h has those of include/ema.
+// Between the wire's messages and the core's structs; server/wire/convert.h has those of
+// include/ema.
 #ifndef EMA_SERVER_RPC_CONVERT_H_
 #define EMA_SERVER_RPC_CONVERT_H_
 
 #include "absl/status/statusor.h"
-#include "ema/v1/convert.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
+#include "server/wire/convert.h"
 
 namespace ema {
 

@@ -12,9 +12,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/v1/lane.pb.h"
-#include "server/base/lane_pipe.h"
 #include "server/rpc/pull_handler.h"
 #include "server/rpc/rpc_context.h"
+#include "server/wire/lane_pipe.h"
 
 namespace ema {
 

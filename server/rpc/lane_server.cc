@@ -8,9 +8,9 @@
 #include <system_error>
 
 #include "ema/internal/status_macros.h"
-#include "server/base/lane_pipe.h"
 #include "server/base/random_hex.h"
 #include "server/rpc/lane_connection.h"
+#include "server/wire/lane_pipe.h"
 
 namespace ema {
 namespace {

@@ -13,12 +13,12 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
-#include "server/base/lane_pipe.h"
 #include "server/base/quoted.h"
 #include "server/core/attached_files.h"
 #include "server/core/trainer_run.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/unary_call.h"
+#include "server/wire/lane_pipe.h"
 
 namespace ema {
 namespace {

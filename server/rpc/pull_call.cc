@@ -8,8 +8,8 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "ema/v1/chunk_codec.h"
 #include "server/base/crc32c.h"
+#include "server/wire/chunk_codec.h"
 
 namespace ema {
 namespace {

@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "ema/v1/chunk_codec.h"
 #include "server/rpc/convert.h"
+#include "server/wire/chunk_codec.h"
 
 namespace ema {
 namespace {

@@ -12,12 +12,12 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "ema/v1/chunk_codec.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/base/observer.h"
 #include "server/base/steady_wait.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
+#include "server/wire/chunk_codec.h"
 
 namespace ema {
 

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "client/cpp/connection_count.h"
+#include "client/cpp/transport/connection_count.h"
 
 namespace ema::bench {
 namespace {

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/checkpoint/checkpoint_name.h"
 #include "server/checkpoint/checkpoint_writer.h"
-#include "server/checkpoint/file_system.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/sync_latch.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/file_system.h"
+#include "server/format/verify.h"
 #include "tests/bench/core_trainer.h"
 #include "tests/bench/folder.h"
 #include "tests/bench/peers/plain_file.h"

@@ -9,8 +9,8 @@
 
 #include "absl/synchronization/notification.h"
 #include "server/checkpoint/checkpoint_manager.h"
-#include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

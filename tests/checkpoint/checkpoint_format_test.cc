@@ -9,13 +9,13 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/checkpoint/restore.h"
-#include "server/checkpoint/safetensors.h"
-#include "tests/checkpoint/fake_file_system.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/safetensors.h"
 #include "tests/checkpoint/format_testing.h"
 #include "tests/checkpoint/test_checkpoints.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

@@ -10,9 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "server/checkpoint/checkpoint_manager.h"
-#include "server/checkpoint/label_file.h"
-#include "tests/checkpoint/fake_file_system.h"
+#include "server/format/label_file.h"
 #include "tests/checkpoint/test_manager.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

@@ -8,8 +8,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

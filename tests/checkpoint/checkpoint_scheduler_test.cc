@@ -8,8 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "tests/checkpoint/fake_file_system.h"
 #include "tests/core/test_model.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

@@ -8,11 +8,11 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "server/checkpoint/json_fields.h"
-#include "server/checkpoint/safetensors.h"
 #include "server/checkpoint/sync_latch.h"
-#include "tests/checkpoint/fake_file_system.h"
+#include "server/format/json_fields.h"
+#include "server/format/safetensors.h"
 #include "tests/checkpoint/test_checkpoints.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/pacer.h"
-#include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
+#include "tests/testutil/fake_file_system.h"
 #include "tests/testutil/stepped_clock.h"
 
 namespace ema {

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "server/checkpoint/manifest_json.h"
+#include "server/format/manifest_json.h"
 #include "tests/checkpoint/test_checkpoints.h"
 
 namespace ema {

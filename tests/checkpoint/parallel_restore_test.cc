@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/checkpoint/restore.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/verify.h"
 #include "tests/checkpoint/test_checkpoints.h"
 #include "tests/checkpoint/test_data_dir.h"
 

@@ -21,9 +21,9 @@
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/verify.h"
-#include "tests/checkpoint/fake_file_system.h"
+#include "server/format/verify.h"
 #include "tests/core/test_model.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

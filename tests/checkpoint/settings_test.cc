@@ -7,9 +7,9 @@
 #include <string_view>
 
 #include "absl/strings/match.h"
-#include "server/checkpoint/verify.h"
-#include "tests/checkpoint/fake_file_system.h"
+#include "server/format/verify.h"
 #include "tests/checkpoint/test_manager.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "server/checkpoint/checkpoint_files.h"
 #include "server/checkpoint/checkpoint_writer.h"
-#include "tests/checkpoint/fake_file_system.h"
+#include "server/format/checkpoint_files.h"
 #include "tests/checkpoint/format_testing.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

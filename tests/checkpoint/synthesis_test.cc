@@ -10,9 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "server/checkpoint/restore.h"
 #include "server/checkpoint/synthesis_plan.h"
-#include "tests/checkpoint/fake_file_system.h"
 #include "tests/checkpoint/test_manager.h"
 #include "tests/core/test_model.h"
+#include "tests/testutil/fake_file_system.h"
 
 namespace ema {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/chunk_plan.h"
+#include "client/cpp/push/chunk_plan.h"
 
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>

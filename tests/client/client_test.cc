@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "client/cpp/dial.h"
+#include "client/cpp/transport/dial.h"
 #include "tests/client/fake_server.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/tcp_proxy.h"

@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "absl/time/clock.h"
-#include "client/cpp/interrupt.h"
-#include "client/cpp/weights_gate.h"
+#include "client/cpp/push/weights_gate.h"
+#include "client/cpp/transport/interrupt.h"
 #include "ema/client.h"
 #include "ema/step_pusher.h"
 #include "server/base/steady_wait.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/connection_count.h"
+#include "client/cpp/transport/connection_count.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/convert.h"
+#include "client/cpp/transport/convert.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

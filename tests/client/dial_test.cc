@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A name service that does not answer.
-#include "client/cpp/dial.h"
+#include "client/cpp/transport/dial.h"
 
 #include <dlfcn.h>
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/due_tracks.h"
+#include "client/cpp/push/due_tracks.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

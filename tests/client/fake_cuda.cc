@@ -23,7 +23,7 @@
 
 #include <type_traits>
 
-#include "client/cpp/cuda_driver.h"
+#include "client/cpp/gpu/cuda_driver.h"
 // Then the compiler compares what follows with the toolkit's declarations.
 #else
 using CUresult = int;

@@ -5,7 +5,7 @@
 #include <chrono>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/convert.h"
+#include "client/cpp/transport/convert.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/v1/error.pb.h"

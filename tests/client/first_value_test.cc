@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/first_value.h"
+#include "client/cpp/trainer/first_value.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/gather.h"
+#include "client/cpp/push/gather.h"
 
 #include <gtest/gtest.h>
 

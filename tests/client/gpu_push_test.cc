@@ -12,7 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "client/cpp/pinned_ring.h"
+#include "client/cpp/gpu/pinned_ring.h"
 #include "ema/client.h"
 #include "server/base/crc32c.h"
 #include "tests/client/fake_cuda.h"

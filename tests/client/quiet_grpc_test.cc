@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/quiet_grpc.h"
+#include "client/cpp/transport/quiet_grpc.h"
 
 #include <gmock/gmock.h>
 #include <grpc/support/log.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/retry.h"
+#include "client/cpp/transport/retry.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

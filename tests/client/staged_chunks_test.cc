@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How chunks of weights on a GPU pass through pinned memory, with a CUDA driver in host memory.
-#include "client/cpp/staged_chunks.h"
+#include "client/cpp/push/staged_chunks.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "client/cpp/pinned_ring.h"
+#include "client/cpp/gpu/pinned_ring.h"
 #include "ema/error_reason.h"
 #include "server/base/crc32c.h"
 #include "tests/client/fake_cuda.h"

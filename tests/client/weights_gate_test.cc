@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/weights_gate.h"
+#include "client/cpp/push/weights_gate.h"
 
 #include <gtest/gtest.h>
 

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "server/device/cast.h"
 #include "server/device/cuda_accelerator.h"
 #include "server/device/device.h"
+#include "server/kernel/cast.h"
 #include "tests/conformance/device_testing.h"
 #include "tests/testutil/status_matchers.h"
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "server/device/device.h"
-#include "server/device/ema_kernel.h"
+#include "server/kernel/ema_kernel.h"
 #include "tests/conformance/device_testing.h"
 #include "tests/testutil/status_matchers.h"
 

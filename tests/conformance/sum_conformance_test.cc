@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
-#include "server/device/cast.h"
 #include "server/device/device.h"
+#include "server/kernel/cast.h"
 #include "tests/conformance/device_testing.h"
 #include "tests/testutil/status_matchers.h"
 

@@ -6,7 +6,7 @@
 
 #include <set>
 
-#include "tests/base/shard_testing.h"
+#include "tests/include/shard_testing.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {

@@ -8,7 +8,7 @@
 #include <random>
 
 #include "server/base/crc32c.h"
-#include "server/device/cast.h"
+#include "server/kernel/cast.h"
 #include "tests/core/test_model.h"
 
 namespace ema {

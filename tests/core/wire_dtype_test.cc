@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // float32 weights that come as bfloat16.
-#include "server/device/cast.h"
+#include "server/kernel/cast.h"
 #include "tests/core/test_model.h"
 
 namespace ema {

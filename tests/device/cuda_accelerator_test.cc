@@ -23,7 +23,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/device/accelerator.h"
 #include "server/device/accelerator_device.h"
-#include "server/device/fold_table.h"
+#include "server/kernel/fold_table.h"
 #include "tests/testutil/fake_cudart.h"
 #include "tests/testutil/fake_nvml.h"
 #include "tests/testutil/status_matchers.h"

@@ -49,7 +49,7 @@
 #include "ema/error_reason.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/verify.h"
+#include "server/format/verify.h"
 #include "tests/core/test_model.h"
 
 namespace ema {

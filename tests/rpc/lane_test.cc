@@ -15,7 +15,7 @@
 #include "absl/time/clock.h"
 #include "ema/client.h"
 #include "ema/v1/lane.pb.h"
-#include "server/base/lane_pipe.h"
+#include "server/wire/lane_pipe.h"
 #include "tests/rpc/rpc_fixture.h"
 
 namespace ema {

@@ -17,8 +17,8 @@
 
 #include "absl/synchronization/notification.h"
 #include "ema/v1/lane.pb.h"
-#include "server/base/lane_pipe.h"
 #include "server/core/no_checkpoints.h"
+#include "server/wire/lane_pipe.h"
 #include "tests/core/test_model.h"
 #include "tests/rpc/rpc_fixture.h"
 #include "tests/testutil/fake_stored_track.h"

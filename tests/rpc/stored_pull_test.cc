@@ -5,7 +5,7 @@
 
 #include <thread>
 
-#include "server/device/cast.h"
+#include "server/kernel/cast.h"
 
 namespace ema {
 namespace {

@@ -3,9 +3,9 @@
 
 #include <vector>
 
-#include "server/device/cast_run.h"
-#include "server/device/fold_table.h"
-#include "server/device/sum_table.h"
+#include "server/kernel/cast_run.h"
+#include "server/kernel/fold_table.h"
+#include "server/kernel/sum_table.h"
 #include "tests/testutil/walk_grid.h"
 
 namespace {

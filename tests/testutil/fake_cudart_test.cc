@@ -12,9 +12,9 @@
 #include <cstring>
 #include <string>
 
-#include "server/device/cast_run.h"
-#include "server/device/fold_table.h"
-#include "server/device/sum_table.h"
+#include "server/kernel/cast_run.h"
+#include "server/kernel/fold_table.h"
+#include "server/kernel/sum_table.h"
 
 // What nvcc's code calls.
 extern "C" {

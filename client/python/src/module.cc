@@ -2,7 +2,7 @@
 //
 // ema_client._ema: the C++ client for the Python package. Plain values in and out; what users see
 // is made in Python.
-#include "client/cpp/quiet_grpc.h"
+#include "client/cpp/transport/quiet_grpc.h"
 #include "client/python/src/bind.h"
 
 NB_MODULE(_ema, module) {

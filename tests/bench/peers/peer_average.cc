@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <filesystem>
 
-#include "server/device/ema_kernel.h"
+#include "server/kernel/ema_kernel.h"
 #include "tests/bench/peers/peer_server.h"
 
 namespace ema::bench {

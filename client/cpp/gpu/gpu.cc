@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/gpu/gpu.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+namespace {
+
+// Between two questions to the driver: at first about what a chunk's copy takes, then more, as the
+// trainer's stream has much to do before. The driver's own wait could not be ended.
+constexpr absl::Duration kFirstPause = absl::Microseconds(10);
+constexpr absl::Duration kLongestPause = absl::Milliseconds(1);
+
+absl::Status DeviceError(int index, const std::string& what) {
+  return MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice,
+                   absl::StrCat("GPU ", index, ": ", what));
+}
+
+}  // namespace
+
+// Makes the GPU's context the thread's current one. A capture by another thread, in CUDA's default
+// mode, forbids some calls to all threads but those that say they do not mind.
+class Gpu::Current {
+ public:
+  // Where it fails, as after a cudaDeviceReset(), so does what follows it, which is checked.
+  explicit Current(const Gpu& gpu)
+      : driver_(*gpu.driver_), is_pushed_(driver_.CtxPushCurrent(gpu.context_) == 0) {
+    driver_.ThreadExchangeStreamCaptureMode(&capture_mode_);
+  }
+  ~Current() {
+    driver_.ThreadExchangeStreamCaptureMode(&capture_mode_);
+    CUctx_st* context = nullptr;
+    if (is_pushed_) driver_.CtxPopCurrent(&context);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  const bool is_pushed_;
+  int capture_mode_ = CudaDriver::kCaptureModeRelaxed;
+};
+
+absl::StatusOr<std::unique_ptr<Gpu>> Gpu::Open(int index) {
+  const absl::StatusOr<CudaDriver>& driver = CudaDriver::Get();
+  if (!driver.ok()) return DeviceError(index, std::string(driver.status().message()));
+  std::unique_ptr<Gpu> gpu(new Gpu(&*driver, index));
+  EMA_RETURN_IF_ERROR(gpu->Create());
+  return gpu;
+}
+
+absl::Status Gpu::Create() {
+  EMA_RETURN_IF_ERROR(Check(driver_->DeviceGet(&device_, index_), "there is none"));
+  EMA_RETURN_IF_ERROR(
+      Check(driver_->DevicePrimaryCtxRetain(&context_, device_), "its context cannot be had"));
+  const Current current(*this);
+  // The default stream, on which PyTorch works, waits for no such stream by itself.
+  EMA_RETURN_IF_ERROR(Check(driver_->StreamCreate(&stream_, CudaDriver::kStreamNonBlocking),
+                            "no stream can be made"));
+  absl::MutexLock lock(&mu_);
+  return NewEvent(CudaDriver::kEventDisableTiming, &edge_);
+}
+
+Gpu::~Gpu() {
+  if (context_ == nullptr) return;
+  if (stream_ != nullptr && !AwaitIdle(After(SteadyNow(), kIdleGrace))) return;
+  {
+    const Current current(*this);
+    absl::MutexLock lock(&mu_);
+    if (edge_ != nullptr) driver_->EventDestroy(edge_);
+    for (CUevent_st* mark : marks_) driver_->EventDestroy(mark);
+    if (stream_ != nullptr) driver_->StreamDestroy(stream_);
+  }
+  driver_->DevicePrimaryCtxRelease(device_);
+}
+
+absl::Status Gpu::Check(int result, std::string_view what) {
+  absl::MutexLock lock(&error_mu_);
+  if (!error_.ok() || result == CudaDriver::kSuccess) return error_;
+  const std::string problem = absl::StrCat(std::string(what), ": ", driver_->Describe(result));
+  if (result == CudaDriver::kOutOfMemory) {
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                     absl::StrCat("GPU ", index_, ": ", problem));
+  }
+  absl::Status error = DeviceError(index_, problem);
+  if (CudaDriver::IsSticky(result)) error_ = error;
+  return error;
+}
+
+int Gpu::Poll(absl::FunctionRef<int()> ask, SteadyTime deadline, Interrupt& interrupt) {
+  absl::Duration pause = kFirstPause;
+  while (true) {
+    const int result = ask();
+    if (result != CudaDriver::kNotReady) return result;
+    const absl::Duration left = Until(deadline);
+    if (left <= absl::ZeroDuration() || !interrupt.Sleep(std::min(pause, left))) return result;
+    pause = std::min(2 * pause, kLongestPause);
+  }
+}
+
+absl::Status Gpu::NewEvent(unsigned flags, CUevent_st** event) {
+  return Check(driver_->EventCreate(event, flags), "no event can be made");
+}
+
+absl::StatusOr<std::byte*> Gpu::AllocatePinned(int64_t size_bytes) {
+  const Current current(*this);
+  void* memory = nullptr;
+  EMA_RETURN_IF_ERROR(Check(driver_->MemHostAlloc(&memory, static_cast<size_t>(size_bytes),
+                                                  CudaDriver::kHostAllocPortable),
+                            absl::StrCat("no pinned memory of ", size_bytes, " bytes")));
+  return static_cast<std::byte*>(memory);
+}
+
+void Gpu::FreePinned(std::byte* memory) {
+  const Current current(*this);
+  // After an error there is nobody to tell.
+  driver_->MemFreeHost(memory);
+}
+
+absl::Status Gpu::Follow(void* stream) {
+  const Current current(*this);
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(Check(driver_->EventRecord(edge_, static_cast<CUstream_st*>(stream)),
+                            "the trainer's stream cannot be followed"));
+  return Check(driver_->StreamWaitEvent(stream_, edge_, 0),
+               "the trainer's stream cannot be followed");
+}
+
+absl::Status Gpu::Lead(void* stream) {
+  const Current current(*this);
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(
+      Check(driver_->EventRecord(edge_, stream_), "the trainer's stream cannot wait"));
+  return Check(driver_->StreamWaitEvent(static_cast<CUstream_st*>(stream), edge_, 0),
+               "the trainer's stream cannot wait");
+}
+
+absl::Status Gpu::CopyToHost(absl::Span<const Copy> copies, int slot) {
+  const Current current(*this);
+  absl::MutexLock lock(&mu_);
+  for (const Copy& copy : copies) {
+    EMA_RETURN_IF_ERROR(
+        Check(driver_->MemcpyDtoHAsync(copy.to, reinterpret_cast<uintptr_t>(copy.from.data()),
+                                       copy.from.size(), stream_),
+              "weights cannot be copied"));
+  }
+  while (static_cast<int>(marks_.size()) <= slot) {
+    CUevent_st* mark = nullptr;
+    EMA_RETURN_IF_ERROR(NewEvent(CudaDriver::kEventDisableTiming, &mark));
+    marks_.push_back(mark);
+  }
+  return Check(driver_->EventRecord(marks_[slot], stream_), "a copy cannot be marked");
+}
+
+absl::Status Gpu::Wait(int slot, SteadyTime deadline, Interrupt& interrupt) {
+  CUevent_st* mark = nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    mark = marks_[slot];
+  }
+  const Current current(*this);
+  const int result = Poll([&] { return driver_->EventQuery(mark); }, deadline, interrupt);
+  if (result != CudaDriver::kNotReady) return Check(result, "a copy of weights has failed");
+  if (interrupt.fired()) return absl::CancelledError("interrupted");
+  return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kDevice,
+                   absl::StrCat("GPU ", index_, ": a copy of weights had not ended in time"));
+}
+
+bool Gpu::AwaitIdle(SteadyTime deadline) {
+  Interrupt never;
+  const Current current(*this);
+  const auto ask = [this] { return driver_->StreamQuery(stream_); };
+  return Poll(ask, deadline, never) != CudaDriver::kNotReady;
+}
+
+bool Gpu::AwaitIdle(SteadyTime deadline, Interrupt& interrupt) {
+  const Current current(*this);
+  const auto ask = [this] { return driver_->StreamQuery(stream_); };
+  return Poll(ask, deadline, interrupt) != CudaDriver::kNotReady ||
+         AwaitIdle(After(SteadyNow(), kIdleGrace));
+}
+
+}  // namespace ema::client_internal

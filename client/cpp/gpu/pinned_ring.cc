@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/gpu/pinned_ring.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/transport/fork_guard.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+
+absl::Status PinnedRing::CheckMaxStagingBytes(int64_t max_staging_bytes) {
+  if (max_staging_bytes >= kMinRingBytes) return absl::OkStatus();
+  return BadRequest(
+      absl::StrCat("max_staging_bytes ", max_staging_bytes, ": must be at least ", kMinRingBytes));
+}
+
+PinnedRing::~PinnedRing() {
+  if (!TryRecover(Gpu::kIdleGrace)) {
+    absl::MutexLock lock(&gpus_mu_);
+    for (auto& [index, gpu] : gpus_) KeepForEver(std::move(gpu));
+    return;
+  }
+  if (memory_ != nullptr) owner_->FreePinned(memory_);
+}
+
+absl::StatusOr<Gpu*> PinnedRing::Open(int index) {
+  absl::MutexLock lock(&gpus_mu_);
+  std::unique_ptr<Gpu>& gpu = gpus_[index];
+  if (gpu == nullptr) {
+    EMA_ASSIGN_OR_RETURN(gpu, Gpu::Open(index));
+  }
+  return gpu.get();
+}
+
+absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots) {
+  if (memory_ != nullptr) return absl::OkStatus();
+  int64_t count = std::min(max_bytes_ / slot_bytes, max_slots);
+  absl::StatusOr<std::byte*> memory = gpu.AllocatePinned(count * slot_bytes);
+  while (absl::IsResourceExhausted(memory.status()) && count > kMinRingBytes / slot_bytes) {
+    count = std::max(count / 2, kMinRingBytes / slot_bytes);
+    memory = gpu.AllocatePinned(count * slot_bytes);
+  }
+  EMA_ASSIGN_OR_RETURN(memory_, memory);
+  owner_ = &gpu;
+  slot_bytes_ = slot_bytes;
+  for (int i = 0; i < count; ++i) slots_.push_back({this, i});
+  absl::MutexLock lock(&mu_);
+  holder_counts_.resize(count);
+  free_.resize(count);
+  std::iota(free_.begin(), free_.end(), 0);
+  return absl::OkStatus();
+}
+
+std::optional<int> PinnedRing::TryTake() {
+  absl::MutexLock lock(&mu_);
+  if (free_.empty()) return std::nullopt;
+  const int slot = free_.back();
+  free_.pop_back();
+  holder_counts_[slot] = 1;
+  return slot;
+}
+
+void PinnedRing::Share(int slot) {
+  absl::MutexLock lock(&mu_);
+  ++holder_counts_[slot];
+}
+
+void PinnedRing::GiveBack(int slot) {
+  absl::MutexLock lock(&mu_);
+  GiveBackLocked(slot);
+}
+
+void PinnedRing::GiveBackLocked(int slot) {
+  if (--holder_counts_[slot] == 0) free_.push_back(slot);
+}
+
+std::optional<grpc::Slice> PinnedRing::TryLend(int slot, int64_t size_bytes) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (lent_count_ >= max_lent()) return std::nullopt;
+    ++lent_count_;
+  }
+  return grpc::Slice(this->slot(slot), static_cast<size_t>(size_bytes), &PinnedRing::DropSlice,
+                     &slots_[slot]);
+}
+
+void PinnedRing::DropSlice(void* slot) {
+  const Slot& dropped = *static_cast<const Slot*>(slot);
+  // Nothing may follow the unlock: whoever waits for the last slice may then destroy the ring.
+  absl::MutexLock lock(&dropped.ring->mu_);
+  dropped.ring->GiveBackLocked(dropped.index);
+  --dropped.ring->lent_count_;
+}
+
+bool PinnedRing::has_lent() const {
+  absl::MutexLock lock(&mu_);
+  return lent_count_ != 0;
+}
+
+void PinnedRing::Lose(int slot) {
+  absl::MutexLock lock(&mu_);
+  lost_.push_back(slot);
+}
+
+int64_t PinnedRing::lost_bytes() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int64_t>(lost_.size()) * slot_bytes_;
+}
+
+bool PinnedRing::TryRecover(absl::Duration max_wait) {
+  if (lost_bytes() == 0) return true;
+  {
+    const SteadyTime give_up = After(SteadyNow(), max_wait);
+    absl::MutexLock lock(&gpus_mu_);
+    for (auto& [index, gpu] : gpus_) {
+      if (gpu != nullptr && !gpu->AwaitIdle(give_up)) return false;
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  for (const int slot : lost_) GiveBackLocked(slot);
+  lost_.clear();
+  return true;
+}
+
+}  // namespace ema::client_internal

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/client_impl.h"
+#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/fork_guard.h"
+#include "client/cpp/transport/message_reader.h"
+#include "client/cpp/transport/retry.h"
+#include "ema/client.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::MessageReader;
+
+// One watch, over as many calls as it takes.
+class VersionWatch::Impl {
+ public:
+  Impl(std::shared_ptr<Client::Impl> client, v1::WatchRequest request, absl::Duration timeout)
+      : client_(std::move(client)),
+        interrupt_(&client_->options().is_interrupted),
+        request_(std::move(request)),
+        timeout_(timeout) {}
+  // Nobody is to be asked while the call is cancelled: the user's code would run in a destructor.
+  ~Impl() { interrupt_.Fire(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  bool forked() const { return client_->fork_guard().forked(); }
+  absl::StatusOr<Item> Next();
+
+ private:
+  struct Stream {
+    Stream(std::shared_ptr<client_internal::Connection> connection,
+           client_internal::Interrupt* interrupt, const v1::WatchRequest& request)
+        // The call has no deadline: every commit puts the end off.
+        : call(std::move(connection), SteadyTime::max(), interrupt),
+          reader(&call, "/ema.v1.EmaService/Watch", request) {}
+
+    client_internal::Call call;
+    MessageReader reader;
+  };
+
+  // As Next(), by the call that is open, or a new one from where the one before has ended.
+  absl::StatusOr<Item> Attempt(SteadyTime give_up);
+  // nullopt: it has been seen.
+  absl::StatusOr<std::optional<Item>> Take(grpc::ByteBuffer& message);
+
+  const std::shared_ptr<Client::Impl> client_;
+  client_internal::Interrupt interrupt_;
+  v1::WatchRequest request_;  // After the last item.
+  const absl::Duration timeout_;
+  std::unique_ptr<Stream> stream_;  // Null: to be opened.
+};
+
+absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Next() {
+  EMA_RETURN_IF_ERROR(client_->fork_guard().Check());
+  const SteadyTime give_up = After(SteadyNow(), timeout_);
+  client_internal::Backoff backoff;
+  while (true) {
+    absl::StatusOr<Item> item = Attempt(give_up);
+    if (item.ok()) return item;
+    const absl::Status& status = item.status();
+    if (!client_internal::IsRetryable(status)) return item;
+    const absl::Duration delay = backoff.Next(status);
+    if (After(SteadyNow(), delay) >= give_up) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("model \"", request_.model(), "\": no commit for ",
+                       absl::FormatDuration(timeout_), "; last error: ", status.message()));
+    }
+    const auto& on_wait = client_->options().on_wait;
+    if (on_wait && backoff.IsTimeToTell()) on_wait(status);
+    if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
+  }
+}
+
+absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime give_up) {
+  if (stream_ == nullptr) {
+    EMA_ASSIGN_OR_RETURN(auto connection, client_->Connect(give_up, &interrupt_));
+    stream_ = std::make_unique<Stream>(std::move(connection), &interrupt_, request_);
+  }
+  while (true) {
+    switch (stream_->reader.Next(give_up)) {
+      case MessageReader::Event::kMessage: {
+        EMA_ASSIGN_OR_RETURN(std::optional<Item> item, Take(stream_->reader.message()));
+        if (item.has_value()) return *std::move(item);
+        break;
+      }
+      case MessageReader::Event::kTimeout:
+        return absl::DeadlineExceededError(absl::StrCat(
+            "model \"", request_.model(), "\": no commit for ", absl::FormatDuration(timeout_)));
+      case MessageReader::Event::kEnd: {
+        const absl::Status end = stream_->reader.Finish();
+        stream_ = nullptr;
+        // A watch has no end of its own.
+        return end.ok() ? absl::UnavailableError("the server ended the watch") : end;
+      }
+    }
+  }
+}
+
+absl::StatusOr<std::optional<VersionWatch::Item>> VersionWatch::Impl::Take(
+    grpc::ByteBuffer& message) {
+  v1::WatchResponse response;
+  if (!grpc::SerializationTraits<v1::WatchResponse>::Deserialize(&message, &response).ok() ||
+      !response.has_version()) {
+    return client_internal::MalformedReply("not a WatchResponse");
+  }
+  Version version = client_internal::FromProto(response.version());
+  // After a restart the server sends all records that it has restored, also those that were seen
+  // before.
+  const auto position = std::tuple(version.incarnation, version.number);
+  if (request_.incarnation() != 0 &&
+      position <= std::tuple(request_.incarnation(), request_.after_version())) {
+    return std::nullopt;
+  }
+  request_.set_after_version(version.number);
+  request_.set_incarnation(version.incarnation);
+  return Item{std::move(version), response.skipped_count()};
+}
+
+VersionWatch::VersionWatch(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+VersionWatch::~VersionWatch() {
+  if (impl_->forked()) client_internal::KeepForEver(std::move(impl_));
+}
+
+absl::StatusOr<VersionWatch::Item> VersionWatch::Next() { return impl_->Next(); }
+
+absl::StatusOr<std::unique_ptr<VersionWatch>> Client::Watch(std::string_view model,
+                                                            std::optional<VersionId> after,
+                                                            absl::Duration timeout) {
+  if (timeout == absl::ZeroDuration()) timeout = impl_->options().timeout;
+  v1::WatchRequest request;
+  request.set_model(std::string(model));
+  if (after.has_value()) {
+    request.set_after_version(after->version);
+    request.set_incarnation(after->incarnation);
+  } else {
+    // "From now on" is fixed here, so that what is committed while a connection is broken, or
+    // before the first Next(), is not lost.
+    v1::GetModelRequest model_request;
+    model_request.set_model(request.model());
+    EMA_ASSIGN_OR_RETURN(const v1::GetModelResponse response,
+                         impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, model_request,
+                                      std::min(timeout, impl_->options().timeout)));
+    request.set_after_version(response.model().latest().version());
+    request.set_incarnation(response.model().latest().incarnation());
+  }
+  return std::unique_ptr<VersionWatch>(
+      new VersionWatch(std::make_shared<VersionWatch::Impl>(impl_, std::move(request), timeout)));
+}
+
+}  // namespace ema

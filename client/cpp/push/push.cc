@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/push/push.h"
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/grpc_time.h"
+#include "client/cpp/transport/retry.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+
+using client_internal::Connection;
+
+namespace {
+
+// For the message that drops a step: the server has it at once, or is not there.
+constexpr absl::Duration kAbandonTimeout = absl::Seconds(1);
+// How long a trainer whose max_wait is over waits for that message.
+constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
+// How long the kernel may take the slices of a push that has failed, before the connection is given
+// up.
+constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
+// How long a push of weights on a GPU may take to end that has been told to: copies have their
+// grace, the server its time.
+constexpr absl::Duration kHangLimit = absl::Seconds(10);
+// How long a trainer is held while no stream to the server is open: enough to connect again after a
+// cut, and no more, because a server that is gone may stay so.
+constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
+// How long nothing may move, no byte and no reply, before the server is asked whether it is there,
+// and how long it may take to answer: one that hangs keeps its streams open.
+constexpr absl::Duration kStillGrace = absl::Seconds(4);
+constexpr absl::Duration kAnswerTimeout = absl::Seconds(1);
+constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
+// Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
+// itself.
+constexpr int kMaxOddFailures = 4;
+
+// True: `error` comes from a server that is there and takes this run's pushes, if not this one now.
+bool ShowsServer(const absl::Status& error) {
+  switch (GetErrorReason(error)) {
+    case ErrorReason::kUnspecified:
+    case ErrorReason::kDraining:
+    case ErrorReason::kFenced:
+    case ErrorReason::kRunIncomplete:
+      return false;
+    default:
+      return true;
+  }
+}
+
+// Of a try's streams: greater than those of all tries before, so that a header that comes late,
+// over another connection, does not take over from a later try. Within this process also if
+// somebody sets the clock back; the clock is there for a rank that was started again.
+int64_t NextStreamGroup() {
+  // Relaxed: nothing else goes along.
+  static std::atomic<int64_t> last = 0;
+  int64_t before = last.load(std::memory_order_relaxed);
+  int64_t next = 0;
+  do {
+    next = std::max(before + 1, absl::GetCurrentTimeNanos());
+  } while (!last.compare_exchange_weak(before, next, std::memory_order_relaxed));
+  return next;
+}
+
+}  // namespace
+
+PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
+                        const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
+                        SteadyTime deadline, PushOptions options,
+                        std::vector<client_internal::Gpu*> gpus)
+    : run_(std::move(run)),
+      step_(step),
+      time_(time),
+      shards_(std::move(shards)),
+      options_(std::move(options)),
+      gpus_(std::move(gpus)),
+      plan_revision_(run_->plan_revision()),
+      start_(SteadyNow()),
+      deadline_(deadline) {}
+
+PendingPush::Impl::~Impl() {
+  if (thread_.joinable()) thread_.join();
+  queue_.Shutdown();
+  void* tag = nullptr;
+  bool ok = false;
+  while (queue_.Next(&tag, &ok)) {
+  }
+}
+
+std::vector<int64_t> PendingPush::Impl::AllChunks() const {
+  std::vector<int64_t> chunks(run_->chunks().ChunksBefore(total_bytes_));
+  std::iota(chunks.begin(), chunks.end(), 0);
+  return chunks;
+}
+
+void PendingPush::Impl::CheckContent() {
+  // What is on a GPU is read by its own copies only.
+  if (!gpus_.empty()) return;
+  const RankLayout& layout = run_->layout();
+  const int64_t bytes = HasFrozen() ? layout.total_bytes() : layout.live_bytes();
+  client_internal::ChunkWriter writer(&layout, &run_->chunks(), run_->chunks().ChunksBefore(bytes),
+                                      shards_, &gate_, /*staged=*/nullptr, options_.strides);
+  expected_crc32c_ = writer.Checksums().value_or(std::vector<uint32_t>());
+}
+
+std::optional<uint32_t> PendingPush::Impl::CheckedDigest() {
+  const std::optional<uint32_t> digest = writer_->Digest();
+  if (!digest.has_value() || expected_crc32c_.empty()) return digest;
+  const std::vector<uint32_t> sent = *writer_->Checksums();  // They are known by now.
+  const size_t checked = std::min(expected_crc32c_.size(), sent.size());
+  was_written_ = !std::equal(sent.begin(), sent.begin() + checked, expected_crc32c_.begin());
+  return was_written_ ? std::nullopt : digest;
+}
+
+void PendingPush::Impl::Start() {
+  thread_ = std::thread([this] { RunThread(); });
+}
+
+void PendingPush::Impl::RunThread() {
+  absl::StatusOr<Committed> result = Push();
+  if (staged_.has_value()) staged_->Drop();
+  gate_.HaveRead();
+  DropSlices();
+  if (!result.ok()) result = DropStep(result.status());
+  // To compare checksums it may have staged something once more.
+  if (staged_.has_value()) staged_->Drop();
+  connections_.clear();
+  absl::MutexLock lock(&mu_);
+  if (result.ok()) {
+    run_->OnCommit(begun_epoch_, result->version, std::move(result->plan));
+    result_ = std::move(result->version);
+  } else {
+    result_ = WithWhatIsLost(result.status());
+  }
+  wait_.WakeAll();
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
+  client_internal::Backoff backoff;
+  while (true) {
+    absl::StatusOr<Committed> committed = Attempt();
+    if (committed.ok() || !MayRetry(committed.status())) return committed;
+    const absl::Duration delay = backoff.Next(committed.status());
+    if (After(SteadyNow(), delay) >= deadline_) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, GetErrorReason(committed.status()),
+                       absl::StrCat(Name(), " did not succeed in time; last error: ",
+                                    committed.status().message()));
+    }
+    SetCutOff(!ShowsServer(committed.status()));
+    // Holds the trainer, if it has not gone on, until it is clear what has to be sent again; unless
+    // that is in pinned memory, whatever it is.
+    if (!staged_.has_value() || !staged_->Holds(AllChunks())) (void)gate_.WantToRead();
+    if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
+  }
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
+  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  EMA_RETURN_IF_ERROR(ChooseBytes());
+  if (has_begun_) {
+    EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, FindWhatIsMissing());
+    if (committed.has_value()) return *std::move(committed);
+  }
+  EMA_RETURN_IF_ERROR(Stage());
+  absl::StatusOr<Committed> committed = Send();
+  if (was_written_) {
+    return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
+                     absl::StrCat(Name(),
+                                  ": the weights were written while they were sent; the step "
+                                  "is given up"));
+  }
+  // A stream that has lacked bytes says only that it was cancelled.
+  if (!committed.ok()) EMA_RETURN_IF_ERROR(StagingStatus());
+  return committed;
+}
+
+bool PendingPush::Impl::HasFrozen() const {
+  const RankLayout& layout = run_->layout();
+  return std::none_of(
+      layout.frozen_shards().begin(), layout.frozen_shards().end(), [&](const Shard& shard) {
+        return shards_[&shard - layout.shards().data()].empty() && shard.element_count() > 0;
+      });
+}
+
+absl::Status PendingPush::Impl::ChooseBytes() {
+  if (has_begun_ && begun_epoch_ == run_->run_epoch()) return absl::OkStatus();
+  const RankLayout& layout = run_->layout();
+  const bool omits_frozen = !options_.frozen_changed && run_->may_omit_frozen();
+  frozen_ = omits_frozen              ? v1::PushHeader::FROZEN_OMITTED
+            : options_.frozen_changed ? v1::PushHeader::FROZEN_CHANGED
+                                      : v1::PushHeader::FROZEN_PUSHED;
+  if (!omits_frozen && !HasFrozen()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+                     absl::StrCat(Name(),
+                                  ": the server has not the values of the frozen tensors "
+                                  "(any more), and they were not given"));
+  }
+  total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
+  EMA_RETURN_IF_ERROR(PrepareStaging());
+  writer_.emplace(&layout, &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
+                  &gate_, staged_.has_value() ? &*staged_ : nullptr, options_.strides);
+  chunks_to_send_ = AllChunks();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::FindWhatIsMissing() {
+  EMA_ASSIGN_OR_RETURN(PushProgress progress,
+                       run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline_,
+                                       &interrupt_, /*retry=*/true));
+  if (progress.state == PushProgress::State::kCommitted) {
+    EMA_RETURN_IF_ERROR(CheckSameContent(progress));
+    return TakeCommitted(progress);
+  }
+  if (progress.state == PushProgress::State::kOpen) {
+    chunks_to_send_ = run_->chunks().ChunksIn(progress.missing);
+    std::erase_if(chunks_to_send_, [all = run_->chunks().ChunksBefore(total_bytes_)](
+                                       int64_t chunk) { return chunk >= all; });
+  } else {
+    chunks_to_send_ = AllChunks();
+  }
+  // A header and a commit alone attach this rank again to a step that has all its bytes. Nothing is
+  // read for that, so it is right after the release, too.
+  const bool is_staged = staged_.has_value() && staged_->Holds(chunks_to_send_);
+  if (!chunks_to_send_.empty() && !is_staged && !gate_.WantToRead()) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                     absl::StrCat(Name(),
+                                  ": the connection broke before all bytes had arrived, "
+                                  "and the weights had been released"));
+  }
+  return std::optional<Committed>();
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
+  if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes) {
+    std::unique_ptr<LanePipe> lane = run_->client().TakeLane(deadline_, &interrupt_);
+    if (lane != nullptr) return SendByLane(std::move(lane));
+  }
+  return SendByGrpc();
+}
+
+v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
+  has_begun_ = true;
+  begun_epoch_ = run_->run_epoch();
+  SetCutOff(false);
+  stream_count_.fetch_add(1, std::memory_order_relaxed);
+  lane_.store(lane, std::memory_order_relaxed);
+  v1::PushHeader header;
+  header.set_model(run_->model());
+  header.set_run_epoch(begun_epoch_);
+  header.set_rank(run_->rank());
+  header.set_layout_digest(run_->layout().digest());
+  header.set_step(step_);
+  ToProto(time_, header.mutable_time());
+  // A server that was restarted has a plan of its own.
+  header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
+  header.set_frozen(frozen_);
+  header.set_stream_group(NextStreamGroup());
+  header.set_stream_count(1);
+  header.set_report_timing(run_->client().options().report_timing);
+  if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
+  return header;
+}
+
+int64_t PendingPush::Impl::BytesToSend() const {
+  int64_t total_bytes = 0;
+  for (const int64_t chunk : chunks_to_send_) total_bytes += run_->chunks().length_bytes(chunk);
+  return total_bytes;
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
+    const v1::PushResponse& response) {
+  if (response.has_timing()) {
+    const v1::PushTiming& timing = response.timing();
+    absl::MutexLock lock(&mu_);
+    server_time_ = {absl::Seconds(timing.receive_seconds()), absl::Seconds(timing.fold_seconds()),
+                    absl::Seconds(timing.wait_seconds()), absl::Seconds(timing.commit_seconds())};
+  }
+  EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
+  return Committed{client_internal::FromProto(response.version()), std::move(plan)};
+}
+
+bool PendingPush::Impl::MayRetry(const absl::Status& error) {
+  if (interrupt_.fired()) return false;
+  if (client_internal::IsRetryable(error)) return true;
+  if (error.code() == absl::StatusCode::kDeadlineExceeded) return false;
+  switch (GetErrorReason(error)) {
+    case ErrorReason::kRunIncomplete:
+      run_->MarkNotReady();
+      return true;
+    case ErrorReason::kFenced:
+      // Also what a server says that was restarted and has forgotten the run: joining again tells.
+      if (!run_->rejoins() || std::exchange(has_rejoined_, true)) return false;
+      run_->MarkNotReady();
+      return true;
+    case ErrorReason::kPlanChanged:
+    case ErrorReason::kPlanMismatch:
+      // Whether this step is due is for the trainer to say, by the plan that joining again gives.
+      run_->MarkNotReady();
+      return false;
+    case ErrorReason::kStalled:  // Also where a server with many slow peers gives our place away.
+      return true;
+    case ErrorReason::kChunkCorrupt:
+    case ErrorReason::kPushIncomplete:
+      break;
+    case ErrorReason::kUnspecified:
+      // The server always gives a reason: gRPC has ended the stream.
+      if (error.code() != absl::StatusCode::kInternal &&
+          error.code() != absl::StatusCode::kUnknown &&
+          error.code() != absl::StatusCode::kCancelled) {
+        return false;
+      }
+      break;
+    default:
+      return false;
+  }
+  return ++odd_failure_count_ <= kMaxOddFailures;
+}
+
+bool PendingPush::Impl::HasSlices() const {
+  return gate_.HasSlices() || (staged_.has_value() && staged_->ring().has_lent());
+}
+
+void PendingPush::Impl::DropSlices() {
+  const SteadyTime give_up = After(SteadyNow(), kDropSlicesGrace);
+  while (HasSlices()) {
+    if (SteadyNow() >= give_up) {
+      for (const auto& connection : connections_) connection->Break();
+      connections_.clear();
+    }
+    // gRPC works in the threads that wait for it only.
+    void* tag = nullptr;
+    bool ok = false;
+    queue_.AsyncNext(&tag, &ok, client_internal::ToGrpc(After(SteadyNow(), kPollInterval)));
+  }
+}
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
+    const absl::Status& error) {
+  const bool is_abandoned = interrupt_.fired();
+  // Other ranks may have opened the step, so an abandoned one is dropped even if this rank has not
+  // begun.
+  const bool is_lost_here = GetErrorReason(error) == ErrorReason::kStepAbandoned && has_begun_;
+  if (is_abandoned || is_lost_here || (has_begun_ && error.code() != absl::StatusCode::kAborted)) {
+    client_internal::Interrupt never;
+    const SteadyTime give_up = After(SteadyNow(), kAbandonTimeout);
+    std::vector<int64_t> missing_ranks;
+    // A GPU that was too slow is no other rank's fault.
+    if (error.code() == absl::StatusCode::kDeadlineExceeded &&
+        GetErrorReason(error) != ErrorReason::kDevice) {
+      const absl::StatusOr<PushProgress> progress =
+          run_->QueryPush(step_, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
+      if (progress.ok()) missing_ranks = progress->missing_ranks;
+    }
+    absl::StatusOr<PushProgress> progress =
+        run_->QueryPush(step_, /*abandon_if_unfinished=*/true, give_up, &never, /*retry=*/false);
+    if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
+      EMA_RETURN_IF_ERROR(CheckSameContent(*progress));
+      return TakeCommitted(*progress);
+    }
+    if (!missing_ranks.empty()) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
+                       absl::StrCat(Name(), " took too long; ranks that had not committed: ",
+                                    absl::StrJoin(missing_ranks, ", ")));
+    }
+  }
+  if (!is_abandoned) return error;
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                   absl::StrCat(Name(), ": abandoned by this rank"));
+}
+
+absl::Status PendingPush::Impl::CheckSameContent(const PushProgress& progress) {
+  // With frozen tensors or without them it is another digest.
+  const bool has_frozen = run_->layout().live_bytes() != run_->layout().total_bytes();
+  if (!progress.digest.has_value() || has_frozen || !writer_.has_value()) return absl::OkStatus();
+  const std::optional<uint32_t> digest = writer_->Digest();
+  if (!digest.has_value() || *digest == *progress.digest) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
+                   absl::StrCat(Name(), ": the step is committed already, with other content"));
+}
+
+PendingPush::Impl::Committed PendingPush::Impl::TakeCommitted(PushProgress& progress) {
+  return {*std::move(progress.version), std::move(progress.plan)};
+}
+
+std::string PendingPush::Impl::Name() const {
+  return absl::StrCat("model \"", run_->model(), "\": push of step ", step_, " by rank ",
+                      run_->rank());
+}
+
+void PendingPush::Impl::SetCutOff(bool is_cut_off) {
+  absl::MutexLock lock(&mu_);
+  cut_off_since_ = is_cut_off ? std::min(cut_off_since_, SteadyNow()) : SteadyTime::max();
+}
+
+bool PendingPush::Impl::IsCutOff() const {
+  absl::MutexLock lock(&mu_);
+  return Since(cut_off_since_) >= kCutOffGrace;
+}
+
+bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
+  absl::MutexLock lock(&mu_);
+  const auto has_result = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
+  return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), has_result);
+}
+
+bool PendingPush::Impl::Answers(SteadyTime deadline, client_internal::Interrupt* interrupt) {
+  const absl::StatusOr<PushProgress> progress =
+      run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline, interrupt, /*retry=*/false);
+  return progress.ok() || GetErrorReason(progress.status()) != ErrorReason::kUnspecified;
+}
+
+bool PendingPush::Impl::AwaitWhileThere(absl::Duration max_wait,
+                                        absl::FunctionRef<bool(absl::Duration)> await) {
+  client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
+  const auto moved = [this] {
+    return std::tuple(sent_bytes_.load(std::memory_order_relaxed),
+                      stream_count_.load(std::memory_order_relaxed), gate_.left_slice_count());
+  };
+  const SteadyTime give_up = After(SteadyNow(), max_wait);
+  auto before = moved();
+  SteadyTime still_since = SteadyNow();
+  do {
+    if (await(std::min(Until(give_up), client_internal::Interrupt::kPollInterval))) {
+      return true;
+    }
+    const SteadyTime now = SteadyNow();
+    const bool is_still = before == moved();
+    if (is_still && Since(still_since) < kStillGrace) continue;
+    if (is_still && now < give_up &&
+        !Answers(std::min(give_up, After(now, kAnswerTimeout)), &interrupt)) {
+      return await(absl::ZeroDuration());
+    }
+    before = moved();
+    still_since = SteadyNow();
+  } while (SteadyNow() < give_up && !IsCutOff() && !interrupt.fired());
+  return false;
+}
+
+bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
+  if (AwaitWhileThere(max_wait, [this](absl::Duration most) { return gate_.TryRelease(most); })) {
+    LeadStreams(streams);
+    return true;
+  }
+  gate_.ForceRelease();
+  interrupt_.Fire();
+  gate_.AwaitUnread();
+  LeadStreams(streams);
+  AwaitDone(kAbandonGrace);
+  return false;
+}
+
+absl::StatusOr<Version> PendingPush::Impl::Wait() {
+  client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
+  while (!AwaitDone(client_internal::Interrupt::kPollInterval)) {
+    if (interrupt.fired()) return absl::CancelledError("interrupted");
+  }
+  absl::MutexLock lock(&mu_);
+  return *result_;
+}
+
+bool PendingPush::Impl::WaitDone(absl::Duration max_wait) {
+  return AwaitWhileThere(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
+}
+
+bool PendingPush::Impl::done() const { return AwaitDone(absl::ZeroDuration()); }
+
+bool PendingPush::Impl::Abandon() {
+  gate_.ForceRelease();
+  if (!done()) interrupt_.Fire();
+  if (!AwaitDone(gpus_.empty() ? absl::InfiniteDuration() : kHangLimit)) return false;
+  if (!has_led_) LeadStreams({});
+  return true;
+}
+
+PendingPush::Stats PendingPush::Impl::stats() const {
+  const SteadyTime left = gate_.left_time();
+  absl::MutexLock lock(&mu_);
+  return {.total_bytes = total_bytes_,
+          .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
+          .stream_count = stream_count_.load(std::memory_order_relaxed),
+          .connection_count = connection_count_.load(std::memory_order_relaxed),
+          .send_time = absl::FromChrono(std::min(left, SteadyNow()) - start_),
+          .lane = lane_.load(std::memory_order_relaxed),
+          .server_time = server_time_};
+}
+
+}  // namespace ema

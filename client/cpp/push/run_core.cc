@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/push/run_core.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/push/due_tracks.h"
+#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/retry.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
+
+namespace ema::client_internal {
+namespace {
+
+// Less is not worth a connection.
+constexpr int64_t kMinBytesOfConnection = int64_t{16} << 20;
+
+void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
+  proto->set_step(point.step);
+  if (point.version.has_value()) {
+    proto->mutable_version()->set_version(point.version->version);
+    proto->mutable_version()->set_incarnation(point.version->incarnation);
+  }
+  if (point.time.has_value()) ema::ToProto(*point.time, proto->mutable_time());
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::Impl> client,
+                                                       std::string_view model,
+                                                       Client::RunOptions options,
+                                                       SteadyTime deadline, Interrupt* interrupt) {
+  if (options.launch_id.empty()) {
+    if (options.world_size > 1) {
+      return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
+                                     " ranks it must be given, the same to all of them"));
+    }
+    options.launch_id = RandomHex(4);
+  }
+  EMA_RETURN_IF_ERROR(PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
+  v1::GetModelRequest request;
+  request.set_model(std::string(model));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::GetModelResponse response,
+      client->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, deadline, interrupt));
+  EMA_RETURN_IF_ERROR(CheckPartitions(response.model()));
+  EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
+
+  if (!options.shards.has_value()) {
+    options.shards.emplace();
+    for (int64_t i = 0; i < info.manifest.tensor_count(); ++i) {
+      options.shards->push_back(WholeTensor(info.manifest, i));
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(RankLayout layout,
+                       RankLayout::Create(info.manifest, *options.shards,
+                                          options.frozen_shard_count, options.wire_dtype));
+  options.shards.reset();
+  int64_t chunk_bytes = client->options().chunk_bytes;
+  // Chunks keep their bounds whatever carries them. What is offered may be out of reach: in another
+  // container of this host.
+  if (std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt)) {
+    chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
+    client->GiveBackLane(std::move(lane));
+  }
+  std::shared_ptr<RunCore> core(new RunCore(std::move(client), std::move(info), std::move(options),
+                                            std::move(layout), chunk_bytes));
+  EMA_RETURN_IF_ERROR(core->Join(deadline, interrupt).status());
+  return core;
+}
+
+RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
+                 RankLayout layout, int64_t chunk_bytes)
+    : client_(std::move(client)),
+      info_(std::move(info)),
+      options_(std::move(options)),
+      layout_(std::move(layout)),
+      chunks_(layout_, chunk_bytes),
+      ring_(options_.max_staging_bytes),
+      connection_count_(
+          std::min(client_->max_connections(), layout_.total_bytes() / kMinBytesOfConnection)) {}
+
+int64_t RunCore::run_epoch() const {
+  absl::MutexLock lock(&mu_);
+  return run_epoch_;
+}
+
+std::optional<Version> RunCore::latest() const {
+  absl::MutexLock lock(&mu_);
+  return latest_;
+}
+
+absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrupt* interrupt) {
+  v1::OpenRunRequest request;
+  request.set_model(model());
+  request.set_launch_id(options_.launch_id);
+  request.set_rank(options_.rank);
+  request.set_world_size(options_.world_size);
+  request.set_manifest_digest(manifest().digest());
+  request.set_last_run_epoch(std::max(run_epoch(), options_.last_run_epoch));
+  ToProto(layout_, request.mutable_layout());
+  if (options_.resume.has_value() && !HasBeenReady()) {
+    FillResume(*options_.resume, request.mutable_resume());
+  }
+  EMA_ASSIGN_OR_RETURN(
+      const v1::OpenRunResponse response,
+      client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
+  if (response.layout_digest() != layout_.digest()) {
+    return MalformedReply(absl::StrCat("the layout's digest is ", layout_.digest(), " here, ",
+                                       response.layout_digest(), " there"));
+  }
+  EMA_ASSIGN_OR_RETURN(RunPlan plan, FromProto(response.plan()));
+  std::optional<Version> latest;
+  if (response.has_latest()) latest = FromProto(response.latest());
+  absl::MutexLock lock(&mu_);
+  if (run_epoch_ != response.run_epoch()) {
+    // A server that was restarted may stand at an older version.
+    run_epoch_ = response.run_epoch();
+    ready_ = false;
+    latest_.reset();
+    plan_ = RunPlan();
+  }
+  ready_ |= response.ready();
+  has_been_ready_ |= ready_;
+  TakeLocked(std::move(latest), std::move(plan));
+  if (response.ready()) return std::vector<int64_t>();
+  // So that "not ready" is never an empty list.
+  if (response.missing_ranks().empty()) return std::vector<int64_t>{-1};
+  return std::vector<int64_t>(response.missing_ranks().begin(), response.missing_ranks().end());
+}
+
+absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
+  Backoff backoff;
+  while (true) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (ready_ || !fenced_.ok()) return fenced_;
+    }
+    absl::StatusOr<std::vector<int64_t>> missing = Join(deadline, interrupt);
+    if (GetErrorReason(missing.status()) == ErrorReason::kFenced) {
+      absl::MutexLock lock(&mu_);
+      fenced_ = missing.status();
+    }
+    if (!missing.ok() || missing->empty()) return missing.status();
+    const absl::Duration delay = backoff.Next(absl::OkStatus());
+    if (After(SteadyNow(), delay) >= deadline) {
+      return MakeError(
+          absl::StatusCode::kDeadlineExceeded, ErrorReason::kRunIncomplete,
+          absl::StrCat("model \"", model(), "\": these ranks of the run have not joined in time: ",
+                       absl::StrJoin(*missing, ", ")));
+    }
+    if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
+  }
+}
+
+bool RunCore::HasBeenReady() const {
+  absl::MutexLock lock(&mu_);
+  return has_been_ready_;
+}
+
+void RunCore::MarkNotReady() {
+  absl::MutexLock lock(&mu_);
+  ready_ = false;
+}
+
+absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
+                                                SteadyTime deadline, Interrupt* interrupt,
+                                                bool retry, std::string_view give_up_reason) {
+  v1::QueryPushRequest request;
+  request.set_model(model());
+  request.set_run_epoch(run_epoch());
+  request.set_step(step);
+  request.set_rank(rank());
+  request.set_abandon_if_unfinished(abandon_if_unfinished);
+  request.set_give_up_reason(std::string(give_up_reason));
+  constexpr auto kMethod = &v1::EmaService::Stub::PrepareAsyncQueryPush;
+  EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
+                       retry ? client_->Unary(kMethod, request, deadline, interrupt)
+                             : client_->Once(kMethod, request, deadline, interrupt));
+  return FromProto(response);
+}
+
+absl::StatusOr<PushProgress> RunCore::GiveUp(int64_t step, std::string_view why,
+                                             SteadyTime deadline, Interrupt* interrupt) {
+  constexpr size_t kMaxBytes = 1024;  // As QueryPushRequest.give_up_reason.
+  // Not in the middle of a character.
+  size_t length = std::min(why.size(), kMaxBytes);
+  while (length < why.size() && length > 0 && (why[length] & 0xC0) == 0x80) --length;
+  return QueryPush(step, /*abandon_if_unfinished=*/true, deadline, interrupt, /*retry=*/false,
+                   why.substr(0, length));
+}
+
+int64_t RunCore::connection_count() const {
+  absl::MutexLock lock(&mu_);
+  return connection_count_.get();
+}
+
+void RunCore::NoteSpeed(double bytes_per_second) {
+  int64_t before = 0;
+  int64_t after = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    before = connection_count_.get();
+    connection_count_.Note(bytes_per_second);
+    after = connection_count_.get();
+  }
+  if (after < before) client_->DropMoreConnections();
+}
+
+void RunCore::NoteFewerConnections() {
+  {
+    absl::MutexLock lock(&mu_);
+    connection_count_.NoteFailure();
+  }
+  client_->DropMoreConnections();
+}
+
+void RunCore::OnCommit(int64_t run_epoch, const Version& version, RunPlan plan) {
+  absl::MutexLock lock(&mu_);
+  if (run_epoch == run_epoch_) TakeLocked(version, std::move(plan));
+}
+
+void RunCore::TakeLocked(std::optional<Version> latest, RunPlan plan) {
+  const auto age = [](const std::optional<Version>& version, const RunPlan& of) {
+    return std::pair(version.has_value() ? version->id() : VersionId(), of.revision);
+  };
+  if (age(latest, plan) < age(latest_, plan_)) return;
+  latest_ = std::move(latest);
+  plan_ = std::move(plan);
+}
+
+int64_t RunCore::plan_revision() const {
+  absl::MutexLock lock(&mu_);
+  return plan_.revision;
+}
+
+bool RunCore::may_omit_frozen() const {
+  absl::MutexLock lock(&mu_);
+  return plan_.may_omit_frozen;
+}
+
+RunPlan RunCore::plan() const {
+  absl::MutexLock lock(&mu_);
+  return plan_;
+}
+
+absl::StatusOr<bool> RunCore::IsDue(const TrainingTime& now) const {
+  EMA_RETURN_IF_ERROR(now.Validate());
+  DueTracks tracks;
+  tracks.Adopt(plan());
+  EMA_ASSIGN_OR_RETURN(const std::vector<DueTracks::Due> due, tracks.At(now));
+  return !tracks.ArePaused(due);
+}
+
+}  // namespace ema::client_internal

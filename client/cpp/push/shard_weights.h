@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Where the weights of a push lie.
+#ifndef EMA_CLIENT_CPP_PUSH_SHARD_WEIGHTS_H_
+#define EMA_CLIENT_CPP_PUSH_SHARD_WEIGHTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "absl/types/span.h"
+#include "ema/client.h"
+#include "ema/shard.h"
+
+namespace ema::client_internal {
+
+// A rank's weights, by shard, in memory of the host or of GPUs. A stretch of a shard is given by
+// bytes that travel, which are half of those in memory where weights are rounded for the wire.
+// A view: all outlive it, and the weights are as Run::StartPush() says.
+class ShardWeights {
+ public:
+  ShardWeights(const RankLayout* layout, absl::Span<const std::span<const std::byte>> bytes,
+               absl::Span<const Strides> strides)
+      : layout_(layout), bytes_(bytes), strides_(strides) {}
+
+  // False: they have to be gathered.
+  bool IsContiguous(int64_t shard) const { return strides_.empty() || strides_[shard].empty(); }
+
+  // REQUIRES: IsContiguous(shard).
+  std::span<const std::byte> Stretch(int64_t shard, int64_t in_shard, int64_t length_bytes) const {
+    const int64_t scale = Scale(shard);
+    return bytes_[shard].subspan(in_shard * scale, length_bytes * scale);
+  }
+
+  int64_t StretchBytes(int64_t shard, int64_t length_bytes) const {
+    return length_bytes * Scale(shard);
+  }
+  // Copies a stretch to StretchBytes() at `to`, row-major. REQUIRES: it begins and ends between
+  // elements, and is in the host's memory.
+  void CopyStretch(int64_t shard, int64_t in_shard, int64_t length_bytes, std::byte* to) const;
+
+ private:
+  int64_t Scale(int64_t shard) const {
+    const int64_t sent_bytes = layout_->shard_start(shard + 1) - layout_->shard_start(shard);
+    return static_cast<int64_t>(bytes_[shard].size()) / sent_bytes;
+  }
+
+  const RankLayout* const layout_;
+  const absl::Span<const std::span<const std::byte>> bytes_;
+  const absl::Span<const Strides> strides_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_PUSH_SHARD_WEIGHTS_H_

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What keeps a forked child (a DataLoader worker) from touching its parent's gRPC objects: their
+// threads do not exist in the child, and their locks may be held there for ever.
+#ifndef EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_
+#define EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <memory>
+
+#include "absl/status/status.h"
+
+namespace ema::client_internal {
+
+// Remembers the process it was made in. Takes no locks.
+class ForkGuard {
+ public:
+  ForkGuard() : pid_(getpid()) {}
+
+  bool forked() const { return getpid() != pid_; }
+  // FAILED_PRECONDITION: this is a forked child.
+  absl::Status Check() const;
+
+ private:
+  const pid_t pid_;
+};
+
+// FAILED_PRECONDITION: a parent of this process has used gRPC, whose threads are missing here. Else
+// notes that this process uses it.
+absl::Status CheckGrpcUsable();
+
+// Never destroys `object`.
+void KeepForEver(std::shared_ptr<void> object);
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a call says of who makes it.
+#ifndef EMA_CLIENT_CPP_TRANSPORT_TOKEN_H_
+#define EMA_CLIENT_CPP_TRANSPORT_TOKEN_H_
+
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+
+namespace ema::client_internal {
+
+// A bearer token, or a file of one, which is read whenever it is asked for. Immutable.
+class Token {
+ public:
+  Token() = default;
+  Token(std::string token, std::string file) : token_(std::move(token)), file_(std::move(file)) {}
+
+  // INVALID_ARGUMENT, BAD_REQUEST: both are given, the file cannot be read, or it is no token; the
+  // message does not repeat it.
+  absl::Status Check() const;
+  // Of the header "authorization"; "": there is no token, or none any more.
+  std::string Authorization() const;
+
+ private:
+  std::string token_;
+  std::string file_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_TRANSPORT_TOKEN_H_

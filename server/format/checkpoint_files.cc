@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/format/checkpoint_files.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ema/error_reason.h"
+
+namespace ema {
+namespace {
+
+constexpr const char* kTensorFileEnd = ".safetensors";
+
+}  // namespace
+
+std::string TensorFileName(TensorKind kind, size_t index, size_t count) {
+  const char* const stem = kind == TensorKind::kWeights ? "model" : "low_parts";
+  if (count == 1) return absl::StrCat(stem, kTensorFileEnd);
+  return absl::StrFormat("%s-%05d-of-%05d%s", stem, index + 1, count, kTensorFileEnd);
+}
+
+std::string TracksPath(std::string_view checkpoint_path) {
+  return JoinPath(checkpoint_path, "tracks");
+}
+
+std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name) {
+  return JoinPath(TracksPath(checkpoint_path), track_name);
+}
+
+absl::Status CorruptCheckpoint(const std::string& problem) {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
+}
+
+absl::Status BlameCheckpoint(const absl::Status& status) {
+  if (absl::IsNotFound(status) || absl::IsDataLoss(status) || absl::IsFailedPrecondition(status)) {
+    return CorruptCheckpoint(std::string(status.message()));
+  }
+  return status;
+}
+
+}  // namespace ema

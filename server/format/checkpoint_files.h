@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Which files a checkpoint has:
+//
+//   manifest.json                             all that is not weights; see manifest_json.h
+//   KEEP                                      maybe; see checkpoint_store.h
+//   tracks/<track>/model.safetensors          or model-00001-of-00003.safetensors, ... and
+//                  model.safetensors.index.json
+//   tracks/<track>/low_parts.safetensors      of a compensated track; or split likewise, without
+//                                             an index
+//   tracks/<track>/<attached>                 small files of the trainer's, such as config.json
+//
+// A track's folder is as Hugging Face's tools write and read one.
+#ifndef EMA_SERVER_FORMAT_CHECKPOINT_FILES_H_
+#define EMA_SERVER_FORMAT_CHECKPOINT_FILES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "server/format/file_system.h"
+
+namespace ema {
+
+inline constexpr std::string_view kManifestFileName = "manifest.json";
+inline constexpr int64_t kMaxManifestFileBytes = int64_t{512} << 20;
+inline constexpr std::string_view kIndexFileName = "model.safetensors.index.json";
+inline constexpr int64_t kMaxIndexFileBytes = int64_t{512} << 20;
+
+// The two kinds of tensors that a track's folder can have.
+enum class TensorKind {
+  kWeights,   // What readers get of each tensor that the track does not ignore.
+  kLowParts,  // What a compensated track adds to its averages.
+};
+
+// "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one; with
+// "low_parts" in front for these.
+std::string TensorFileName(TensorKind kind, size_t index, size_t count);
+
+std::string TracksPath(std::string_view checkpoint_path);
+std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name);
+
+// DATA_LOSS, CHECKPOINT_CORRUPT.
+absl::Status CorruptCheckpoint(const std::string& problem);
+
+// The same if the checkpoint is at fault: a file of it is missing, short or no regular file. All
+// else is the disk's fault, and stays as it is.
+absl::Status BlameCheckpoint(const absl::Status& status);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_FORMAT_CHECKPOINT_FILES_H_

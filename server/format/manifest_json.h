@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// manifest.json of a checkpoint: all that is not weights, and the checksums of what is.
+#ifndef EMA_SERVER_FORMAT_MANIFEST_JSON_H_
+#define EMA_SERVER_FORMAT_MANIFEST_JSON_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ema/manifest.h"
+#include "ema/model_info.h"
+#include "ema/schedule.h"
+#include "ema/track.h"
+
+namespace ema {
+
+// What this build writes and reads; earlier ones were of no release. A later format keeps the
+// checksum as its first member, and says its format_version, so that it is refused by name, and not
+// taken for damage.
+inline constexpr int64_t kCheckpointFormatVersion = 3;
+
+// A longer tensor has a checksum for each piece of so many bytes, so that a part of it can be read
+// and verified without the rest.
+inline constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+// One safetensors file of a track.
+struct TensorFile {
+  std::string name;
+  int64_t file_bytes = 0;
+  uint32_t header_crc32c = 0;  // Of its bytes before the data section.
+
+  friend bool operator==(const TensorFile&, const TensorFile&) = default;
+};
+
+// A file that is read as a whole.
+struct SmallFile {
+  std::string name;
+  int64_t file_bytes = 0;
+  uint32_t crc32c = 0;
+
+  friend bool operator==(const SmallFile&, const SmallFile&) = default;
+};
+
+// Tensors of one kind of a track, in one or more safetensors files; no tensor is in two.
+struct TensorFiles {
+  std::vector<TensorFile> files;   // Named as TensorFileName() says.
+  std::optional<SmallFile> index;  // Of weights in more than one file.
+  // Of each tensor's bytes, as the manifest's tensors; 0 for those that are not in the files.
+  std::vector<uint32_t> tensor_crc32c;
+  // Likewise, of each kPieceBytes of a tensor that is longer than one; else empty.
+  std::vector<std::vector<uint32_t>> piece_crc32c;
+  // CRC32C of all tensors' bytes in the manifest's order, so that equal weights have equal digests
+  // however they are split.
+  uint32_t digest = 0;
+
+  friend bool operator==(const TensorFiles&, const TensorFiles&) = default;
+};
+
+// One track of a checkpoint. Without `weights` it has no value yet.
+struct CheckpointTrack {
+  TrackConfig config;
+  TrackState state;
+  std::vector<int64_t> last_steps;  // As `state`.
+  std::optional<TensorFiles> weights;
+  std::optional<TensorFiles> low_parts;  // Of a compensated track.
+
+  friend bool operator==(const CheckpointTrack&, const CheckpointTrack&) = default;
+};
+
+// A checkpoint without its weights.
+struct CheckpointManifest {
+  std::string model_name;
+  Manifest manifest;
+  int64_t max_pinned_versions = 0;
+  NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+  // As CreateModel asked for them; `tracks` are what UpdateModel has made of them.
+  std::vector<TrackConfig> created_tracks;
+  // record.tracks is of the whole version. Its commit_time is kept to the microsecond.
+  Version record;
+  std::vector<CheckpointTrack> tracks;
+  // The model had more tracks with a value, which are not in `tracks`: this is no whole model.
+  bool is_partial = false;
+  // In the folder of each track that has weights.
+  std::vector<SmallFile> attached_files;
+  // Of all files in the tracks' folders.
+  int64_t total_bytes = 0;
+
+  // Null: there is no such track.
+  const CheckpointTrack* Find(std::string_view track_name) const;
+  // Of all files in the folder of one of `tracks`.
+  int64_t FolderBytes(const CheckpointTrack& track) const;
+};
+
+// The file's text: JSON, whose first member is a CRC32C of all that follows, so that a changed byte
+// is noticed (an editor breaks it, too). Numbers are written so that they are read back exactly.
+std::string EncodeCheckpointManifest(const CheckpointManifest& manifest);
+
+// FAILED_PRECONDITION: written by a newer server, or one before the first release; the message
+// names both format versions. DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is
+// missing, doubled or out of range. Whether checksums fit the tensors' sizes and each other is not
+// checked here: ReadCheckpointManifest() sees to that.
+absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_FORMAT_MANIFEST_JSON_H_

@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/format/verify.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/json_fields.h"
+#include "server/format/tensor_reader.h"
+
+namespace ema {
+namespace {
+
+std::string InTrack(const std::string& name) { return absl::StrCat("track \"", name, "\": "); }
+
+// Checks that the checksums of one kind of tensors fit their sizes and each other.
+absl::Status CheckTensorFiles(const StorageLayout& layout, absl::Span<const TensorAction> actions,
+                              TensorKind kind, const TensorFiles& files) {
+  uint32_t digest = 0;
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const std::vector<uint32_t>& pieces = files.piece_crc32c[i];
+    const bool is_there = HasTensors(kind, actions[i]);
+    const int64_t bytes = is_there ? layout.entry(static_cast<int64_t>(i)).length_bytes : 0;
+    const bool has_pieces = bytes > kPieceBytes;
+    const int64_t expected = has_pieces ? (bytes + kPieceBytes - 1) / kPieceBytes : 0;
+    if (static_cast<int64_t>(pieces.size()) != expected) {
+      return CorruptManifest(absl::StrCat("a tensor of ", bytes, " bytes has ", pieces.size(),
+                                          " pieces, expected ", expected));
+    }
+    uint32_t crc = 0;
+    for (int64_t p = 0; p < expected; ++p) {
+      crc = Crc32cCombine(crc, pieces[p], std::min(kPieceBytes, bytes - p * kPieceBytes));
+    }
+    if (has_pieces && crc != files.tensor_crc32c[i]) {
+      return CorruptManifest("the checksums of a tensor's pieces are not the tensor's");
+    }
+    digest = Crc32cCombine(digest, files.tensor_crc32c[i], bytes);
+    if (is_there || files.tensor_crc32c[i] == 0) continue;
+    return CorruptManifest("a tensor that is in no file has a checksum");
+  }
+  if (files.digest != digest) return CorruptManifest("a digest is not that of its tensors");
+  return absl::OkStatus();
+}
+
+absl::Status CheckTrack(const Manifest& manifest, const CheckpointTrack& track) {
+  if (!track.weights.has_value()) return absl::OkStatus();
+  const std::vector<TensorAction> actions = ActionsOf(track.config, manifest);
+  const StorageLayout layout(manifest, actions);
+  EMA_RETURN_IF_ERROR(CheckTensorFiles(layout, actions, TensorKind::kWeights, *track.weights));
+  if (!track.low_parts.has_value()) return absl::OkStatus();
+  return CheckTensorFiles(layout, actions, TensorKind::kLowParts, *track.low_parts);
+}
+
+absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string& track_path,
+                                      const SmallFile& saved, int64_t max_bytes) {
+  absl::StatusOr<std::string> bytes =
+      file_system.ReadSmallFile(JoinPath(track_path, saved.name), max_bytes);
+  if (!bytes.ok()) return BlameCheckpoint(bytes.status());
+  const std::string where = absl::StrCat("file \"", saved.name, "\": ");
+  if (static_cast<int64_t>(bytes->size()) != saved.file_bytes) {
+    return CorruptCheckpoint(
+        absl::StrCat(where, "it has ", bytes->size(), " bytes, expected ", saved.file_bytes));
+  }
+  if (Crc32c(0, std::as_bytes(std::span(*bytes))) != saved.crc32c) {
+    return CorruptCheckpoint(absl::StrCat(where, "its checksum is wrong"));
+  }
+  return bytes;
+}
+
+absl::Status VerifyTensors(FileSystem& file_system, const std::string& track_path, TensorKind kind,
+                           const TensorFiles& files, const Manifest& manifest,
+                           absl::Span<const TensorAction> actions, const StorageLayout& layout,
+                           const RestBetweenReads& rest) {
+  EMA_ASSIGN_OR_RETURN(
+      const std::unique_ptr<TensorReader> reader,
+      TensorReader::Open(file_system, track_path, kind, files, manifest, actions, layout));
+  return reader->ReadAll([&rest](int64_t, int64_t, std::span<const std::byte>) {
+    return rest != nullptr ? rest() : absl::OkStatus();
+  });
+}
+
+// Makes what is read of a file from here on come from the disk, where the system can do that.
+absl::Status DropCache(FileSystem& file_system, const std::string& path) {
+  const absl::StatusOr<std::unique_ptr<RandomAccessFile>> file = file_system.OpenFile(path);
+  if (!file.ok()) return BlameCheckpoint(file.status());
+  (*file)->DropCache();
+  return absl::OkStatus();
+}
+
+// What a folder must hold.
+struct Contents {
+  std::set<std::string> files;
+  std::set<std::string> directories;
+  std::set<std::string> optional_files;
+};
+
+// What is made of names that are no part of a checkpoint.
+enum class Others { kIgnored, kRefused };
+
+// Compares a folder with what it must hold, and drops the caches of its files.
+absl::Status CheckFolder(FileSystem& file_system, const std::string& path, Contents expected,
+                         Others others) {
+  absl::StatusOr<std::vector<DirectoryEntry>> entries = file_system.ListDirectory(path);
+  if (!entries.ok()) return BlameCheckpoint(entries.status());
+  for (const DirectoryEntry& entry : *entries) {
+    if (!entry.is_directory && expected.optional_files.contains(entry.name)) continue;
+    std::set<std::string>& names = entry.is_directory ? expected.directories : expected.files;
+    if (names.erase(entry.name) == 0) {
+      if (others == Others::kIgnored) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("\"", entry.name, "\" is no part of a checkpoint"));
+    }
+    if (!entry.is_directory) {
+      EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, entry.name)));
+    }
+  }
+  for (const std::set<std::string>* missing : {&expected.files, &expected.directories}) {
+    if (!missing->empty()) {
+      return CorruptCheckpoint(absl::StrCat("\"", *missing->begin(), "\" is missing"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The checkpoint's folder, and that of its tracks.
+absl::Status CheckFolders(FileSystem& file_system, const std::string& path,
+                          const CheckpointManifest& checkpoint, Others others) {
+  EMA_RETURN_IF_ERROR(CheckFolder(file_system, path,
+                                  {.files = {std::string(kManifestFileName)},
+                                   .directories = {"tracks"},
+                                   .optional_files = {std::string(kKeepFileName)}},
+                                  others));
+  Contents tracks;
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (track.weights.has_value()) tracks.directories.insert(track.config.name);
+  }
+  return CheckFolder(file_system, TracksPath(path), std::move(tracks), others);
+}
+
+absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
+                              const CheckpointManifest& checkpoint, const CheckpointTrack& track,
+                              Others others) {
+  Contents contents;
+  for (const std::optional<TensorFiles>* files : {&track.weights, &track.low_parts}) {
+    if (!files->has_value()) continue;
+    for (const TensorFile& file : (*files)->files) contents.files.insert(file.name);
+    if ((*files)->index.has_value()) contents.files.insert((*files)->index->name);
+  }
+  for (const SmallFile& file : checkpoint.attached_files) contents.files.insert(file.name);
+  return CheckFolder(file_system, TrackPath(path, track.config.name), std::move(contents), others);
+}
+
+absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
+                         const CheckpointManifest& checkpoint, const CheckpointTrack& track,
+                         const RestBetweenReads& rest) {
+  EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
+  EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
+  const Manifest& manifest = checkpoint.manifest;
+  const std::string track_path = TrackPath(path, track.config.name);
+  const std::vector<TensorAction> actions = ActionsOf(track.config, manifest);
+  const StorageLayout layout(manifest, actions);
+  EMA_RETURN_IF_ERROR(VerifyTensors(file_system, track_path, TensorKind::kWeights, *track.weights,
+                                    manifest, actions, layout, rest));
+  if (!track.low_parts.has_value()) return absl::OkStatus();
+  return VerifyTensors(file_system, track_path, TensorKind::kLowParts, *track.low_parts, manifest,
+                       actions, layout, rest);
+}
+
+// A checkpoint that somebody has renamed would be taken for another version.
+absl::Status CheckName(const std::string& path, const CheckpointManifest& checkpoint) {
+  const std::optional<CheckpointId> id = ParseCheckpointName(BaseName(path));
+  if (!id.has_value() || *id == IdOf(checkpoint.record)) return absl::OkStatus();
+  return CorruptManifest(absl::StrCat("it is of ", CheckpointName(IdOf(checkpoint.record))));
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
+                                                          const std::string& path) {
+  const absl::StatusOr<std::string> text =
+      file_system.ReadSmallFile(JoinPath(path, kManifestFileName), kMaxManifestFileBytes);
+  if (!text.ok()) return BlameCheckpoint(text.status());
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ParseCheckpointManifest(*text));
+  ModelConfig config = ConfigOf(checkpoint);
+  absl::Status status = config.Validate();
+  config.tracks = checkpoint.created_tracks;
+  status.Update(config.Validate());
+  if (!status.ok()) return CorruptManifest(std::string(status.message()));
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    EMA_RETURN_IF_ERROR(CheckTrack(checkpoint.manifest, track));
+  }
+  return checkpoint;
+}
+
+absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_view model_name,
+                           const CheckpointId& id, bool is_partial) {
+  if (checkpoint.model_name == model_name && IdOf(checkpoint.record) == id &&
+      checkpoint.is_partial == is_partial) {
+    return absl::OkStatus();
+  }
+  return CorruptManifest(absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
+                                      CheckpointName(IdOf(checkpoint.record)),
+                                      checkpoint.is_partial ? ", some tracks" : ""));
+}
+
+ModelConfig ConfigOf(const CheckpointManifest& checkpoint) {
+  ModelConfig config;
+  config.name = checkpoint.model_name;
+  config.manifest = std::make_shared<const Manifest>(checkpoint.manifest);
+  for (const CheckpointTrack& track : checkpoint.tracks) config.tracks.push_back(track.config);
+  config.created_tracks = checkpoint.created_tracks;
+  config.max_pinned_versions = checkpoint.max_pinned_versions;
+  config.non_finite = checkpoint.non_finite;
+  return config;
+}
+
+absl::StatusOr<std::vector<AttachedFile>> ReadAttachedFiles(FileSystem& file_system,
+                                                            const std::string& path,
+                                                            const CheckpointManifest& checkpoint) {
+  std::vector<AttachedFile> files;
+  const auto track = std::find_if(checkpoint.tracks.begin(), checkpoint.tracks.end(),
+                                  [](const CheckpointTrack& t) { return t.weights.has_value(); });
+  if (track == checkpoint.tracks.end()) return files;
+  for (const SmallFile& saved : checkpoint.attached_files) {
+    EMA_ASSIGN_OR_RETURN(
+        std::string bytes,
+        ReadSmall(file_system, TrackPath(path, track->config.name), saved, kMaxAttachedFileBytes));
+    files.push_back({saved.name, std::move(bytes)});
+  }
+  return files;
+}
+
+absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
+                              const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
+  const std::string track_path = TrackPath(path, track.config.name);
+  if (track.weights.has_value() && track.weights->index.has_value()) {
+    EMA_RETURN_IF_ERROR(
+        ReadSmall(file_system, track_path, *track.weights->index, kMaxIndexFileBytes).status());
+  }
+  for (const SmallFile& saved : checkpoint.attached_files) {
+    EMA_RETURN_IF_ERROR(ReadSmall(file_system, track_path, saved, kMaxAttachedFileBytes).status());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
+                                                    const std::string& path,
+                                                    const TrackVerdict& on_track,
+                                                    const RestBetweenReads& rest) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
+  if (!exists) return absl::NotFoundError("there is no such checkpoint");
+  EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ReadCheckpointManifest(file_system, path));
+  absl::Status problem = CheckName(path, checkpoint);
+  problem.Update(CheckFolders(file_system, path, checkpoint, Others::kIgnored));
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (!problem.ok() && on_track == nullptr) break;
+    if (!track.weights.has_value()) continue;
+    const absl::Status status = VerifyTrack(file_system, path, checkpoint, track, rest);
+    if (on_track != nullptr) on_track(checkpoint, track, status);
+    if (!status.ok()) problem.Update(WithPlace(status, InTrack(track.config.name)));
+  }
+  EMA_RETURN_IF_ERROR(problem);
+  return checkpoint;
+}
+
+absl::Status CheckNothingElse(FileSystem& file_system, const std::string& path,
+                              const CheckpointManifest& checkpoint) {
+  EMA_RETURN_IF_ERROR(CheckFolders(file_system, path, checkpoint, Others::kRefused));
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (!track.weights.has_value()) continue;
+    const absl::Status status =
+        CheckTrackFolder(file_system, path, checkpoint, track, Others::kRefused);
+    if (!status.ok()) return WithPlace(status, InTrack(track.config.name));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace ema

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Floats from one dtype to another, in host memory.
+#ifndef EMA_SERVER_KERNEL_CAST_H_
+#define EMA_SERVER_KERNEL_CAST_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ema/tensor_spec.h"
+#include "server/kernel/cast_element.h"
+
+namespace ema {
+
+// True: CastOnCpu() takes it as the dtype to cast to.
+inline bool IsCastTarget(Dtype dtype) {
+  return dtype == Dtype::kFloat32 || dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
+}
+
+// Casts `element_count` floats, with the widest instructions the processor has; float64 by way of
+// float32. Neither side need be aligned, and they do not overlap. The same dtype is a copy.
+// REQUIRES: IsFloat(from_dtype), IsCastTarget(to_dtype).
+void CastOnCpu(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
+               int64_t element_count);
+
+// The same, one element at a time by the definitions: the reference for tests.
+void CastScalar(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
+                int64_t element_count);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_KERNEL_CAST_H_

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU kernel of fold_element.h, many elements at a time.
+#ifndef EMA_SERVER_KERNEL_EMA_KERNEL_H_
+#define EMA_SERVER_KERNEL_EMA_KERNEL_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "server/kernel/fold_op.h"
+
+namespace ema {
+
+// Does `op` on host memory, in this thread, with the widest instructions the processor has. Returns
+// the index of the first element that is not finite. The source may have any alignment.
+std::optional<int64_t> FoldOnCpu(const FoldOp& op);
+
+// The same, one element at a time by UpdatedAverage(): the reference for tests.
+std::optional<int64_t> FoldScalar(const FoldOp& op);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_KERNEL_EMA_KERNEL_H_

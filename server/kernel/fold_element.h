@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a fold does to one element: the one definition, for the CPU and for a GPU, that every kernel
+// matches bit for bit (but for the payload of a NaN). Compiled by C++ and CUDA compilers; includes
+// nothing that only one of them can read.
+#ifndef EMA_SERVER_KERNEL_FOLD_ELEMENT_H_
+#define EMA_SERVER_KERNEL_FOLD_ELEMENT_H_
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#define EMA_HOST_DEVICE __host__ __device__
+#define EMA_UNROLL _Pragma("unroll")
+#define EMA_NO_UNROLL _Pragma("unroll 1")
+#else
+#define EMA_HOST_DEVICE
+#define EMA_UNROLL
+#define EMA_NO_UNROLL
+#endif
+
+namespace ema {
+
+// What a fold does to one track.
+enum class FoldKind : uint8_t {
+  kAverage,  // next[i] = fma(w, float(source[i]) - current[i], current[i]), all float32, `w` the
+             // update weight rounded to float32
+  kAssign,   // next[i] = float(source[i]): an average's first value; `current` is not read
+  kCopy,     // next[i] = source[i], the source's dtype and bits
+  // The same for averages that are kept as two float32, e = high + low, where |low| is at most
+  // half a unit in the last place of high. All in float64: e' = fma(w, source[i] - e, e);
+  // next[i] = float(e'), next_low[i] = float(e' - next[i]), 0 if that is not finite.
+  kAverageCompensated,
+  kAssignCompensated,  // e' = source[i]
+};
+
+// How a pushed element is to be read. Numbers are those of Dtype for floats.
+enum class SourceFormat : uint8_t {
+  kNoFloat = 0,  // Only to be copied.
+  kFloat32 = 1,
+  kFloat16 = 2,
+  kBFloat16 = 3,
+  kFloat64 = 4,
+};
+
+// A value of type T at any address.
+template <typename T>
+EMA_HOST_DEVICE inline T LoadAs(const std::byte* address) {
+  T value;
+  std::memcpy(&value, address, sizeof(value));
+  return value;
+}
+
+template <typename To, typename From>
+EMA_HOST_DEVICE inline To BitsAs(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// IEEE 754 binary16, of which every value is a float32.
+EMA_HOST_DEVICE inline float Float16ToFloat(uint16_t half) {
+  const uint32_t exponent = half >> 10 & 0x1f;
+  const uint32_t fraction = half & 0x3ff;
+  const uint32_t sign = uint32_t{half} >> 15 << 31;
+  if (exponent == 0) {
+    return BitsAs<float>(sign | BitsAs<uint32_t>(static_cast<float>(fraction) * 0x1p-24f));
+  }
+  const uint32_t float_exponent = exponent == 0x1f ? 0xff : exponent + (127 - 15);
+  return BitsAs<float>(sign | float_exponent << 23 | fraction << 13);
+}
+
+// REQUIRES: format is a float's.
+EMA_HOST_DEVICE inline float LoadFloat(SourceFormat format, const std::byte* address) {
+  switch (format) {
+    case SourceFormat::kFloat16:
+      return Float16ToFloat(LoadAs<uint16_t>(address));
+    case SourceFormat::kBFloat16:
+      return BitsAs<float>(uint32_t{LoadAs<uint16_t>(address)} << 16);
+    case SourceFormat::kFloat64:
+      // To nearest, ties to even. What is not finite stays so, and what is too large becomes
+      // infinite: a check of the result is a check of both.
+      return static_cast<float>(LoadAs<double>(address));
+    default:
+      return LoadAs<float>(address);
+  }
+}
+
+// The same, but not rounded.
+EMA_HOST_DEVICE inline double LoadDouble(SourceFormat format, const std::byte* address) {
+  return format == SourceFormat::kFloat64 ? LoadAs<double>(address)
+                                          : double{LoadFloat(format, address)};
+}
+
+EMA_HOST_DEVICE inline bool IsFinite(float value) {
+  return (BitsAs<uint32_t>(value) & 0x7f800000) != 0x7f800000;
+}
+
+// float32, subtraction rounded, then one real fused multiply-add.
+EMA_HOST_DEVICE inline float UpdatedAverage(float ema, float param, float update_weight) {
+  return std::fma(update_weight, param - ema, ema);
+}
+
+// An average kept as two float32: their sum, which float64 holds. `high` is the sum rounded.
+struct CompensatedAverage {
+  float high = 0;
+  float low = 0;
+};
+
+// Splits a float64. NaN and infinity, also by overflow, have a low part of 0.
+EMA_HOST_DEVICE inline CompensatedAverage Compensated(double value) {
+  const float high = static_cast<float>(value);
+  const float low = static_cast<float>(value - static_cast<double>(high));
+  return {high, IsFinite(low) ? low : 0.0f};
+}
+
+// In float64 throughout.
+EMA_HOST_DEVICE inline CompensatedAverage UpdatedAverage(CompensatedAverage ema, double param,
+                                                         double update_weight) {
+  const double before = static_cast<double>(ema.high) + static_cast<double>(ema.low);
+  return Compensated(std::fma(update_weight, param - before, before));
+}
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_KERNEL_FOLD_ELEMENT_H_

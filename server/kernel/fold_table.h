@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Many folds as one table in device memory, and what one thread of a kernel does with it. A grid of
+// blocks walks the table: block b does tile b, or that and every `gridDim`-th after it; its threads
+// share the tile. The same function runs on the CPU, where tests walk the whole grid.
+//
+// A GPU is as fast as its memory if enough loads are on their way at any time. So a block finds all
+// it has to know in one record, and a thread loads all that it can before it looks at any of it.
+#ifndef EMA_SERVER_KERNEL_FOLD_TABLE_H_
+#define EMA_SERVER_KERNEL_FOLD_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "server/kernel/fold_element.h"
+
+namespace ema {
+
+// Of a block. So that a small tensor, which has tiles of its own, is as many vectors to a thread as
+// a large one.
+inline constexpr int kFoldThreads = 128;
+// Neighbours that are one load and one store of 16 bytes of float32.
+inline constexpr int kFoldVector = 4;
+// Vectors of a tile that a thread does at once, a block's width apart.
+inline constexpr int kFoldVectors = 2;
+inline constexpr int kFoldStride = kFoldThreads * kFoldVector;
+// So that a small tensor keeps most threads busy, and a large one needs few blocks.
+inline constexpr int64_t kFoldTileElements = int64_t{kFoldVectors} * kFoldStride;
+
+// FoldTarget in device memory. What each fold reads comes first.
+struct alignas(16) DeviceFoldTarget {
+  const std::byte* current = nullptr;
+  std::byte* next = nullptr;
+  double update_weight = 1;
+  FoldKind kind = FoldKind::kCopy;
+  const std::byte* current_low = nullptr;
+  std::byte* next_low = nullptr;
+  uint32_t* differs = nullptr;  // Set to 1; may be null. As FoldTarget::differs.
+};
+
+// Neighbouring elements of one op, or of several that are neighbours themselves: lanes [begin, end)
+// of kFoldTileElements. Lane 0 is where vectors begin, which may be before the first element.
+struct alignas(16) FoldTile {
+  const std::byte* source = nullptr;  // Of lane 0.
+  int64_t target_offset = 0;          // Of lane 0: elements behind the targets' addresses.
+  int32_t first_target = 0;
+  int32_t run = 0;  // Which of FoldTable::non_finite.
+  uint16_t begin = 0;
+  uint16_t end = 0;
+  uint8_t target_count = 0;
+  SourceFormat format = SourceFormat::kFloat32;
+  uint8_t element_bytes = 4;
+  // Every vector of the source, and of each target, is aligned to its size (at most 16 bytes).
+  bool is_aligned = false;
+};
+static_assert(sizeof(FoldTile) == 32, "two loads");
+
+struct FoldTable {
+  const FoldTile* tiles = nullptr;
+  const DeviceFoldTarget* targets = nullptr;
+  int64_t tile_count = 0;
+  // By run: set to 1 if an element is not; may be null. May be pinned host memory: nothing is
+  // written there in a step that goes well.
+  uint32_t* non_finite = nullptr;
+};
+
+// Tiles of a run of neighbours of which the first is lane `phase`.
+inline int64_t FoldTileCount(int64_t element_count, int phase) {
+  return element_count == 0 ? 0
+                            : (element_count + phase + kFoldTileElements - 1) / kFoldTileElements;
+}
+
+// Calls `take` with each of these tiles. Lane 0 of the first is that of `first`, whose `begin` is
+// the phase; `end` is not read.
+template <typename Take>
+void ForEachFoldTile(const FoldTile& first, int64_t element_count, const Take& take) {
+  const int64_t tile_count = FoldTileCount(element_count, first.begin);
+  for (int64_t i = 0; i < tile_count; ++i) {
+    const int64_t lane = i * kFoldTileElements;
+    const int64_t left = first.begin + element_count - lane;
+    FoldTile tile = first;
+    tile.source += lane * first.element_bytes;
+    tile.target_offset += lane;
+    tile.begin = i == 0 ? first.begin : 0;
+    tile.end = static_cast<uint16_t>(left < kFoldTileElements ? left : kFoldTileElements);
+    take(tile);
+  }
+}
+
+namespace fold_internal {
+
+// kFoldVector neighbours, moved by one or two instructions.
+template <typename T>
+struct alignas(sizeof(T) * kFoldVector > 16 ? 16 : sizeof(T) * kFoldVector) Lanes {
+  T lane[kFoldVector];
+};
+
+// Tells the compiler what it cannot see of an address that it has read from a table.
+EMA_HOST_DEVICE inline void AssumeGlobal([[maybe_unused]] const std::byte* address) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(address));
+#endif
+}
+template <typename T>
+EMA_HOST_DEVICE inline Lanes<T> LoadLanes(const std::byte* address) {
+  AssumeGlobal(address);
+  return *reinterpret_cast<const Lanes<T>*>(address);
+}
+template <typename T>
+EMA_HOST_DEVICE inline void StoreLanes(const Lanes<T>& lanes, std::byte* address) {
+  AssumeGlobal(address);
+  *reinterpret_cast<Lanes<T>*>(address) = lanes;
+}
+
+// The integer that an element is loaded as.
+template <SourceFormat kFormat>
+struct BitsOf {
+  using Type = uint32_t;
+};
+template <>
+struct BitsOf<SourceFormat::kFloat16> {
+  using Type = uint16_t;
+};
+template <>
+struct BitsOf<SourceFormat::kBFloat16> {
+  using Type = uint16_t;
+};
+template <>
+struct BitsOf<SourceFormat::kFloat64> {
+  using Type = uint64_t;
+};
+
+template <typename Bits>
+EMA_HOST_DEVICE inline float FloatOf(SourceFormat format, const Bits& bits) {
+  return LoadFloat(format, reinterpret_cast<const std::byte*>(&bits));
+}
+template <typename Bits>
+EMA_HOST_DEVICE inline double DoubleOf(SourceFormat format, const Bits& bits) {
+  return LoadDouble(format, reinterpret_cast<const std::byte*>(&bits));
+}
+
+// As FoldTarget::differs: in other bits than those of the sign of 0.
+EMA_HOST_DEVICE inline bool Differs(float a, float b) {
+  return BitsAs<uint32_t>(a) != BitsAs<uint32_t>(b) && !(a == 0 && b == 0);
+}
+
+// What becomes of one average; true if assigning would have given another.
+EMA_HOST_DEVICE inline bool FoldPlain(FoldKind kind, float update_weight, float param,
+                                      float& average) {
+  average = kind == FoldKind::kAssign ? param : UpdatedAverage(average, param, update_weight);
+  return Differs(average, param);
+}
+EMA_HOST_DEVICE inline bool FoldCompensated(FoldKind kind, double update_weight, double param,
+                                            float& high, float& low) {
+  const CompensatedAverage assigned = Compensated(param);
+  const CompensatedAverage next =
+      kind == FoldKind::kAssignCompensated
+          ? assigned
+          : UpdatedAverage(CompensatedAverage{high, low}, param, update_weight);
+  high = next.high;
+  low = next.low;
+  return Differs(next.high, assigned.high) || Differs(next.low, assigned.low);
+}
+
+EMA_HOST_DEVICE constexpr bool IsCompensated(FoldKind kind) {
+  return kind == FoldKind::kAverageCompensated || kind == FoldKind::kAssignCompensated;
+}
+EMA_HOST_DEVICE constexpr bool IsAverage(FoldKind kind) {
+  return kind == FoldKind::kAverage || kind == FoldKind::kAverageCompensated;
+}
+
+// All threads that write it write the same; who sees it written need not, which spares the memory
+// a write of every thread to one address.
+EMA_HOST_DEVICE inline void Note(uint32_t* flag) {
+  if (flag != nullptr && *flag == 0) *flag = 1;
+}
+EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile& tile) {
+  if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
+}
+
+// Hides from the compiler that the lanes are what they were: else it would compute before a loop
+// what only some of its rounds need, and wait there until they have been loaded. By words: to take
+// lanes of 16 bits apart it would have to wait, too.
+template <typename T>
+EMA_HOST_DEVICE inline void Hide([[maybe_unused]] Lanes<T>& lanes) {
+#ifdef __CUDA_ARCH__
+  constexpr int kWords = sizeof(Lanes<T>) / sizeof(uint64_t);
+  uint64_t words[kWords];
+  memcpy(words, &lanes, sizeof(lanes));
+  EMA_UNROLL
+  for (int i = 0; i < kWords; ++i) asm volatile("" : "+l"(words[i]));
+  memcpy(&lanes, words, sizeof(lanes));
+#endif
+}
+
+// Vectors a block's width apart, loaded and stored as one; `data` is where the first is.
+template <typename T, int kVectors>
+struct Vectors {
+  static constexpr int kElements = kVectors * kFoldVector;
+
+  EMA_HOST_DEVICE T& operator[](int i) { return vectors[i / kFoldVector].lane[i % kFoldVector]; }
+  EMA_HOST_DEVICE const T& operator[](int i) const {
+    return vectors[i / kFoldVector].lane[i % kFoldVector];
+  }
+  EMA_HOST_DEVICE void Load(const std::byte* data) {
+    EMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) vectors[v] = LoadLanes<T>(data + v * kStrideBytes);
+  }
+  EMA_HOST_DEVICE void Store(std::byte* data) const {
+    EMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) StoreLanes(vectors[v], data + v * kStrideBytes);
+  }
+
+  static constexpr int64_t kStrideBytes = kFoldStride * static_cast<int64_t>(sizeof(T));
+  Lanes<T> vectors[kVectors];
+};
+
+// Whole vectors, aligned, into one target, of which the first is element `first`. Reads of the
+// target what this kind needs, and no more, as loads of averages wait for all of that; and all of
+// it before the first store, after which the compiler would read it anew.
+template <FoldKind kKind, SourceFormat kFormat, typename Pushed>
+EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t first,
+                                     const Pushed& pushed) {
+  const int64_t offset = first * static_cast<int64_t>(sizeof(float));
+  std::byte* const next = target.next + offset;
+  uint32_t* const noted = target.differs;
+  Vectors<float, Pushed::kElements / kFoldVector> average;
+  if constexpr (IsAverage(kKind)) average.Load(target.current + offset);
+  bool differs = false;
+  if constexpr (IsCompensated(kKind)) {
+    Vectors<float, Pushed::kElements / kFoldVector> low;
+    if constexpr (IsAverage(kKind)) low.Load(target.current_low + offset);
+    EMA_UNROLL
+    for (int i = 0; i < Pushed::kElements; ++i) {
+      differs |= FoldCompensated(kKind, target.update_weight, DoubleOf(kFormat, pushed[i]),
+                                 average[i], low[i]);
+    }
+    low.Store(target.next_low + offset);
+  } else {
+    const auto update_weight = static_cast<float>(target.update_weight);
+    EMA_UNROLL
+    for (int i = 0; i < Pushed::kElements; ++i) {
+      differs |= FoldPlain(kKind, update_weight, FloatOf(kFormat, pushed[i]), average[i]);
+    }
+  }
+  average.Store(next);
+  if (differs) Note(noted);
+}
+
+// Whole vectors from lane `lane` on, aligned; in registers throughout.
+template <typename T, int kVectors>
+EMA_HOST_DEVICE inline void CopyVectors(const FoldTable& table, const FoldTile& tile, int lane) {
+  constexpr int64_t kBytes = sizeof(T);
+  Vectors<T, kVectors> pushed;
+  pushed.Load(tile.source + lane * kBytes);
+  EMA_NO_UNROLL
+  for (int t = 0; t < tile.target_count; ++t) {
+    pushed.Store(table.targets[tile.first_target + t].next + (tile.target_offset + lane) * kBytes);
+  }
+}
+template <SourceFormat kFormat, int kVectors>
+EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& tile, int lane) {
+  using Bits = typename BitsOf<kFormat>::Type;
+  constexpr int64_t kBytes = sizeof(Bits);
+  const int64_t first = tile.target_offset + lane;
+  Vectors<Bits, kVectors> pushed;
+  pushed.Load(tile.source + lane * kBytes);
+  for (int t = 0; t < tile.target_count; ++t) {
+    const DeviceFoldTarget& target = table.targets[tile.first_target + t];
+    EMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) Hide(pushed.vectors[v]);
+    switch (target.kind) {
+      case FoldKind::kAverage:
+        FoldInto<FoldKind::kAverage, kFormat>(target, first, pushed);
+        break;
+      case FoldKind::kAssign:
+        FoldInto<FoldKind::kAssign, kFormat>(target, first, pushed);
+        break;
+      case FoldKind::kCopy:
+        pushed.Store(target.next + first * kBytes);
+        break;
+      case FoldKind::kAverageCompensated:
+        FoldInto<FoldKind::kAverageCompensated, kFormat>(target, first, pushed);
+        break;
+      case FoldKind::kAssignCompensated:
+        FoldInto<FoldKind::kAssignCompensated, kFormat>(target, first, pushed);
+        break;
+    }
+  }
+  // Last: it waits for what was pushed, which the loads of averages need not.
+  bool is_finite = true;
+  EMA_UNROLL
+  for (int i = 0; i < pushed.kElements; ++i) {
+    is_finite &= IsFinite(FloatOf(kFormat, pushed[i]));
+  }
+  if (!is_finite) NoteNonFinite(table, tile);
+}
+
+// One element of any alignment.
+EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldTile& tile, int lane) {
+  const std::byte* const source = tile.source + int64_t{lane} * tile.element_bytes;
+  const int64_t i = tile.target_offset + lane;
+  const int64_t offset = i * static_cast<int64_t>(sizeof(float));
+  float rounded = 0;
+  double exact = 0;
+  if (tile.format != SourceFormat::kNoFloat) {
+    rounded = LoadFloat(tile.format, source);
+    exact = LoadDouble(tile.format, source);
+    if (!IsFinite(rounded)) NoteNonFinite(table, tile);
+  }
+  for (int t = 0; t < tile.target_count; ++t) {
+    const DeviceFoldTarget& target = table.targets[tile.first_target + t];
+    if (target.kind == FoldKind::kCopy) {
+      std::byte* const next = target.next + i * tile.element_bytes;
+      EMA_NO_UNROLL
+      for (int b = 0; b < tile.element_bytes; ++b) next[b] = source[b];
+      continue;
+    }
+    float average = IsAverage(target.kind) ? LoadAs<float>(target.current + offset) : 0;
+    bool differs = false;
+    if (!IsCompensated(target.kind)) {
+      const auto update_weight = static_cast<float>(target.update_weight);
+      differs = FoldPlain(target.kind, update_weight, rounded, average);
+    } else {
+      float low = IsAverage(target.kind) ? LoadAs<float>(target.current_low + offset) : 0;
+      differs = FoldCompensated(target.kind, target.update_weight, exact, average, low);
+      std::memcpy(target.next_low + offset, &low, sizeof(low));
+    }
+    std::memcpy(target.next + offset, &average, sizeof(average));
+    if (differs) Note(target.differs);
+  }
+}
+
+// REQUIRES: the tile is aligned and has all of these lanes.
+template <int kVectors>
+EMA_HOST_DEVICE inline void FoldWhole(const FoldTable& table, const FoldTile& tile, int lane) {
+  switch (tile.format) {
+    case SourceFormat::kFloat32:
+      return FoldVectors<SourceFormat::kFloat32, kVectors>(table, tile, lane);
+    case SourceFormat::kFloat16:
+      return FoldVectors<SourceFormat::kFloat16, kVectors>(table, tile, lane);
+    case SourceFormat::kBFloat16:
+      return FoldVectors<SourceFormat::kBFloat16, kVectors>(table, tile, lane);
+    case SourceFormat::kFloat64:
+      return FoldVectors<SourceFormat::kFloat64, kVectors>(table, tile, lane);
+    case SourceFormat::kNoFloat:
+      break;
+  }
+  switch (tile.element_bytes) {
+    case 1:
+      return CopyVectors<uint8_t, kVectors>(table, tile, lane);
+    case 2:
+      return CopyVectors<uint16_t, kVectors>(table, tile, lane);
+    case 4:
+      return CopyVectors<uint32_t, kVectors>(table, tile, lane);
+    default:
+      return CopyVectors<uint64_t, kVectors>(table, tile, lane);
+  }
+}
+
+}  // namespace fold_internal
+
+// What thread `thread` of kFoldThreads does of tile `index`. REQUIRES: 0 <= index <
+// table.tile_count.
+EMA_HOST_DEVICE inline void FoldOfThread(const FoldTable& table, int64_t index, int thread) {
+  const FoldTile tile = table.tiles[index];
+  const auto is_whole = [&tile](int lane, int vectors) {
+    return tile.is_aligned && lane >= tile.begin &&
+           lane + (vectors - 1) * kFoldStride + kFoldVector <= tile.end;
+  };
+  int lane = thread * kFoldVector;
+  if (is_whole(lane, kFoldVectors)) {
+    fold_internal::FoldWhole<kFoldVectors>(table, tile, lane);
+    return;
+  }
+  EMA_NO_UNROLL
+  for (; lane < tile.end; lane += kFoldStride) {
+    if (is_whole(lane, 1)) {
+      fold_internal::FoldWhole<1>(table, tile, lane);
+      continue;
+    }
+    const int end = lane + kFoldVector < tile.end ? lane + kFoldVector : tile.end;
+    EMA_NO_UNROLL
+    for (int i = lane < tile.begin ? tile.begin : lane; i < end; ++i) {
+      fold_internal::FoldElement(table, tile, i);
+    }
+  }
+}
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_KERNEL_FOLD_TABLE_H_

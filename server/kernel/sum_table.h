@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Many sums as one table in device memory, and what one thread of a kernel does with it, as
+// fold_table.h. Each thread of the grid has a place of its own for its sums, and always the same
+// elements: who adds the places up in their order gets the same bits every time, and no thread
+// waits for another.
+#ifndef EMA_SERVER_KERNEL_SUM_TABLE_H_
+#define EMA_SERVER_KERNEL_SUM_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "server/kernel/fold_table.h"
+#include "server/kernel/sum_element.h"
+
+namespace ema {
+
+inline constexpr int kSumThreads = 256;  // Of a block.
+// Elements of a tile that one thread adds: so many loads are on their way at once.
+inline constexpr int kSumUnroll = 8;
+inline constexpr int64_t kSumTileElements = int64_t{kSumUnroll} * kSumThreads;
+
+// SumRun in device memory.
+struct DeviceSumRun {
+  const float* average = nullptr;
+  const std::byte* raw = nullptr;  // Aligned to its elements.
+  int64_t element_count = 0;
+  int64_t first_tile = 0;                            // Tiles of all runs before.
+  SourceFormat raw_format = SourceFormat::kNoFloat;  // There is none.
+};
+
+struct SumTable {
+  const DeviceSumRun* runs = nullptr;
+  int64_t run_count = 0;
+  int64_t tile_count = 0;
+  int64_t block_count = 0;
+  SquareSums* sums = nullptr;  // block_count * kSumThreads of them, which the threads add to.
+};
+
+// Tiles of a run.
+EMA_HOST_DEVICE inline int64_t SumTileCount(int64_t element_count) {
+  return (element_count + kSumTileElements - 1) / kSumTileElements;
+}
+
+namespace sum_internal {
+
+// The run that has a tile. REQUIRES: 0 <= tile < table.tile_count.
+EMA_HOST_DEVICE inline const DeviceSumRun& RunOfTile(const SumTable& table, int64_t tile) {
+  // The last one that begins at the tile or before: runs without elements have no tile.
+  int64_t low = 0;
+  int64_t high = table.run_count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (table.runs[middle].first_tile <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return table.runs[low];
+}
+
+// Elements `first`, `first` + kSumThreads and so on of a tile: neighbouring threads read
+// neighbouring elements at the same time. All are loaded before one is added; what is behind the
+// run's end counts as 0, which adds nothing.
+template <SourceFormat kFormat>
+EMA_HOST_DEVICE inline void AddOfTile(const DeviceSumRun& run, int64_t first, SquareSums& sums) {
+  constexpr bool kHasRaw = kFormat != SourceFormat::kNoFloat;
+  using Bits = typename fold_internal::BitsOf<kFormat>::Type;
+  float averages[kSumUnroll] = {};
+  Bits raws[kSumUnroll] = {};
+  EMA_UNROLL
+  for (int j = 0; j < kSumUnroll; ++j) {
+    const int64_t i = first + int64_t{j} * kSumThreads;
+    if (i < run.element_count) {
+      averages[j] = run.average[i];
+      if (kHasRaw) raws[j] = reinterpret_cast<const Bits*>(run.raw)[i];
+    }
+  }
+  EMA_UNROLL
+  for (int j = 0; j < kSumUnroll; ++j) {
+    if (kHasRaw) {
+      AddElement(sums, averages[j],
+                 LoadDouble(kFormat, reinterpret_cast<const std::byte*>(&raws[j])));
+    } else {
+      AddElement(sums, averages[j]);
+    }
+  }
+}
+
+}  // namespace sum_internal
+
+// What thread `thread` of kSumThreads does in block `block` of table.block_count.
+EMA_HOST_DEVICE inline void SumOfThread(const SumTable& table, int64_t block, int thread) {
+  SquareSums& place = table.sums[block * kSumThreads + thread];
+  SquareSums sums = place;
+  for (int64_t tile = block; tile < table.tile_count; tile += table.block_count) {
+    // A copy: it is read once, not anew after each load.
+    const DeviceSumRun run = sum_internal::RunOfTile(table, tile);
+    const int64_t first = (tile - run.first_tile) * kSumTileElements + thread;
+    switch (run.raw_format) {
+      case SourceFormat::kNoFloat:
+        sum_internal::AddOfTile<SourceFormat::kNoFloat>(run, first, sums);
+        break;
+      case SourceFormat::kFloat32:
+        sum_internal::AddOfTile<SourceFormat::kFloat32>(run, first, sums);
+        break;
+      case SourceFormat::kFloat16:
+        sum_internal::AddOfTile<SourceFormat::kFloat16>(run, first, sums);
+        break;
+      case SourceFormat::kBFloat16:
+        sum_internal::AddOfTile<SourceFormat::kBFloat16>(run, first, sums);
+        break;
+      case SourceFormat::kFloat64:
+        sum_internal::AddOfTile<SourceFormat::kFloat64>(run, first, sums);
+        break;
+    }
+  }
+  place = sums;
+}
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_KERNEL_SUM_TABLE_H_

@@ -1,0 +1,471 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/wire/convert.h"
+
+#include <cmath>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "include/ema/internal/schedule_parts.h"
+
+namespace ema {
+namespace {
+
+template <class... Visitors>
+struct Overloaded : Visitors... {
+  using Visitors::operator()...;
+};
+template <class... Visitors>
+Overloaded(Visitors...) -> Overloaded<Visitors...>;
+
+// Collects what a message sets; of those that cannot be absent, zero and empty are the default.
+class FieldsWriter {
+ public:
+  void Add(const char* name, const std::string& text) {
+    if (!text.empty()) fields_.emplace_back(name, text);
+  }
+  void AddNumber(const char* name, double value) {
+    if (value != 0) fields_.emplace_back(name, NumberText(value));
+  }
+  void AddFlag(const char* name, bool value) {
+    if (value) fields_.emplace_back(name, "true");
+  }
+  Schedule::Fields Take() { return std::move(fields_); }
+
+ private:
+  Schedule::Fields fields_;
+};
+
+template <class WarmUp>
+void AddDecayLimits(const WarmUp& proto, FieldsWriter& fields) {
+  if (proto.has_min_decay()) fields.Add("min_decay", NumberText(proto.min_decay()));
+  if (proto.has_max_decay()) fields.Add("max_decay", NumberText(proto.max_decay()));
+}
+
+void AddRule(const v1::Schedule& proto, FieldsWriter& fields) {
+  switch (proto.rule_case()) {
+    case v1::Schedule::kHalfLife:
+      fields.Add("half_life", proto.half_life().half_life());
+      fields.AddNumber("ramp_ratio", proto.half_life().ramp_ratio());
+      fields.AddFlag("debias", proto.half_life().debias());
+      break;
+    case v1::Schedule::kConstantDecay: {
+      const v1::Schedule::ConstantDecay& rule = proto.constant_decay();
+      // 0 is a decay as good as any.
+      fields.Add("smoothing", NumberText(rule.smoothing()));
+      if (rule.zero_init() == v1::Schedule::ConstantDecay::ZERO_INIT_PLAIN) {
+        fields.Add("zero_init", "plain");
+      } else if (rule.zero_init() == v1::Schedule::ConstantDecay::ZERO_INIT_DEBIASED) {
+        fields.Add("zero_init", "debias");
+      } else if (rule.zero_init() != v1::Schedule::ConstantDecay::ZERO_INIT_UNSPECIFIED) {
+        fields.Add("zero_init", absl::StrCat(static_cast<int>(rule.zero_init())));
+      }
+      break;
+    }
+    case v1::Schedule::kInverseGamma:
+      fields.Add("inv_gamma", NumberText(proto.inverse_gamma().inv_gamma()));
+      if (proto.inverse_gamma().has_power()) {
+        fields.Add("power", NumberText(proto.inverse_gamma().power()));
+      }
+      AddDecayLimits(proto.inverse_gamma(), fields);
+      break;
+    case v1::Schedule::kRamp:
+      fields.Add("ramp", NumberText(proto.ramp().ramp()));
+      AddDecayLimits(proto.ramp(), fields);
+      break;
+    case v1::Schedule::kPowerFunction:
+      fields.Add("sigma_rel", NumberText(proto.power_function().sigma_rel()));
+      fields.AddNumber("age_offset", proto.power_function().age_offset());
+      break;
+    case v1::Schedule::kUniform:
+      fields.AddFlag("uniform", true);
+      break;
+    case v1::Schedule::kCopy:
+      fields.AddFlag("copy", true);
+      break;
+    case v1::Schedule::RULE_NOT_SET:
+      break;
+  }
+}
+
+absl::StatusOr<Schedule> FromProto(const v1::Schedule& proto) {
+  FieldsWriter fields;
+  AddRule(proto, fields);
+  fields.Add("update_interval", proto.update_interval());
+  if (proto.interval_phase() != 0) {
+    fields.Add("interval_phase", absl::StrCat(proto.interval_phase()));
+  }
+  fields.Add("ema_start", proto.ema_start());
+  switch (proto.before_start()) {
+    case v1::Schedule::BEFORE_START_UNSPECIFIED:
+    case v1::Schedule::BEFORE_START_REINIT:
+      break;
+    case v1::Schedule::BEFORE_START_COPY:
+      fields.Add("before_start", "copy");
+      break;
+    case v1::Schedule::BEFORE_START_HOLD:
+      fields.Add("before_start", "hold");
+      break;
+    default:
+      fields.Add("before_start", absl::StrCat(static_cast<int>(proto.before_start())));
+  }
+  fields.Add("ema_end", proto.ema_end());
+  return Schedule::FromFields(fields.Take());
+}
+
+void ToProto(const Schedule& schedule, v1::Schedule* proto) {
+  using ZeroInit = ConstantDecayRule::ZeroInit;
+  std::visit(Overloaded{[&](const HalfLifeRule& rule) {
+                          v1::Schedule::HalfLife& out = *proto->mutable_half_life();
+                          if (std::isfinite(rule.half_life.value)) {
+                            out.set_half_life(rule.half_life.ToString());
+                          }
+                          out.set_ramp_ratio(rule.ramp_ratio);
+                          out.set_debias(rule.debias);
+                        },
+                        [&](const ConstantDecayRule& rule) {
+                          v1::Schedule::ConstantDecay& out = *proto->mutable_constant_decay();
+                          out.set_smoothing(rule.smoothing);
+                          if (rule.zero_init == ZeroInit::kPlain) {
+                            out.set_zero_init(v1::Schedule::ConstantDecay::ZERO_INIT_PLAIN);
+                          } else if (rule.zero_init == ZeroInit::kDebiased) {
+                            out.set_zero_init(v1::Schedule::ConstantDecay::ZERO_INIT_DEBIASED);
+                          }
+                        },
+                        [&](const InverseGammaRule& rule) {
+                          v1::Schedule::InverseGamma& out = *proto->mutable_inverse_gamma();
+                          out.set_inv_gamma(rule.inv_gamma);
+                          out.set_power(rule.power);
+                          out.set_min_decay(rule.min_decay);
+                          out.set_max_decay(rule.max_decay);
+                        },
+                        [&](const RampRule& rule) {
+                          v1::Schedule::Ramp& out = *proto->mutable_ramp();
+                          out.set_ramp(rule.ramp);
+                          out.set_min_decay(rule.min_decay);
+                          out.set_max_decay(rule.max_decay);
+                        },
+                        [&](const PowerFunctionRule& rule) {
+                          proto->mutable_power_function()->set_sigma_rel(rule.sigma_rel);
+                          proto->mutable_power_function()->set_age_offset(rule.age_offset);
+                        },
+                        [&](const UniformRule&) { proto->mutable_uniform(); },
+                        [&](const CopyRule&) { proto->mutable_copy(); }},
+             schedule.rule());
+  // "At every push" is what an absent interval means where it can stand; no text says it.
+  if (const TrainingDuration interval = schedule.update_interval(); interval.value > 0) {
+    proto->set_update_interval(interval.ToString());
+  }
+  const Schedule::Options& options = schedule.options();
+  proto->set_interval_phase(options.interval_phase);
+  if (options.start.value > 0) proto->set_ema_start(options.start.ToString());
+  if (options.before_start == Schedule::BeforeStart::kCopy) {
+    proto->set_before_start(v1::Schedule::BEFORE_START_COPY);
+  } else if (options.before_start == Schedule::BeforeStart::kHold) {
+    proto->set_before_start(v1::Schedule::BEFORE_START_HOLD);
+  }
+  if (options.end.has_value()) proto->set_ema_end(options.end->ToString());
+}
+
+absl::StatusOr<TensorAction> FromProto(v1::TensorAction action, std::string_view what) {
+  switch (action) {
+    case v1::TENSOR_ACTION_UNSPECIFIED:
+    case v1::TENSOR_ACTION_AVERAGE:
+      return TensorAction::kAverage;
+    case v1::TENSOR_ACTION_COPY:
+      return TensorAction::kCopy;
+    case v1::TENSOR_ACTION_IGNORE:
+      return TensorAction::kIgnore;
+    default:
+      return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
+                       absl::StrCat(std::string(what), ": action ", static_cast<int>(action),
+                                    " is not known; there are AVERAGE, COPY, IGNORE"));
+  }
+}
+
+v1::TensorAction ActionToProto(TensorAction action) {
+  switch (action) {
+    case TensorAction::kAverage:
+      return v1::TENSOR_ACTION_AVERAGE;
+    case TensorAction::kCopy:
+      return v1::TENSOR_ACTION_COPY;
+    case TensorAction::kIgnore:
+      break;
+  }
+  return v1::TENSOR_ACTION_IGNORE;
+}
+
+int64_t Whole(double value) { return static_cast<int64_t>(std::llround(value)); }
+
+TrackVersion FromProto(const v1::TrackRecord& proto) {
+  TrackVersion track{.track = proto.track(),
+                     .updated = proto.updated(),
+                     .update_weight = proto.update_weight(),
+                     .elapsed = proto.elapsed(),
+                     .update_count = proto.update_count(),
+                     .averaged_count = proto.averaged_count(),
+                     .window_steps = proto.window_steps(),
+                     .config = proto.config(),
+                     .stall_gap = proto.stall_gap(),
+                     .rules = {}};
+  for (const v1::TrackRecord& rule : proto.rules()) track.rules.push_back(FromProto(rule));
+  return track;
+}
+
+void ToProto(const TrackVersion& track, v1::TrackRecord* proto) {
+  proto->set_track(track.track);
+  proto->set_updated(track.updated);
+  proto->set_update_weight(track.update_weight);
+  proto->set_elapsed(track.elapsed);
+  proto->set_update_count(track.update_count);
+  proto->set_averaged_count(track.averaged_count);
+  proto->set_window_steps(track.window_steps);
+  proto->set_config(track.config);
+  proto->set_stall_gap(track.stall_gap);
+  for (const TrackVersion& rule : track.rules) ToProto(rule, proto->add_rules());
+}
+
+}  // namespace
+
+absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto) {
+  if (!v1::Dtype_IsValid(proto.dtype()) || proto.dtype() == v1::DTYPE_UNSPECIFIED) {
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,
+                     absl::StrCat("tensor \"", proto.name(), "\": dtype ",
+                                  static_cast<int>(proto.dtype()), " is not known; expected 1 to ",
+                                  static_cast<int>(v1::Dtype_MAX), ", such as 1 (float32)"));
+  }
+  return TensorSpec{.name = proto.name(),
+                    .dtype = static_cast<Dtype>(proto.dtype()),
+                    .shape = {proto.shape().begin(), proto.shape().end()},
+                    .is_buffer = proto.is_buffer(),
+                    .aliases = {proto.aliases().begin(), proto.aliases().end()}};
+}
+
+absl::StatusOr<Manifest> FromProto(const v1::Manifest& proto) {
+  // First: a message of a few MiB can hold millions of empty ones.
+  EMA_RETURN_IF_ERROR(Manifest::CheckCount(proto.tensors_size()));
+  std::vector<TensorSpec> tensors;
+  tensors.reserve(proto.tensors_size());
+  for (const v1::TensorSpec& tensor : proto.tensors()) {
+    EMA_ASSIGN_OR_RETURN(TensorSpec spec, FromProto(tensor));
+    tensors.push_back(std::move(spec));
+  }
+  return Manifest::Create(std::move(tensors));
+}
+
+absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
+  const std::string what = absl::StrCat("track \"", proto.name(), "\"");
+  absl::StatusOr<Schedule> schedule = FromProto(proto.schedule());
+  if (!schedule.ok()) return WithPlace(schedule.status(), absl::StrCat(what, ": "));
+  TrackConfig track{.name = proto.name(), .schedule = *std::move(schedule)};
+  for (const v1::TensorRule& rule : proto.tensor_rules()) {
+    EMA_ASSIGN_OR_RETURN(
+        const TensorAction action,
+        FromProto(rule.action(), absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\"")));
+    track.tensor_rules.push_back({rule.pattern(), action});
+    if (!rule.has_schedule()) continue;
+    schedule = FromProto(rule.schedule());
+    if (schedule.ok()) schedule = RuleSchedule(*schedule, track.schedule);
+    if (!schedule.ok()) {
+      return WithPlace(schedule.status(),
+                       absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\": "));
+    }
+    track.tensor_rules.back().schedule = *std::move(schedule);
+  }
+  EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
+  track.compensated = proto.compensated();
+  track.paused = proto.paused();
+  if (!proto.snapshot_interval().empty()) {
+    absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(proto.snapshot_interval());
+    if (!interval.ok()) {
+      return WithPlace(interval.status(), absl::StrCat(what, ": snapshot_interval "));
+    }
+    track.snapshot_interval = *interval;
+  }
+  return track;
+}
+
+TrainingTime FromProto(const v1::TrainingTime& proto) {
+  TrainingTime time;
+  const auto set = [&time](TimeUnit unit, int64_t count) {
+    time.Set(unit, static_cast<double>(count));
+  };
+  if (proto.has_batch()) set(TimeUnit::kBatch, proto.batch());
+  if (proto.has_epoch()) set(TimeUnit::kEpoch, proto.epoch());
+  if (proto.has_sample()) set(TimeUnit::kSample, proto.sample());
+  if (proto.has_token()) set(TimeUnit::kToken, proto.token());
+  if (proto.has_iteration()) set(TimeUnit::kIteration, proto.iteration());
+  if (proto.has_progress()) time.Set(TimeUnit::kProgress, proto.progress());
+  if (proto.has_seconds()) time.Set(TimeUnit::kSecond, proto.seconds());
+  return time;
+}
+
+Schedule::State FromProto(const v1::ScheduleState& proto) {
+  Schedule::State state;
+  state.update_count = proto.update_count();
+  state.averaged_count = proto.averaged_count();
+  if (proto.has_last_update()) state.last_update = FromProto(proto.last_update());
+  if (proto.has_started()) state.started = FromProto(proto.started());
+  return state;
+}
+
+TrackStatistics FromProto(const v1::TrackStatistics& proto) {
+  TrackStatistics statistics{.track = proto.track(), .norm = proto.norm()};
+  if (proto.has_distance()) statistics.distance = proto.distance();
+  return statistics;
+}
+
+Version FromProto(const v1::VersionRecord& proto) {
+  Version version;
+  version.incarnation = proto.incarnation();
+  version.number = proto.version();
+  version.step = proto.step();
+  version.time = FromProto(proto.time());
+  version.run_epoch = proto.run_epoch();
+  version.commit_time = absl::FromUnixMicros(proto.commit_time_us());
+  version.tracks.reserve(proto.tracks_size());
+  for (const v1::TrackRecord& track : proto.tracks()) version.tracks.push_back(FromProto(track));
+  version.skipped_tensor_count = proto.skipped_tensor_count();
+  version.skipped_tensors.assign(proto.skipped_tensors().begin(), proto.skipped_tensors().end());
+  version.wire_dtype = static_cast<WireDtype>(proto.wire_dtype());
+  if (proto.has_restored_from()) {
+    version.restored_from = {proto.restored_from().version(), proto.restored_from().incarnation()};
+  }
+  for (const v1::TrackStatistics& track : proto.statistics()) {
+    version.statistics.push_back(FromProto(track));
+  }
+  return version;
+}
+
+std::vector<Shard> FromProto(const v1::RankLayout& proto) {
+  std::vector<Shard> shards;
+  shards.reserve(proto.shards_size());
+  for (const v1::Shard& shard : proto.shards()) {
+    shards.push_back({shard.tensor_index(),
+                      {shard.offsets().begin(), shard.offsets().end()},
+                      {shard.extents().begin(), shard.extents().end()}});
+  }
+  return shards;
+}
+
+absl::StatusOr<Selection> FromProto(const v1::Selection& proto) {
+  Selection selection{.tensors = {proto.tensors().begin(), proto.tensors().end()},
+                      .slices = {},
+                      .dtype = std::nullopt};
+  selection.slices.reserve(proto.slices_size());
+  for (const v1::TensorSlice& slice : proto.slices()) {
+    selection.slices.push_back({slice.tensor(),
+                                {slice.offsets().begin(), slice.offsets().end()},
+                                {slice.extents().begin(), slice.extents().end()}});
+  }
+  if (!v1::Dtype_IsValid(proto.dtype())) {
+    return BadRequest(absl::StrCat("dtype: unknown value ", static_cast<int>(proto.dtype()),
+                                   "; expected float32, float16 or bfloat16"));
+  }
+  if (proto.dtype() != v1::DTYPE_UNSPECIFIED) selection.dtype = static_cast<Dtype>(proto.dtype());
+  return selection;
+}
+
+void ToProto(const TensorSpec& spec, v1::TensorSpec* proto) {
+  proto->set_name(spec.name);
+  proto->set_dtype(static_cast<v1::Dtype>(spec.dtype));
+  proto->mutable_shape()->Assign(spec.shape.begin(), spec.shape.end());
+  proto->set_is_buffer(spec.is_buffer);
+  proto->mutable_aliases()->Assign(spec.aliases.begin(), spec.aliases.end());
+}
+
+void ToProto(const Manifest& manifest, v1::Manifest* proto) {
+  proto->mutable_tensors()->Reserve(static_cast<int>(manifest.tensor_count()));
+  for (const TensorSpec& spec : manifest.tensors()) ToProto(spec, proto->add_tensors());
+}
+
+void ToProto(const TrackConfig& track, v1::Track* proto) {
+  proto->set_name(track.name);
+  ToProto(track.schedule, proto->mutable_schedule());
+  for (const TensorRule& rule : track.tensor_rules) {
+    v1::TensorRule* const out = proto->add_tensor_rules();
+    out->set_pattern(rule.pattern);
+    out->set_action(ActionToProto(rule.action));
+    if (rule.schedule.has_value()) ToProto(*rule.schedule, out->mutable_schedule());
+  }
+  proto->set_buffers(ActionToProto(track.buffers));
+  proto->set_compensated(track.compensated);
+  proto->set_paused(track.paused);
+  if (track.snapshot_interval.has_value()) {
+    proto->set_snapshot_interval(track.snapshot_interval->ToString());
+  }
+}
+
+void ToProto(const TrainingTime& time, v1::TrainingTime* proto) {
+  if (auto value = time.Get(TimeUnit::kBatch)) proto->set_batch(Whole(*value));
+  if (auto value = time.Get(TimeUnit::kEpoch)) proto->set_epoch(Whole(*value));
+  if (auto value = time.Get(TimeUnit::kSample)) proto->set_sample(Whole(*value));
+  if (auto value = time.Get(TimeUnit::kToken)) proto->set_token(Whole(*value));
+  if (auto value = time.Get(TimeUnit::kIteration)) proto->set_iteration(Whole(*value));
+  if (auto value = time.Get(TimeUnit::kProgress)) proto->set_progress(*value);
+  if (auto value = time.Get(TimeUnit::kSecond)) proto->set_seconds(*value);
+}
+
+void ToProto(const Schedule::State& state, v1::ScheduleState* proto) {
+  proto->set_update_count(state.update_count);
+  proto->set_averaged_count(state.averaged_count);
+  if (state.last_update.has_value()) ToProto(*state.last_update, proto->mutable_last_update());
+  if (state.started.has_value()) ToProto(*state.started, proto->mutable_started());
+}
+
+void ToProto(const TrackStatistics& statistics, v1::TrackStatistics* proto) {
+  proto->set_track(statistics.track);
+  proto->set_norm(statistics.norm);
+  if (statistics.distance.has_value()) proto->set_distance(*statistics.distance);
+}
+
+v1::VersionRecord ToProto(const Version& version) {
+  v1::VersionRecord proto;
+  proto.set_incarnation(version.incarnation);
+  proto.set_version(version.number);
+  proto.set_step(version.step);
+  ToProto(version.time, proto.mutable_time());
+  proto.set_run_epoch(version.run_epoch);
+  for (const TrackVersion& track : version.tracks) ToProto(track, proto.add_tracks());
+  proto.set_commit_time_us(absl::ToUnixMicros(version.commit_time));
+  proto.set_skipped_tensor_count(version.skipped_tensor_count);
+  for (const std::string& tensor : version.skipped_tensors) proto.add_skipped_tensors(tensor);
+  proto.set_wire_dtype(static_cast<v1::WireDtype>(version.wire_dtype));
+  if (version.restored_from.has_value()) {
+    proto.mutable_restored_from()->set_version(version.restored_from->version);
+    proto.mutable_restored_from()->set_incarnation(version.restored_from->incarnation);
+  }
+  for (const TrackStatistics& track : version.statistics) ToProto(track, proto.add_statistics());
+  return proto;
+}
+
+void ToProto(const RankLayout& layout, v1::RankLayout* proto) {
+  const absl::Span<const Shard> shards = layout.shards();
+  proto->set_frozen_shard_count(static_cast<int64_t>(layout.frozen_shards().size()));
+  proto->set_wire_dtype(static_cast<v1::WireDtype>(layout.wire_dtype()));
+  proto->mutable_shards()->Reserve(static_cast<int>(shards.size()));
+  for (const Shard& shard : shards) {
+    v1::Shard* const out = proto->add_shards();
+    out->set_tensor_index(shard.tensor_index);
+    out->mutable_offsets()->Assign(shard.offsets.begin(), shard.offsets.end());
+    out->mutable_extents()->Assign(shard.extents.begin(), shard.extents.end());
+  }
+}
+
+void ToProto(const Selection& selection, v1::Selection* proto) {
+  for (const std::string& tensor : selection.tensors) proto->add_tensors(tensor);
+  for (const TensorSlice& slice : selection.slices) {
+    v1::TensorSlice* const out = proto->add_slices();
+    out->set_tensor(slice.tensor);
+    out->mutable_offsets()->Assign(slice.offsets.begin(), slice.offsets.end());
+    out->mutable_extents()->Assign(slice.extents.begin(), slice.extents.end());
+  }
+  if (selection.dtype.has_value()) proto->set_dtype(static_cast<v1::Dtype>(*selection.dtype));
+}
+
+}  // namespace ema

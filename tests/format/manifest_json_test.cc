@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/format/manifest_json.h"
+
+#include <cmath>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "server/base/crc32c.h"
+#include "server/format/json_fields.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+TrainingTime Time(double batch, double seconds) {
+  TrainingTime time;
+  time.Set(TimeUnit::kBatch, batch);
+  time.Set(TimeUnit::kSecond, seconds);
+  return time;
+}
+
+CheckpointTrack MakeTrack(const std::string& name, const Schedule::Fields& schedule) {
+  CheckpointTrack track{.config = {.name = name, .schedule = *Schedule::FromFields(schedule)}};
+  track.weights = TensorFiles{.files = {{"model.safetensors", 12, 34}},
+                              .tensor_crc32c = {0, 0xffffffffu},
+                              .piece_crc32c = {{}, {}}};
+  track.state.emplace_back();
+  track.last_steps.emplace_back();
+  return track;
+}
+
+CheckpointManifest MakeCheckpoint() {
+  CheckpointManifest checkpoint;
+  checkpoint.model_name = "digits-1.0";
+  checkpoint.manifest =
+      *Manifest::Create({{"conv.weight", Dtype::kBFloat16, {3, 0, 5}, true, {"tied", "too"}},
+                         {"\"n\" \xc3\xa4", Dtype::kInt64, {}}});
+  checkpoint.max_pinned_versions = 3;
+  checkpoint.record = {.incarnation = 1'760'000'000,
+                       .number = 8,
+                       .step = 40,
+                       .time = Time(40, 0.1 + 0.2),
+                       .run_epoch = 1'760'000'001,
+                       .commit_time = absl::FromUnixMicros(1'760'000'123'456'789),
+                       .skipped_tensor_count = 20,
+                       .skipped_tensors = {"conv.weight"},
+                       .restored_from = VersionId{5, 1'750'000'000}};
+  checkpoint.non_finite = NonFinitePolicy::kSkipTensor;
+  checkpoint.tracks = {MakeTrack("fast", {{"half_life", "200ba"}, {"update_interval", "5ba"}}),
+                       MakeTrack("slow", {{"half_life", "0.1dur"}, {"ema_start", "3ep"}}),
+                       MakeTrack("seconds", {{"half_life", "0.3333333333333333sec"}}),
+                       MakeTrack("constant", {{"smoothing", "0.99999999999999989"}}),
+                       MakeTrack("raw", {{"copy", "true"}})};
+  checkpoint.tracks[3].config.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};
+  checkpoint.tracks[4] = {.config = checkpoint.tracks[4].config};
+  checkpoint.created_tracks = {checkpoint.tracks[1].config};
+  TrackConfig& config = checkpoint.tracks[0].config;
+  config.tensor_rules = {{"conv.*", TensorAction::kCopy},
+                         {"\"n\" \xc3\xa4", TensorAction::kIgnore},
+                         {"head", TensorAction::kAverage, *Schedule::Parse("smoothing=0.5")}};
+  config.buffers = TensorAction::kCopy;
+  config.compensated = true;
+  config.paused = true;
+  checkpoint.tracks[0].state = {
+      {.update_count = 7,
+       .averaged_count = 3,
+       .last_update = Time(40, 1e-300),
+       .started = Time(20, 0)},
+      {.update_count = 2, .averaged_count = 1, .last_update = Time(39, 1), .started = {}}};
+  checkpoint.tracks[0].last_steps = {39, 38};
+  TensorFiles& weights = *checkpoint.tracks[0].weights;
+  weights.files = {{"model-00001-of-00002.safetensors", int64_t{1} << 60, 0x0000abcd},
+                   {"model-00002-of-00002.safetensors", 8, 9}};
+  weights.index = SmallFile{"model.safetensors.index.json", 99, 0xfedcba98u};
+  weights.piece_crc32c[1] = {0x00000001, 0xffffffff, 0x89abcdef};
+  weights.digest = 0x12345678;
+  checkpoint.tracks[0].low_parts = TensorFiles{.files = {{"low_parts.safetensors", 9, 5}},
+                                               .tensor_crc32c = {1, 2},
+                                               .piece_crc32c = {{}, {}}};
+  checkpoint.is_partial = true;
+  checkpoint.attached_files = {{"config.json", 0, 0}, {"tokenizer.model", 1'000, 0xa}};
+  checkpoint.record.tracks = {{"fast",
+                               true,
+                               1.0 / 3,
+                               1e300,
+                               7,
+                               3,
+                               1e-300,
+                               "half_life=200ba",
+                               0.1,
+                               {{"head", false, 0, 2, 2, 1, 0, "smoothing=0.5", 0}}},
+                              {"slow"},
+                              {"seconds", true, 1, 0, 1},
+                              {"constant", true, std::numeric_limits<double>::denorm_min(), 0, 2},
+                              {"raw"}};
+  checkpoint.total_bytes = (int64_t{1} << 60) + 17;
+  return checkpoint;
+}
+
+// `text` with its checksum set right, as a hostile writer would.
+std::string WithChecksum(std::string text) {
+  const size_t digits = text.find(": \"") + 3;
+  const std::string covered = text.substr(digits + 8 + 3);
+  return text.replace(digits, 8, FormatChecksum(Crc32c(0, std::as_bytes(std::span(covered)))));
+}
+
+TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
+  const CheckpointManifest before = MakeCheckpoint();
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after,
+                           ParseCheckpointManifest(EncodeCheckpointManifest(before)));
+  EXPECT_EQ(after.model_name, before.model_name);
+  EXPECT_EQ(after.manifest, before.manifest);
+  EXPECT_EQ(after.manifest.digest(), before.manifest.digest());
+  EXPECT_EQ(after.max_pinned_versions, before.max_pinned_versions);
+  EXPECT_EQ(after.total_bytes, before.total_bytes);
+  EXPECT_EQ(after.non_finite, before.non_finite);
+  EXPECT_EQ(after.created_tracks, before.created_tracks);
+  EXPECT_EQ(after.record.skipped_tensor_count, before.record.skipped_tensor_count);
+  EXPECT_EQ(after.record.skipped_tensors, before.record.skipped_tensors);
+  EXPECT_EQ(after.record.incarnation, before.record.incarnation);
+  EXPECT_EQ(after.record.number, before.record.number);
+  EXPECT_EQ(after.record.step, before.record.step);
+  EXPECT_EQ(after.record.time, before.record.time);
+  EXPECT_EQ(after.record.run_epoch, before.record.run_epoch);
+  EXPECT_EQ(after.record.commit_time, before.record.commit_time);
+  EXPECT_EQ(after.record.restored_from, before.record.restored_from);
+  EXPECT_EQ(after.is_partial, before.is_partial);
+  EXPECT_EQ(after.attached_files, before.attached_files);
+  ASSERT_EQ(after.tracks.size(), before.tracks.size());
+  ASSERT_EQ(after.record.tracks.size(), before.record.tracks.size());
+  for (size_t t = 0; t < before.tracks.size(); ++t) {
+    EXPECT_EQ(after.tracks[t], before.tracks[t]) << before.tracks[t].config.name;
+    EXPECT_EQ(after.record.tracks[t].updated, before.record.tracks[t].updated);
+    EXPECT_EQ(after.record.tracks[t].update_weight, before.record.tracks[t].update_weight);
+    EXPECT_EQ(after.record.tracks[t].elapsed, before.record.tracks[t].elapsed);
+    EXPECT_EQ(after.record.tracks[t].update_count, before.record.tracks[t].update_count);
+    EXPECT_EQ(after.record.tracks[t].track, before.record.tracks[t].track);
+    EXPECT_EQ(after.record.tracks[t].window_steps, before.record.tracks[t].window_steps);
+    EXPECT_EQ(after.record.tracks[t].config, before.record.tracks[t].config);
+    EXPECT_EQ(after.record.tracks[t].stall_gap, before.record.tracks[t].stall_gap);
+  }
+}
+
+TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
+  const std::string text = EncodeCheckpointManifest(MakeCheckpoint());
+  for (size_t i = 0; i < text.size(); ++i) {
+    EXPECT_FALSE(ParseCheckpointManifest(text.substr(0, i)).ok()) << i;
+    for (int bit = 0; bit < 8; ++bit) {
+      std::string changed = text;
+      changed[i] = static_cast<char>(changed[i] ^ (1 << bit));
+      EXPECT_THAT(ParseCheckpointManifest(changed),
+                  AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("manifest.json")),
+                        ReasonIs(ErrorReason::kCheckpointCorrupt)))
+          << i << " " << bit;
+    }
+  }
+  EXPECT_FALSE(ParseCheckpointManifest(text + "x").ok());
+}
+
+TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
+  const std::string text =
+      WithChecksum(absl::StrReplaceAll(EncodeCheckpointManifest(MakeCheckpoint()),
+                                       {{"\"format_version\": 3", "\"format_version\": 4"}}));
+  EXPECT_THAT(ParseCheckpointManifest(text),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("format_version 4; this build reads only 3")));
+  // However different the rest of it is.
+  EXPECT_THAT(ParseCheckpointManifest(AddChecksum("\"format_version\": 4, \"other\": []\n}\n")),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 4")));
+}
+
+// Takes minutes if each member is searched for among all others.
+TEST(ManifestJsonTest, VeryManyMembersAreReadInTime) {
+  constexpr int kCount = 200'000;
+  std::vector<TensorSpec> specs(kCount);
+  for (int i = 0; i < kCount; ++i) {
+    specs[i] = {absl::StrCat("layers.", i, ".weight"), Dtype::kFloat32, {1}};
+  }
+  CheckpointManifest checkpoint = MakeCheckpoint();
+  checkpoint.manifest = *Manifest::Create(std::move(specs));
+  checkpoint.tracks = {MakeTrack("fast", {{"half_life", "200ba"}})};
+  checkpoint.tracks[0].weights->tensor_crc32c.assign(kCount, 1);
+  checkpoint.tracks[0].weights->piece_crc32c.assign(kCount, {1, 2});
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after,
+                           ParseCheckpointManifest(EncodeCheckpointManifest(checkpoint)));
+  EXPECT_TRUE(after.tracks[0] == checkpoint.tracks[0]);
+}
+
+TEST(ManifestJsonTest, AForeignTextIsRefused) {
+  for (const char* const other : {"", "1", "[[], {\"format_version\": 4}]", "\"", "{", "{}"}) {
+    EXPECT_THAT(ParseCheckpointManifest(other),
+                StatusIs(absl::StatusCode::kDataLoss, HasSubstr("checksum is wrong, or missing")))
+        << other;
+  }
+}
+
+TEST(ManifestJsonTest, AVersionThatNoRollbackMadeSaysNothingOfOne) {
+  CheckpointManifest before = MakeCheckpoint();
+  before.record.restored_from.reset();
+  const std::string text = EncodeCheckpointManifest(before);
+  EXPECT_EQ(text.find("restored_from"), std::string::npos);
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after, ParseCheckpointManifest(text));
+  EXPECT_EQ(after.record.restored_from, std::nullopt);
+}
+
+struct BadCase {
+  std::string name;
+  std::string from;
+  std::string to;
+  std::string message;
+};
+
+class BadManifestTest : public testing::TestWithParam<BadCase> {};
+
+TEST_P(BadManifestTest, IsRefused) {
+  const std::string text = EncodeCheckpointManifest(MakeCheckpoint());
+  const size_t at = text.find(GetParam().from);
+  ASSERT_NE(at, std::string::npos);
+  std::string changed = text;
+  changed.replace(at, GetParam().from.size(), GetParam().to);
+  EXPECT_THAT(ParseCheckpointManifest(WithChecksum(changed)),
+              StatusIs(absl::StatusCode::kDataLoss, HasSubstr(GetParam().message)));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    ManifestJson, BadManifestTest,
+    testing::Values(
+        BadCase{"KeyTwice", "\"model\":", "\"format\": 1, \"model\":", "right form"},
+        BadCase{"Deep", "\"digits-1.0\"", std::string(50'000, '[') + std::string(50'000, ']'),
+                "right form"},
+        BadCase{"ZeroByte", "\"digits-1.0\"", std::string(1, '\0'), "right form"},
+        BadCase{"Missing", "\"model\":", "\"mode\":", "model is missing"},
+        BadCase{"VersionIsZero", "\"version\":8", "\"version\":0", "version.version"},
+        BadCase{"VersionIsAFloat", "\"version\":8", "\"version\":8.0", "version.version"},
+        BadCase{"StepIsHuge", "\"step\":40", "\"step\":18446744073709551615", "version.step"},
+        BadCase{"RunEpochCannotBeCountedOn", "\"run_epoch\":1760000001",
+                "\"run_epoch\":9223372036854775807", "version.run_epoch"},
+        BadCase{"BatchIsNegative", "\"ba\":40.0", "\"ba\":-40.0", "version.time"},
+        BadCase{"HalfLifeIsZero", "\"half_life\":\"200ba\"", "\"half_life\":\"0ba\"", "schedule"},
+        BadCase{"HalfLifeIsNothing", "\"half_life\":\"200ba\"", "\"half_life\":\"x\"", "schedule"},
+        BadCase{"NoStates",
+                "\"states\":[{\"averaged_count\":0,\"last_step\":0,\"update_count\":0}]",
+                "\"states\":[]", "0 states, expected 1"},
+        BadCase{"StatesWithoutWeights", "\"states\":[]",
+                "\"states\":[{\"averaged_count\":0,\"last_step\":0,\"update_count\":0}]",
+                "1 states, expected 0"},
+        BadCase{"UpdatesWithoutALast", "\"averaged_count\":0,\"last_step\":0,\"update_count\":0",
+                "\"averaged_count\":0,\"last_step\":0,\"update_count\":1", "last_update"},
+        BadCase{"StartedWithoutALast", "\"averaged_count\":0,\"last_step\":0,",
+                "\"averaged_count\":0,\"last_step\":0,\"started\":{\"ba\":1.0},", "last_update"},
+        BadCase{"RuleIsUnknown", "{\"copy\":\"true\"}", "{\"best\":\"true\"}", "best"},
+        BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}", "no text"},
+        BadCase{"ActionIsUnknown", "\"action\":\"copy\"", "\"action\":\"burn\"", "action"},
+        BadCase{"PolicyIsUnknown", "\"non_finite\": 2", "\"non_finite\": 4", "non_finite"},
+        BadCase{"AliasTwice", "[\"tied\",\"too\"]", "[\"too\",\"too\"]", "too"},
+        BadCase{"ChecksumsAreShort", "[\"00000000\",\"ffffffff\"]", "[\"00000000\"]",
+                "1 checksums for 2 tensors"},
+        BadCase{"ChecksumIsANumber", "[\"00000000\",", "[0,", "not a CRC32C"},
+        BadCase{"ChecksumHasASign", "[\"00000000\",", "[\"+0000000\",", "not a CRC32C"},
+        BadCase{"DtypeIsUnknown", "\"int64\"", "\"int65\"", "int65"},
+        BadCase{"ShapeIsNegative", "[3,0,5]", "[3,0,-5]", "bad shape"},
+        BadCase{"TensorTwice", "\"name\":\"\\\"n\\\" \xc3\xa4\"", "\"name\":\"conv.weight\"",
+                "conv.weight"},
+        BadCase{"PiecesAreCut", "00000001ffffffff89abcdef", "00000001ffffffff89abcde",
+                "piece_crc32c is not a CRC32C"},
+        BadCase{"PiecesOfNoTensor", "\"piece_crc32c\":{\"", "\"piece_crc32c\":{\"x",
+                "not a tensor's checksums"},
+        BadCase{"FileNameLeavesTheFolder", "\"model-00002-of-00002.safetensors\"",
+                "\"../../../../etc/passwd\"", "not named \"model-00002-of-00002.safetensors\""},
+        BadCase{"FilesInAnotherOrder", "model-00001-of-00002", "model-00002-of-00002",
+                "file 0 of a track is not named"},
+        BadCase{"IndexIsMissing", "\"index\":", "\"indeks\":", "2 files has no index"},
+        BadCase{"IndexHasAnotherName", "model.safetensors.index.json", "../x", "another name"},
+        BadCase{"AttachedLeavesTheFolder", "\"config.json\"", "\"../config.json\"",
+                "a name must be"},
+        BadCase{"AttachedIsLikeWeights", "\"config.json\"", "\"low_parts.safetensors\"",
+                "the weights that the server writes"},
+        BadCase{"AttachedTwice", "\"config.json\"", "\"tokenizer.model\"", "attached twice"},
+        BadCase{"PartialIsMissing", "\"is_partial\"", "\"partial\"", "is_partial is missing"},
+        BadCase{"RestoredFromNothing", "\"version\":5}", "\"version\":0}", "restored_from.version"},
+        BadCase{"FormatVersionIsZero", "\"format_version\": 3", "\"format_version\": 0",
+                "format_version"}),
+    [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
+
+}  // namespace
+}  // namespace ema

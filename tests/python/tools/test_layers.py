@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every C++ file includes only what its layer may know."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+from server_process import ROOT
+
+VALUES = {"include", "server/base"}
+SHARED = VALUES | {"proto", "server/wire", "server/kernel", "server/format"}
+# For each layer those whose headers its files may include, besides its own.
+ALLOWED: dict[str, set[str]] = {
+    "server/base": set(),
+    "include": {"server/base"},
+    "server/wire": VALUES | {"proto"},
+    "server/kernel": VALUES,
+    "server/device": VALUES | {"server/kernel"},
+    "server/core": VALUES | {"server/kernel", "server/device"},
+    "server/format": VALUES | {"server/core"},
+    "server/checkpoint": VALUES | {"server/format", "server/core"},
+    "server/rpc": VALUES | {"proto", "server/wire", "server/core"},
+    "server/ops": VALUES | {"server/core", "server/device"},
+    "client/cpp/transport": SHARED | {"client/cpp"},
+    "client/cpp/gpu": SHARED | {"client/cpp", "client/cpp/transport"},
+    "client/cpp/pull": SHARED | {"client/cpp", "client/cpp/transport"},
+    "client/cpp/push": SHARED | {"client/cpp", "client/cpp/transport", "client/cpp/gpu"},
+    "client/cpp/trainer": SHARED
+    | {"client/cpp", "client/cpp/transport", "client/cpp/gpu", "client/cpp/push"},
+    "client/cpp": SHARED | {"client/cpp/transport"},
+    "client/cli": SHARED | {"client/cpp/transport", "client/cpp/trainer"},
+    "client/python": SHARED | {"client/cpp/transport", "client/cpp/push", "client/cpp/trainer"},
+}
+# Libraries that stay inside some layers.
+LIBRARIES = {
+    "grpc": {"proto", "server/wire", "server/rpc", "client/cpp", "client/cli", "client/python"},
+    "torch": {"server/device"},
+    "ATen": {"server/device"},
+    "c10": {"server/device"},
+    "spdlog": {"server/ops"},
+    "nlohmann": {"server/ops", "server/format", "server/checkpoint", "client/cli"},
+}
+# Header-only code that the trainers compile with their own LibTorch.
+FOR_LIBTORCH = {"include/ema/torch.h", "include/ema/internal/torch_sums.h"}
+
+
+def layer_of(path: str) -> str:
+    """The layer of a file, or of what an #include names."""
+    if path.startswith(("ema/v1/", "grpc/health/", "proto/")):
+        return "proto"
+    if path.startswith(("ema/", "include/")):
+        return "include"
+    parts = path.split("/")
+    depth = 3 if path.startswith("client/cpp/") and len(parts) > 3 else 2
+    return "/".join(parts[:depth]) if len(parts) > 2 else parts[0]
+
+
+def sources() -> Iterator[pathlib.Path]:
+    for folder in ("include", "server", "client"):
+        for pattern in ("*.h", "*.cc", "*.cu", "*.cuh"):
+            yield from (ROOT / folder).rglob(pattern)
+
+
+def includes(path: pathlib.Path, form: str) -> list[str]:
+    return re.findall(rf"^#include {form}", path.read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, pathlib.Path]:
+    found = {str(path.relative_to(ROOT)): path for path in sources()}
+    assert len(found) > 300
+    return found
+
+
+def test_includes_point_down_only(files):
+    wrong = []
+    for name, path in files.items():
+        layer = layer_of(name)
+        if layer == "server":  # main.cc and server.cc put the layers together.
+            continue
+        for included in includes(path, r'"([^"]+)"'):
+            if not included.startswith(("ema/", "grpc/", "server/", "client/")):
+                continue
+            of = layer_of(included)
+            if of != layer and of not in ALLOWED[layer]:
+                wrong.append(f"{name} includes {included}")
+    assert not wrong
+
+
+def test_libraries_stay_in_their_layers(files):
+    wrong = []
+    for name, path in files.items():
+        layer = layer_of(name)
+        for included in includes(path, r"<([^>]+)>"):
+            library = re.split(r"[/+]", included)[0]
+            allowed = LIBRARIES.get(library)
+            if allowed is None or name in FOR_LIBTORCH or layer == "server":
+                continue
+            if layer not in allowed and not layer.startswith("client/cpp"):
+                wrong.append(f"{name} includes {included}")
+    assert not wrong
