@@ -169,7 +169,8 @@ class Client {
   // Makes a model and reserves its memory; the same call again is OK and changes nothing.
   // INVALID_ARGUMENT: a name, tensor or track is refused; but not a rule that ignores and matches
   // nothing, perhaps misspelled: CheckRulesMatch() finds those. ALREADY_EXISTS, MODEL_DIFFERS.
-  // RESOURCE_EXHAUSTED: no memory for it.
+  // RESOURCE_EXHAUSTED: no memory for it. FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT: the model
+  // is on the server's disk, and no checkpoint of it is good; DeleteModel() accepts the loss.
   absl::StatusOr<CreateModelResult> CreateModel(std::string_view model, const Manifest& manifest,
                                                 absl::Span<const TrackConfig> tracks,
                                                 const ModelOptions& options,
@@ -189,7 +190,7 @@ class Client {
   // INVALID_ARGUMENT. NOT_FOUND. RESOURCE_EXHAUSTED.
   absl::StatusOr<ModelInfo> UpdateModel(std::string_view model, const ModelChanges& changes,
                                         absl::Duration timeout = absl::ZeroDuration());
-  // What the server has of a model. NOT_FOUND, MODEL_NOT_FOUND.
+  // What the server has of a model. NOT_FOUND: MODEL_NOT_FOUND, or ALL_CHECKPOINTS_CORRUPT.
   absl::StatusOr<ModelInfo> GetModel(std::string_view model,
                                      absl::Duration timeout = absl::ZeroDuration());
   // All models, by name, without their tensors and tensor_rules.

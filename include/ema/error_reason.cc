@@ -61,6 +61,7 @@ constexpr NamedReason kReasons[] = {
     {ErrorReason::kCheckpointNotFound, "CHECKPOINT_NOT_FOUND"},
     {ErrorReason::kLabelNotFound, "LABEL_NOT_FOUND"},
     {ErrorReason::kFileNotFound, "FILE_NOT_FOUND"},
+    {ErrorReason::kAllCheckpointsCorrupt, "ALL_CHECKPOINTS_CORRUPT"},
     {ErrorReason::kNoVersion, "NO_VERSION"},
     {ErrorReason::kRunIncomplete, "RUN_INCOMPLETE"},
     {ErrorReason::kLayoutMismatch, "LAYOUT_MISMATCH"},

@@ -34,6 +34,7 @@ enum class ErrorReason : int {
   kCheckpointNotFound = 23,
   kLabelNotFound = 24,
   kFileNotFound = 25,
+  kAllCheckpointsCorrupt = 26,
   kNoVersion = 30,
   kRunIncomplete = 31,
   kLayoutMismatch = 32,

@@ -232,6 +232,19 @@ absl::Status CheckpointStore::UnreadProblem(ModelDirectory& folder, const std::s
   return it != folder.index.end() ? it->second.unread : absl::OkStatus();
 }
 
+absl::Status CheckpointStore::CheckMayCreate(std::string_view model_name) {
+  std::shared_ptr<ModelDirectory> folder;
+  {
+    absl::MutexLock lock(&mu_);
+    // Not GetDirectory(), which would keep an entry for every name that a client asks for.
+    const auto it = folders_.find(model_name);
+    if (it == folders_.end()) return absl::OkStatus();
+    folder = it->second;
+  }
+  absl::MutexLock lock(&folder->state_mu);
+  return folder->creation_error;
+}
+
 absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
     std::string_view model_name) {
   const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);

@@ -27,6 +27,25 @@ absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
   return absl::OkStatus();
 }
 
+// Whether LoadAll(), which has reached `model`, has loaded it.
+bool IsLoaded(const CheckpointStore::LoadReport& report, const std::string& model) {
+  return !report.loaded.empty() && report.loaded.back().model == model;
+}
+
+// Of CheckMayCreate(). `found` describes what is on the disk.
+absl::Status AllCorruptError(const std::string& model, const std::string& found) {
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kAllCheckpointsCorrupt,
+      absl::StrCat("model \"", model, "\": every checkpoint is corrupt (", found,
+                   "), and a new model would start a new average. Either copy a good checkpoint to "
+                   "models/",
+                   model,
+                   "/checkpoints in the data directory and restart the server, or accept the loss "
+                   "with `emactl delete ",
+                   model, " --confirm ", model, "` (in Python Client.delete_model(\"", model,
+                   "\")) and create the model again"));
+}
+
 }  // namespace
 
 absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore& models) {
@@ -38,6 +57,7 @@ absl::StatusOr<CheckpointStore::LoadReport> CheckpointStore::LoadAll(ModelStore&
     EMA_RETURN_IF_ERROR(LoadModelLocked(name, *folder, models, report));
     EMA_RETURN_IF_ERROR(IndexLocked(*folder));  // Again, if something was set aside, or is missing.
     ReportMissingLocked(*folder, report);
+    EMA_RETURN_IF_ERROR(NoteAllCorruptLocked(*folder, report));
   }
   return report;
 }
@@ -119,9 +139,8 @@ absl::Status CheckpointStore::ReportMisnamed(const ModelDirectory& folder, LoadR
 void CheckpointStore::ReportMissingLocked(ModelDirectory& folder, LoadReport& report) {
   const std::string& model = folder.model_name;
   if (folder.missing.has_value()) {
-    const bool is_loaded = !report.loaded.empty() && report.loaded.back().model == model;
-    report.missing.push_back(
-        {model, CheckpointName(*folder.missing), is_loaded ? report.loaded.back().checkpoint : ""});
+    report.missing.push_back({model, CheckpointName(*folder.missing),
+                              IsLoaded(report, model) ? report.loaded.back().checkpoint : ""});
   }
   LabelMap labels;
   {
@@ -132,6 +151,30 @@ void CheckpointStore::ReportMissingLocked(ModelDirectory& folder, LoadReport& re
     const absl::StatusOr<FoundLabel> found = FindLabel(model, name);
     if (found.ok() && !found->checkpoint.ok()) report.bare_labels.emplace_back(model, label);
   }
+}
+
+absl::Status CheckpointStore::NoteAllCorruptLocked(ModelDirectory& folder, LoadReport& report) {
+  if (IsLoaded(report, folder.model_name)) return absl::OkStatus();
+  // LATEST is written only after a complete checkpoint, so the model had one.
+  EMA_ASSIGN_OR_RETURN(const bool has_latest,
+                       file_system_.Exists(JoinPath(folder.path, kLatestFileName)));
+  absl::MutexLock lock(&folder.state_mu);
+  int64_t count = 0;
+  const Stored* newest = nullptr;
+  for (const auto& [name, stored] : folder.index) {
+    // A start loads no partial checkpoint, so a corrupt one is no loss. An abandoned one is good.
+    if (stored.is_partial || IsLabelsAside(name) || !absl::IsDataLoss(stored.problem)) continue;
+    ++count;
+    if (newest == nullptr || stored.id > newest->id) newest = &stored;
+  }
+  if (count == 0 && !has_latest) return absl::OkStatus();
+  folder.creation_error = AllCorruptError(
+      folder.model_name,
+      newest == nullptr
+          ? "LATEST is corrupt, and there is no checkpoint"
+          : absl::StrCat("count ", count, ", newest ", newest->name, ", step ", newest->id.step));
+  report.all_corrupt.emplace_back(folder.model_name, folder.creation_error);
+  return absl::OkStatus();
 }
 
 absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, const CheckpointId& id,

@@ -131,6 +131,9 @@ absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   for (const auto& [model, problem] : report.lost_labels) {
     LogTo(options_.log, LogLevel::kError, "labels lost", {{"model", model}, {"error", problem}});
   }
+  for (const auto& [model, error] : report.all_corrupt) {
+    LogTo(options_.log, LogLevel::kError, "model not loaded", {{"model", model}, {"error", error}});
+  }
   for (const CheckpointStore::Loaded& loaded : report.loaded) {
     LogTo(options_.log, LogLevel::kInfo, "restored",
           {{"model", loaded.model},

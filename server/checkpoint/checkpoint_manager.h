@@ -140,6 +140,9 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
+  absl::Status CheckMayCreate(std::string_view model_name) override {
+    return store_->CheckMayCreate(model_name);
+  }
   absl::Status CheckMayForget() override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Forget(std::string_view model_name) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Purge(std::string_view model_name) override {

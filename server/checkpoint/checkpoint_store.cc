@@ -501,6 +501,9 @@ absl::Status CheckpointStore::DeleteLocked(const std::string& model_name, ModelD
   // Also if it was not there: a call before may have renamed it without getting here.
   EMA_RETURN_IF_ERROR(Sync(ModelsPath()));
   folder.must_delete = false;
+  // Cleared last: after an error a restart may find the corrupt checkpoints again.
+  absl::MutexLock lock(&folder.state_mu);
+  folder.creation_error = absl::OkStatus();
   return absl::OkStatus();
 }
 

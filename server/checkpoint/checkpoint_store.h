@@ -150,17 +150,26 @@ class CheckpointStore {
     // Models some of whose labels may be lost, and why: their file was corrupt, so nothing of the
     // model is removed to make room until what was set aside of it has been deleted.
     std::vector<std::pair<std::string, absl::Status>> lost_labels;
+    // Models that have checkpoints and no good one, and the error that CheckMayCreate() gives.
+    std::vector<std::pair<std::string, absl::Status>> all_corrupt;
   };
 
   // Creates each model that has a checkpoint in `models`, and puts its newest good version in
   // place, verifying every byte: the one that LATEST names, else the newest by name. Bad
-  // checkpoints are renamed and the next older one is tried. The model's next run epoch is above
-  // every earlier one. To be called once, after Open() and before `models` is served. An error that
-  // is not the fault of a checkpoint's bytes fails the call, so that no model silently starts anew;
+  // checkpoints are renamed and the next older one is tried; a model without a good one is not
+  // created, and CheckMayCreate() refuses its name. The model's next run epoch is above every
+  // earlier one. To be called once, after Open() and before `models` is served. An error that is
+  // not the fault of a checkpoint's bytes fails the call, so that no model silently starts anew;
   // the message names model and checkpoint, and models loaded before it stay in `models`.
   // FAILED_PRECONDITION: written by a newer server. RESOURCE_EXHAUSTED: the model does not fit.
   // UNAVAILABLE: the disk failed.
   absl::StatusOr<LoadReport> LoadAll(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Whether a model of that name may be created: a new average must not silently replace a lost
+  // one. Never blocks on the disk. FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT: LoadAll() found
+  // checkpoints of the model and no good one, and DeleteModel() has not succeeded since. The
+  // message says how a person ends that.
+  absl::Status CheckMayCreate(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct SaveOptions {
     // It has its KEEP file, too, and model.SetKeptTime() is set. Without this, one that is written
@@ -370,6 +379,8 @@ class CheckpointStore {
     std::map<std::string, Stored, std::less<>> index ABSL_GUARDED_BY(state_mu);
     LabelMap labels ABSL_GUARDED_BY(state_mu);
     absl::Status lost_labels ABSL_GUARDED_BY(state_mu);
+    // What CheckMayCreate() returns.
+    absl::Status creation_error ABSL_GUARDED_BY(state_mu);
   };
 
   CheckpointStore(FileSystem& file_system, const Options& options)
@@ -389,6 +400,9 @@ class CheckpointStore {
   absl::Status ReportMisnamed(const ModelDirectory& folder, LoadReport& report);
   // Puts what is missing into the report, once the model has been loaded or not.
   void ReportMissingLocked(ModelDirectory& folder, LoadReport& report)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
+  // Sets folder.creation_error if the model has checkpoints and none could be loaded.
+  absl::Status NoteAllCorruptLocked(ModelDirectory& folder, LoadReport& report)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(folder.mu);
   absl::Status LoadCheckpoint(const std::string& model_name, const CheckpointId& id,
                               const ModelDirectory& folder, ModelStore& models, LoadReport& report);

@@ -44,9 +44,9 @@ struct Synthesis {
 };
 
 // The checkpoints of all models of a server. Thread-safe. Calls may block on the disk for as long
-// as a model takes to write or read, but for FindLabel() and health(): not for a thread that serves
-// RPCs. Their errors are those of the calls in ema_service.proto; without a data directory it is
-// NO_DATA_DIR.
+// as a model takes to write or read, but for FindLabel(), CheckMayCreate() and health(): not for a
+// thread that serves RPCs. Their errors are those of the calls in ema_service.proto; without a data
+// directory it is NO_DATA_DIR.
 class Checkpoints {
  public:
   virtual ~Checkpoints() = default;
@@ -92,6 +92,10 @@ class Checkpoints {
   virtual absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) = 0;
 
   virtual absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) = 0;
+  // Whether a model of that name may be created now. Never blocks. FAILED_PRECONDITION,
+  // ALL_CHECKPOINTS_CORRUPT: the server found only corrupt checkpoints of it at its start, and
+  // Forget() has not been called since. No such model is in memory.
+  virtual absl::Status CheckMayCreate(std::string_view model_name) = 0;
   // Before a model is deleted. OK: Forget() finds a disk that can be written. UNAVAILABLE,
   // STORE_READ_ONLY or DISK_FAILED.
   virtual absl::Status CheckMayForget() = 0;

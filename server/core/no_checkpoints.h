@@ -42,6 +42,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<Synthesis> Synthesize(Model&, const SynthesisRequest&) override {
     return NoDataDir();
   }
+  absl::Status CheckMayCreate(std::string_view) override { return absl::OkStatus(); }
   absl::Status CheckMayForget() override { return absl::OkStatus(); }
   absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
   absl::Status Purge(std::string_view) override { return absl::OkStatus(); }

@@ -102,6 +102,7 @@ void ModelService::OfferLane(const std::string& socket_name) {
 absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
     const v1::CreateModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(ModelConfig config, FromProto(request, kDefaultMaxPinnedVersions));
+  EMA_RETURN_IF_ERROR(checkpoints_.CheckMayCreate(config.name));
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, store_->Create(std::move(config)));
   if (created.created) {
     const ModelConfig& made = created.model->config();
@@ -118,6 +119,11 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
 }
 
 absl::StatusOr<v1::GetModelResponse> ModelService::GetModel(const v1::GetModelRequest& request) {
+  // The message says why the model was not loaded.
+  if (const absl::Status refused = checkpoints_.CheckMayCreate(request.model()); !refused.ok()) {
+    return MakeError(absl::StatusCode::kNotFound, GetErrorReason(refused),
+                     std::string(refused.message()));
+  }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   v1::GetModelResponse response;
   *response.mutable_model() = ToProto(*model, /*in_a_list=*/false);
@@ -155,7 +161,9 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
   }
   // While nothing has changed.
   EMA_RETURN_IF_ERROR(checkpoints_.CheckMayForget());
-  const bool is_there = store_->Get(request.model()).ok();
+  // The model is in memory, or was not loaded because all its checkpoints are corrupt.
+  const bool is_there =
+      store_->Get(request.model()).ok() || !checkpoints_.CheckMayCreate(request.model()).ok();
   // Also if it is not there: a call before may have failed at its checkpoints.
   bool is_forgotten = false;
   const absl::Status status = store_->Delete(request.model(), [&]() -> absl::Status {

@@ -540,7 +540,7 @@ TEST(CheckpointStoreTest, AVersionThatWasHalfSetAsideIsSavedAnew) {
   ASSERT_EQ(stored.size(), 2u);
 }
 
-TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheModelCanBeMadeAnew) {
+TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheNextSaveIsLoaded) {
   for (int64_t version = 1; version <= 2; ++version) {
     files_.FileBytes(PathOf(version) + "/manifest.json")[100] ^= 1;
   }

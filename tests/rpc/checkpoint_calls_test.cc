@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The calls about checkpoints, labels and resuming, over gRPC and a real folder.
+#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <limits>
@@ -10,7 +11,9 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "server/checkpoint/checkpoint_manager.h"
@@ -554,6 +557,68 @@ TEST_F(LateDiskErrorTest, OfAModelThatWasNeverThereTheLogSaysNothing) {
   ASSERT_NO_FATAL_FAILURE(Start());
   EXPECT_THAT(Delete("nobody"), HasSubstr("I/O error"));
   EXPECT_THAT(errors(), testing::IsEmpty());
+}
+
+// Found every checkpoint of the model "m" corrupt at its start.
+class AllCorruptTest : public RpcFixture {
+ protected:
+  class OnlyCorrupt final : public NoCheckpoints {
+   public:
+    absl::Status CheckMayCreate(std::string_view model_name) override {
+      if (is_forgotten_ || model_name != "m") return absl::OkStatus();
+      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kAllCheckpointsCorrupt,
+                       "every checkpoint is corrupt");
+    }
+    absl::Status Forget(std::string_view) override {
+      is_forgotten_ = true;
+      return absl::OkStatus();
+    }
+
+   private:
+    std::atomic<bool> is_forgotten_ = false;
+  };
+
+  ~AllCorruptTest() override { server_ = nullptr; }
+
+  OnlyCorrupt only_corrupt_;
+};
+
+TEST_F(AllCorruptTest, ModelIsCreatedOnlyAfterItsDeletion) {
+  absl::Mutex mu;
+  std::vector<std::string> deletions;
+  RpcServer::Options options;
+  options.log = [&](const LogEvent& event) {
+    absl::MutexLock lock(&mu);
+    if (event.name == "model deleted") deletions.push_back(ToText(event));
+  };
+  checkpoints_ = &only_corrupt_;
+  StartServer(options);
+  v1::CreateModelResponse created;
+  grpc::ClientContext create_context;
+  const grpc::Status create = stub_->CreateModel(&create_context, CreateRequest(), &created);
+  EXPECT_EQ(create.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(create.error_message(), "every checkpoint is corrupt");
+  EXPECT_EQ(Result(create, create_context).detail.reason(),
+            v1::ERROR_REASON_ALL_CHECKPOINTS_CORRUPT);
+  EXPECT_FALSE(store_->Get("m").ok());
+
+  v1::GetModelRequest get_request;
+  get_request.set_model("m");
+  v1::GetModelResponse found;
+  grpc::ClientContext get_context;
+  const grpc::Status get = stub_->GetModel(&get_context, get_request, &found);
+  EXPECT_EQ(get.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(Result(get, get_context).detail.reason(), v1::ERROR_REASON_ALL_CHECKPOINTS_CORRUPT);
+
+  v1::DeleteModelRequest delete_request;
+  delete_request.set_model("m");
+  delete_request.set_confirm_model("m");
+  v1::DeleteModelResponse deleted;
+  grpc::ClientContext delete_context;
+  EXPECT_TRUE(stub_->DeleteModel(&delete_context, delete_request, &deleted).ok());
+  CreateAndOpen();
+  absl::MutexLock lock(&mu);
+  EXPECT_THAT(deletions, ElementsAre(HasSubstr("model deleted model=m")));
 }
 
 TEST_F(NoDataDirTest, EveryCallSaysThatThereAreNoCheckpoints) {
