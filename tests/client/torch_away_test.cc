@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <barrier>
+#include <filesystem>
 #include <thread>
 
 #include "absl/time/clock.h"
@@ -158,6 +159,32 @@ TEST_F(TorchTest, ResumesWhereTheTrainerStands) {
   EXPECT_THAT(Attachment::Create(*client_, "m", trainer.net, options),
               ReasonIs(ErrorReason::kModelNotFound));
   EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kModelNotFound));
+}
+
+TEST_F(TorchTest, CorruptCheckpointsAreReportedUntilTheModelIsDeleted) {
+  RestartWithDisk();
+  Trainer trainer;
+  const auto ema = Attach(trainer.net);
+  trainer.Step(*ema);
+  ASSERT_THAT(ema->WaitPushed(), IsOk());
+  const int port = server_->port();
+  StopServer();  // It saves the model.
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(data_dir_)) {
+    if (entry.path().filename() == "manifest.json") std::filesystem::resize_file(entry.path(), 10);
+  }
+  StartServer(port);
+  const absl::Time give_up = absl::Now() + kPatience;
+  const auto is_refused = [&] {
+    return GetErrorReason(ema->stats().last_error) == ErrorReason::kAllCheckpointsCorrupt;
+  };
+  while (!is_refused() && absl::Now() < give_up) trainer.Step(*ema);
+  EXPECT_TRUE(is_refused()) << ema->stats().last_error;
+  Trainer next;
+  EXPECT_THAT(Attachment::Create(*client_, "m", next.net, WithEma()),
+              ReasonIs(ErrorReason::kAllCheckpointsCorrupt));
+  ASSERT_THAT(client_->DeleteModel("m"), IsOk());
+  while (ema->stats().pushes == 1 && absl::Now() < give_up) trainer.Step(*ema);
+  EXPECT_GT(ema->stats().pushes, 1) << ema->stats().last_error;
 }
 
 TEST_F(StalledTorchTest, AStepWaitsNoLongerThanMaxWaitAndGivesThePushUp) {

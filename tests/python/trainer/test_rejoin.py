@@ -202,6 +202,14 @@ def test_an_error_that_stays_is_said_once(caplog):
         'model "m": pushes do not start again before this is mended: other tracks'
     ]
     caplog.clear()
+    refused = ema_client.FailedPreconditionError("no good one", reason="ALL_CHECKPOINTS_CORRUPT")
+    pauses_of(5, refused)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.message for record in warnings] == [
+        'model "m": pushes do not start again before this is mended: no good one '
+        "[ALL_CHECKPOINTS_CORRUPT]"
+    ]
+    caplog.clear()
     pauses_of(5, ema_client.UnavailableError("away"))
     assert [record.levelname for record in caplog.records] == ["INFO"]
 

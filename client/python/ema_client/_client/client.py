@@ -147,6 +147,9 @@ class Client(EvaluatorCalls):
         Raises:
             InvalidArgumentError: a name, tensor or track is refused, or a tensor rule matches nothing.
             AlreadyExistsError: the model exists and differs; the message says in what.
+            FailedPreconditionError: ALL_CHECKPOINTS_CORRUPT: the model is on the server's disk, and
+                every checkpoint of it is corrupt. Put a good one back and restart the server, or
+                accept the loss with `delete_model`.
             ResourceExhaustedError: it does not fit the server's memory budget.
         """
         check_by_name("weights", weights)
@@ -300,7 +303,8 @@ class Client(EvaluatorCalls):
     ) -> None:
         """Forgets a model; one that is not there is OK. Pushes end, running pulls finish.
 
-        Its checkpoints stay on the disk, for nobody to load; `purge` removes them.
+        Its checkpoints stay on the disk, for nobody to load; `purge` removes them. A model that the server
+        could not load because every checkpoint of it is corrupt can be created again after this.
         """
         self._client.delete_model(name, purge, self._timeout(timeout_s))
 

@@ -160,6 +160,8 @@ def attach(
         TypeError: there is no such argument, nor has the preset one.
         FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
             does; the message lists what there is. The model is as it was.
+        FailedPreconditionError: ALL_CHECKPOINTS_CORRUPT: the server could not load the model at its
+            start and does not make a new one; the message says what a person does.
         OutOfRangeError: likewise, VERSION_NOT_KEPT: the very version that `resume` names is gone.
         EmaError: the set-up failed. What fails on any rank raises on every rank.
 

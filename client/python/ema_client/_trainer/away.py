@@ -42,6 +42,8 @@ _LASTING = (
     UnauthenticatedError,
     UnimplementedError,
 )
+# The same, of errors whose class says too little.
+_LASTING_REASONS = ("ALL_CHECKPOINTS_CORRUPT",)
 # What a push ends with that has found the server restarted.
 _FORGOTTEN = ("FENCED", "MODEL_NOT_FOUND", "RUN_INCOMPLETE")
 # What it ends with because another rank could not push.
@@ -217,7 +219,8 @@ class Link:
                 self._is_settled.set()
                 _logger.warning("%s", self.error().args[0])
                 return None
-            if isinstance(error, _LASTING) and not has_warned:
+            is_lasting = isinstance(error, _LASTING) or error.reason in _LASTING_REASONS
+            if is_lasting and not has_warned:
                 has_warned = True
                 _logger.warning(
                     'model "%s": pushes do not start again before this is mended: %s',
