@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import numbers
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ema_client._errors import InvalidArgumentError
@@ -135,3 +136,18 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         f"names, each {_TEXT}",
     ),
 }
+
+
+# What libraries call the share of the old average that is kept.
+DECAY_NAMES = ("decay", "ema_decay", "beta", "momentum", "alpha")
+
+
+def nearest_name(name: str, names: Collection[str]) -> str:
+    """The one of `names` that a caller who gives `name` may have meant, as a question; "": none."""
+    if name in DECAY_NAMES:  # What is spelled alike is something else.
+        nearest = [one for one in (*DECAY_NAMES, "smoothing") if one in names]
+        what = ", the share of the old average that each update keeps"
+    else:
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        what = ""
+    return f'did you mean "{nearest[0]}"{what}?' if nearest else ""

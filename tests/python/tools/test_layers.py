@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every C++ file includes only what its layer may know."""
+"""Every C++ file includes only what its layer may know, and no Python modules import each other."""
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
 from collections.abc import Iterator
@@ -102,3 +103,34 @@ def test_libraries_stay_in_their_layers(files):
             if layer not in allowed and not layer.startswith("client/cpp"):
                 wrong.append(f"{name} includes {included}")
     assert not wrong
+
+
+def imports_of(name: str, path: pathlib.Path, modules: dict[str, pathlib.Path]) -> set[str]:
+    """The other modules of the package that a module imports, also inside functions or for types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    # The package itself is imported for its extension module, `_ema`.
+    return (found & modules.keys()) - {name, "ema_client"}
+
+
+def test_python_modules_import_each_other_in_one_direction_only():
+    root = ROOT / "client/python"
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (root / "ema_client").rglob("*.py")
+    }
+    edges = {name: imports_of(name, path, modules) for name, path in modules.items()}
+    assert sum(map(len, edges.values())) > 100
+    # Modules that import no others are removed until none is left, or only circles.
+    while free := [name for name, imported in edges.items() if not imported]:
+        for name in free:
+            del edges[name]
+        for imported in edges.values():
+            imported.difference_update(free)
+    assert not edges

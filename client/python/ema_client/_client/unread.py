@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,9 +15,18 @@ from ema_client._client.pieces import local_of
 if TYPE_CHECKING:
     import torch
 
+    from ema_client._client.types import Version
 
-class Reader(Protocol):
-    """Who pushes from memory in place."""
+
+class Attached(Protocol):
+    """An attachment, as the modules know it that `attachment.py` imports."""
+
+    _lock: threading.RLock
+    _pid: int
+
+    @property
+    def step(self) -> int:
+        """The last step that was counted."""
 
     def _reads_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Whether a push may read in one of these ranges of addresses."""
@@ -24,13 +34,25 @@ class Reader(Protocol):
     def wait_released(self) -> None:
         """Waits until no push reads in place any more."""
 
+    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
+        """Waits until the last push has ended."""
 
-# Those that push.
-readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+    def _is_trained_here(self, address: str, model_name: str) -> bool:
+        """Whether the current thread trains and pushes to that model."""
+
+    def _hear_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer of the process has stepped."""
+
+    def _end_at_exit(self) -> None:
+        """The process ends: waits a little for the last push."""
+
+
+# The attachments of this process that are not closed.
+attachments: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 def wait_unread(arrays: Iterable[Any]) -> None:
-    """Waits until no reader's push reads memory of these, torch tensors or NumPy arrays: before they are
+    """Waits until no attachment's push reads memory of these, torch tensors or NumPy arrays: before they are
     written."""
     ranges: list[tuple[int, int]] = []
     for array in arrays:
@@ -40,9 +62,9 @@ def wait_unread(arrays: Iterable[Any]) -> None:
                 ranges.append(range_of(local))
         elif is_instance(array, "numpy", "ndarray") and array.size > 0:
             ranges.append(range_of(array))
-    for reader in list(readers):
-        if reader._reads_in(ranges):
-            reader.wait_released()
+    for attachment in list(attachments):
+        if attachment._reads_in(ranges):
+            attachment.wait_released()
 
 
 def _is_read_in_place(local: torch.Tensor) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
+from ema_client._given import nearest_name
 from ema_client._tracks.presets import argument_names
-from ema_client._tracks.track import WHOLE_TRACK, TensorRules, TrackLike, nearest_name, track_of
+from ema_client._tracks.track import WHOLE_TRACK, TensorRules, TrackLike, track_of
 
 # Arguments that those have, too. Where a preset has one of the same name they mean the same of the
 # track that it makes, and go to it.

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ema_client._errors import InvalidArgumentError
-from ema_client._tracks.track import Track, nearest_name
+from ema_client._given import nearest_name
 
-_Preset = Callable[..., Track]
+# Returns the arguments of the Track.
+_Preset = Callable[..., dict[str, Any]]
 # An argument that was not given, where None is a value.
 UNSET: Any = object()
 _COMPOSER_LENGTH = re.compile(r"\s*([0-9.]+(?:e\+?[0-9]+)?)(iter|ep|ba|sp|tok|dur|sec)\s*", re.I)
@@ -30,7 +31,7 @@ def _composer(
     smoothing: float | None = None,
     ema_start: str = "0.0dur",
     update_interval: str | None = None,
-) -> Track:
+) -> dict[str, Any]:
     """composer.algorithms.EMA: one decay, `2^-(update_interval / half_life)`, that is never rescaled.
 
     The average is made anew at the first update event at or after `ema_start`, which is never before the
@@ -66,7 +67,7 @@ def _composer(
     start = _COMPOSER_LENGTH.fullmatch(str(ema_start))
     if start is not None and _float(start[1]) == 0:
         ema_start = f"1{interval_unit}"
-    return Track(
+    return dict(
         smoothing=smoothing, update_interval=f"{interval}{interval_unit}", ema_start=ema_start
     )
 
@@ -111,7 +112,7 @@ def ema_pytorch(
     move_ema_to_online_device: bool = False,
     coerce_dtype: bool = False,
     lazy_init_ema: bool = False,
-) -> Track:
+) -> dict[str, Any]:
     """ema_pytorch.EMA: copies up to update_after_step, then a warm-up by inv_gamma and power.
 
     The arguments that are not about the average are `attach`'s to take.
@@ -134,14 +135,14 @@ def ema_pytorch(
     rules = _name_rules(param_or_buffer_names_no_ema, ignore_names, ignore_startswith_names)
     if beta == 1:
         # Frozen: only the copies.
-        return Track(
+        return dict(
             smoothing=0.0,
             update_interval=interval,
             interval_phase=1,
             ema_end=f"{after + 1}ba",
             tensor_rules=rules,
         )
-    return Track(
+    return dict(
         inv_gamma=_above_zero("inv_gamma", inv_gamma, "1.0"),
         power=_above_zero("power", power, "0.75"),
         # torch.clamp: of limits that cross, the upper one counts.
@@ -185,7 +186,7 @@ def _karras(
     ignore_startswith_names: Iterable[str] = (),
     allow_different_devices: bool = False,
     move_ema_to_online_device: bool = False,
-) -> Track:
+) -> dict[str, Any]:
     """ema_pytorch.KarrasEMA: the power-function profile of width sigma_rel (or exponent gamma).
 
     As in ema_pytorch, the decay at call n is the profile's at step n + 1: with e since the update before,
@@ -202,7 +203,7 @@ def _karras(
     if gamma is not None:
         exponent = check_number("gamma", gamma, "6.94", most=math.inf)
         sigma_rel = math.sqrt((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3)))
-    return Track(
+    return dict(
         sigma_rel=_above_zero("sigma_rel", sigma_rel, "0.05"),
         age_offset=1,
         update_interval=f"{check_count('update_every', update_every, '100')}ba",
@@ -227,7 +228,7 @@ def _diffusers(
     max_value: float | None = None,
     min_value: float | None = None,
     device: Any = None,
-) -> Track:
+) -> dict[str, Any]:
     """diffusers.training_utils.EMAModel: decay (1 + s) / (10 + s), or the warm-up by inv_gamma and power."""
     _at_default(
         foreach=(foreach, False),
@@ -256,8 +257,8 @@ def _inverse_gamma(
 
 def _warmed_up(
     rule: Mapping[str, Any], decay: float, min_decay: float, after: int, *, buffers: str
-) -> Track:
-    return Track(
+) -> dict[str, Any]:
+    return dict(
         **rule,
         min_decay=min_decay,
         # max(min(d, decay), min_decay): of limits that cross, the lower one counts.
@@ -269,10 +270,10 @@ def _warmed_up(
     )
 
 
-def _timm_v2(*, decay: float = 0.9999, device: Any = None) -> Track:
+def _timm_v2(*, decay: float = 0.9999, device: Any = None) -> dict[str, Any]:
     """timm.utils.ModelEmaV2: a constant decay."""
     _at_default(device=(device, None))
-    return Track(smoothing=check_number("decay", decay, "0.9999", below=1), update_interval="1ba")
+    return dict(smoothing=check_number("decay", decay, "0.9999", below=1), update_interval="1ba")
 
 
 def _timm_v3(
@@ -290,7 +291,7 @@ def _timm_v3(
     foreach: bool = True,
     exclude_buffers: bool = False,
     step: bool = True,
-) -> Track:
+) -> dict[str, Any]:
     """timm.utils.ModelEmaV3, updated as `update(model, step=n)`, n = 1, 2, ..., as timm's trainer does.
 
     With step=False as `update(model)`: a constant decay from the start, whatever the warm-up.
@@ -312,7 +313,7 @@ def _timm_v3(
             after,
             buffers=buffers,
         )
-    return Track(
+    return dict(
         smoothing=check_number("decay", decay, "0.9999", below=1),
         update_interval="1ba",
         # The call at s = 0 is the last copy.
@@ -329,11 +330,11 @@ def _torch_ema(
     device: Any = None,
     avg_fn: Any = None,
     multi_avg_fn: Any = None,
-) -> Track:
+) -> dict[str, Any]:
     """torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay)."""
     _at_default(device=(device, None))
     _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
-    return Track(
+    return dict(
         smoothing=check_number("decay", decay, "0.999", below=1),
         update_interval="1ba",
         buffers="average" if check_flag("use_buffers", use_buffers) else "copy",
@@ -346,11 +347,11 @@ def _torch_swa(
     device: Any = None,
     avg_fn: Any = None,
     multi_avg_fn: Any = None,
-) -> Track:
+) -> dict[str, Any]:
     """torch.optim.swa_utils.AveragedModel as it is: the mean of all updates."""
     _at_default(device=(device, None))
     _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
-    return Track(
+    return dict(
         uniform=True,
         update_interval="1ba",
         buffers="average" if check_flag("use_buffers", use_buffers) else "copy",
@@ -364,7 +365,7 @@ def _optax(
     accumulator_dtype: Any = None,
     step_size: float | None = None,
     update_period: int | None = None,
-) -> Track:
+) -> dict[str, Any]:
     """optax.ema(decay, debias), or incremental_update(step_size), or periodic_update(update_period)."""
     given = {"decay": decay, "step_size": step_size, "update_period": update_period}
     names = [name for name, value in given.items() if value is not None]
@@ -377,20 +378,20 @@ def _optax(
     if decay is None and debias is not True:
         refuse(f"debias {debias!r}: belongs to decay, such as decay=0.999, debias=False")
     if decay is not None:
-        return Track(
+        return dict(
             smoothing=check_number("decay", decay, "0.999", below=1),
             zero_init="debias" if check_flag("debias", debias) else "plain",
             update_interval="1ba",
         )
     if step_size is not None:
         size = check_number("step_size", step_size, "0.001")
-        return Track(smoothing=1 - _above_zero("step_size", size, "0.001"), update_interval="1ba")
-    return Track(
+        return dict(smoothing=1 - _above_zero("step_size", size, "0.001"), update_interval="1ba")
+    return dict(
         copy=True, update_interval=f"{check_count('update_period', update_period, '100')}ba"
     )
 
 
-def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None) -> Track:
+def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None) -> dict[str, Any]:
     """EDM2's PowerFunctionEMA, one track for each std; trained images are the samples (sp)."""
     if std is not None and stds is not None:
         refuse("std and stds are both given: give one, such as std=0.05")
@@ -399,14 +400,14 @@ def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None
         refuse(
             f"stds: {len(values)} given; a track has one, such as std=0.05: make a track for each"
         )
-    return Track(
+    return dict(
         sigma_rel=_above_zero("std", values[0], "0.05"), update_interval="1sp", buffers="copy"
     )
 
 
 def _edm2_traditional(
     *, halflife_Mimg: float = math.inf, rampup_ratio: float | None = 0.09
-) -> Track:
+) -> dict[str, Any]:
     """EDM2's TraditionalEMA: a half-life of million images, ramped up; images are the samples (sp)."""
     half_life = None
     if halflife_Mimg != math.inf:
@@ -416,7 +417,7 @@ def _edm2_traditional(
         half_life = f"{round(images)}sp"
     elif rampup_ratio is None:
         refuse("halflife_Mimg inf without a rampup_ratio averages nothing: give one, such as 0.5")
-    return Track(
+    return dict(
         half_life=half_life,
         ramp_ratio=(
             None if rampup_ratio is None else _above_zero("rampup_ratio", rampup_ratio, "0.09")
@@ -442,8 +443,8 @@ _VARIANTS: dict[str, tuple[str, str, dict[str, _Preset]]] = {
 _NAMES = sorted([*_PRESETS, *_VARIANTS])
 
 
-def track_from_preset(name: str, arguments: Mapping[str, Any]) -> Track:
-    """The track of preset `name`. InvalidArgumentError: no such preset or argument, or a bad value."""
+def track_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the Track of preset `name` is made with. InvalidArgumentError: no such preset or argument, or a bad value."""
     _check_preset(name)
     rest = dict(arguments)
     try:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._given import call, check_by_name
+from ema_client._given import DECAY_NAMES, call, check_by_name, nearest_name
+from ema_client._tracks import presets
 
 #: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
 #: one ("smoothing=0.9"), or a Track's fields as a dict.
@@ -138,9 +138,7 @@ class Track:
         Example:
             >>> Track.preset("ema_pytorch", beta=0.999, update_every=1)
         """
-        from ema_client._tracks import presets
-
-        return presets.track_from_preset(name, arguments)
+        return Track(**presets.track_arguments(name, arguments))
 
 
 def _rules(rules: object) -> tuple[tuple[str, str], ...]:
@@ -317,24 +315,9 @@ def _full_track(track: TrackLike) -> Track:
     return Track(**fields)
 
 
-# What libraries call the share of the old average that is kept.
-_DECAY_NAMES = ("decay", "ema_decay", "beta", "momentum", "alpha")
-
-
-def nearest_name(name: str, names: Collection[str]) -> str:
-    """What who gives `name` may have meant of those that there are, as a question; "": nobody knows."""
-    if name in _DECAY_NAMES:  # What is spelled alike is something else.
-        nearest = [one for one in (*_DECAY_NAMES, "smoothing") if one in names]
-        what = ", the share of the old average that each update keeps"
-    else:
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        what = ""
-    return f'did you mean "{nearest[0]}"{what}?' if nearest else ""
-
-
 def _unknown_field(field: str) -> str:
     hint = nearest_name(field, _FIELD_NAMES) or f'there are {", ".join(_FIELD_NAMES)}'
-    if field in _DECAY_NAMES:
+    if field in DECAY_NAMES:
         hint += ' A library\'s own arguments need preset: {"preset": "timm", "decay": 0.999}'
     return f'unknown field "{field}"; {hint}'
 

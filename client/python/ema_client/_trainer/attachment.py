@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client.client import Client
 from ema_client._client.run import Joined
 from ema_client._client.types import Stats
-from ema_client._client.unread import readers
+from ema_client._client.unread import attachments
 from ema_client._errors import EmaError, FailedPreconditionError
 from ema_client._model.moves import move_inside
 from ema_client._model.optimizers import OutOfTurn, StepKind, after_closure, step_kind, was_skipped
 from ema_client._trainer.ema_model import WithEmaModel
 from ema_client._trainer.entrances import entrance, keep_uncompiled
 from ema_client._trainer.frozen import FrozenTensors
-from ema_client._trainer.guard import BeforeLoad, PushedWeights, live, memory_of
+from ema_client._trainer.guard import BeforeLoad, PushedWeights, memory_of
 from ema_client._trainer.push import PushOptions
 from ema_client._trainer.pushing import EXIT_WAIT_S
 from ema_client._trainer.uncounted import Uncounted, listen
@@ -87,8 +87,7 @@ class Attachment(WithEmaModel):
         except BaseException:
             self._detach()
             raise
-        live.add(self)
-        readers.add(self)
+        attachments.add(self)
         listen()
 
     def _hook(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -288,8 +287,7 @@ class Attachment(WithEmaModel):
 
     def _detach(self) -> None:
         self._closed = True
-        live.discard(self)
-        readers.discard(self)
+        attachments.discard(self)
         listen()
         for hook in self._hooks:
             hook.remove()
@@ -347,7 +345,7 @@ class Attachment(WithEmaModel):
 def _unread(storage: torch.UntypedStorage) -> Iterator[None]:
     """No push reads it meanwhile, nor starts to."""
     with contextlib.ExitStack() as held:
-        for attachment in list(live):
+        for attachment in list(attachments):
             if attachment._pid == os.getpid() and attachment._reads_in([memory_of(storage)]):
                 held.enter_context(attachment._lock)
                 attachment.wait_released()
@@ -356,7 +354,7 @@ def _unread(storage: torch.UntypedStorage) -> Iterator[None]:
 
 @atexit.register
 def _at_exit() -> None:
-    for attachment in list(live):
+    for attachment in list(attachments):
         if attachment._pid != os.getpid():
             continue
         # A daemon thread may be in a hook, and not come out any more.

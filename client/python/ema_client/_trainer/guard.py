@@ -13,6 +13,7 @@ from ema_client import _ema
 from ema_client._client import gpu
 from ema_client._client.arrays import some
 from ema_client._client.pieces import BoxCache, Held, HeldWeights, dtensor_type, local_of
+from ema_client._client.unread import attachments
 from ema_client._errors import DeadlineExceededError, FailedPreconditionError
 from ema_client._model.optimizers import parameter_ids
 from ema_client._model.torch_model import NamedTensors, checksums
@@ -20,12 +21,7 @@ from ema_client._model.torch_model import NamedTensors, checksums
 if TYPE_CHECKING:
     import torch
 
-    from ema_client._trainer.attachment import Attachment
-
 _logger = logging.getLogger(__name__)
-
-# Attachments that push.
-live: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 # For copies of what may change before the next step, on each rank.
 _COPY_BYTES = 64 << 20
@@ -203,7 +199,7 @@ def wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None:
     """Waits until what this thread trains and pushes to that model is a version, so that the newest one is
     of its last step: `timeout_s` at most (None: that of `attach`), then a warning says that it may not be.
     """
-    for attachment in list(live):
+    for attachment in list(attachments):
         if attachment._is_trained_here(address, model_name):
             try:
                 attachment.wait_pushed(timeout_s=timeout_s)

@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ema_client._client.unread import attachments
 from ema_client._model.optimizers import StepKind, parameter_ids, step_kind
 from ema_client._trainer.entrances import uncompiled
-from ema_client._trainer.guard import live
 
 if TYPE_CHECKING:
     import torch
@@ -76,18 +76,18 @@ _lock = threading.Lock()
 
 
 def listen() -> None:
-    """To be called when an attachment has come into `live`, or has gone."""
+    """To be called when an attachment was opened or closed."""
     global _handle
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     with _lock:
-        if live and _handle is None:
+        if attachments and _handle is None:
             _handle = register_optimizer_step_post_hook(uncompiled(_after_any_step))
-        elif not live and _handle is not None:
+        elif not attachments and _handle is not None:
             _handle.remove()
             _handle = None
 
 
 def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for attachment in list(live):
+    for attachment in list(attachments):
         attachment._hear_of_step(optimizer)
