@@ -134,8 +134,8 @@ absl::Status Server::OpenTokens() {
   if (options_.auth_tokens.empty()) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(tokens_, TokenFile::Open(options_.auth_tokens));
   tokens_->on_change = [log = Sink(), path = options_.auth_tokens](const absl::Status& status) {
-    if (status.ok()) return LogTo(log, LogLevel::kInfo, "token file taken over", {{"path", path}});
-    LogTo(log, LogLevel::kError, "token file not taken over", {{"path", path}, {"error", status}});
+    if (status.ok()) return LogTo(log, LogLevel::kInfo, "token file reloaded", {{"path", path}});
+    LogTo(log, LogLevel::kError, "token file reload failed", {{"path", path}, {"error", status}});
   };
   return absl::OkStatus();
 }

@@ -62,9 +62,9 @@ absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const s
   const std::string name = BaseName(to);
   const std::string target = JoinPath(parent, name);
   EMA_ASSIGN_OR_RETURN(const bool has_source, file_system.Exists(from));
-  if (!has_source) return absl::NotFoundError("there is no such checkpoint");
+  if (!has_source) return absl::NotFoundError("no such checkpoint");
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(target));
-  if (exists) return absl::AlreadyExistsError("there is something at the target already");
+  if (exists) return absl::AlreadyExistsError("the target exists");
   // Before anything is written; what it says is verified with all the rest.
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
                        ReadCheckpointManifest(file_system, from));

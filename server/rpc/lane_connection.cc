@@ -110,7 +110,7 @@ absl::StatusOr<v1::LaneRequest> LaneConnection::ReceiveRequest() {
   if (!frame.ok()) return WhyEnded(frame.status());
   v1::LaneRequest request;
   if (frame->is_chunk || !request.ParseFromString(frame->message)) {
-    return BadRequest("a message that is no LaneRequest");
+    return BadRequest("malformed LaneRequest");
   }
   // Its place was taken a moment ago.
   if (MustEnd()) return WhyEnded(absl::CancelledError("the lane has ended"));
@@ -282,7 +282,7 @@ absl::Status LaneConnection::WhyEnded(const absl::Status& status) const {
   if (is_revoked_.load(std::memory_order_relaxed)) return RevokedError();
   if (is_stalled_.load(std::memory_order_relaxed)) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
-                     "nothing moved on this lane for too long");
+                     "lane idle for too long; the server ends idle lanes (--stream-timeout)");
   }
   return is_stopping_.load() ? DrainingError() : status;
 }

@@ -94,7 +94,7 @@ void PullCall::WriteHeader() {
 void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
   CountBytes(std::exchange(writing_bytes_, 0));
-  if (!ok) return Finish(absl::CancelledError("the reader has left"));
+  if (!ok) return Finish(absl::CancelledError("client cancelled the call"));
   if (trailer_written_) return Finish(absl::OkStatus());
   if (is_revoked_.load(std::memory_order_relaxed)) return Finish(RevokedError());
   auto write_next = [self = shared_from_this()] { self->WriteNext(); };

@@ -95,8 +95,7 @@ absl::Status PushCall::HandleMessage() {
 
   v1::PushRequest request;
   grpc::ProtoBufferReader reader(&message_);
-  if (!request.ParseFromZeroCopyStream(&reader))
-    return BadRequest("a message that is no PushRequest");
+  if (!request.ParseFromZeroCopyStream(&reader)) return BadRequest("malformed PushRequest");
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
       EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPush, caller_, request.header().model()));
@@ -137,7 +136,9 @@ absl::Status PushCall::HandleMessage() {
 void PushCall::End(StreamEnd why) {
   if (why == StreamEnd::kRevoked) return Finish(RevokedError());
   Finish(MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
-                   "nothing arrived on this stream for too long"));
+                   absl::StrCat("stream idle for ",
+                                absl::FormatDuration(absl::FromChrono(WaitingTime(SteadyNow()))),
+                                "; the server ends idle streams (--stream-timeout)")));
 }
 
 void PushCall::Finish(const absl::StatusOr<PushResult>& result) {

@@ -48,7 +48,8 @@ bool RequestArrival::Complete(bool ok) {
   if (has_ended_.exchange(true)) return false;
   const auto finish = std::exchange(finish_, nullptr);
   has_failed_ = !ok;
-  const absl::Status status = ok ? AdmitAgain() : BadRequest("the stream ended before its request");
+  const absl::Status status =
+      ok ? AdmitAgain() : BadRequest("client closed the stream before sending its request");
   if (!status.ok()) finish(status);
   return status.ok();
 }
@@ -77,8 +78,8 @@ void RequestArrival::TellEnd(const absl::Status& status) {
 void RequestArrival::TellSent(bool ok) {
   Leave();
   if (is_told_) return;
-  Tell(ok ? BadRequest("the stream ended before its request")
-          : absl::CancelledError("the caller has left before its request was there"));
+  Tell(ok ? BadRequest("client closed the stream before sending its request")
+          : absl::CancelledError("client cancelled before its request arrived"));
 }
 
 void RequestArrival::Tell(const absl::Status& status) {

@@ -130,11 +130,11 @@ void ServedCertificate::TellInvalid() const {
 
 void ServedCertificate::Tell(const absl::Status& status) {
   if (status.ok()) {
-    LogTo(log_, LogLevel::kInfo, "TLS files taken over",
+    LogTo(log_, LogLevel::kInfo, "TLS files reloaded",
           {{"certificate", files_.certificate}, {"not_after", ToText(validity_.expiry)}});
     TellInvalid();
   } else if (status != told_) {
-    LogTo(log_, LogLevel::kError, "TLS files not taken over", {{"error", status}});
+    LogTo(log_, LogLevel::kError, "TLS files reload failed", {{"error", status}});
   }
   told_ = status;
   // Last: whoever sees it finds it in the log.

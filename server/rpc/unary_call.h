@@ -164,10 +164,10 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   absl::Status TakeTurn() {
     Unpack();
     if (has_left_.load(std::memory_order_relaxed)) {
-      return absl::CancelledError("the caller has left before the call's turn came");
+      return absl::CancelledError("client cancelled while the call was queued");
     }
     if (context_.deadline() < std::chrono::system_clock::now()) {
-      return absl::DeadlineExceededError("the deadline was over before the call's turn came");
+      return absl::DeadlineExceededError("deadline exceeded while the call was queued");
     }
     EMA_RETURN_IF_ERROR(arrival_.AdmitAgain());
     return CheckModel();

@@ -114,7 +114,7 @@ void WatchCall::OnWritten(bool ok) {
     absl::MutexLock lock(&mu_);
     writing_ = false;
     // It may also have left while this was written.
-    if (!ok || left_) return FinishLocked(absl::CancelledError("the reader has left"));
+    if (!ok || left_) return FinishLocked(absl::CancelledError("client cancelled the call"));
     if (is_revoked_) return FinishLocked(RevokedError());
   }
   Advance();
@@ -123,7 +123,7 @@ void WatchCall::OnWritten(bool ok) {
 void WatchCall::OnDone(bool) {
   absl::MutexLock lock(&mu_);
   left_ = true;
-  if (!writing_) FinishLocked(absl::CancelledError("the reader has left"));
+  if (!writing_) FinishLocked(absl::CancelledError("client cancelled the call"));
 }
 
 void WatchCall::FinishLocked(const absl::Status& status) {

@@ -200,7 +200,7 @@ TEST(MetricsTest, WhatClientsMeetInTheOrdinaryCourseIsNoProblem) {
   Metrics metrics;
   metrics.OnRpcEnded("Push", MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
                                        "come back", absl::Milliseconds(20)));
-  metrics.OnRpcEnded("Pull", absl::CancelledError("the reader has left"));
+  metrics.OnRpcEnded("Pull", absl::CancelledError("client cancelled the call"));
   EXPECT_THAT(metrics.Problems(), IsEmpty());
 }
 

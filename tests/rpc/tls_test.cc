@@ -260,7 +260,7 @@ TEST_F(TlsTest, AKeyThatIsReplacedBeforeItsCertificateWaitsForIt) {
   const absl::Time until = absl::Now() + absl::Seconds(2);
   while (absl::Now() < until) ASSERT_THAT(Call(tls_address_, {.ca_file = old_cert}), IsOk());
   EXPECT_EQ(server_->certificate()->expiry, old_expiry);
-  EXPECT_THAT(TakeTold(), ElementsAre(AllOf(StartsWith("error TLS files not taken over"),
+  EXPECT_THAT(TakeTold(), ElementsAre(AllOf(StartsWith("error TLS files reload failed"),
                                             HasSubstr(Key("server")), HasSubstr("not that of"))));
 
   Replace(Cert("server"), TextOf(Cert("new")));
@@ -269,7 +269,7 @@ TEST_F(TlsTest, AKeyThatIsReplacedBeforeItsCertificateWaitsForIt) {
   EXPECT_FALSE(server_->certificate()->is_rejected);
   EXPECT_GT(server_->certificate()->expiry, absl::Now() + absl::Hours(24 * 8));
   EXPECT_THAT(TakeTold(),
-              ElementsAre(AllOf(StartsWith("info TLS files taken over"), HasSubstr("not_after="))));
+              ElementsAre(AllOf(StartsWith("info TLS files reloaded"), HasSubstr("not_after="))));
 }
 
 TEST_F(TlsTest, FilesThatTurnBadLeaveTheServerWithWhatItHas) {
@@ -304,7 +304,7 @@ TEST_F(TlsTest, FilesThatTurnBadLeaveTheServerWithWhatItHas) {
     EXPECT_THAT(told, ElementsAre(testing::Not(HasSubstr("secret"))));
     Replace(path, text);
     ASSERT_NO_FATAL_FAILURE(AwaitRejected(false));
-    EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files taken over")));
+    EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files reloaded")));
     EXPECT_THAT(Call(tls_address_, ours), IsOk());
   }
 }
@@ -325,7 +325,7 @@ TEST_F(TlsTest, ACertificateThatIsNotValidNowReplacesNoneThatIs) {
   EXPECT_THAT(Call(tls_address_, {.ca_file = Cert("server")}), IsOk());
   EXPECT_THAT(
       TakeTold(),
-      ElementsAre(AllOf(StartsWith("error TLS files not taken over"),
+      ElementsAre(AllOf(StartsWith("error TLS files reload failed"),
                         HasSubstr(absl::FormatTime("%Y-%m-%dT%H:%M:%SZ, not now",
                                                    now - absl::Hours(1), absl::UTCTimeZone())))));
   put("server");
@@ -336,8 +336,8 @@ TEST_F(TlsTest, ACertificateThatIsNotValidNowReplacesNoneThatIs) {
   ASSERT_NO_FATAL_FAILURE(AwaitRejected(true));
   ASSERT_NO_FATAL_FAILURE(AwaitRejected(false));
   EXPECT_GE(absl::Now(), now + absl::Seconds(7));
-  EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("error TLS files not taken over"),
-                                      StartsWith("info TLS files taken over")));
+  EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("error TLS files reload failed"),
+                                      StartsWith("info TLS files reloaded")));
   ASSERT_NO_FATAL_FAILURE(AwaitServed(Cert("soon")));
 }
 
@@ -356,8 +356,8 @@ TEST_F(TlsTest, WhereNoneIsValidTheNewestIsServedAndTheLogSaysSo) {
   while (server_->certificate()->expiry == old_expiry) ASSERT_LT(absl::Now(), deadline);
   Replace(Cert("both"), TextOf(Key("server")) + TextOf(Cert("server")));
   ASSERT_NO_FATAL_FAILURE(AwaitServed(Cert("server")));
-  EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files taken over"), not_valid,
-                                      StartsWith("info TLS files taken over")));
+  EXPECT_THAT(TakeTold(), ElementsAre(StartsWith("info TLS files reloaded"), not_valid,
+                                      StartsWith("info TLS files reloaded")));
   EXPECT_FALSE(server_->certificate()->is_rejected);
 }
 

@@ -141,12 +141,12 @@ def test_changed_files_are_taken_over_on_both_sides(
             assert run.push(step=3, weights=WEIGHTS).number == 2
     # A file that is wrong is not taken over, and the log says so, without what is in it.
     write(tokens, f"nobody {ADMIN}")
-    wait_for(lambda: "not taken over" in server.log_path.read_text(), "the log says so", 30)
+    wait_for(lambda: "reload failed" in server.log_path.read_text(), "the log says so", 30)
     with client_of(server, new) as trainer:
         assert trainer.model("digits-3").name == "digits-3"
     write(tokens, f"admin {new}")
     wait_for(
-        lambda: "token file taken over" in server.log_path.read_text().split("not taken over")[1],
+        lambda: "token file reloaded" in server.log_path.read_text().split("reload failed")[1],
         "the file is taken over",
         30,
     )
@@ -183,7 +183,7 @@ def test_a_watch_ends_when_its_token_is_taken_away(
             # A file that says the same of it ends nothing.
             write(tokens, f"trainer {TRAINER} digits-*\nevaluator {EVALUATOR}\n")
             wait_for(
-                lambda: server.log_path.read_text().count("token file taken over") == 1,
+                lambda: server.log_path.read_text().count("token file reloaded") == 1,
                 "the file is taken over",
                 30,
             )

@@ -297,7 +297,7 @@ def test_a_renewal_that_comes_in_two_parts_refuses_nobody(tmp_path: pathlib.Path
         assert value(scrape(server), EXPIRY) == end_of(new)
         wait_for(lambda: is_let_in(new), "new connections go by it")
         _, taken = tls_events(server)
-        assert (taken["level"], taken["event"]) == ("info", "TLS files taken over")
+        assert (taken["level"], taken["event"]) == ("info", "TLS files reloaded")
         assert seconds_of(taken["not_after"]) == end_of(new)
 
 
