@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_manager.h"
@@ -109,7 +110,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
   }
   const VersionId durable = model.durable_version();
   const absl::Time begin = absl::Now();
-  const absl::StatusOr<CheckpointStore::SaveResult> saved = store_->Save(model, snapshot, options);
+  const auto saved = CatchExceptions([&] { return store_->Save(model, snapshot, options); });
   const bool was_there = saved.ok() && !saved->was_written;
   // Not some tracks only, or what was there before: that puts no automatic save off.
   const bool is_newest = model.durable_version() > durable;

@@ -397,7 +397,7 @@ bool Model::DetachLocked(const PushSession* session) {
   return true;
 }
 
-void Model::Publish(const std::shared_ptr<PushSession>& session) {
+void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
   const absl::Time begin = absl::Now();
   absl::StatusOr<PushSession::Taken> taken = session->TakeSnapshot();
   if (!taken.ok()) return FailSession(session, taken.status());

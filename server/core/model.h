@@ -164,8 +164,9 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Makes the version `from`, which `load` gives, the model's newest again, as a version of its
   // own: with values, step, time and state of `from`, in a run epoch of its own. The result is
-  // pinned as by PinVersion(), also beyond what readers may hold: then, until somebody lets one go,
-  // nothing can be pushed, as another version would have no memory. First it ends the
+  // pinned as by PinForSave() (without a data directory as by PinVersion()), also beyond what may
+  // be held: then, until one is released, nothing can be pushed, as another version would have no
+  // memory. First it ends the
   // open run: its session ends with ABORTED, FENCED, and so do its writers' calls from then on.
   // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
   // OpenPush() and other calls of this get UNAVAILABLE, SESSION_BUSY; readers go on. What `load`
@@ -250,18 +251,16 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Keeps a version alive for a reader until the result is dropped: O(1), no copy. `version` 0: the
   // newest; `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
-  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS: readers hold max_pinned_versions others. If
-  // one of these is older, no new reader gets the oldest one from then on, so that its readers come
-  // to an end.
+  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS: readers hold max_pinned_versions others.
   absl::StatusOr<SnapshotRef> PinVersion(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
   // The same for a save to the data directory: there is room for one version that is being saved
   // beside those of the readers. Beyond that one, as PinVersion().
   absl::StatusOr<SnapshotRef> PinForSave(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // True: since the last call of this, TOO_MANY_PINS has been returned while an older version was
-  // pinned than the one that was asked for.
-  bool TakePinShortage() { return has_pin_shortage_.exchange(false, std::memory_order_relaxed); }
+  // The oldest version that readers pin, if OpenReading() has returned TOO_MANY_PINS since the last
+  // call of this, and there is still no place.
+  std::optional<VersionId> TakePinShortage() ABSL_LOCKS_EXCLUDED(mu_);
   // Whether a reader or a save pins `version`.
   bool IsPinned(const Snapshot& version) const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -437,6 +436,9 @@ class Model : public std::enable_shared_from_this<Model> {
   // Pins it for a reader, if `spare_count` others could still be pinned then; else TOO_MANY_PINS.
   absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, const SnapshotRef& snapshot)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int64_t ReaderPinCountLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Whether there is memory for a version that is pinned besides the others, or it is one of them.
+  bool CanPinLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // How many references readers and saves hold to a pinned version.
   struct Pins {
     int64_t reader_count = 0;
@@ -507,7 +509,8 @@ class Model : public std::enable_shared_from_this<Model> {
   std::shared_ptr<PushSession> TakeSessionLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes `session` off the model if it is the open one. End() it without the lock.
   bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Publish(const std::shared_ptr<PushSession>& session) ABSL_LOCKS_EXCLUDED(mu_);
+  // noexcept: half a commit would hold up all later ones.
+  void Publish(const std::shared_ptr<PushSession>& session) noexcept ABSL_LOCKS_EXCLUDED(mu_);
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Ends `session`, which is off the model, without a version, and tells the log (not of as many as
@@ -540,8 +543,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // Older versions, oldest first: at most max_older_count(), all pinned ones among them.
   std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<const Snapshot*, Pins> pins_ ABSL_GUARDED_BY(mu_);
-  // Of older versions, those up to this one are not given to new readers. All zero: none.
-  VersionId retired_ ABSL_GUARDED_BY(mu_);
   std::atomic<bool> has_pin_shortage_ = false;        // Relaxed: it is polled.
   std::deque<Version> records_ ABSL_GUARDED_BY(mu_);  // Oldest first.
   int64_t record_bytes_ ABSL_GUARDED_BY(mu_) = 0;     // That they take.

@@ -39,9 +39,11 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
   }
   absl::StatusOr<SnapshotRef> snapshot = PinVersion(version, incarnation);
   if (!snapshot.ok()) {
+    const ErrorReason reason = GetErrorReason(snapshot.status());
     // A version elsewhere may have the track.
-    if (GetErrorReason(snapshot.status()) != ErrorReason::kVersionNotKept) {
-      EMA_RETURN_IF_ERROR(CheckTrack(track));
+    if (reason != ErrorReason::kVersionNotKept) EMA_RETURN_IF_ERROR(CheckTrack(track));
+    if (reason == ErrorReason::kTooManyPins) {
+      has_pin_shortage_.store(true, std::memory_order_relaxed);
     }
     return snapshot.status();
   }
@@ -156,7 +158,7 @@ SnapshotRef Model::FindSnapshotLocked(const VersionId& id) const {
   const auto matches = [&](const SnapshotRef& snapshot) { return id.Names(snapshot->record.id()); };
   if (matches(current_)) return current_;
   const auto it = std::find_if(older_.begin(), older_.end(), matches);
-  return it != older_.end() && retired_ < (*it)->record.id() ? *it : nullptr;
+  return it != older_.end() ? *it : nullptr;
 }
 
 absl::StatusOr<SnapshotRef> Model::PinVersion(int64_t version, int64_t incarnation) {
@@ -174,13 +176,14 @@ absl::StatusOr<SnapshotRef> Model::PinSpare(int64_t version, int64_t incarnation
 absl::StatusOr<SnapshotRef> Model::PinForSave(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
-  const bool is_another_saved = std::any_of(pins_.begin(), pins_.end(), [&](const auto& pinned) {
-    return pinned.first != snapshot.get() && pinned.second.save_count > 0;
-  });
-  if (!options_.has_data_dir || is_another_saved) {
-    return PinLeavingLocked(/*spare_count=*/0, snapshot);
-  }
-  return PinLocked(snapshot, &Pins::save_count);
+  const auto is_saved = [](const auto& pinned) { return pinned.second.save_count > 0; };
+  const auto own = pins_.find(snapshot.get());
+  const bool has_place = own != pins_.end() && is_saved(*own)
+                             ? true
+                             : options_.has_data_dir && CanPinLocked(*snapshot) &&
+                                   std::none_of(pins_.begin(), pins_.end(), is_saved);
+  if (has_place) return PinLocked(snapshot, &Pins::save_count);
+  return PinLeavingLocked(/*spare_count=*/0, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> Model::FindToPinLocked(int64_t version, int64_t incarnation) const {
@@ -201,23 +204,14 @@ absl::StatusOr<SnapshotRef> Model::FindToPinLocked(int64_t version, int64_t inca
 
 absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count,
                                                     const SnapshotRef& snapshot) {
-  int64_t pinned = 0;  // By readers.
-  bool is_new = true;
-  VersionId oldest = snapshot->record.id();
-  for (const auto& [version, pins] : pins_) {
-    if (pins.reader_count == 0) continue;
-    ++pinned;
-    if (version == snapshot.get()) is_new = false;
-    oldest = std::min(oldest, version->record.id());
-  }
+  const int64_t pinned = ReaderPinCountLocked();
+  const auto own = pins_.find(snapshot.get());
+  const bool is_new = own == pins_.end() || own->second.reader_count == 0;
   // What is pinned can be pinned again, also where a rollback has pinned one too many.
   const int64_t needed = pinned + (is_new ? 1 : 0) + spare_count;
-  if ((!is_new && spare_count == 0) || needed <= config_.max_pinned_versions) {
+  const bool has_place = needed <= config_.max_pinned_versions && CanPinLocked(*snapshot);
+  if ((!is_new && spare_count == 0) || has_place) {
     return PinLocked(snapshot, &Pins::reader_count);
-  }
-  if (oldest < snapshot->record.id()) {
-    retired_ = std::max(retired_, oldest);
-    has_pin_shortage_.store(true, std::memory_order_relaxed);
   }
   return MakeError(
       absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
@@ -225,6 +219,28 @@ absl::StatusOr<SnapshotRef> Model::PinLeavingLocked(int64_t spare_count,
                    config_.max_pinned_versions, " versions that max_pinned_versions allows",
                    spare_count > 0 ? ", and one must be left to them" : ""),
       absl::Milliseconds(100));
+}
+
+int64_t Model::ReaderPinCountLocked() const {
+  return std::count_if(pins_.begin(), pins_.end(),
+                       [](const auto& pinned) { return pinned.second.reader_count > 0; });
+}
+
+bool Model::CanPinLocked(const Snapshot& version) const {
+  return pins_.contains(&version) || static_cast<int64_t>(pins_.size()) < max_older_count();
+}
+
+std::optional<VersionId> Model::TakePinShortage() {
+  if (!has_pin_shortage_.exchange(false, std::memory_order_relaxed)) return std::nullopt;
+  absl::MutexLock lock(&mu_);
+  std::optional<VersionId> oldest;
+  // It may be over by now.
+  if (ReaderPinCountLocked() < config_.max_pinned_versions) return oldest;
+  for (const auto& [version, pins] : pins_) {
+    if (pins.reader_count == 0) continue;
+    oldest = std::min(oldest.value_or(version->record.id()), version->record.id());
+  }
+  return oldest;
 }
 
 SnapshotRef Model::PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count) {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/core/model.h"
 
@@ -108,9 +109,9 @@ absl::Status Model::CheckRoomForNextLocked() const {
   if (pinned <= max_older_count()) return absl::OkStatus();
   return MakeError(
       absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
-      absl::StrCat("model \"", config_.name, "\": readers hold ", pinned - 1,
-                   " versions, as many as max_pinned_versions allows, and what it was rolled back "
-                   "to is being saved; no memory is reserved for another version meanwhile"),
+      absl::StrCat("model \"", config_.name, "\": readers and saves hold ", pinned - 1,
+                   " versions besides the one that it was rolled back to; no memory is reserved "
+                   "for another version until one is released"),
       absl::Milliseconds(100));
 }
 
@@ -183,7 +184,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
                                           config_.name, "\" is rolled back to ", target)));
   }
   if (last != nullptr) last->AwaitFreed();
-  absl::StatusOr<std::shared_ptr<Snapshot>> loaded = load();
+  absl::StatusOr<std::shared_ptr<Snapshot>> loaded = CatchExceptions([&] { return load(); });
   SnapshotRef evicted;
   SnapshotRef result;
   std::vector<TrackSnapshot> dropped;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -127,7 +128,7 @@ absl::Status ModelStore::Delete(std::string_view name, absl::FunctionRef<absl::S
     deleting_.emplace(name);
   }
   Delete(name);
-  absl::Status status = forget();
+  absl::Status status = CatchExceptions(forget);
   absl::MutexLock lock(&mu_);
   deleting_.erase(deleting_.find(name));
   return status;

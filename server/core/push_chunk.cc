@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
 #include "server/core/push_session.h"
@@ -315,11 +316,9 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
   {
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
+    queued_.try_emplace({rank, stream}, device_stream);
     EMA_ASSIGN_OR_RETURN(claim, ranks_[rank].coverage.Claim(range, header.crc32c));
-    if (claim == Coverage::ClaimResult::kClaimed) {
-      BeginWorkLocked(rank);
-      queued_.try_emplace({rank, stream}, device_stream);
-    }
+    if (claim == Coverage::ClaimResult::kClaimed) BeginWorkLocked(rank);
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {
     if (header.is_undamaged) return absl::OkStatus();
@@ -339,8 +338,10 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     }
     is_undamaged = true;
   }
-  const absl::StatusOr<ChunkFolder::Result> folded =
-      ChunkFolder(*this, *device_stream).Fold(layout, range, pieces, !is_undamaged);
+  // An exception must not leave the range claimed, nor the work begun.
+  const absl::StatusOr<ChunkFolder::Result> folded = CatchExceptions([&] {
+    return ChunkFolder(*this, *device_stream).Fold(layout, range, pieces, !is_undamaged);
+  });
 
   Memory unused;
   absl::MutexLock lock(&mu_);

@@ -11,6 +11,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/core/push_session.h"
 
@@ -180,7 +181,7 @@ absl::Status PushSession::AwaitDevice(int64_t rank, std::optional<int64_t> strea
   absl::Status status;
   std::vector<NonFiniteElement> non_finite;
   for (const std::shared_ptr<DeviceStream>& device_stream : awaited) {
-    const absl::StatusOr<std::vector<NonFiniteElement>> told = device_stream->Synchronize();
+    const auto told = CatchExceptions([&] { return device_stream->Synchronize(); });
     status.Update(told.status());
     if (told.ok()) non_finite.insert(non_finite.end(), told->begin(), told->end());
   }

@@ -21,20 +21,26 @@ namespace {
 // together.
 constexpr int64_t kCopyBelowBytes = int64_t{64} << 10;
 constexpr int64_t kMaxGlobs = 256;
-constexpr size_t kMaxSlices = 4096;
+constexpr int64_t kMaxSlices = 4096;
+
+absl::Status TooManyTensors(int64_t count) {
+  return BadRequest(absl::StrCat("tensors: ", count, " given, expected at most ", kMaxTensorCount,
+                                 ", ", kMaxGlobs, " of them with wildcards"));
+}
 
 }  // namespace
 
+absl::Status Reading::CheckCounts(int64_t tensor_count, int64_t slice_count) {
+  if (tensor_count > kMaxTensorCount) return TooManyTensors(tensor_count);
+  if (slice_count <= kMaxSlices) return absl::OkStatus();
+  return BadRequest(absl::StrCat("slices: ", slice_count, " given, expected at most ", kMaxSlices));
+}
+
 absl::Status Reading::CheckCounts(const Selection& selection) {
-  if (std::count_if(selection.tensors.begin(), selection.tensors.end(), IsGlob) > kMaxGlobs ||
-      static_cast<int64_t>(selection.tensors.size()) > kMaxTensorCount) {
-    return BadRequest(absl::StrCat("tensors: ", selection.tensors.size(),
-                                   " given, expected at most ", kMaxTensorCount, ", ", kMaxGlobs,
-                                   " of them with wildcards"));
-  }
-  if (selection.slices.size() > kMaxSlices) {
-    return BadRequest(
-        absl::StrCat("slices: ", selection.slices.size(), " given, expected at most ", kMaxSlices));
+  const auto tensor_count = static_cast<int64_t>(selection.tensors.size());
+  EMA_RETURN_IF_ERROR(CheckCounts(tensor_count, static_cast<int64_t>(selection.slices.size())));
+  if (std::count_if(selection.tensors.begin(), selection.tensors.end(), IsGlob) > kMaxGlobs) {
+    return TooManyTensors(tensor_count);
   }
   for (const TensorSlice& slice : selection.slices) {
     const size_t rank = std::max(slice.offsets.size(), slice.extents.size());

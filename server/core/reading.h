@@ -55,6 +55,8 @@ class Reading {
   // What Create() asks of any selection, whatever the tensors: for one that waits until a version
   // is there. INVALID_ARGUMENT, BAD_REQUEST: more than a model can have, or a dtype as above.
   static absl::Status CheckCounts(const Selection& selection);
+  // The part of it that needs no Selection to be made.
+  static absl::Status CheckCounts(int64_t tensor_count, int64_t slice_count);
 
   // What its names and boxes take.
   static int64_t BytesOf(const Selection& selection);

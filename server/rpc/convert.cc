@@ -73,6 +73,14 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
 }
 
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request) {
+  for (const int count :
+       {request.remove_tracks_size(), request.pause_tracks_size(), request.resume_tracks_size()}) {
+    // What can be removed are tracks and synthesized averages.
+    constexpr int64_t kMaxNames = kMaxTracks + static_cast<int64_t>(Model::kMaxSynthesized);
+    if (count <= kMaxNames) continue;
+    return BadRequest(absl::StrCat("remove_tracks, pause_tracks or resume_tracks: ", count,
+                                   " given, expected at most ", kMaxNames));
+  }
   TrackChanges changes;
   if (!request.put_tracks().empty()) EMA_RETURN_IF_ERROR(CheckCounts(request.put_tracks()));
   for (const v1::Track& track : request.put_tracks()) {

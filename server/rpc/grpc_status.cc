@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/grpc_status.h"
 
-#include <new>
 #include <string>
 
-#include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
 #include "ema/error_reason.h"
 
 namespace ema {
@@ -24,15 +21,6 @@ grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContext& conte
   context.AddTrailingMetadata("ema-error-detail-bin", DetailOf(status).SerializeAsString());
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()),
                       std::string(status.message().substr(0, kMaxMessageBytes)));
-}
-
-absl::Status ToStatus(const std::exception& exception) {
-  if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                     "the server could not allocate the memory that this call needs",
-                     absl::Seconds(1));
-  }
-  return absl::InternalError(absl::StrCat("the call failed: ", exception.what()));
 }
 
 }  // namespace ema

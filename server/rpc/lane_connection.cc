@@ -15,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 #include "server/base/stream_copy.h"
@@ -69,7 +70,7 @@ void LaneConnection::Run(int fd) {
   if (!pipe.ok()) return;
   pipe_ = *std::move(pipe);
   while (!is_stopping_.load() && !has_lost_step_) {
-    absl::StatusOr<v1::LaneRequest> request = ReceiveRequest();
+    absl::StatusOr<v1::LaneRequest> request = CatchExceptions([this] { return ReceiveRequest(); });
     absl::Status status = request.status();
     if (request.ok()) {
       status = Serve(*std::move(request));
@@ -208,9 +209,9 @@ absl::Status LaneConnection::ServePull(v1::PullRequest request) {
 
 absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& handler) {
   EMA_RETURN_IF_ERROR(handler.Open(request));
-  if (const auto pinned = handler.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
   request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());
+  if (const auto pinned = handler.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
   v1::LaneResponse response;
   *response.mutable_pull() = handler.Header();
   EMA_RETURN_IF_ERROR(Send(response));

@@ -7,6 +7,7 @@
 
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
 #include "server/wire/chunk_codec.h"
@@ -70,9 +71,7 @@ absl::Status PullCall::Start() {
   EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, arrival_.caller(), request.model()));
   SetCaller(kPull, arrival_.caller().authorization, request.model());
   EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
-  EMA_RETURN_IF_ERROR(handler_.Open(request));
-  if (const auto pinned = handler_.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
-  return absl::OkStatus();
+  return handler_.Open(request);
 }
 
 void PullCall::RunOn(Worker& worker, std::function<void()> work) {
@@ -86,9 +85,14 @@ void PullCall::OpenStored() {
 }
 
 void PullCall::WriteHeader() {
-  v1::PullResponse response;
-  *response.mutable_header() = handler_.Header();
-  Write(Serialize(response));
+  if (const auto pinned = handler_.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
+  const auto header = CatchExceptions([this]() -> absl::StatusOr<grpc::ByteBuffer> {
+    v1::PullResponse response;
+    *response.mutable_header() = handler_.Header();
+    return Serialize(response);
+  });
+  if (!header.ok()) return Finish(header.status());
+  Write(*header);
 }
 
 void PullCall::OnWritten(bool ok) {

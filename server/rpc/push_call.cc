@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/convert.h"
 #include "server/wire/chunk_codec.h"
@@ -155,13 +156,16 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
       rpc_->observer->OnPushEnded({handler_.model_name(), handler_.received_bytes(), phases});
     }
   }
-  rpc_->observer->OnRpcEnded("Push", result.status());
-  if (!result.ok()) {
-    stream_.Finish(ToGrpcStatus(result.status(), context_), tag);
+  const auto response = CatchExceptions([&]() -> absl::StatusOr<v1::PushResponse> {
+    EMA_RETURN_IF_ERROR(result.status());
+    return handler_.Response(*result, phases);
+  });
+  rpc_->observer->OnRpcEnded("Push", response.status());
+  if (!response.ok()) {
+    stream_.Finish(ToGrpcStatus(response.status(), context_), tag);
     return;
   }
-  stream_.WriteAndFinish(handler_.Response(*result, phases), grpc::WriteOptions(), grpc::Status::OK,
-                         tag);
+  stream_.WriteAndFinish(*response, grpc::WriteOptions(), grpc::Status::OK, tag);
 }
 
 void PushCall::OnFinished(bool) {

@@ -28,8 +28,8 @@ namespace {
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
 
-// Watches last.
 constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
+// Watches last.
 constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
 // How often the watchdog looks at calls, and the other thread at the user's files.
@@ -335,13 +335,15 @@ void RpcServer::CheckStalled() {
 
 void RpcServer::EndPullsThatHoldPins() {
   for (const std::shared_ptr<Model>& model : context_.store->List()) {
-    if (!model->TakePinShortage()) continue;
+    const std::optional<VersionId> oldest = model->TakePinShortage();
+    if (!oldest.has_value()) continue;
     const std::string& name = model->config().name;
-    const std::optional<VersionId> ended = context_.pulls.EndSlowestPulls(name);
-    if (!ended.has_value()) continue;
+    const int64_t count = context_.pulls.EndSlowPulls(name, *oldest);
+    if (count == 0) continue;
     LogTo(options_.log, LogLevel::kWarning, "slow pull ended",
           {{"model", name},
-           {"version", ended->version},
+           {"version", oldest->version},
+           {"count", count},
            {"min_bytes_per_second", options_.limits.min_pull_bytes_per_second},
            {"hint",
             "other readers need the version's place; --min-pull-bytes-per-second says what "

@@ -96,21 +96,15 @@ void StreamAdmission::SetPinned(StreamCall* call, const VersionId& version) {
   if (const auto it = calls_.find(call); it != calls_.end()) it->second.pinned_version = version;
 }
 
-std::optional<VersionId> StreamAdmission::EndSlowestPulls(std::string_view model) {
+int64_t StreamAdmission::EndSlowPulls(std::string_view model, const VersionId& version) {
   absl::MutexLock lock(&mu_);
-  std::optional<VersionId> oldest;
+  int64_t count = 0;
   for (const auto& [call, progress] : calls_) {
-    if (!progress.is_slow || !progress.pinned_version.has_value() || call->model() != model)
-      continue;
-    oldest = std::min(oldest.value_or(*progress.pinned_version), *progress.pinned_version);
+    if (!progress.is_slow || progress.pinned_version != version || call->model() != model) continue;
+    call->End(StreamEnd::kStalled);
+    ++count;
   }
-  if (!oldest.has_value()) return std::nullopt;
-  for (const auto& [call, progress] : calls_) {
-    if (progress.is_slow && progress.pinned_version == oldest && call->model() == model) {
-      call->End(StreamEnd::kStalled);
-    }
-  }
-  return oldest;
+  return count;
 }
 
 void StreamAdmission::EndRevoked(const Authenticator& authenticator) {

@@ -93,7 +93,7 @@ class StreamCall {
 //
 // A call is slow while it has moved fewer bytes than a minimum rate allows, over a window of a
 // third of the time-out. A slow pull may continue until it holds a version whose place another
-// reader needs: see EndSlowestPulls().
+// reader needs: see EndSlowPulls().
 //
 // Order for one call: StreamCall::SetCaller(), so that Enter() and EndRevoked() know whom to ask
 // about (not needed where no authenticator is given); Enter(); SetModel() here, if SetCaller() had
@@ -133,9 +133,8 @@ class StreamAdmission {
   // Ends those that have stalled for the whole time-out, and finds out which ones are slow. Called
   // several times in a window.
   void CheckStalled(SteadyTime now) ABSL_LOCKS_EXCLUDED(mu_);
-  // Of the slow pulls of `model`, ends those of the oldest version. Returns that version; nullopt:
-  // none is slow.
-  std::optional<VersionId> EndSlowestPulls(std::string_view model) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends the slow pulls that pin `version` of `model`. Returns how many these are.
+  int64_t EndSlowPulls(std::string_view model, const VersionId& version) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends those whose callers `authenticator` would not let in any more.
   void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "ema/shard.h"
 #include "grpc/health/v1/health.pb.h"

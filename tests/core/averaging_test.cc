@@ -106,7 +106,7 @@ TEST_F(AveragingTest, TheZerosThatAnAverageBeginsWithTakeLittleMemory) {
                      .manifest = MakeManifest({{"w", Dtype::kFloat32, {kCount}}}),
                      .tracks = {Track("plain", "smoothing=0.75, zero_init=plain"), compensated}};
   const std::shared_ptr<Model> model = store.Create(std::move(config))->model;
-  const int64_t version_bytes = model->reserved_bytes() / 4;
+  const int64_t version_bytes = model->reserved_bytes() / 5;
   TestRank rank(model, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   std::vector<float> values(kCount);

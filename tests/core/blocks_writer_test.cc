@@ -21,9 +21,8 @@ constexpr int64_t kBlockBytes = 4096;
 
 class BlocksWriterTest : public testing::Test {
  protected:
-  BlocksWriterTest() { track_.CutIntoBlocks(kBlockBytes); }
-
   BlocksWriterTest() {
+    track_.CutIntoBlocks(kBlockBytes);
     // What the pool gives next has been used.
     std::vector<std::shared_ptr<Block>> blocks = *AllocateBlocks(*device_, track_);
     const std::vector<std::byte> dirt(kBlockBytes, std::byte{0xff});

@@ -392,7 +392,7 @@ TEST_F(ModelTest, MoreDistinctPinsThanAllowedAreRefusedAndCommitsGoOn) {
   EXPECT_EQ(Read("raw"), Values(4));
 }
 
-TEST_F(ModelTest, NoNewReaderGetsTheOldestPinnedVersionWhenANewerOneFindsNoPlace) {
+TEST_F(ModelTest, APullWithoutAPlaceNamesTheOldestVersionThatReadersPin) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   std::vector<SnapshotRef> pins;
@@ -400,16 +400,17 @@ TEST_F(ModelTest, NoNewReaderGetsTheOldestPinnedVersionWhenANewerOneFindsNoPlace
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
     pins.push_back(*model_->PinVersion(0));
   }
-  EXPECT_THAT(model_->PinVersion(1), IsOk());
-  EXPECT_FALSE(model_->TakePinShortage());
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
+  // A caller that is no pull ends none.
   EXPECT_THAT(model_->PinVersion(3), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_TRUE(model_->TakePinShortage());
-  EXPECT_FALSE(model_->TakePinShortage());
-  EXPECT_THAT(model_->PinVersion(1), ReasonIs(ErrorReason::kVersionNotKept));
-  EXPECT_THAT(model_->PinVersion(2), IsOk());
-  pins.erase(pins.begin());
-  EXPECT_THAT(model_->PinVersion(3), IsOk());
+  EXPECT_EQ(model_->TakePinShortage(), std::nullopt);
+  EXPECT_THAT(model_->OpenReading("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_EQ(model_->TakePinShortage(), pins[0]->record.id());
+  EXPECT_EQ(model_->TakePinShortage(), std::nullopt);
+  // The shortage may be over when it is looked at.
+  EXPECT_THAT(model_->OpenReading("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
+  pins.pop_back();
+  EXPECT_EQ(model_->TakePinShortage(), std::nullopt);
 }
 
 TEST_F(ModelTest, ASaveHasAVersionBesideThoseOfTheReaders) {

@@ -413,7 +413,8 @@ TEST_F(RollbackTest, ReadersOfOldVersionsFinishWhatTheyRead) {
   EXPECT_TRUE(bytes == expected);
   int64_t available = 0;
   for (const auto& entry : model_->RecordsAfter(0, 0, 100)) available += entry.available ? 1 : 0;
-  EXPECT_LE(available, 1 + model_->config().max_pinned_versions);
+  // And one for saves.
+  EXPECT_LE(available, 2 + model_->config().max_pinned_versions);
 }
 
 TEST_F(RollbackTest, WatchersAndListsSeeItInOrder) {
@@ -569,6 +570,7 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
     Train(*rank, step, step);
     if (step <= 4) held.push_back(*model_->PinVersion(step));
   }
+  const SnapshotRef saved = *model_->PinForSave(5);
   const auto roll_back = [&] {
     return model_->RollBack(held[0]->record.id(), [&] { return Load(held[0], Source::kFresh); });
   };
@@ -579,9 +581,9 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
     ASSERT_THAT(newest, IsOk());
     const auto next = OpenRun(model_, absl::StrCat("next", is_saved));
     const absl::Status refused = next->Open(2, outcome).status();
-    EXPECT_THAT(refused,
-                AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("readers hold 4")),
-                      ReasonIs(ErrorReason::kSessionBusy)));
+    EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kUnavailable,
+                                        HasSubstr("readers and saves hold 5")),
+                               ReasonIs(ErrorReason::kSessionBusy)));
     EXPECT_EQ(roll_back().status(), refused);
     EXPECT_EQ(GetErrorReason(model_->PinVersion(4).status()), ErrorReason::kUnspecified);
     if (is_saved) {
@@ -594,6 +596,25 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
     Train(*next, 2, 3);
     EXPECT_LE(taken(), model_->reserved_bytes());
   }
+}
+
+// The version that is saved and the one that it was rolled back to leave memory for three readers.
+TEST_F(RollbackTest, NoReaderGetsThePlaceThatASecondSaveHolds) {
+  const auto rank = OpenRun(model_, "run");
+  std::vector<SnapshotRef> held;
+  for (int64_t step = 1; step <= 5; ++step) {
+    Train(*rank, step, step);
+    if (step <= 3) held.push_back(*model_->PinVersion(step));
+  }
+  const SnapshotRef saved = *model_->PinForSave(5);
+  const absl::StatusOr<SnapshotRef> newest =
+      model_->RollBack(held[0]->record.id(), [&] { return Load(held[0], Source::kFresh); });
+  ASSERT_THAT(newest, IsOk());
+  const auto next = OpenRun(model_, "next");
+  EXPECT_THAT(model_->PinVersion(4), ReasonIs(ErrorReason::kTooManyPins));
+  Train(*next, 2, 4);
+  EXPECT_LE(model_->device().memory_use().block_bytes, model_->reserved_bytes());
+  EXPECT_EQ(held[0]->record.step, 1);
 }
 
 TEST_F(RollbackTest, FrozenTensorsMustBePushedOnceMore) {

@@ -275,7 +275,7 @@ TEST_F(HostileClientTest, MillionsOfEmptyEntriesAreRejectedBeforeAnythingIsMadeO
   };
   v1::CreateModelRequest tensors = CreateRequest("n");
   for (int i = 0; i < kCount; ++i) tensors.mutable_manifest()->add_tensors();
-  EXPECT_EQ(create(tensors).detail.reason(), v1::ERROR_REASON_BAD_MANIFEST);
+  EXPECT_THAT(create(tensors).status.error_message(), testing::HasSubstr("1000001 tensors"));
   v1::CreateModelRequest tracks = CreateRequest("n");
   for (int i = 0; i < kCount; ++i) tracks.add_tracks()->mutable_schedule()->mutable_copy();
   const CallResult result = create(tracks);
@@ -283,7 +283,14 @@ TEST_F(HostileClientTest, MillionsOfEmptyEntriesAreRejectedBeforeAnythingIsMadeO
   EXPECT_THAT(result.status.error_message(), testing::HasSubstr("1000002 given"));
   v1::CreateModelRequest rules = CreateRequest("n");
   for (int i = 0; i < kCount; ++i) rules.mutable_tracks(0)->add_tensor_rules();
-  EXPECT_THAT(create(rules).status.error_message(), testing::HasSubstr("tensor_rules"));
+  EXPECT_THAT(create(rules).status.error_message(), testing::HasSubstr("16000000 bytes"));
+  v1::UpdateModelRequest names;
+  names.set_model("m");
+  for (int i = 0; i < kCount; ++i) names.add_pause_tracks();
+  grpc::ClientContext context;
+  v1::UpdateModelResponse response;
+  EXPECT_THAT(stub_->UpdateModel(&context, names, &response).error_message(),
+              testing::HasSubstr("1000000 given"));
 }
 
 }  // namespace

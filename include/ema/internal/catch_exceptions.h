@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Exceptions of the standard library as errors.
+#ifndef EMA_INTERNAL_CATCH_EXCEPTIONS_H_
+#define EMA_INTERNAL_CATCH_EXCEPTIONS_H_
+
+#include <exception>
+#include <new>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "ema/error_reason.h"
+
+namespace ema {
+
+// The result of `function`, an absl::Status or StatusOr. An exception becomes an error, so that it
+// ends one call and not the server: RESOURCE_EXHAUSTED, MEMORY_BUDGET, if memory could not be
+// allocated, else INTERNAL. What the function has changed by then stays changed.
+template <typename Function>
+auto CatchExceptions(const Function& function) -> decltype(function()) {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
+                     "the server could not allocate the memory that this call needs",
+                     absl::Seconds(1));
+  } catch (const std::exception&) {  // Its text may name files or addresses.
+    return absl::InternalError("the call failed with an unexpected exception");
+  }
+}
+
+}  // namespace ema
+
+#endif  // EMA_INTERNAL_CATCH_EXCEPTIONS_H_
