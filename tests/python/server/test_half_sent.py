@@ -198,3 +198,28 @@ def test_slow_pulls_of_old_versions_leave_their_places_to_readers_of_new_ones(tm
                 time.sleep(0.1)
         assert newest.result().version.step == 3
         sender.advance_until_ended({min(pulls)})  # Of the oldest version.
+
+
+def test_stalled_pulls_do_not_keep_the_server_from_saving(tmp_path):
+    weights = {"w": np.zeros(MIB, np.float32)}
+    with (
+        ServerProcess(tmp_path, "--save-every-commits", "3", data_dir=tmp_path / "data") as server,
+        ema_client.Client(server.address, timeout_s=60) as client,
+        contextlib.closing(HalfSender(server.port, takes=0)) as sender,
+    ):
+        client.create_model("m", weights, tracks={"raw": "copy"}, max_pinned_versions=2)
+        with client.open_run("m") as run:
+            for step in range(1, 13):
+                run.push(step=step, weights=weights)
+                if step <= 2:
+                    # A PullRequest: model, track, version.
+                    sender.call(EMA + "Pull", b"\x0a\x01m\x12\x03raw\x18" + bytes([step]))
+                    sender.send_all()
+                    sender.advance(max_wait_s=0.1)
+        with pytest.raises(ema_client.ResourceExhaustedError, match="readers hold 2 of the 2"):
+            client.pull("m", track="raw", timeout_s=0.5)
+        wait_for(lambda: any(c.step >= 9 for c in client.checkpoints("m")), "it is saved")
+        server.kill()
+        server.start()
+        with ema_client.Client(server.address, timeout_s=60) as again:
+            assert again.model("m").latest.step >= 9
