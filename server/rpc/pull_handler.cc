@@ -133,6 +133,7 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(
       Reading::CheckCounts(request.selection().tensors_size(), request.selection().slices_size()));
   EMA_ASSIGN_OR_RETURN(wanted.selection, FromProto(request.selection()));
+  EMA_RETURN_IF_ERROR(Reading::CheckCounts(wanted.selection));
   if (request.has_step()) {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> found,
                          model_->FindStep(request.track(), request.step()));

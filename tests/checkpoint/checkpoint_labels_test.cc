@@ -76,10 +76,10 @@ TEST_F(CheckpointLabelsTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
     EXPECT_EQ(label.id.version, 1);
     EXPECT_EQ(label.step, 10);
     EXPECT_EQ(server.model().durable_step(), 10);
-    server.PushTo(4);
+    server.PushTo(5);
     EXPECT_THAT(server.manager().FindLabel(server.model(), "stable"), IsOkAndHolds(label.id));
     ASSERT_THAT(server.manager().SetLabel(server.model(), "other", {1, 0}), IsOk());
-    ASSERT_THAT(server.manager().SetLabel(server.model(), "stable", {4, 0}), IsOk());
+    ASSERT_THAT(server.manager().SetLabel(server.model(), "stable", {5, 0}), IsOk());
     EXPECT_THAT(server.manager().SetLabel(server.model(), "stable", {2, 0}),
                 AllOf(ReasonIs(ErrorReason::kVersionNotKept),
                       StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("step 10 (version 1)"))));
@@ -94,7 +94,7 @@ TEST_F(CheckpointLabelsTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
   EXPECT_EQ(listing.labels[0].name, "other");
   EXPECT_EQ(listing.labels[0].id.version, 1);
   EXPECT_EQ(listing.labels[1].name, "stable");
-  EXPECT_EQ(listing.labels[1].id.version, 4);
+  EXPECT_EQ(listing.labels[1].id.version, 5);
   ASSERT_THAT(listing.checkpoints, SizeIs(2));
   EXPECT_THAT(listing.checkpoints[0].labels, ElementsAre("stable"));
   EXPECT_THAT(listing.checkpoints[1].labels, ElementsAre("other"));

@@ -111,7 +111,7 @@ TEST_F(CheckpointManagerTest, AVersionOfWhichOnlyAPartIsLeftCannotBeSaved) {
   server.PushTo(1);
   EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved part,
                            server.manager().Save(server.model(), {.tracks = {"raw"}}));
-  server.PushTo(4);
+  server.PushTo(5);
   for (const Checkpoints::SaveRequest& request :
        {Checkpoints::SaveRequest{.id = {1, 0}},
         Checkpoints::SaveRequest{.id = {1, 0}, .tracks = {"raw"}}}) {
@@ -213,7 +213,7 @@ TEST_F(CheckpointManagerTest, ReadersThatHoldAllVersionsDoNotKeepTheServerFromSa
     server.PushTo(2);
     server.manager().AwaitIdle();
     EXPECT_THAT(server.errors(), IsEmpty());
-    EXPECT_EQ(server.model().durable_step(), 2);
+    EXPECT_EQ(server.model().durable_step(), 20);
   }
   EXPECT_THAT(ends.reasons, ElementsAre(ErrorReason::kUnspecified));
 }
@@ -452,7 +452,7 @@ TEST_F(HalfSavedTest, WithoutLatestItIsFailedUntilItIsSavedAgain) {
 TEST_F(HalfSavedTest, WithoutLatestItIsNoLabelsVersionNorAnAnswer) {
   Start("rename", "LATEST");
   const std::string name = Name();
-  server_->PushTo(4);
+  server_->PushTo(5);
   ExpectRefused(ErrorReason::kUnspecified);
   EXPECT_EQ(Get(name).state, State::kFailed);
   // What comes after it makes it one that a restart leaves in its place.

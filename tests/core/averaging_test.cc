@@ -416,7 +416,7 @@ TEST_F(AveragingTest, UnitsThatNoTrackNeedsMayGoBackOrBeMissing) {
 }
 
 TEST_F(AveragingTest, ANewTrackMustFitTheMemoryBudget) {
-  Create({Track("ema", "smoothing=0.5")}, {{"w", Dtype::kFloat32, {60'000'000}}});
+  Create({Track("ema", "smoothing=0.5")}, {{"w", Dtype::kFloat32, {50'000'000}}});
   EXPECT_THAT(model_->UpdateTracks({.put = {Track("two", "copy")}}),
               ReasonIs(ErrorReason::kMemoryBudget));
   EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());

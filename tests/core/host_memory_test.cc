@@ -90,7 +90,7 @@ TEST_F(HostMemoryTest, ALargeManifestIsReserved) {
 }
 
 TEST_F(HostMemoryTest, AReaderOfVeryManyTensorsReservesItsList) {
-  MakeStore(8 * kMiB);
+  MakeStore(9 * kMiB);
   std::vector<TensorSpec> tensors;
   for (int i = 0; i < 10'000; ++i) tensors.push_back({absl::StrCat("w", i), Dtype::kFloat32, {1}});
   const std::shared_ptr<Model> model = Create(std::move(tensors));

@@ -63,7 +63,8 @@ TEST_F(ModelStoreTest, AModelOfManyBytesIsRefusedBeforeItsBlocksAreCounted) {
   EXPECT_THAT(store_.Create(Config("huge", elements)), ReasonIs(ErrorReason::kMemoryBudget));
   EXPECT_EQ(store_.budget().reserved_bytes(), 0);
 
-  ModelConfig config = Config("m", elements);
+  ModelConfig config = Config("m");
+  config.manifest = MakeManifest({{"w", Dtype::kFloat32, {elements}}, {"b", Dtype::kFloat32, {1}}});
   config.tracks[0].tensor_rules = {{"w", TensorAction::kIgnore}};
   EMA_ASSERT_OK_AND_ASSIGN(const auto created, store_.Create(config));
   const int64_t reserved_bytes = store_.budget().reserved_bytes();
@@ -87,7 +88,7 @@ TEST_F(ModelStoreTest, TheTablesOfManyTensorsAndTracksAreReserved) {
     config.tracks.push_back({absl::StrCat("track", t), MakeSchedule("10ba")});
   }
   EXPECT_THAT(store.Create(config), ReasonIs(ErrorReason::kMemoryBudget));
-  config.tracks.resize(2);
+  config.tracks.erase(config.tracks.begin() + 2, config.tracks.end());
   EMA_ASSERT_OK_AND_ASSIGN(const auto created, store.Create(config));
   EXPECT_THAT(created.model->UpdateTracks({.put = {{"third", MakeSchedule("10ba")}}}), IsOk());
   EXPECT_THAT(created.model->UpdateTracks({.put = {{"fourth", MakeSchedule("10ba")}}}),

@@ -228,7 +228,7 @@ TEST_F(ReadingTest, WhatIsMadeCountsAsMemoryWhileItIsRead) {
 class FullReadingTest : public ReadingTest {
  protected:
   // As much as the three tracks of 1000 floats need, the ignored one nothing.
-  FullReadingTest() : ReadingTest(2 * 4 * 4000 + 2000) {}
+  FullReadingTest() : ReadingTest(2 * 5 * 4000 + 2000) {}
 };
 
 TEST_F(FullReadingTest, WithoutMemoryToShareEachReaderMakesItsOwn) {

@@ -195,12 +195,12 @@ TEST_F(StatisticsTest, TheRecordHasThemAlsoWhenTheVersionHasGone) {
   EXPECT_THAT(Remembered(1), UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
   EXPECT_THAT(model_->latest()->statistics,
               UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
-  for (int step = 2; step <= 4; ++step) ASSERT_THAT(Push(step, {0, 0, 0}), IsOk());
+  for (int step = 2; step <= 5; ++step) ASSERT_THAT(Push(step, {0, 0, 0}), IsOk());
   EXPECT_THAT(model_->Statistics({.version = 1}, {}),
               AllOf(StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("version 1 is not kept")),
                     ReasonIs(ErrorReason::kVersionNotKept)));
   EXPECT_THAT(Remembered(1), UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
-  EXPECT_THAT(Remembered(4), IsEmpty());
+  EXPECT_THAT(Remembered(5), IsEmpty());
   EXPECT_THAT(model_->latest()->statistics, IsEmpty());
 }
 
