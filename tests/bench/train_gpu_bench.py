@@ -71,7 +71,7 @@ def train(way: str, url: str, device: str, layers: int, steps: int) -> dict[str,
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         optimizer.zero_grad()
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             loss = model(data).square().mean()
         loss.backward()
         optimizer.step()
