@@ -139,8 +139,8 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
   const absl::Status found = session.client->GetModel(model, session.timeout).status();
   // Also if there is none: a call before may have failed at its checkpoints.
   EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
-  // To the client that is OK. But whoever types a name may mistype it. A model with this reason was
-  // on the disk, and the call has set its checkpoints aside.
+  // The client accepts an unknown name, but a person may have mistyped it. A model with this reason
+  // was on the disk, and the call has set its checkpoints aside.
   const bool was_on_disk = GetErrorReason(found) == ErrorReason::kAllCheckpointsCorrupt;
   if (!options.purge && !was_on_disk) EMA_RETURN_IF_ERROR(found);
   return PrintResult(session.json, Json::object({{"deleted", model}}),

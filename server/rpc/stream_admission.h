@@ -26,7 +26,7 @@ namespace ema {
 
 // Why a stream is ended by the server.
 enum class StreamEnd {
-  kStalled,  // Its peer has done nothing for too long.
+  kStalled,  // Its peer has done nothing for too long, or too little: see EndSlowPulls().
   kRevoked,  // Its caller may not do this any more.
 };
 // UNAUTHENTICATED, BAD_TOKEN: what a caller is told by kRevoked.
