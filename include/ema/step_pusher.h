@@ -81,6 +81,9 @@ class StepPusher {
     absl::Duration max_outage = absl::Minutes(2);  // For kWait.
     // Told of each push that fails, in the thread that trains. Null: stats() has the last error.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
+    // Given each text that a person should read, such as the start and end of an outage. Called by
+    // the thread that trains and by the one that rejoins the run. Null: nobody is told.
+    std::function<void(const std::string& text)> on_warning;
   };
 
   // Some weights, row-major. They must stay as they are until WaitReleased() has returned, and

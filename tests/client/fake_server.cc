@@ -228,6 +228,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
       return WithDetail(context, MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                                            "launch_id has been fenced"));
     }
+    if (!open_run_error.ok()) return WithDetail(context, open_run_error);
     if (launch_id_ != request->launch_id()) {
       launch_id_ = request->launch_id();
       ++run_epoch_;

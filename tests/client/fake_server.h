@@ -86,6 +86,7 @@ class FakeServer final : public v1::EmaService::Service {
   int64_t not_ready_count = 0;                    // So many OpenRun calls say "not ready".
   int64_t world_size = 1;                         // Steps commit when so many ranks have committed.
   bool fenced = false;                            // OpenRun is refused.
+  absl::Status open_run_error;                    // Unless OK: OpenRun ends with this.
   bool hold_join = false;                         // OpenRun's reply waits for Release().
   std::optional<uint32_t> committed_digest = {};  // What QueryPush says of it.
   std::function<void(v1::Model&)> edit_model;

@@ -2,6 +2,7 @@
 #include "client/cpp/trainer/rejoiner.h"
 
 #include <algorithm>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -16,16 +17,31 @@ namespace {
 
 // How long each call of a try may take.
 constexpr absl::Duration kRejoinTimeout = absl::Seconds(2);
-// What lies between two tries, at first and in the end: a thousand ranks may come to a server that
-// has just been started.
-constexpr absl::Duration kFirstInterval = absl::Milliseconds(250);
-constexpr absl::Duration kLongestInterval = absl::Seconds(4);
+// The pause between two tries grows from the first to the longest: a thousand ranks may ask a
+// server that has just been started.
+constexpr absl::Duration kFirstPause = absl::Milliseconds(250);
+constexpr absl::Duration kLongestPause = absl::Seconds(4);
+
+// Whether the next try ends the same way unless a person does something.
+bool NeedsAPerson(const absl::Status& error) {
+  switch (error.code()) {
+    case absl::StatusCode::kAlreadyExists:
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kUnauthenticated:
+    case absl::StatusCode::kUnimplemented:
+      return true;
+    default:
+      return GetErrorReason(error) == ErrorReason::kAllCheckpointsCorrupt;
+  }
+}
 
 }  // namespace
 
-Rejoiner::Rejoiner(const Joining* joining, int64_t lost_step, std::unique_ptr<PendingPush> push,
-                   std::unique_ptr<Run> run)
-    : joining_(*joining),
+Rejoiner::Rejoiner(std::shared_ptr<const RunJoiner> joiner, const TrainerLog* log,
+                   int64_t lost_step, std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run)
+    : joiner_(std::move(joiner)),
+      log_(*log),
       lost_step_(lost_step),
       lost_run_epoch_(run->run_epoch()),
       lost_push_(std::move(push)),
@@ -57,7 +73,7 @@ void Rejoiner::Await(SteadyTime until) {
   while (!Start()) {
     const absl::Duration left = Until(until);
     if (left <= absl::ZeroDuration()) return;
-    absl::SleepFor(std::min(left, kFirstInterval));
+    absl::SleepFor(std::min(left, kFirstPause));
   }
   const auto is_settled = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return IsSettledLocked(); };
   absl::MutexLock lock(&mu_);
@@ -88,12 +104,21 @@ bool Rejoiner::AwaitStop(absl::Duration max_wait) {
 void Rejoiner::Work() {
   lost_push_.reset();
   lost_run_.reset();
-  Backoff backoff(kFirstInterval, kLongestInterval);
+  Backoff backoff(kFirstPause, kLongestPause);
   absl::Duration pause;  // None before the first try.
   while (!AwaitStop(pause)) {
-    absl::StatusOr<Joined> joined = Join();
+    bool is_reachable = false;
+    absl::StatusOr<Joined> joined;
+    try {
+      joined = Join(is_reachable);
+    } catch (const std::bad_alloc&) {
+      joined = absl::ResourceExhaustedError("no memory to join the run again");
+    }
     const absl::Status problem = joined.status();
+    // From here on the other ranks are waited for, and they may come soon.
+    if (is_reachable) backoff.Reset();
     pause = backoff.Next(problem);
+    LogProblem(problem, this->problem());
     absl::MutexLock lock(&mu_);
     problem_ = problem;
     if (joined.ok()) joined_ = *std::move(joined);
@@ -103,14 +128,32 @@ void Rejoiner::Work() {
   }
 }
 
-absl::StatusOr<Rejoiner::Joined> Rejoiner::Join() const {
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
-                       joining_.JoinAgain(lost_run_epoch_, kRejoinTimeout));
+absl::StatusOr<Rejoiner::Joined> Rejoiner::Join(bool& is_reachable) {
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joiner_->Reopen(lost_run_epoch_, kRejoinTimeout));
+  is_reachable = true;
+  if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
+  EMA_RETURN_IF_ERROR(run->WaitReady(kRejoinTimeout));
+  if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
   absl::StatusOr<PushProgress> progress =
       run->QueryPush(lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
   // FENCED, too: by a newer run, which the next try meets, or by another restart.
   if (!progress.ok()) return absl::UnavailableError(progress.status().message());
   return Joined{std::move(run), std::move(progress->version)};
+}
+
+void Rejoiner::LogProblem(const absl::Status& problem, const absl::Status& previous) {
+  if (problem.ok()) {
+    log_.Write(LogLevel::kInfo, "joined again");
+  } else if (GetErrorReason(problem) == ErrorReason::kFenced) {
+    log_.Write(LogLevel::kWarning,
+               absl::StrCat("this run does not push any more: ", problem.message()));
+  } else if (NeedsAPerson(problem) && !has_warned_) {
+    has_warned_ = true;
+    log_.Write(LogLevel::kWarning, absl::StrCat("pushes do not start again before this is mended: ",
+                                                ErrorText(problem)));
+  } else if (problem.message() != previous.message() && !absl::IsCancelled(problem)) {
+    log_.Write(LogLevel::kInfo, absl::StrCat("not pushing yet: ", ErrorText(problem)));
+  }
 }
 
 }  // namespace ema::client_internal

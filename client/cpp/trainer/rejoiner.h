@@ -1,67 +1,73 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A run whose server is away, and the thread that joins it again.
+// The thread that rejoins a run whose server is unreachable.
 #ifndef EMA_CLIENT_CPP_TRAINER_REJOINER_H_
 #define EMA_CLIENT_CPP_TRAINER_REJOINER_H_
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "client/cpp/trainer/joining.h"
+#include "client/cpp/trainer/run_joiner.h"
+#include "client/cpp/trainer/trainer_log.h"
 #include "ema/client.h"
 #include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
-// Lets a push (may be null) and its run go, then joins again until all ranks have, and asks what
-// has become of a step whose push has ended so. For the thread that trains.
+// Releases a push (may be null) and its run, then tries to rejoin until all ranks have, and asks
+// the server whether the lost step became a version. For the training thread.
 class Rejoiner {
  public:
   struct Joined {
     std::unique_ptr<Run> run;
-    // What the lost step has become after all: only the reply was lost. Absent: nothing.
+    // The version that the lost step became after all: only the reply was lost. Absent: none.
     std::optional<Version> lost_version;
   };
 
-  // `joining` outlives this object.
-  Rejoiner(const Joining* joining, int64_t lost_step, std::unique_ptr<PendingPush> push,
-           std::unique_ptr<Run> run);
-  // Waits for the calls of a try that is under way.
+  // `log` outlives this object, and may be called by the thread.
+  Rejoiner(std::shared_ptr<const RunJoiner> joiner, const TrainerLog* log, int64_t lost_step,
+           std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run);
+  // Waits for the call that is being made, which takes two seconds at most.
   ~Rejoiner();
   Rejoiner(const Rejoiner&) = delete;
   Rejoiner& operator=(const Rejoiner&) = delete;
 
-  // Starts the thread; where it runs already, it does nothing. False: the system has no thread for
-  // it now, as problem() says.
+  // Starts the thread, unless it runs already. False: the system has no thread for it now, as
+  // problem() says.
   bool Start() ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until there is a run to take, or will be none for now, or it is `until`; meanwhile it
-  // starts the thread as soon as the system has one.
+  // Waits until Take() has a run, or no other try follows, or it is `until`. If the thread could
+  // not be started, it is started as soon as the system has one.
   void Await(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
-  // The run, once; absent: not yet.
+  // The run, once; absent: it has not been rejoined yet.
   std::optional<Joined> Take() ABSL_LOCKS_EXCLUDED(mu_);
-  // Of the last try. ABORTED, FENCED: a newer run pushes, so there will be no other. CANCELLED:
-  // Client::Options::is_interrupted.
+  // The error of the last try. ABORTED, FENCED: a newer run pushes, so no other try follows.
+  // CANCELLED: Client::Options::is_interrupted.
   absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   void Work() ABSL_LOCKS_EXCLUDED(mu_);
-  // True: it is to end; waits for that.
+  // True: the thread is to end. Waits for that.
   bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<Joined> Join() const;
+  // Sets `is_reachable` once the server has opened the run.
+  absl::StatusOr<Joined> Join(bool& is_reachable);
+  void LogProblem(const absl::Status& problem, const absl::Status& previous);
   bool IsSettledLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
-  const Joining& joining_;
+  const std::shared_ptr<const RunJoiner> joiner_;
+  const TrainerLog& log_;
   const int64_t lost_step_;
   const int64_t lost_run_epoch_;
-  // The thread's, once it runs.
+  // These belong to the thread once it runs.
   std::unique_ptr<PendingPush> lost_push_;
   std::unique_ptr<Run> lost_run_;
+  bool has_warned_ = false;
   mutable absl::Mutex mu_;
   SteadyWait wait_;  // Woken when one of these changes.
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;

@@ -24,9 +24,9 @@ are), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may imp
 extension module, `_ema`; `_local` (`LocalEMA`) and `_callbacks`, for the frameworks, import from all.
 
 A push: `_trainer/attach` checks and has the ranks agree; `joining` makes the model and opens the run;
-`attachment` hooks the optimizer; `pushing` counts its steps and pushes those that are due, with what
-`_model/torch_model` finds in the module and `guard` copies or watches; `_client/run` hands that to `_ema`;
-`away` joins again when the server was away. A pull: for `_evaluator/averaged` and `load`, `reading` matches the
+`attachment` hooks the optimizer; `pusher` tells the engine in `_ema` of each step, and reads the weights when the
+engine asks for them: with what `_model/torch_model` finds in the module and `guard` copies or watches. The
+engine decides which steps are pushed, and rejoins the run after an outage. A pull: for `_evaluator/averaged` and `load`, `reading` matches the
 tensors of a module with the server's (`_client/pieces`: what of them is on this rank);
 `_client/evaluator_calls` asks for them, by what `pull_arguments` has checked; `arrays` makes tensors of the
 bytes, or `out` writes them.

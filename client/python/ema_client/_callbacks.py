@@ -22,7 +22,7 @@ from ema_client._model.torch_model import write
 from ema_client._trainer.arguments import check_values
 from ema_client._trainer.attach import KEYWORDS, options_and_tracks
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.away import MAX_OUTAGE_S
+from ema_client._trainer.push import MAX_OUTAGE_S
 from ema_client._trainer.resume import warn_of_no_state
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _newest(
     try:
         if attachment is not None:
             version = attachment.wait_pushed()
-            track = attachment._average_name() if track is None else track
+            track = attachment._ema_model.average_name() if track is None else track
         elif ranks.rank == 0:
             address, model_name = split_url(url)
             with Client(address, timeout_s=patience_s(options)) as client:

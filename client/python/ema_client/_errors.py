@@ -158,6 +158,12 @@ def from_status(code: str, reason: str, message: bytes) -> EmaError:
     return _CLASSES.get(code, EmaError)(message.decode("utf-8", "replace"), reason=reason)
 
 
+def to_status(error: Exception) -> tuple[str, str, str]:
+    """The code, reason and message of the status of an exception; called by the extension module."""
+    failure = failure_of(error)
+    return failure.code, failure.reason, str(failure.args[0]) if failure.args else ""
+
+
 def log_wait(message: bytes) -> None:
     """Says that a call goes on being tried; called by the extension module."""
     _logger.warning(

@@ -201,7 +201,8 @@ absl::Status Array::CheckOnHost() const {
 }
 
 absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayout& layout,
-                                       const std::vector<const Array*>& arrays) {
+                                       const std::vector<const Array*>& arrays, size_t begin,
+                                       size_t end) {
   std::vector<std::string> unexpected;
   std::vector<std::string> missing;
   std::vector<std::string> wrong;
@@ -218,7 +219,7 @@ absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayou
 
   FoundShards result;
   const Shard* last = nullptr;
-  for (const Shard& shard : layout.shards()) {
+  for (const Shard& shard : layout.shards().subspan(begin, end - begin)) {
     const TensorSpec& spec = manifest.tensor(shard.tensor_index);
     const bool first_of_tensor = last == nullptr || last->tensor_index != shard.tensor_index;
     last = &shard;

@@ -138,6 +138,7 @@ class PyClient {
     return CallWithoutGil([&] { return std::invoke(method, *client, arguments..., timeout); });
   }
 
+ public:
   std::shared_ptr<Client> Get() const {
     if (client_ == nullptr) {
       ThrowStatus(MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
@@ -146,7 +147,6 @@ class PyClient {
     return client_;
   }
 
- public:
   PyClient(const std::string& address, double timeout_s, bool same_host_lane,
            int64_t max_connections, bool report_timing,
            const std::tuple<std::string, std::string, std::string>& tls, const std::string& token,
@@ -446,6 +446,8 @@ class PyClient {
 };
 
 }  // namespace
+
+std::shared_ptr<Client> ClientOf(nb::handle client) { return nb::cast<PyClient&>(client).Get(); }
 
 void BindClient(nb::module_& module) {
   nb::class_<PyVersionWatch>(module, "VersionWatch").def("next", &PyVersionWatch::Next);

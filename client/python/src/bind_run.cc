@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "client/cpp/push/due_tracks.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
@@ -27,20 +26,6 @@ using namespace nb::literals;  // NOLINT: the only way to "name"_a.
 
 namespace ema::python {
 namespace {
-
-using client_internal::DueTracks;
-
-// A GPU's index and a stream of it, as PyTorch's cuda_stream says it.
-using StreamTuple = std::tuple<int, uintptr_t>;
-
-std::vector<GpuStream> ToStreams(const std::vector<StreamTuple>& streams) {
-  std::vector<GpuStream> result;
-  for (const auto& [device, handle] : streams) {
-    // NOLINTNEXTLINE(performance-no-int-to-ptr): Python has no pointers.
-    result.push_back({.device = device, .handle = reinterpret_cast<void*>(handle)});
-  }
-  return result;
-}
 
 // What keeps arrays' memory.
 using Owners = std::vector<std::shared_ptr<const void>>;
@@ -145,6 +130,7 @@ class PyRun {
   }
 
   const Run& run() const { return *run_; }
+  std::unique_ptr<Run> Take() { return std::move(run_); }
 
   PyPendingPush* StartPush(int64_t step, const nb::dict& time,
                            const std::vector<const Array*>& arrays, double timeout_s,
@@ -152,7 +138,8 @@ class PyRun {
                            bool check) {
     const TrainingTime training_time = ToTime(time);
     const absl::Duration timeout = ToDuration(timeout_s);
-    FoundShards shards = Unwrap(FindShards(run_->manifest(), run_->layout(), arrays));
+    FoundShards shards = Unwrap(
+        FindShards(run_->manifest(), run_->layout(), arrays, 0, run_->layout().shards().size()));
     PushOptions options = {
         .frozen_changed = frozen_changed,
         .gpu_weights = {.devices = std::move(shards.gpus), .streams = ToStreams(streams)},
@@ -168,24 +155,6 @@ class PyRun {
                              std::move(options));
     });
     return new PyPendingPush(std::move(push), std::move(kept), on_gpu);
-  }
-
-  nb::object CommittedAs(int64_t step, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    const PushProgress progress = CallWithoutGil(
-        [&] { return run_->QueryPush(step, /*abandon_if_unfinished=*/false, timeout); });
-    if (!progress.version.has_value()) return nb::none();
-    return FromVersion(*progress.version);
-  }
-
-  void GiveUp(int64_t step, const std::string& why, double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    CallWithoutGil([&] { return run_->GiveUp(step, why, timeout).status(); });
-  }
-
-  void RefreshPlan(double timeout_s) {
-    const absl::Duration timeout = ToDuration(timeout_s);
-    CallWithoutGil([&] { return run_->RefreshPlan(timeout); });
   }
 
   void WaitReady(double timeout_s) {
@@ -234,6 +203,17 @@ nb::object WrapRun(std::shared_ptr<Client> client, std::unique_ptr<Run> run) {
   return nb::cast(new PyRun(std::move(client), std::move(run)), nb::rv_policy::take_ownership);
 }
 
+std::unique_ptr<Run> TakeRun(nb::handle run) { return nb::cast<PyRun&>(run).Take(); }
+
+std::vector<GpuStream> ToStreams(const std::vector<StreamTuple>& streams) {
+  std::vector<GpuStream> result;
+  for (const auto& [device, handle] : streams) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): Python has no pointers.
+    result.push_back({.device = device, .handle = reinterpret_cast<void*>(handle)});
+  }
+  return result;
+}
+
 void BindRun(nb::module_& module) {
   nb::class_<PyPendingPush>(module, "PendingPush")
       .def("wait_released", &PyPendingPush::WaitReleased, "max_wait_s"_a, "streams"_a)
@@ -246,10 +226,7 @@ void BindRun(nb::module_& module) {
   nb::class_<PyRun>(module, "Run")
       .def("start_push", &PyRun::StartPush, "step"_a, "time"_a, "arrays"_a, "timeout_s"_a,
            "frozen_changed"_a = false, "streams"_a = nb::make_tuple(), "check"_a = false)
-      .def("committed_as", &PyRun::CommittedAs, "step"_a, "timeout_s"_a)
-      .def("give_up", &PyRun::GiveUp, "step"_a, "why"_a, "timeout_s"_a)
       .def("wait_ready", &PyRun::WaitReady, "timeout_s"_a)
-      .def("refresh_plan", &PyRun::RefreshPlan, "timeout_s"_a)
       .def(
           "is_due",
           [](const PyRun& self, const nb::dict& now) {
@@ -266,35 +243,6 @@ void BindRun(nb::module_& module) {
       .def_prop_ro("run_epoch", [](const PyRun& self) { return self.run().run_epoch(); })
       .def_prop_ro("rank", [](const PyRun& self) { return self.run().rank(); })
       .def_prop_ro("latest", &Latest);
-
-  // For any thread: all calls keep the GIL.
-  nb::class_<DueTracks::Due>(module, "DueTrack");
-  nb::class_<DueTracks>(module, "DueTracks")
-      .def(nb::init<>())
-      .def(
-          "adopt", [](DueTracks& self, const PyRun& run) { self.Adopt(run.run().plan()); }, "run"_a)
-      .def("go_on", &DueTracks::GoOn)
-      .def(
-          "at",
-          [](const DueTracks& self, const nb::dict& now) { return Unwrap(self.At(ToTime(now))); },
-          "now"_a)
-      .def(
-          "count",
-          [](DueTracks& self, const std::vector<DueTracks::Due>& due, const nb::dict& now) {
-            self.Count(due, ToTime(now));
-          },
-          "due"_a, "now"_a)
-      .def(
-          "are_paused",
-          [](const DueTracks& self, const std::vector<DueTracks::Due>& due) {
-            return self.ArePaused(due);
-          },
-          "due"_a)
-      .def_prop_ro("tracks", [](const DueTracks& self) {
-        std::vector<TrackConfig> tracks;
-        for (const RunPlan::Entry& entry : self.tracks()) tracks.push_back(entry.track);
-        return tracks;
-      });
 }
 
 }  // namespace ema::python

@@ -12,6 +12,7 @@ NB_MODULE(_ema, module) {
   ema::python::BindTypes(module);
   ema::python::BindFold(module);
   ema::python::BindRun(module);
+  ema::python::BindEngine(module);
   ema::python::BindRead(module);
   ema::python::BindSample(module);
   ema::python::BindStructure(module);

@@ -3,9 +3,11 @@
 #include "client/python/src/python_error.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "ema/error_reason.h"
 
@@ -13,14 +15,39 @@ namespace nb = nanobind;
 
 namespace ema::python {
 
-void ThrowStatus(const absl::Status& status) {
+nb::object ExceptionOf(const absl::Status& status) {
   const ErrorReason reason = GetErrorReason(status);
   const std::string reason_name(reason == ErrorReason::kUnspecified ? "" : ErrorReasonName(reason));
   const std::string message(status.message());
-  nb::object exception =
-      nb::module_::import_("ema_client._errors")
-          .attr("from_status")(absl::StatusCodeToString(status.code()), reason_name,
-                               nb::bytes(message.data(), message.size()));
+  return nb::module_::import_("ema_client._errors")
+      .attr("from_status")(absl::StatusCodeToString(status.code()), reason_name,
+                           nb::bytes(message.data(), message.size()));
+}
+
+absl::Status StatusOf(nb::python_error& raised) {
+  if (!raised.matches(PyExc_Exception)) {
+    raised.restore();
+    return absl::CancelledError("interrupted");
+  }
+  const auto [code_name, reason_name, message] =
+      nb::cast<std::tuple<std::string, std::string, std::string>>(
+          nb::module_::import_("ema_client._errors").attr("to_status")(raised.value()));
+  auto code = absl::StatusCode::kUnknown;
+  for (int number = 1; number <= 16; ++number) {
+    const auto candidate = static_cast<absl::StatusCode>(number);
+    if (absl::StatusCodeToString(candidate) == code_name) code = candidate;
+  }
+  if (reason_name.empty()) return absl::Status(code, message);
+  auto reason = ErrorReason::kUnspecified;
+  for (int number = 1; number < 128; ++number) {
+    const auto candidate = static_cast<ErrorReason>(number);
+    if (ErrorReasonName(candidate) == reason_name) reason = candidate;
+  }
+  return MakeError(code, reason, message);
+}
+
+void ThrowStatus(const absl::Status& status) {
+  const nb::object exception = ExceptionOf(status);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   throw nb::python_error();
 }

@@ -15,6 +15,15 @@
 
 namespace ema::python {
 
+// `status` as an object of the subclass of ema_client.EmaError for its code. Needs the GIL.
+// REQUIRES: not OK.
+nanobind::object ExceptionOf(const absl::Status& status);
+
+// The status of an exception that Python code has raised. One that is no Exception, such as a
+// KeyboardInterrupt, is set in this thread again, for CallWithoutGil(), and gives CANCELLED. Needs
+// the GIL.
+absl::Status StatusOf(nanobind::python_error& raised);
+
 // Throws `status` as the subclass of ema_client.EmaError for its code. Needs the GIL. REQUIRES: not
 // OK.
 [[noreturn]] void ThrowStatus(const absl::Status& status);

@@ -58,7 +58,7 @@ def test_the_step_that_a_graph_captures_is_neither_counted_nor_pushed(
         module(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         ema.wait_pushed(timeout_s=60)
-        monkeypatch.setattr("ema_client._trainer.pushing.is_capturing", lambda: True)
+        monkeypatch.setattr("ema_client._trainer.pusher.is_capturing", lambda: True)
         optimizer.step()
         ema.after_step()
         ema.wait_released()

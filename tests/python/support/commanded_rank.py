@@ -20,6 +20,7 @@ Commands, one a line; each is answered by a line of JSON when it is done:
 
 from __future__ import annotations
 
+import dataclasses
 import contextlib
 import faulthandler
 import json
@@ -149,9 +150,11 @@ class Training:
                 case "pushed":
                     self.ema.wait_pushed()
                 case "starve":
-                    self.ema._tensors_of, self.tensors_of = no_memory, self.ema._tensors_of
+                    self.options = self.ema._pusher.options
+                    starved = dataclasses.replace(self.options, tensors_of=no_memory)
+                    self.ema._pusher.options = starved
                 case "feed":
-                    self.ema._tensors_of = self.tensors_of
+                    self.ema._pusher.options = self.options
                 case "write":
                     with torch.no_grad():
                         self.net.first.weight.add_(1)

@@ -97,7 +97,7 @@ def test_tracks_change_while_a_trainer_is_attached(server, client, model):
     def train_and_wait(steps: int) -> None:
         for _ in range(steps):
             train(module, optimizer, 1)
-            wait_for(lambda: ema._pending is None or ema._pending.done, "the push has ended", 30)
+            wait_for(lambda: ema._pusher.engine.is_push_done, "the push has ended", 30)
 
     with ema:
         train_and_wait(6)
@@ -122,35 +122,6 @@ def test_tracks_change_while_a_trainer_is_attached(server, client, model):
     assert not versions[-1].tracks["ema"].updated
     assert client.model(model).tracks["ema"].paused
     assert ema.stats.skipped == 0
-
-
-class LatePush:
-    """Has not ended before it is waited for."""
-
-    def __init__(self, push):
-        self._push = push
-        self.done = False
-
-    def wait_done(self, **arguments):
-        self.done = self._push.wait_done(**arguments)
-        return self.done
-
-    def __getattr__(self, name):
-        return getattr(self._push, name)
-
-
-def test_the_reply_that_a_step_waits_for_may_take_a_track_away(server, client, model):
-    module = Tied()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    tracks = {"ema": "10ba", "raw": "copy"}
-    with ema_client.attach(module, optimizer, server.url(model), tracks=tracks) as ema:
-        train(module, optimizer, 1)
-        client.update_model(model, remove=["ema"])
-        train(module, optimizer, 1)
-        ema._pending = LatePush(ema._pending)
-        train(module, optimizer, 1)
-    assert (ema.stats.pushes, ema.stats.skipped) == (3, 0)
-    assert set(client.model(model).tracks) == {"raw"}
 
 
 def test_the_composer_defaults_need_no_argument(server, client, model):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ema_client._trainer import attachment, switch
 from server_process import ServerProcess
-from testing import step_until
+from testing import step_until, wait_for
 
 MOVED = "written since the push of step 1 began, without wait_released(): weight"
 
@@ -60,8 +60,7 @@ def test_check_finds_weights_that_were_swapped_out_and_back(server, client, mode
             net.others.data.zero_()
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        while not ema._pending.done:
-            time.sleep(0.01)
+        wait_for(lambda: ema._pusher.engine.is_push_done, "the push has ended")
         net.others.data.copy_(own)
         with pytest.raises(
             ema_client.FailedPreconditionError, match="some, which have been put back"
@@ -167,7 +166,7 @@ def test_a_module_with_a_scripted_part(server, client, model):
         ema.wait_pushed()
         assert client.pull(model, track="raw").keys() == net.state_dict().keys()
         waits = []
-        ema._wait_released = lambda max_wait_s: waits.append(True)
+        ema._pusher.wait_released = lambda: waits.append(True)
         net.load_state_dict(net.state_dict())
         assert waits
 
@@ -208,7 +207,7 @@ def test_a_push_that_has_failed_raises_before_the_weights_change(server, client,
         net.weight.grad.fill_(float("nan"))
         optimizer.step()
         # Nobody asks for its result before the next step does.
-        assert ema._pending.wait_done(max_wait_s=60)
+        wait_for(lambda: ema._pusher.engine.is_push_done, "the push has ended")
         with torch.no_grad():
             net.weight.fill_(7)
         with pytest.raises(ema_client.InvalidArgumentError):
@@ -338,30 +337,24 @@ def test_all_that_close_waits_for_has_one_deadline(server, model, monkeypatch):
     clock = types.SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     waits = []
 
-    class NeverDone:
-        done = False
-        stats = types.SimpleNamespace(sent_bytes=0)
+    class SlowEngine:
+        """Whose last push has not ended when its time is nearly over."""
 
-        def wait_done(self, max_wait_s: float) -> bool:
-            waits.append(("push", max_wait_s))
-            clock.now += max_wait_s - 1
-            return False
+        def __getattr__(self, name: str) -> object:
+            return getattr(engine, name)
 
-        def abandon(self) -> None:
-            pass
+        def end_pushes(self, timeout_s: float) -> None:
+            waits.append(("push", timeout_s))
+            clock.now += timeout_s - 1
 
-    ema._pending = NeverDone()
-    ema._copy = object()
-    close = ema._link.close
-
-    def close_link(until: float) -> None:
-        waits.append(("link", until - clock.now))
-        close(until=until)
-
+    engine = ema._pusher.engine
+    ema._pusher.engine = SlowEngine()
+    ema._ema_model._copy = object()
     monkeypatch.setattr(attachment, "time", clock)
-    monkeypatch.setattr(ema._link, "close", close_link)
     monkeypatch.setattr(
-        ema, "_update_copy", lambda raises, timeout_s: waits.append(("copy", timeout_s))
+        ema._ema_model,
+        "_bring_up_to_date",
+        lambda raises, timeout_s: waits.append(("copy", timeout_s)),
     )
     ema.close(timeout_s=10)
-    assert waits == [("push", 10), ("copy", 1), ("link", 1)]
+    assert waits == [("push", 10), ("copy", 1)]

@@ -9,6 +9,7 @@ import threading
 
 import ema_client
 import torch
+from testing import wait_for
 
 READS_WHILE_IT_TRAINS = """
 import sys, threading
@@ -101,7 +102,7 @@ def test_who_reads_stats_leaves_a_failure_to_the_thread_that_trains(server, mode
         with torch.no_grad():
             net.weight.fill_(torch.nan)
         optimizer.step()
-        assert ema._pending.wait_done(max_wait_s=60)
+        wait_for(lambda: ema._pusher.engine.is_push_done, "the push has ended")
         read = []
         thread = threading.Thread(target=lambda: read.extend([ema.stats, ema.version]))
         thread.start()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import copy
 import io
 import os
@@ -14,7 +15,6 @@ import threading
 import ema_client
 import pytest
 import torch
-from ema_client._trainer.push import Push
 from testing import assert_same_bits, replay, step_until, wait_for
 
 
@@ -432,7 +432,8 @@ def test_a_push_without_memory_is_skipped(server, client, model, monkeypatch, ca
     with ema_client.attach(module, optimizer, server.url(model), half_life="3ba") as ema:
         optimizer.step()
         with monkeypatch.context() as patch:
-            patch.setattr(ema, "_tensors_of", no_memory)
+            options = dataclasses.replace(ema._pusher.options, tensors_of=no_memory)
+            patch.setattr(ema._pusher, "options", options)
             optimizer.step()
         optimizer.step()
         ema.close()
@@ -469,25 +470,11 @@ def test_ctrl_c_in_close_lets_the_optimizer_and_the_server_go(server, model, mon
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ema, "_settle", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        ema.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(ema._pusher, "give_up_written", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ema.close()
     optimizer.step()
     assert ema.step == 0
-    with pytest.raises(ema_client.FailedPreconditionError, match="closed"):
-        ema._link.run.start_push(step=1, weights={})
+    assert ema._pusher.engine.is_away
     ema.close()
-
-
-def test_close_raises_no_error_of_what_would_be_pushed_again(server, model, monkeypatch):
-    module = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    ema = ema_client.attach(module, optimizer, server.url(model), half_life="3ba", on_error="wait")
-
-    def refuse() -> None:
-        raise ema_client.InvalidArgumentError("tensors of one name")
-
-    monkeypatch.setattr(ema, "_tensors_of", refuse)
-    ema._again = (Push(1, {}, {}, False), ema_client.UnavailableError("the server was away"))
-    ema.close()
-    assert ema.stats.skipped == 1

@@ -116,10 +116,10 @@ def test_costs_nothing_unless_used_and_then_what_has_changed(server, model, call
         trainer.net, trainer.optimizer, server.url(model), half_life="4ba", update_interval="5ba"
     ) as ema:
         trainer.step(7)
-        assert calls == [] and ema._copy is None
+        assert calls == [] and ema._ema_model._copy is None
         averaged = ema.ema_model
         assert calls == ["pull"]
-        weights = ema._copy._weights
+        weights = ema._ema_model._copy._weights
         whole = weights.received_bytes
         # One copy: the module's parameters are the pulled memory.
         for name, parameter in averaged.named_parameters():
@@ -142,7 +142,7 @@ def test_has_the_models_dtype(server, client, model, dtype):
     ) as ema:
         trainer.step(3)
         state = ema.ema_model.state_dict()
-        pulled = ema._copy._weights["frozen"]
+        pulled = ema._ema_model._copy._weights["frozen"]
         assert pulled.dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
     average = client.pull(model, track="ema")
     assert average["first.weight"].dtype == torch.float32
@@ -161,7 +161,7 @@ def test_ignored_tensors_have_the_models_own_values(server, model, trainer):
             assert torch.equal(ema.ema_model.first.weight, trainer.net.first.weight)
             assert not torch.equal(ema.ema_model.last.bias, trainer.net.last.bias)
         trainer.step()
-        assert not torch.equal(ema._copy.module.first.weight, trainer.net.first.weight)
+        assert not torch.equal(ema._ema_model._copy.module.first.weight, trainer.net.first.weight)
 
 
 def test_without_an_average(server, model, trainer):
@@ -298,7 +298,7 @@ def test_close_begins_no_update_that_it_has_no_time_for(model, tmp_path, caplog)
         trainer.step()
         kept = trainer.ema.ema_model
         trainer.step()
-        trainer.ema._copy.seconds = 2.0
+        trainer.ema._ema_model._copy.seconds = 2.0
         trainer.way.hold_replies(after_bytes=4 << 20)
         trainer.ema.close(timeout_s=1)
         assert any("ema_model stays at step 1" in record.message for record in caplog.records)

@@ -96,7 +96,7 @@ with ema_client.attach(net, optimizer, url, tracks={"raw": "copy"}) as ema:
     os.kill(int(server), signal.SIGSTOP)
     optimizer.step()
     move()
-    assert not ema._pending.done
+    assert not ema._pusher.engine.is_push_done
     os.kill(int(server), signal.SIGCONT)
     assert ema.wait_pushed().step == 3
     assert (ema.stats.pushes, ema.stats.skipped) == (3, 0), ema.stats

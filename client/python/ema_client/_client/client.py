@@ -109,6 +109,7 @@ class Client(EvaluatorCalls):
             token_file,
         )
         self._client = checked(client)
+        self._unchecked = client  # As the extension module takes it itself.
 
     def __enter__(self) -> Client:
         return self

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ema_client import _ema
@@ -165,26 +164,9 @@ class Run:
         latest = self._get().latest
         return None if latest is None else version_from(latest)
 
-    def refresh_plan(self, *, timeout_s: float | None = None) -> None:
-        """Asks the server for the plan, as a trainer must whose tracks are all paused."""
-        self._get().refresh_plan(self._timeout(timeout_s))
-
     def wait_ready(self, *, timeout_s: float | None = None) -> None:
         """Waits until all ranks have joined. DeadlineExceededError names those that have not."""
         self._get().wait_ready(self._timeout(timeout_s))
-
-    def committed_as(self, step: int, *, timeout_s: float | None = None) -> Version | None:
-        """The version that a step of this run has become; None: it has not."""
-        fields = self._get().committed_as(step, self._timeout(timeout_s))
-        return None if fields is None else version_from(fields)
-
-    def give_up(self, step: int, why: str, *, timeout_s: float | None = None) -> None:
-        """Tells the server that this rank will never push `step`, unless the step has committed.
-
-        Other ranks that push it, now or later, get AbortedError, STEP_GIVEN_UP, with this rank's number
-        and the first KiB of `why`, in place of waiting. Tries once.
-        """
-        self._get().give_up(step, why, self._timeout(timeout_s))
 
     def is_due(self, time: TimeLike = None, *, step: int = 0) -> bool:
         """True if a push at `time` would update a track; the same on all ranks."""
@@ -262,22 +244,3 @@ class Run:
             timeout_s=timeout_s,
         )
         return push.wait()
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """A run that all ranks have joined.
-
-    Attributes:
-        run: this rank of it.
-        open_run: takes the epoch of the run that was open, and a time-out; joins again after the server
-            was away, from another thread.
-        step: the trainer's steps so far.
-        unasked: the version from which the averages go on, though the trainer has not said that it
-            resumes; None: there is none.
-    """
-
-    run: Run
-    open_run: Callable[[int, float], Run]
-    step: int
-    unasked: Version | None = None

@@ -11,7 +11,7 @@ from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import check_seconds, check_timeout
 from ema_client._client.types import NonFinite, WireDtype
 from ema_client._errors import InvalidArgumentError
-from ema_client._trainer.away import OnError
+from ema_client._trainer.push import OnError
 
 
 def check_values(given: Mapping[str, Any]) -> None:

@@ -28,11 +28,10 @@ from ema_client._tracks.track import TensorRules, TrackLike
 from ema_client._trainer.agreed import Arguments, check_agreed
 from ema_client._trainer.arguments import check_module, check_values
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.away import MAX_OUTAGE_S, OnError
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.holdings import Holding, Layout, holdings_of
 from ema_client._trainer.joining import Plan, join, resume_at
-from ema_client._trainer.push import PushOptions
+from ema_client._trainer.push import MAX_OUTAGE_S, OnError, PushOptions
 from ema_client._trainer.switch import PresetOptions
 
 if TYPE_CHECKING:
@@ -267,7 +266,6 @@ def attach(
             PushOptions(
                 model_name=plan.model_name,
                 tensors_of=tensors_of,
-                is_alone=ranks.world_size == 1,
                 time_of=time,
                 max_wait_s=max_wait_s,
                 timeout_s=timeout_s,
@@ -289,6 +287,7 @@ def attach(
             keep_resumable=keep_resumable,
         )
         undo.callback(attachment._detach)
+        undo.callback(attachment._pusher.engine.leave)
         options.apply(attachment, ranks)
         undo.pop_all()
     if optimizers is not None and hold_none_of(optimizers, module.parameters()):

@@ -16,10 +16,11 @@ from ema_client._client.types import Version, version_id
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
 from ema_client._model.torch_model import check_no_dtensor, half_of, named_tensors
 from ema_client._tracks.track import only_average
-from ema_client._trainer.resume import WithState
 
 if TYPE_CHECKING:
     import torch
+
+    from ema_client._trainer.pusher import Pusher
     from torch.utils.hooks import RemovableHandle
 
     #: A module to hold the averages, or what makes one.
@@ -183,57 +184,32 @@ def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-class WithEmaModel(WithState):
-    """The part of an `Attachment` that has `ema_model`."""
+class EmaModel:
+    """The module with the newest average that an attachment gives, made when it is first asked for."""
 
-    _module: torch.nn.Module  # Set by `Attachment`.
-    _copy: AveragedCopy | None = None
-    # What holds the averages in place of a deep copy.
-    _given_ema_model: ModuleLike | None = None
+    def __init__(self, pusher: Pusher, client: Client, module: torch.nn.Module) -> None:
+        self._pusher = pusher
+        self._client = client
+        self._module = module
+        self._copy: AveragedCopy | None = None
+        # Holds the averages in place of a deep copy.
+        self.given: ModuleLike | None = None
 
     @property
-    def ema_model(self) -> torch.nn.Module:
-        """A copy of the model with the newest average, to evaluate with; in eval mode.
-
-        Always the same module. At the first access it is made: a deep copy whose tensors are the pulled
-        bytes. At later ones it is brought to the newest version in place, as by `update_ema_model`, if
-        a push has made one since: what has changed is sent. Without any access it costs nothing. Its
-        parameters have no gradients; tensors that the track ignores have the model's own values.
-        Any rank may ask, alone. After `close` it stays as the last push has left it, or, where a warning
-        says so, as it was before.
-
-        An update that breaks off half-way leaves values of two versions, with no copy of the older ones.
-        Until one succeeds, this raises, and so do the module's forward and `state_dict` where it was kept.
-
-        Raises:
-            As `update_ema_model`.
-        """
-        self.update_ema_model()
+    def module(self) -> torch.nn.Module:
+        """As `Attachment.ema_model`."""
+        self.update()
         assert self._copy is not None
         return self._copy.module
 
-    def update_ema_model(self) -> Version:
-        """Brings `ema_model` to the newest version, this step's included; waits for its push.
-
-        When the server is away, with on_error "skip", the copy stays as it is, with a warning.
-
-        Returns:
-            The version that is in it.
-
-        Raises:
-            FailedPreconditionError: there is no version yet; the attachment is closed, and
-                `ema_model` had not been asked for; or, with on_error "skip" or after `close`, an
-                update has broken off and left values of two versions.
-            NotFoundError: of several tracks none is named "ema": which one is not clear.
-            EmaError: the push has not ended within `max_wait_s`, or the pull failed; with on_error
-                "skip" only if there is no copy yet.
-        """
-        if not self._closed:
-            self._update_copy(raises=self._on_error != "skip")
+    def update(self) -> Version:
+        """As `Attachment.update_ema_model`."""
+        if not self._pusher.is_closed:
+            self._bring_up_to_date(raises=self._pusher.options.on_error != "skip")
         elif self._copy is None:
             raise FailedPreconditionError(
-                f'model "{self._model_name}": the attachment is closed: ask for ema_model before, or '
-                "use ema_client.averaged(model, url)",
+                f'model "{self._pusher.options.model_name}": the attachment is closed: ask for ema_model '
+                "before, or use ema_client.averaged(model, url)",
                 reason="BAD_REQUEST",
             )
         else:
@@ -241,36 +217,46 @@ class WithEmaModel(WithState):
         assert self._copy is not None
         return self._copy.version
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`ema_model(...)`."""
-        return self.ema_model(*args, **kwargs)
+    def update_at_close(self, timeout_s: float) -> None:
+        """Brings a module that was asked for to the last version, if that takes no longer."""
+        if self._copy is None:
+            return
+        try:
+            self._bring_up_to_date(raises=False, timeout_s=timeout_s)
+        except EmaError as error:
+            _logger.warning("%s", error)
 
-    def _forwarded(self, name: str) -> Callable[..., Any]:
-        """The method of `ema_model`, as it is at each call."""
-        return lambda *args, **kwargs: getattr(self.ema_model, name)(*args, **kwargs)
+    def average_name(self) -> str:
+        """Of the track whose average it has."""
+        return only_average(
+            f'model "{self._pusher.options.model_name}": ',
+            {track.name: track.schedule.is_copy for track in self._pusher.engine.tracks},
+        )
 
-    def _update_copy(self, *, raises: bool, timeout_s: float | None = None) -> None:
+    def _bring_up_to_date(self, *, raises: bool, timeout_s: float | None = None) -> None:
         """`raises` False: what fails is a warning, if there is a copy already, and it is of one version.
         `timeout_s`: one that will hardly come to the newest version in so long stays as it is."""
+        pusher = self._pusher
+        model_name = pusher.options.model_name
         try:
-            newest = self.wait_pushed(timeout_s=self._max_wait_s)
+            newest = pusher.wait_pushed(pusher.options.max_wait_s)
             if newest is None:
                 raise FailedPreconditionError(
-                    f'model "{self._model_name}" has no version yet', reason="NO_VERSION"
+                    f'model "{model_name}" has no version yet', reason="NO_VERSION"
                 )
             copied = self._copy
             is_whole = copied is not None and not copied.problem
             if copied is not None and is_whole and version_id(copied.version) == version_id(newest):
                 return  # Nobody else pushes.
-            if self._link.is_away:
-                raise self._link.error()
+            if pusher.engine.is_away:
+                raise pusher.engine.away_error()
             if copied is None:
                 self._copy = AveragedCopy(
                     self._module,
-                    self._given_ema_model,
+                    self.given,
                     client=self._client,
-                    model_name=self._model_name,
-                    track=self._average_name(),
+                    model_name=model_name,
+                    track=self.average_name(),
                 )
             elif is_whole and timeout_s is not None and timeout_s < copied.seconds:
                 raise DeadlineExceededError(
@@ -284,13 +270,7 @@ class WithEmaModel(WithState):
             self._copy.check_untorn()
             _logger.warning(
                 'model "%s": ema_model stays at step %d: %s',
-                self._model_name,
+                model_name,
                 self._copy.version.step,
                 error,
             )
-
-    def _average_name(self) -> str:
-        return only_average(
-            f'model "{self._model_name}": ',
-            {track.name: track.schedule.is_copy for track in self._due.tracks},
-        )

@@ -36,27 +36,15 @@ class FrozenTensors:
         self._always_reads = always_reads
         # Checksums of the values at the last look, and what tells that these may be others.
         self._seen = {name: (mark, sums[name]) for name, mark in _marks(self._of(tensors)).items()}
-        # Checksums of what the server has, if this rank knows: of its last push, if that succeeded.
-        # Before the first the run has none.
-        self._served: dict[str, int] | None = None
-        self._pushed: dict[str, int] | None = None
 
     @property
     def names(self) -> frozenset[str]:
         return self._names
 
-    def begin_push(self, tensors: NamedTensors) -> bool:
-        """Whether they have changed since the last push, or may have: the server is not known to have
-        these values until `end_push`."""
+    def digest(self, tensors: NamedTensors) -> str:
+        """Of the values of all of them: equal for equal values."""
         self._look(self._of(tensors))
-        sums = {name: checksum for name, (_, checksum) in self._seen.items()}
-        changed = self._pushed is not None and self._served != sums
-        self._served, self._pushed = None, sums
-        return changed
-
-    def end_push(self) -> None:
-        """The push that has begun last has become a version."""
-        self._served = self._pushed
+        return " ".join(str(self._seen[name][1]) for name in sorted(self._seen))
 
     def _of(self, tensors: NamedTensors) -> dict[str, torch.Tensor]:
         return {name: tensors.parameters[name] for name in self._names & tensors.parameters.keys()}

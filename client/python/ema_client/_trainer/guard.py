@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
 from ema_client._client import gpu
-from ema_client._client.arrays import some
 from ema_client._client.pieces import BoxCache, Held, HeldWeights, dtensor_type, local_of
 from ema_client._client.unread import attachments
-from ema_client._errors import DeadlineExceededError, FailedPreconditionError
+from ema_client._errors import DeadlineExceededError
 from ema_client._model.optimizers import parameter_ids
 from ema_client._model.torch_model import NamedTensors, checksums
 
@@ -27,19 +26,12 @@ _logger = logging.getLogger(__name__)
 _COPY_BYTES = 64 << 20
 
 
-# What is said behind `written_error` where the training goes on.
+# Follows the warning of written weights where the training goes on.
 WRITTEN_SINCE = (
     "; copied before each push from now on, or waited for. The average has the weights as "
     "optimizer.step() leaves them: if what is written after it (clipping) belongs to the step, attach with "
     "None as the optimizer, and call after_step() after that"
 )
-
-
-def written_error(model_name: str, step: int, names: Sequence[str]) -> FailedPreconditionError:
-    """What a push is given up for. `names`: of what has been written; none: that is not known."""
-    what = some(names) if names else "some, which have been put back"
-    problem = f"written since the push of step {step} began, without wait_released(): {what}"
-    return FailedPreconditionError(f'model "{model_name}": {problem}', reason="BAD_REQUEST")
 
 
 class PushedWeights:

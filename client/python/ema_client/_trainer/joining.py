@@ -7,16 +7,16 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.client import Client
-from ema_client._client.run import Joined, Run
-from ema_client._client.types import NonFinite, WireDtype, model_from
+from ema_client._client.run import Run
+from ema_client._client.types import NonFinite, Version, WireDtype, model_from
 from ema_client._client.url import split_url
-from ema_client._errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._model.ranks import Ranks
 from ema_client._trainer.holdings import Layout
 from ema_client._trainer.resume import DISK_TIMEOUT_S, State
@@ -69,12 +69,11 @@ def join(
             failure = raised
         steps = ranks.gather_or_raise(failure, step)
     assert run is not None
-    # The average goes on from where it is, should the server forget the run.
-    anew = functools.partial(plan.open_run_anew, dataclasses.replace(launch, state=None))
     latest = run.latest if state is None else None
     # The first version may be an import's, which is there to go on from.
     unasked = latest if latest is not None and latest.number > 1 else None
-    return Joined(run, anew, steps[0], unasked)
+    make_engine = functools.partial(plan.make_engine, run, launch.id)
+    return Joined(run, make_engine, steps[0], unasked)
 
 
 def resume_at(
@@ -84,6 +83,25 @@ def resume_at(
     if all(ranks.gather(state is None)):
         return None
     return join(ranks, plan, None, state, timeout_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A run that all ranks have joined.
+
+    Attributes:
+        run: this rank of it.
+        make_engine: makes the engine that pushes to it, which owns the run from then on; takes the
+            engine's options.
+        step: the trainer's steps so far.
+        unasked: the version from which the averages continue, though the trainer has not said that it
+            resumes; None: there is none.
+    """
+
+    run: Run
+    make_engine: Callable[..., _ema.PushEngine]
+    step: int
+    unasked: Version | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +248,7 @@ class Plan:
                 f"{self._ranks.rank} from {state}, rank 0 from {launch.state}"
             )
 
-    def open_run(self, launch: Launch, timeout_s: float, *, last_run_epoch: int = 0) -> Run:
+    def open_run(self, launch: Launch, timeout_s: float) -> Run:
         resume = None if launch.state is None else launch.state.resume_point
         if resume is not None:
             timeout_s = max(timeout_s, DISK_TIMEOUT_S)
@@ -245,7 +263,6 @@ class Plan:
             max_staging_bytes=self._max_staging_bytes,
             rejoins=False,
             resume=resume,
-            last_run_epoch=last_run_epoch,
             timeout_s=timeout_s,
         )
         arrays.check_names(
@@ -255,17 +272,24 @@ class Plan:
         )
         return run
 
-    def open_run_anew(self, launch: Launch, last_run_epoch: int, timeout_s: float) -> Run:
-        """The same after the server was away. NotFoundError: rank 0 has not made the model yet."""
-        open_run = functools.partial(self.open_run, last_run_epoch=last_run_epoch)
-        try:
-            return open_run(launch, timeout_s)
-        except NotFoundError:
-            # The server keeps no data, and was restarted.
-            if self._ranks.rank != 0:
-                raise
-        self.create(timeout_s)
-        return open_run(launch, timeout_s)
+    def make_engine(self, run: Run, launch_id: str, **options: Any) -> _ema.PushEngine:
+        """Should the server forget the model, the engine creates it as it is here."""
+        engine = _ema.PushEngine(
+            client=self.client._unchecked,
+            run=run._get(),
+            model=self.model_name,
+            launch_id=launch_id,
+            world_size=self._ranks.world_size,
+            tracks=self._tracks,
+            max_pinned_versions=self._max_pinned_versions,
+            non_finite=self._non_finite,
+            files=self._files,
+            wire_dtype=self._wire_dtype,
+            max_staging_bytes=self._max_staging_bytes,
+            **options,
+        )
+        run.close()  # The engine has it.
+        return engine
 
 
 def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:

@@ -28,31 +28,32 @@ def pull_on_all_ranks(
         DeadlineExceededError: a push has not ended within `max_wait_s`.
         EmaError: a pull failed. What fails on any rank raises on every rank.
     """
+    options = attachment._pusher.options
     version: Version | None = None
     try:
-        version = attachment.wait_pushed(timeout_s=attachment._max_wait_s)
+        version = attachment.wait_pushed(timeout_s=options.max_wait_s)
         if version is None or (version.time.batch or 0) < least_batch:
             has = "no version" if version is None else f"version {version.number}, of an older step"
             raise FailedPreconditionError(
-                f'model "{attachment._model_name}" has {has}', reason="NO_VERSION"
+                f'model "{options.model_name}" has {has}', reason="NO_VERSION"
             )
     except Exception as raised:
         failure = failure or failure_of(raised)
     numbers = ranks.gather_or_raise(failure, version_id(version))
     if len(set(numbers)) > 1:
         raise FailedPreconditionError(
-            f'model "{attachment._model_name}": the ranks do not know of the same newest version: '
+            f'model "{options.model_name}": the ranks do not know of the same newest version: '
             f"{', '.join(str(number) for number, _ in numbers)}",
             reason="NO_VERSION",
         )
     weights: Weights | None = None
     try:
         weights = attachment._client.pull(
-            attachment._model_name,
+            options.model_name,
             track=track,
             version=version,
             framework="torch",
-            timeout_s=attachment._timeout_s,
+            timeout_s=options.timeout_s,
         )
     except Exception as raised:
         failure = failure_of(raised)

@@ -91,7 +91,7 @@ class PresetOptions:
 
     def apply(self, attachment: Attachment, ranks: Ranks) -> None:
         """Gives the attachment what it is to do."""
-        attachment._given_ema_model = self.ema_model
+        attachment._ema_model.given = self.ema_model
         for name in self.forward_method_names:
             setattr(attachment, name, attachment._forwarded(name))
         if self.rule is not None:
@@ -168,7 +168,7 @@ class Switch:
         self._attachment = attachment
         self._rule = rule
         self._ranks = ranks
-        attachment._follow = self._after_step
+        attachment._pusher.follow = self._after_step
         # The last step whose batch was known, and that.
         self._known = (0, 0)
 
@@ -176,7 +176,7 @@ class Switch:
         attachment = self._attachment
         failure: EmaError | None = None
         try:
-            batch = int(attachment._training_time(attachment.step)["batch"])
+            batch = int(attachment._pusher.training_time(attachment.step)["batch"])
             self._known = attachment.step, batch
         except Exception as raised:  # Of the user's `time`. The other ranks may know, and meet.
             failure = failure_of(raised)
@@ -188,16 +188,16 @@ class Switch:
         try:
             self._write(batch, failure)
         except EmaError as error:
-            if attachment._on_error != "skip":
+            if attachment._pusher.options.on_error != "skip":
                 raise
             _logger.warning(
                 'model "%s": step %d goes on with its own weights, not with their average: %s',
-                attachment._model_name,
+                attachment._pusher.options.model_name,
                 attachment.step,
                 error,
             )
         finally:
-            attachment._wait_seconds += time.monotonic() - start
+            attachment._pusher.more_wait_seconds += time.monotonic() - start
 
     def _write(self, batch: int, failure: EmaError | None) -> None:
         import torch
@@ -211,7 +211,7 @@ class Switch:
         )
         written: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         try:
-            for name, tensor in self._attachment._tensors_of().all().items():
+            for name, tensor in self._attachment._pusher.options.tensors_of().all().items():
                 if name in weights and tensor.is_floating_point():
                     value = weights[name].to(tensor.device, tensor.dtype)
                     is_copied = self._rule.beta == 0 or name in self._rule.copied

@@ -1,0 +1,514 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/trainer/push_engine.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/track.h"
+
+namespace ema::client_internal {
+namespace {
+
+// How long a reply is waited for after a push that failed: the ranks may have rejoined at different
+// steps, and then the reply never comes. Long enough for all ranks to meet at the next step.
+constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
+// How long a trainer whose tracks are all paused waits for the plan.
+constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
+// How long it waits while it tells the server of a step that this rank cannot push.
+constexpr absl::Duration kReportTimeout = absl::Seconds(1);
+// How long a push whose time is over may take to say why: it tells the server first.
+constexpr absl::Duration kEndGrace = absl::Seconds(2);
+// How often a wait for a rejoined run asks whether it is interrupted.
+constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
+
+constexpr const char* kBadTimeHint =
+    ". The units of its half_life and update_interval have to be counted on from where the average "
+    "stands: give them in batches, or attach(time=) that goes on from there";
+
+absl::Status WrittenError(const std::string& model, int64_t step, std::string_view names) {
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+      absl::StrCat("model \"", model, "\": written since the push of step ", step,
+                   " began, without wait_released(): ",
+                   names.empty() ? "some, which have been put back" : std::string(names)));
+}
+
+}  // namespace
+
+void StepWeights::Append(StepWeights more) {
+  const auto append = [](auto& to, auto& from) {
+    to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
+  };
+  append(bytes, more.bytes);
+  append(devices, more.devices);
+  append(strides, more.strides);
+  append(owners, more.owners);
+  for (const GpuStream& stream : more.streams) {
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+      streams.push_back(stream);
+    }
+  }
+}
+
+PushEngine::PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner,
+                       std::unique_ptr<Run> run, int64_t step)
+    : options_(std::move(options)),
+      joiner_(std::move(joiner)),
+      rank_(run->rank()),
+      log_(joiner_->model(), /*warns_of_all=*/options_.on_error != OnError::kSkip, options_.log),
+      step_(step),
+      run_(std::move(run)),
+      run_epoch_(run_->run_epoch()),
+      wait_left_(options_.max_wait),
+      patience_(options_.max_outage) {
+  due_.Adopt(run_->plan());
+  UpdateProgress([this](Progress& progress) { progress.version = run_->latest(); });
+}
+
+void PushEngine::UpdateProgress(absl::FunctionRef<void(Progress&)> update) {
+  absl::MutexLock lock(&progress_mu_);
+  update(progress_);
+}
+
+PushEngine::Progress PushEngine::progress() const {
+  absl::MutexLock lock(&progress_mu_);
+  return progress_;
+}
+
+void PushEngine::WaitReleased(absl::Span<const GpuStream> streams) {
+  const SteadyTime start = SteadyNow();
+  Settle(SteadyTime::max());
+  if (push_ != nullptr && !push_->WaitReleased(wait_left_, streams) && !IsInterrupted()) {
+    const absl::Duration waited = Since(start);
+    // The wait is shorter where the server is gone or hangs, or ranks have not joined.
+    Drop(absl::StrFormat("%sits bytes had not left after %.1f s",
+                         waited < wait_left_ ? "the server was away, or a rank, and " : "",
+                         absl::ToDoubleSeconds(waited)));
+  }
+  pushed_.reset();
+  AbandonRetry();
+  // A GPU may still copy: its memory is kept until the push has ended.
+  if (push_ == nullptr || !reads_gpu_) owners_.clear();
+  CountWait(start);
+}
+
+void PushEngine::CountWait(SteadyTime start) {
+  const absl::Duration waited = Since(start);
+  UpdateProgress([&](Progress& progress) { progress.stats.waited += waited; });
+  wait_left_ = std::max(wait_left_ - waited, absl::ZeroDuration());
+}
+
+void PushEngine::AfterStep(int64_t step, std::shared_ptr<TrainingStep> training_step) {
+  if (is_closed_) return;
+  const SteadyTime start = SteadyNow();
+  step_.store(step, std::memory_order_relaxed);
+  // The weights have changed.
+  pushed_.reset();
+  AbandonRetry();
+  Poll();
+  if (const absl::Status status = PushIfDue(training_step); !status.ok()) Skip(step, status);
+  CountWait(start);
+  wait_left_ = options_.max_wait;
+}
+
+absl::Status PushEngine::PushIfDue(const std::shared_ptr<TrainingStep>& training_step) {
+  EMA_ASSIGN_OR_RETURN(const TrainingTime now, training_step->Time());
+  EMA_ASSIGN_OR_RETURN(std::vector<DueTracks::Due> due, DueAt(now));
+  if (due.empty()) return absl::OkStatus();
+  const bool can_push = IsBack() && HasPreviousEnded();
+  if (IsInterrupted()) return absl::OkStatus();
+  // All ranks have the reply to the push before by now, and go by its plan from this step on.
+  if (can_push) due_.Adopt(run_->plan());
+  // A single rank may have adopted the plan when the reply came.
+  EMA_ASSIGN_OR_RETURN(due, DueAt(now));
+  due_.Count(due, now);
+  if (due_.ArePaused(due)) {
+    if (can_push && !due.empty()) {
+      const absl::Status status = run_->RefreshPlan(kRefreshTimeout);
+      // An error changes nothing: the plan is asked for again when the next update is due.
+      if (!status.ok()) Log(LogLevel::kDebug, absl::StrCat("no new plan: ", ErrorText(status)));
+    }
+    return absl::OkStatus();
+  }
+  if (can_push) return ReadAndStart(now, training_step);
+  if (!skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
+  UpdateProgress([](Progress& progress) { ++progress.stats.skipped; });
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<DueTracks::Due>> PushEngine::DueAt(const TrainingTime& now) const {
+  absl::StatusOr<std::vector<DueTracks::Due>> due = due_.At(now);
+  if (due.ok()) return due;
+  std::string track;
+  for (const RunPlan::Entry& entry : due_.tracks()) {
+    if (PlanTrack(entry.track, entry.state, now).status() == due.status()) {
+      track = absl::StrCat("track \"", entry.track.name, "\": ");
+      break;
+    }
+  }
+  // A run that was asked to begin before the newest version reaches that time by itself.
+  const std::optional<Version> version = progress().version;
+  const bool is_behind = version.has_value() && step() < version->step;
+  return MakeError(due.status().code(), GetErrorReason(due.status()),
+                   absl::StrCat("model \"", joiner_->model(), "\": ", track, due.status().message(),
+                                is_behind ? "" : kBadTimeHint));
+}
+
+bool PushEngine::IsBack() {
+  AdoptRejoinedRun(SteadyNow());
+  if (waits() && run_ == nullptr && !patience_.is_over()) {
+    AdoptRejoinedRun(patience_.until());
+    if (run_ == nullptr && !IsInterrupted()) {
+      ReportSkip(step(), AwayError());
+      patience_.GiveUp();
+    }
+  }
+  if (run_ != nullptr) WarnOfLostUpdates(step());
+  return run_ != nullptr;
+}
+
+bool PushEngine::HasPreviousEnded() {
+  // Once: if the reply has not come by then, the steps that are due meanwhile are skipped at once.
+  if (push_ != nullptr && !has_waited_) {
+    has_waited_ = true;
+    const absl::Duration limit = in_step_ ? wait_left_ : std::min(wait_left_, kOutOfStepWait);
+    const SteadyTime start = SteadyNow();
+    if (!push_->WaitDone(limit) && !IsInterrupted()) {
+      ReportSkip(step(), absl::DeadlineExceededError(
+                             absl::StrFormat("the push of step %d had not ended after %.1f s",
+                                             pending_step_, absl::ToDoubleSeconds(Since(start)))));
+    }
+  }
+  Harvest();
+  return push_ == nullptr && run_ != nullptr;
+}
+
+absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
+                                      std::shared_ptr<TrainingStep> training_step) {
+  EMA_ASSIGN_OR_RETURN(std::string digest, training_step->FrozenDigest());
+  const bool frozen_changed = has_pushed_ && served_frozen_ != digest;
+  // Until the reply says that the server has these values, it may have others.
+  served_frozen_.reset();
+  pushed_frozen_ = std::move(digest);
+  has_pushed_ = true;
+  const bool omits_frozen = !frozen_changed && run_->plan().may_omit_frozen;
+
+  const RankLayout& layout = run_->layout();
+  const size_t count = layout.shards().size() - (omits_frozen ? layout.frozen_shards().size() : 0);
+  EMA_ASSIGN_OR_RETURN(StepWeights weights, training_step->Read(*run_, 0, count));
+  return Start({.step = step(),
+                .time = now,
+                .frozen_changed = frozen_changed,
+                .weights = std::move(weights),
+                .training_step = std::move(training_step)});
+}
+
+absl::Status PushEngine::Start(Push push) {
+  // Omitted shards are empty.
+  const size_t count = run_->layout().shards().size();
+  std::vector<std::span<const std::byte>> shards = push.weights.bytes;
+  shards.resize(count);
+  PushOptions options = {
+      .frozen_changed = push.frozen_changed,
+      .gpu_weights = {.devices = push.weights.devices, .streams = push.weights.streams},
+      .strides = push.weights.strides,
+      .check = options_.check};
+  options.gpu_weights.devices.resize(count, -1);
+  options.strides.resize(count);
+  owners_ = push.weights.owners;
+  reads_gpu_ = !push.weights.streams.empty();
+  EMA_ASSIGN_OR_RETURN(push_, run_->StartPush(push.step, push.time, std::move(shards),
+                                              options_.timeout, std::move(options)));
+  pending_step_ = push.step;
+  has_waited_ = false;
+  if (waits()) pushed_ = std::move(push);
+  return absl::OkStatus();
+}
+
+void PushEngine::Poll(bool leaves_failure) {
+  AdoptRejoinedRun(SteadyNow());
+  Harvest(leaves_failure);
+}
+
+std::unique_ptr<PendingPush> PushEngine::TakePush() {
+  const int64_t sent_bytes = push_->stats().sent_bytes;
+  UpdateProgress([&](Progress& progress) { progress.stats.sent_bytes += sent_bytes; });
+  return std::move(push_);
+}
+
+void PushEngine::Harvest(bool leaves_failure, const absl::Status& because) {
+  if (push_ == nullptr || !push_->done()) return;
+  absl::StatusOr<Version> version = push_->Wait();
+  if (!version.ok() && leaves_failure) return;
+  TakePush().reset();
+  owners_.clear();
+  if (!version.ok()) {
+    absl::Status error = because.ok() ? version.status() : because;
+    if (because.ok() && options_.check && GetErrorReason(error) == ErrorReason::kDigestMismatch) {
+      error = WrittenError(joiner_->model(), pending_step_, "");
+      if (error_.ok()) error_ = error;
+    }
+    return Skip(pending_step_, error);
+  }
+  Log(LogLevel::kDebug, absl::StrCat("step ", pending_step_, " is version ", version->number));
+  CountPushed(*std::move(version));
+  pushed_.reset();
+  in_step_ = true;
+  // With other ranks a plan is adopted at the next step that is due.
+  if (options_.is_only_rank) due_.Adopt(run_->plan());
+}
+
+void PushEngine::AdoptRejoinedRun(SteadyTime until) {
+  if (rejoiner_ == nullptr) return;
+  std::optional<Rejoiner::Joined> joined;
+  do {
+    rejoiner_->Await(std::min(until, After(SteadyNow(), kPollInterval)));
+    joined = rejoiner_->Take();
+  } while (!joined.has_value() && !is_fenced() && !absl::IsCancelled(rejoiner_->problem()) &&
+           SteadyNow() < until && !IsInterrupted());
+  if (!joined.has_value()) return;
+  run_ = std::move(joined->run);
+  run_epoch_ = run_->run_epoch();
+  rejoiner_ = nullptr;
+  due_.GoOn();
+  // By the version that it had when it was rejoined: the next step to be pushed may be later.
+  CountLostUpdates();
+  if (!joined->lost_version.has_value()) return;
+  Log(LogLevel::kInfo, absl::StrCat("step ", joined->lost_version->step,
+                                    " had been pushed, only the reply was lost"));
+  // It was to be pushed again, or counts as skipped.
+  if (retry_.has_value()) {
+    retry_.reset();
+  } else {
+    UpdateProgress([](Progress& progress) { --progress.stats.skipped; });
+  }
+  CountPushed(*std::move(joined->lost_version));
+}
+
+void PushEngine::CountLostUpdates() {
+  const std::optional<Version> there = run_->latest();
+  const Progress before = progress();
+  const std::optional<Version>& last = before.version;
+  if (!last.has_value() || (there.has_value() && there->step >= last->step)) return;
+  const int64_t kept = before.stats.pushes - before.stats.gone;
+  const int64_t gone =
+      there.has_value() ? std::clamp<int64_t>(last->number - there->number, 0, kept) : kept;
+  UpdateProgress([&](Progress& progress) {
+    progress.stats.gone += gone;
+    progress.version = there;
+  });
+  lost_updates_ = {.from_step = std::nullopt, .count = gone};
+  if (there.has_value()) {
+    lost_updates_->from_step = last->step;
+    lost_updates_->to_step = there->step;
+  }
+}
+
+void PushEngine::WarnOfLostUpdates(int64_t next_step) {
+  if (!lost_updates_.has_value()) return;
+  const LostUpdates lost = *std::exchange(lost_updates_, std::nullopt);
+  Log(LogLevel::kWarning,
+      absl::StrCat(
+          lost.from_step.has_value()
+              ? absl::StrCat("the server has gone back from step ", *lost.from_step, " to step ",
+                             lost.to_step)
+              : absl::StrCat("the server has forgotten the model, and the average begins anew at "
+                             "step ",
+                             next_step),
+          ", ", lost.count, " of this trainer's updates are gone"));
+  if (skipped_before_.has_value()) *skipped_before_ -= lost.count;
+}
+
+void PushEngine::CountPushed(Version version) {
+  log_.PushSucceeded();
+  served_frozen_ = std::move(pushed_frozen_);
+  patience_.EndOutage();
+  if (skipped_before_.has_value()) {
+    const int64_t lost = progress().stats.skipped - *std::exchange(skipped_before_, std::nullopt);
+    Log(LogLevel::kWarning, absl::StrCat("pushing again, ", lost, " steps were lost"));
+  }
+  if (rank_ == 0) log_.WarnOfStalledTracks(version);
+  UpdateProgress([&](Progress& progress) {
+    progress.version = std::move(version);
+    ++progress.stats.pushes;
+  });
+}
+
+void PushEngine::Settle(SteadyTime until) {
+  if (!waits() || is_closed_) return;
+  while (retry_.has_value() || (push_ != nullptr && !patience_.is_over())) {
+    if (IsInterrupted()) return AbandonRetry();
+    if (retry_.has_value()) {
+      PushAgain(until);
+      continue;
+    }
+    const SteadyTime start = SteadyNow();
+    // As long as the push has itself, or one that takes long would be begun again for ever.
+    if (push_->WaitDone(std::min(options_.timeout + kEndGrace, Until(until)))) {
+      Harvest();
+    } else if (!IsInterrupted()) {
+      push_->WaitReleased(absl::ZeroDuration());
+      Drop(absl::StrFormat("it had not ended after %.1f s", absl::ToDoubleSeconds(Since(start))));
+    }
+  }
+}
+
+void PushEngine::PushAgain(SteadyTime until) {
+  until = std::min(until, patience_.until());
+  AdoptRejoinedRun(until);
+  if (!retry_.has_value() || IsInterrupted()) return;
+  if (run_ == nullptr || SteadyNow() >= until) {
+    AbandonRetry();
+    return patience_.GiveUp();
+  }
+  WarnOfLostUpdates(retry_->step);
+  Push push = *std::exchange(retry_, std::nullopt);
+  const int64_t step = push.step;
+  absl::Status status;
+  const size_t have = push.weights.bytes.size();
+  const size_t need = run_->layout().shards().size();
+  // A server that has forgotten the model needs the frozen tensors, too.
+  if (have < need && !run_->plan().may_omit_frozen) {
+    absl::StatusOr<StepWeights> frozen = push.training_step->Read(*run_, have, need);
+    status = frozen.status();
+    if (frozen.ok()) push.weights.Append(*std::move(frozen));
+  }
+  if (status.ok()) status = Start(std::move(push));
+  if (!status.ok()) Skip(step, status);
+}
+
+void PushEngine::AbandonRetry() {
+  if (!retry_.has_value()) return;
+  const int64_t step = std::exchange(retry_, std::nullopt)->step;
+  UpdateProgress([](Progress& progress) { ++progress.stats.skipped; });
+  const absl::Status error = is_fenced() ? AwayError() : retry_error_;
+  ReportAbandonedStep(step, error);
+  ReportSkip(step, error);
+}
+
+void PushEngine::ReportAbandonedStep(int64_t step, const absl::Status& why) const {
+  if (options_.is_only_rank || is_closed_ || run_ == nullptr) return;
+  const absl::Status status = run_->GiveUp(step, ErrorText(why), kReportTimeout).status();
+  // Then the other ranks wait as long as they would without it.
+  if (!status.ok()) {
+    Log(LogLevel::kDebug, absl::StrCat("the server does not know that step ", step,
+                                       " is abandoned: ", ErrorText(status)));
+  }
+}
+
+absl::Status PushEngine::RejoinError() const {
+  return rejoiner_ == nullptr ? absl::OkStatus() : rejoiner_->problem();
+}
+
+bool PushEngine::is_fenced() const { return GetErrorReason(RejoinError()) == ErrorReason::kFenced; }
+
+absl::Status PushEngine::AwayError() const {
+  const absl::Status problem = RejoinError();
+  const std::string model = absl::StrCat("model \"", joiner_->model(), "\": ");
+  if (GetErrorReason(problem) == ErrorReason::kFenced) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                     absl::StrCat(model, "this run does not push any more: ", problem.message()));
+  }
+  return absl::UnavailableError(
+      absl::StrCat(model, "the server is away, or a rank: ", ErrorText(problem)));
+}
+
+absl::Status PushEngine::TakeError() {
+  Poll();
+  return std::exchange(error_, absl::OkStatus());
+}
+
+void PushEngine::AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises) {
+  const absl::Status error = WrittenError(joiner_->model(), pending_step_, names);
+  if (options_.log)
+    options_.log(LogLevel::kWarning, absl::StrCat(error.message(), std::string(hint)));
+  pushed_.reset();
+  AbandonRetry();
+  if (push_ != nullptr && !push_->done()) {
+    push_->WaitReleased(absl::ZeroDuration());
+    // No outage, as far as is known: the next step is pushed to the same run.
+    push_->Abandon();
+    Harvest(/*leaves_failure=*/false, error);
+  } else if (raises) {
+    Harvest();  // The push may have found the write, too.
+  }
+  if (raises) error_ = error;
+}
+
+void PushEngine::Drop(const std::string& problem) {
+  Skip(pending_step_, absl::DeadlineExceededError(problem), TakePush());
+}
+
+void PushEngine::Skip(int64_t step, const absl::Status& error, std::unique_ptr<PendingPush> lost) {
+  in_step_ = false;
+  const bool is_away = IsAway(error);
+  if (is_away && !skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
+  if (pushed_.has_value() && !is_closed_ && patience_.LastsAfter(error)) {
+    retry_ = *std::exchange(pushed_, std::nullopt);
+    retry_error_ = error;
+    UpdateProgress([&](Progress& progress) { progress.stats.last_error = error; });
+    Log(LogLevel::kWarning,
+        absl::StrFormat("push of step %d waits for the server, at most %g s: %s", step,
+                        absl::ToDoubleSeconds(options_.max_outage), ErrorText(error)));
+  } else {
+    if (IsFinal(error)) ReportAbandonedStep(step, error);
+    UpdateProgress([](Progress& progress) { ++progress.stats.skipped; });
+    ReportSkip(step, error);
+  }
+  pushed_.reset();
+  if (is_closed_ || run_ == nullptr || !is_away) return;
+  rejoiner_ = std::make_unique<Rejoiner>(joiner_, &log_, step, std::move(lost), std::move(run_));
+  // Where there is no thread for it, the next step tries again.
+  (void)rejoiner_->Start();
+}
+
+void PushEngine::ReportSkip(int64_t step, const absl::Status& error) {
+  UpdateProgress([&](Progress& progress) { progress.stats.last_error = error; });
+  // Once the outage has lasted too long it raises no more: the ranks may notice it at different
+  // steps, and an error that not all of them raise would keep them apart.
+  const bool is_waited = waits() && !patience_.is_over() && IsWorthWaiting(error);
+  if (is_waited || options_.on_error == OnError::kRaise) error_ = error;
+  if (options_.on_skip) options_.on_skip(step, error);
+  log_.SkippedStep(step, error);
+}
+
+absl::Status PushEngine::WaitPushed(absl::Duration timeout) {
+  Settle(SteadyTime::max());
+  if (push_ != nullptr && !push_->WaitDone(timeout)) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("the push of step ", pending_step_, " has not ended"));
+  }
+  Poll();
+  return absl::OkStatus();
+}
+
+void PushEngine::EndPushes(absl::Duration timeout) {
+  if (is_closed_) return;
+  const SteadyTime start = SteadyNow();
+  const SteadyTime until = After(start, timeout);
+  Settle(until);
+  is_closed_ = true;
+  if (push_ != nullptr) {
+    if (push_->WaitDone(Until(until))) {
+      Harvest();
+    } else if (!IsInterrupted()) {
+      Drop(absl::StrFormat("it had not ended %.1f s after the last step",
+                           absl::ToDoubleSeconds(Since(start))));
+    }
+  }
+}
+
+void PushEngine::Leave() {
+  is_closed_ = true;
+  push_ = nullptr;
+  owners_.clear();
+  rejoiner_ = nullptr;
+  run_ = nullptr;
+}
+
+}  // namespace ema::client_internal

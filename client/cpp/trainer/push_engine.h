@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The protocol of a trainer: which steps are pushed, and what happens to those that cannot be. The
+// only implementation: StepPusher (C++) and attach() (Python) are faces of it.
+#ifndef EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
+#define EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/cpp/push/due_tracks.h"
+#include "client/cpp/trainer/patience.h"
+#include "client/cpp/trainer/rejoiner.h"
+#include "client/cpp/trainer/run_joiner.h"
+#include "client/cpp/trainer/trainer_log.h"
+#include "ema/client.h"
+#include "ema/step_pusher.h"
+#include "ema/time.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+
+// Some of a rank's shards, in the order of its layout.
+struct StepWeights {
+  std::vector<std::span<const std::byte>> bytes;
+  std::vector<int> devices;      // As GpuWeights::devices; one for each shard.
+  std::vector<Strides> strides;  // As PushOptions::strides; one for each shard.
+  std::vector<GpuStream> streams;
+  // These keep the memory valid. They may be destroyed by any thread.
+  std::vector<std::shared_ptr<const void>> owners;
+
+  // Adds the shards that follow in the layout.
+  void Append(StepWeights more);
+};
+
+// What the engine asks a training loop at a step. Called by the training thread only.
+class TrainingStep {
+ public:
+  virtual ~TrainingStep() = default;
+
+  // The training time at this step.
+  virtual absl::StatusOr<TrainingTime> Time() = 0;
+  // A digest of the values of all frozen tensors; equal values give equal digests on every rank.
+  // Called once, before Read().
+  virtual absl::StatusOr<std::string> FrozenDigest() = 0;
+  // The weights of the shards [begin, end) of the run's layout. They must not change until
+  // PushEngine::WaitReleased() has returned.
+  virtual absl::StatusOr<StepWeights> Read(const Run& run, size_t begin, size_t end) = 0;
+};
+
+// One rank of a trainer. For one thread, the training thread; progress() and step() are for any.
+//
+// A push reads the weights in place from AfterStep() to WaitReleased(). A step that cannot be
+// pushed is skipped and counted, or pushed again (OnError::kWait). While the server is unreachable
+// a thread tries to rejoin the run.
+class PushEngine {
+ public:
+  using OnError = StepPusher::OnError;
+  using Stats = StepPusher::Stats;
+
+  struct Options {
+    bool is_only_rank = true;
+    absl::Duration max_wait = absl::Seconds(30);  // As StepPusher::Options, like the next three.
+    absl::Duration timeout = absl::Seconds(60);
+    OnError on_error = OnError::kSkip;
+    absl::Duration max_outage = absl::Minutes(2);
+    // As PushOptions::check. A push that it refuses raises, whatever `on_error` says.
+    bool check = false;
+    // Called by the training thread for each skipped push. May be null.
+    std::function<void(int64_t step, const absl::Status& error)> on_skip;
+    // May be null. Called by the training thread and by the one that rejoins.
+    LogFunction log;
+    // Polled by the training thread in waits for a rejoined run; true ends the wait. May be null.
+    std::function<bool()> is_interrupted;
+  };
+
+  // `step`: steps that the trainer has done before. All ranks have joined `run`.
+  PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner, std::unique_ptr<Run> run,
+             int64_t step);
+  PushEngine(const PushEngine&) = delete;
+  PushEngine& operator=(const PushEngine&) = delete;
+
+  // As StepPusher::WaitReleased().
+  void WaitReleased(absl::Span<const GpuStream> streams);
+  // The training has done `step` steps. Pushes the last one if an update is due.
+  void AfterStep(int64_t step, std::shared_ptr<TrainingStep> training_step);
+  // Ends the pending push, because something has written weights that it reads in place: `names` of
+  // them, empty if they are unknown. `raises`: TakeError() gives the error. `hint` is appended to
+  // the warning.
+  void AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises);
+  // As StepPusher::TakeError().
+  absl::Status TakeError();
+  // As StepPusher::WaitPushed().
+  absl::Status WaitPushed(absl::Duration timeout);
+  // Waits for the last push, at most `timeout`. After this nothing is pushed or counted.
+  void EndPushes(absl::Duration timeout);
+  // Leaves the run; abandons a push that has not ended. Waits for a call that rejoins the run,
+  // which takes two seconds at most.
+  void Leave();
+
+  // Takes the result of the pending push if it has ended, and a rejoined run.
+  // `leaves_failure`: takes a version only; the training thread handles failures, since that may
+  // take a second.
+  void Poll(bool leaves_failure = false);
+  bool has_pending_push() const { return push_ != nullptr; }
+  bool is_pending_push_done() const { return push_ == nullptr || push_->done(); }
+
+  int64_t rank() const { return rank_; }
+  // The epoch of the run, or of the last one while the server is unreachable.
+  int64_t run_epoch() const { return run_epoch_; }
+  bool is_away() const { return run_ == nullptr; }  // Nothing can be pushed now.
+  // A newer run pushes, or the model was rolled back: this engine never pushes again.
+  bool is_fenced() const;
+  // Why nothing can be pushed now.
+  absl::Status AwayError() const;
+  // The error of the last try to rejoin; OK: there was none.
+  absl::Status RejoinError() const;
+  bool is_closed() const { return is_closed_; }  // EndPushes() or Leave() was called.
+  const std::vector<RunPlan::Entry>& tracks() const { return due_.tracks(); }
+
+  // Any thread may call these. A push that has just ended may not be counted yet.
+  int64_t step() const { return step_.load(std::memory_order_relaxed); }
+  struct Progress {
+    Stats stats;
+    std::optional<Version> version;  // As StepPusher::version().
+  };
+  Progress progress() const ABSL_LOCKS_EXCLUDED(progress_mu_);
+
+ private:
+  // The weights of a step, kept so that they can be pushed again while they are the same.
+  struct Push {
+    int64_t step = 0;
+    TrainingTime time;
+    bool frozen_changed = false;
+    StepWeights weights;  // Without the layout's last shards, if these are frozen and omitted.
+    std::shared_ptr<TrainingStep> training_step;
+  };
+
+  bool waits() const { return options_.on_error == OnError::kWait; }
+  bool IsInterrupted() const { return options_.is_interrupted && options_.is_interrupted(); }
+  void UpdateProgress(absl::FunctionRef<void(Progress&)> update) ABSL_LOCKS_EXCLUDED(progress_mu_);
+  void Log(LogLevel level, std::string_view text) const { log_.Write(level, text); }
+
+  absl::Status PushIfDue(const std::shared_ptr<TrainingStep>& training_step);
+  // The tracks that a push at `now` would update.
+  absl::StatusOr<std::vector<DueTracks::Due>> DueAt(const TrainingTime& now) const;
+  absl::Status ReadAndStart(const TrainingTime& now, std::shared_ptr<TrainingStep> training_step);
+  absl::Status Start(Push push);
+  // Whether there is a run to push step `next_step` to; with kWait, waits for one.
+  bool IsBack();
+  bool HasPreviousEnded();
+  // Takes the result of the pending push if it has ended. `because`: the error that counts in place
+  // of the push's own.
+  void Harvest(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());
+  // Takes the run that has been rejoined; waits for it until then.
+  void AdoptRejoinedRun(SteadyTime until);
+  // Counts the updates that the server of the rejoined run has lost.
+  void CountLostUpdates();
+  // Warns of them, when the next step to be pushed is known.
+  void WarnOfLostUpdates(int64_t next_step);
+  void CountPushed(Version version);
+  // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
+  // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
+  // a push has succeeded, since the ranks may be at different steps.
+  void Settle(SteadyTime until);
+  void PushAgain(SteadyTime until);
+  void AbandonRetry();
+  // Tells the server that this rank will not push the step, so that no other rank waits for it.
+  void ReportAbandonedStep(int64_t step, const absl::Status& why) const;
+  // Ends the pending push, which reads no weights any more.
+  void Drop(const std::string& problem);
+  std::unique_ptr<PendingPush> TakePush();
+  // Counts a step that was not pushed, or keeps it to push it again; starts to rejoin if the error
+  // means an outage.
+  void Skip(int64_t step, const absl::Status& error, std::unique_ptr<PendingPush> lost = nullptr);
+  void ReportSkip(int64_t step, const absl::Status& error);
+  void CountWait(SteadyTime start);
+
+  const Options options_;
+  const std::shared_ptr<const RunJoiner> joiner_;
+  const int64_t rank_;
+  TrainerLog log_;
+  DueTracks due_;
+  bool is_closed_ = false;
+  std::atomic<int64_t> step_;
+  std::unique_ptr<Run> run_;  // Null while the server is unreachable, and after Leave().
+  int64_t run_epoch_;
+  // What is left of max_wait until the end of the next AfterStep().
+  absl::Duration wait_left_;
+  // False: the last push failed, so the ranks may push at different steps.
+  bool in_step_ = true;
+
+  // The digest of the frozen tensors that the server has, if this rank knows: of its last push, if
+  // that succeeded. Before the first push the run has none.
+  std::optional<std::string> served_frozen_;
+  std::string pushed_frozen_;
+  bool has_pushed_ = false;
+
+  std::vector<std::shared_ptr<const void>> owners_;  // Of the memory that the push reads.
+  bool reads_gpu_ = false;
+  int64_t pending_step_ = 0;
+  bool has_waited_ = false;  // For the reply to the pending push.
+  std::unique_ptr<PendingPush> push_;
+  // Not null while the server is unreachable, and after this run was fenced.
+  std::unique_ptr<Rejoiner> rejoiner_;
+  // What the server has lost, until WarnOfLostUpdates(): the text before and after the next step.
+  struct LostUpdates {
+    std::optional<int64_t> from_step;  // Absent: the server has forgotten the model.
+    int64_t to_step = 0;
+    int64_t count = 0;
+  };
+  std::optional<LostUpdates> lost_updates_;
+  // Steps skipped before the outage that lasts now. Absent: there is none.
+  std::optional<int64_t> skipped_before_;
+
+  absl::Status error_;  // For TakeError().
+  // For kWait.
+  Patience patience_;
+  std::optional<Push> pushed_;  // The step of `push_`, while the weights are the same.
+  std::optional<Push> retry_;   // A step that failed and will be pushed again.
+  absl::Status retry_error_;
+
+  mutable absl::Mutex progress_mu_;
+  Progress progress_ ABSL_GUARDED_BY(progress_mu_);
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_

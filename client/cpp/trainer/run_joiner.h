@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How a rank of a trainer rejoins its run after the server was unreachable or restarted.
+#ifndef EMA_CLIENT_CPP_TRAINER_RUN_JOINER_H_
+#define EMA_CLIENT_CPP_TRAINER_RUN_JOINER_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "ema/client.h"
+#include "ema/manifest.h"
+#include "ema/track.h"
+
+namespace ema::client_internal {
+
+// Immutable. One thread at a time may use it.
+class RunJoiner {
+ public:
+  struct Options {
+    std::string model;
+    Manifest manifest;
+    std::vector<TrackConfig> tracks;
+    Client::ModelOptions model_options;
+    // Files that checkpoints of the model have, by name; see Client::AttachFile().
+    std::map<std::string, std::string> files;
+    Client::RunOptions run;  // Its shards are of `manifest`.
+  };
+
+  RunJoiner(std::shared_ptr<Client> client, Options options)
+      : client_(std::move(client)), options_(std::move(options)) {}
+
+  const std::string& model() const { return options_.model; }
+  const Options& options() const { return options_; }
+
+  // Creates the model unless it exists, with its files. Errors as Client::CreateModel().
+  absl::Status CreateModel(absl::Duration timeout) const;
+  // Opens the run of the same launch again; does not wait for the other ranks. The average
+  // continues from where the server has it, so a resume point is not applied again. A server that
+  // keeps no data has forgotten the model: then rank 0 creates it. `last_run_epoch`: as
+  // Client::RunOptions. Errors as Client::OpenRun(); INVALID_ARGUMENT, BAD_LAYOUT: the model has
+  // other tensors now.
+  absl::StatusOr<std::unique_ptr<Run>> Reopen(int64_t last_run_epoch, absl::Duration timeout) const;
+
+ private:
+  const std::shared_ptr<Client> client_;
+  const Options options_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_TRAINER_RUN_JOINER_H_

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/trainer/trainer_log.h"
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/cpp/trainer/patience.h"
+
+namespace ema::client_internal {
+namespace {
+
+// From this TrackVersion::stall_gap on, a track is named, as in the server's log: that of decays of
+// 0.9999 and more.
+constexpr double kStallGap = 5e-4;
+
+}  // namespace
+
+std::string ErrorText(const absl::Status& error) {
+  const ErrorReason reason = GetErrorReason(error);
+  if (reason == ErrorReason::kUnspecified) return std::string(error.message());
+  return absl::StrCat(error.message(), " [", std::string(ErrorReasonName(reason)), "]");
+}
+
+const char* OutlookAfter(const absl::Status& error) {
+  switch (GetErrorReason(error)) {
+    case ErrorReason::kBadLayout:
+      return "and no step can be pushed until the model is as it was at attach() (to go on with "
+             "another, attach anew, to a model of another name)";
+    case ErrorReason::kPlanMismatch:
+      // One reason for both; only the advice depends on the text.
+      return absl::StartsWith(error.message(), "frozen: ")
+                 ? "the average goes on with the next (a step is lost when frozen tensors change "
+                   "on some ranks only; after two they are pushed with each step, until attach() "
+                   "opens another run)"
+                 : "the average goes on when attach(time=) gives the same on all ranks";
+    default:
+      return "the average goes on with the next";
+  }
+}
+
+TrainerLog::TrainerLog(std::string_view model, bool warns_of_all, LogFunction function)
+    : prefix_(absl::StrCat("model \"", std::string(model), "\": ")),
+      warns_of_all_(warns_of_all),
+      function_(std::move(function)) {}
+
+void TrainerLog::Write(LogLevel level, std::string_view text) const {
+  if (function_) function_(level, absl::StrCat(prefix_, std::string(text)));
+}
+
+void TrainerLog::SkippedStep(int64_t step, const absl::Status& error) {
+  int64_t count = 1;
+  if (!IsAway(error) && (!warns_of_all_ || IsFinal(error))) {
+    const Cause cause(error.code(), GetErrorReason(error));
+    if (IsFinal(error)) lasting_causes_.insert(cause);
+    count = ++skip_counts_[cause];
+  }
+  const bool is_power_of_two = (count & (count - 1)) == 0;
+  std::string text = absl::StrCat("push of step ", step, " skipped, ", OutlookAfter(error), ": ",
+                                  ErrorText(error));
+  if (is_power_of_two && count > 1) {
+    absl::StrAppend(&text, " (", count, " steps by now; the next warning is at ", 2 * count, ")");
+  }
+  Write(is_power_of_two ? LogLevel::kWarning : LogLevel::kDebug, text);
+}
+
+void TrainerLog::PushSucceeded() {
+  std::erase_if(skip_counts_,
+                [this](const auto& entry) { return lasting_causes_.count(entry.first) == 0; });
+}
+
+void TrainerLog::WarnOfStalledTracks(const Version& version) {
+  const auto check = [this](const std::string& track, const std::string& pattern,
+                            const TrackVersion& record) {
+    if (record.stall_gap < kStallGap) return;
+    if (!stalled_.emplace(track, pattern, record.config).second) return;
+    Write(LogLevel::kWarning,
+          absl::StrFormat("track \"%s\"%s: an update has the weight %.3g, below what float32 can "
+                          "resolve: values stall within %.2g of their size short of the average. "
+                          "With compensated=True, at twice the server's memory, they do not",
+                          track, pattern.empty() ? "" : absl::StrCat(", \"", pattern, "\""),
+                          record.update_weight, record.stall_gap));
+  };
+  for (const TrackVersion& track : version.tracks) {
+    check(track.track, "", track);
+    for (const TrackVersion& rule : track.rules) check(track.track, rule.track, rule);
+  }
+}
+
+}  // namespace ema::client_internal

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a trainer's log says about pushes.
+#ifndef EMA_CLIENT_CPP_TRAINER_TRAINER_LOG_H_
+#define EMA_CLIENT_CPP_TRAINER_TRAINER_LOG_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "ema/error_reason.h"
+#include "ema/model_info.h"
+#include "server/base/log_event.h"
+
+namespace ema::client_internal {
+
+// Null: nothing is logged.
+using LogFunction = std::function<void(LogLevel level, const std::string& text)>;
+
+// The message, followed by the reason in brackets if there is one.
+std::string ErrorText(const absl::Status& error);
+
+// What happens to the average after a step that was skipped for this reason.
+const char* OutlookAfter(const absl::Status& error);
+
+// Writes lines that begin with the model's name, and decides which of many skipped steps are worth
+// a warning. For one thread; Write() is for any.
+class TrainerLog {
+ public:
+  // `warns_of_all`: of every skipped step that has its cause outside of this rank.
+  TrainerLog(std::string_view model, bool warns_of_all, LogFunction function);
+
+  void Write(LogLevel level, std::string_view text) const;
+
+  // A step was skipped. Of several with the same cause the 1st, 2nd, 4th, 8th, ... is a warning,
+  // the others are debug lines. An outage is always worth a warning: while it lasts nothing is
+  // tried.
+  void SkippedStep(int64_t step, const absl::Status& error);
+  // A push has succeeded: causes that are over are counted from the beginning again.
+  void PushSucceeded();
+  // Warns once of each schedule whose updates are too small for float32.
+  void WarnOfStalledTracks(const Version& version);
+
+ private:
+  using Cause = std::pair<absl::StatusCode, ErrorReason>;
+
+  const std::string prefix_;
+  const bool warns_of_all_;
+  const LogFunction function_;
+  std::map<Cause, int64_t> skip_counts_;
+  // Causes that a push that succeeds does not end, such as weights that are not finite.
+  std::set<Cause> lasting_causes_;
+  // Track, pattern of the rule, and schedule.
+  std::set<std::tuple<std::string, std::string, std::string>> stalled_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_TRAINER_TRAINER_LOG_H_

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's pushes: reads the weights for the engine, and notices who writes them meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from ema_client import _ema
+from ema_client._client.arrays import read_all, some
+from ema_client._client.gpu import current_streams, is_capturing
+from ema_client._client.pieces import BoxCache
+from ema_client._client.types import Stats, Version, time_after, version_from
+from ema_client._errors import EmaError, failure_of
+from ema_client._trainer.changes import Changes
+from ema_client._trainer.frozen import FrozenTensors
+from ema_client._trainer.guard import WRITTEN_SINCE, PushedWeights, WatchedWeights
+from ema_client._trainer.joining import Joined
+from ema_client._trainer.push import PushOptions
+
+_logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# How long an interpreter that ends without close(), and an exception, wait for the last push.
+EXIT_WAIT_S = 1.0
+
+
+class Pusher:
+    """Follows a training loop. The engine decides which steps are pushed, and what happens to those that
+    cannot be. For the training thread; `look`, `stats`, `version` and `step` are for any.
+
+    Attributes:
+        options: the arguments of `attach`.
+        lock: held by the thread that is in a method or hook of the attachment.
+        pid: of the process that trains; a forked child does nothing.
+        engine: the protocol.
+        has_stepped: a step was counted.
+        is_closed: nothing is counted any more.
+        resumed_unasked: the version from which the averages continue, though the trainer has not said
+            that it resumes; None: there is none.
+        follow: called when a step has been counted, and pushed if it was due.
+        error: raised by `raise_error`, beside the engine's.
+        more_wait_seconds: that the training has waited for something else than pushes.
+    """
+
+    def __init__(
+        self, options: PushOptions, joined: Joined, weights: PushedWeights, frozen: FrozenTensors
+    ) -> None:
+        self.options = options
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        self.has_stepped = False
+        self.is_closed = False
+        self.follow: Callable[[], None] | None = None
+        self.error: EmaError | None = None
+        self.more_wait_seconds = 0.0
+        # The training thread, by what it did last.
+        self._trainer = threading.get_ident()
+        self._changes = Changes(options.model_name, options.tensors_of())
+        self._weights = weights
+        self._frozen = frozen
+        # For `check`: what the last push reads in place.
+        self._watched = WatchedWeights() if options.check else None
+        self._boxes = BoxCache()
+        # GPUs that the last push reads from.
+        self._gpus: frozenset[int] = frozenset()
+        # What reading the weights has failed with last: the engine has its text only.
+        self._read_failure: EmaError | None = None
+        self.adopt(joined)
+
+    def adopt(self, joined: Joined) -> None:
+        """Pushes to a run that no step has been pushed to."""
+        options = self.options
+        self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
+        self.engine = joined.make_engine(
+            step=joined.step,
+            max_wait_s=options.max_wait_s,
+            timeout_s=options.timeout_s,
+            on_error=options.on_error,
+            max_outage_s=options.max_outage_s,
+            check=options.check,
+        )
+        self.resumed_unasked = joined.unasked
+        self._version: Version | None = None
+
+    @property
+    def version(self) -> Version | None:
+        self.look()
+        fields = self.engine.version
+        if fields is None:
+            self._version = None
+        else:
+            version = version_from(fields)
+            # The same object for the same version.
+            if self._version != version:
+                self._version = version
+        return self._version
+
+    @property
+    def stats(self) -> Stats:
+        self.look()
+        fields = self.engine.stats
+        fields["wait_seconds"] += self.more_wait_seconds
+        return Stats(**fields)
+
+    @property
+    def step(self) -> int:
+        return self.engine.step
+
+    @property
+    def is_in_this_process(self) -> bool:
+        return os.getpid() == self.pid
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a step that is made now counts."""
+        # A step that is captured into a CUDA graph is not made now, nor are its replays seen.
+        return not self.is_closed and self.is_in_this_process and not is_capturing()
+
+    @property
+    def is_training_thread(self) -> bool:
+        return self.is_active and self._trainer == threading.get_ident()
+
+    def training_time(self, step: int) -> dict[str, float]:
+        """After so many steps."""
+        return time_after(self.options.time_of, step)
+
+    def reads_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Whether the last push reads any of these ranges of addresses."""
+        return self._weights.are_in(ranges)
+
+    def wait_released(self) -> None:
+        """Waits until no push reads the weights in place any more."""
+        if is_capturing() or not self.is_in_this_process:
+            return
+        self.give_up_written()
+        self.engine.wait_released(current_streams(self._gpus))
+        if self.options.on_error == "wait":
+            # A push that was made again has marked what it reads; the caller is about to write it.
+            self._weights.unmark()
+
+    def wait_pushed(self, timeout_s: float) -> Version | None:
+        """DeadlineExceededError: the running push has not ended in so long."""
+        if self.is_in_this_process:
+            with self.lock:
+                self.give_up_written()
+                self.engine.wait_pushed(timeout_s)
+                if self.options.on_error == "wait":
+                    self._weights.unmark()
+        return self.version
+
+    def advance(self, step: int) -> None:
+        """The training has done `step` steps: pushes the last one if it is due. Leaves what it fails with
+        for `raise_error`."""
+        self._trainer = threading.get_ident()
+        if not self.has_stepped:
+            self._warn_of_old_weights()
+        self.has_stepped = True
+        reading = _Step(self, step)
+        self.engine.after_step(step, reading)
+        if reading.has_read and self._weights.must_wait:
+            self.wait_released()
+        if self.follow is not None:
+            # Collective: also on a rank that has something to raise.
+            try:
+                self.follow()
+            except EmaError as error:
+                self.error = self.error or error
+
+    def give_up_written(self) -> None:
+        """Abandons the pending push if somebody has written what it reads; with `check` the next hook
+        raises."""
+        if not self.is_active:
+            return
+        written = self._weights.take_written()
+        moved = [] if self._watched is None else self._watched.moved()
+        if written or moved:
+            hint = "" if moved else WRITTEN_SINCE
+            self.engine.abandon_written_push(some(moved or written), hint, bool(moved))
+        elif self._watched is not None:  # What the push has found by itself.
+            self.engine.poll(False)
+
+    def raise_error(self) -> None:
+        """Raises what a step was lost for, as on_error asks, or what following a step has failed with."""
+        with self.lock:
+            error, self.error = self.error, None
+            try:
+                self.engine.raise_error()
+            except EmaError as raised:
+                read = self._read_failure
+                error = read if read is not None and str(read) == str(raised) else raised
+        # Not inside `except`: the traceback would show both.
+        if error is not None:
+            raise error
+
+    def look(self) -> None:
+        """Takes the result of the pending push, unless another thread may be about to. What failed only
+        the thread that trains: it may tell the server, while the next hook would wait for this one.
+        """
+        if not self.is_in_this_process:
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self.engine.poll(threading.get_ident() != self._trainer)
+            finally:
+                self.lock.release()
+
+    def _warn_of_old_weights(self) -> None:
+        old = self.resumed_unasked
+        if old is not None and self.engine.rank == 0:
+            _logger.warning(
+                'model "%s": its averages go on from version %d (step %d), which an earlier run has '
+                "made, with this run's weights. To begin anew, take another name or delete the model; "
+                "to go on where this trainer stands, attach(..., resume=) with the state_dict() in its "
+                "checkpoint",
+                self.options.model_name,
+                old.number,
+                old.step,
+            )
+
+    def _frozen_digest(self) -> str:
+        tensors = self.options.tensors_of()
+        self._changes.look(tensors)
+        return self._frozen.digest(tensors)
+
+    def _read(
+        self, trained: bool, frozen: bool
+    ) -> tuple[Sequence[_ema.Array], Sequence[tuple[int, int]]]:
+        names = self._pushed_names
+        if not frozen:
+            names -= self._frozen.names
+        elif not trained:
+            names &= self._frozen.names
+        weights = self._weights.take(self.options.tensors_of(), names)
+        if trained and self._watched is not None:
+            self._watched.watch(weights)
+        arrays = read_all(weights, self._boxes)
+        self._gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
+        return arrays, current_streams(self._gpus)
+
+
+class _Step:
+    """What the engine asks for at one step: the time of each, the rest only if an update is due."""
+
+    def __init__(self, pusher: Pusher, step: int) -> None:
+        self._pusher = pusher
+        self._step = step
+        self.has_read = False
+
+    def time(self) -> dict[str, float]:
+        return self._kept(lambda: self._pusher.training_time(self._step))
+
+    def frozen_digest(self) -> str:
+        return self._kept(self._pusher._frozen_digest)
+
+    def read(
+        self, trained: bool, frozen: bool
+    ) -> tuple[Sequence[_ema.Array], Sequence[tuple[int, int]]]:
+        """Arrays of the shards that are trained, of those that are frozen, or of both; and the streams
+        on which the GPUs of these work."""
+        self.has_read = True
+        return self._kept(lambda: self._pusher._read(trained, frozen))
+
+    def _kept(self, function: Callable[[], Result]) -> Result:
+        try:
+            return function()
+        except Exception as raised:  # No memory, or the user's `time`: the training goes on.
+            self._pusher._read_failure = failure_of(raised)
+            raise self._pusher._read_failure

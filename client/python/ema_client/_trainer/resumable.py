@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving where an attachment stands, and continuing from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ema_client._client.client import Client
+from ema_client._errors import (
+    AbortedError,
+    DeadlineExceededError,
+    EmaError,
+    FailedPreconditionError,
+    UnavailableError,
+)
+from ema_client._trainer.joining import Joined
+from ema_client._trainer.pusher import Pusher
+from ema_client._trainer.resume import State, labels_stay, save, trim, warn_of_no_state
+
+
+class ResumableState:
+    """What a trainer's checkpoint needs of an attachment; see its `state_dict` and `load_state_dict`."""
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        client: Client,
+        join_at: Callable[[Mapping[str, Any] | None], Joined | None],
+        *,
+        keep: int,
+    ) -> None:
+        """`join_at`: opens a run that resumes from a state; collective. `keep`: the server keeps so many
+        of the newest states."""
+        self._pusher = pusher
+        self._client = client
+        self._join_at = join_at
+        self._keep = keep
+        self._model_name = pusher.options.model_name
+        # The label that a state from before the first step has made; of rank 0.
+        self._template: str | None = None
+
+    def save(self, timeout_s: float | None) -> dict[str, int | str] | None:
+        """As `Attachment.state_dict`."""
+        pusher = self._pusher
+        options = pusher.options
+        if timeout_s is None:
+            longest_outage_s = options.max_outage_s if options.on_error == "wait" else 0.0
+            timeout_s = max(options.timeout_s, longest_outage_s)
+        try:
+            return self._state(timeout_s).to_dict()
+        except (UnavailableError, DeadlineExceededError) as error:
+            problem: EmaError = error
+            if pusher.engine.is_away:
+                problem = pusher.engine.away_error()
+            elif not error.reason:  # Not the server's own word, such as one about its disk.
+                problem = type(error)(
+                    f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}'
+                )
+            if options.on_error != "skip":
+                raise problem from None
+        warn_of_no_state(pusher.step, problem)
+        return None
+
+    def _state(self, timeout_s: float) -> State:
+        """Where it stands, saved by rank 0."""
+        pusher = self._pusher
+        engine = pusher.engine
+        pusher.wait_pushed(timeout_s)
+        pusher.raise_error()
+        if engine.is_away and not engine.is_fenced and pusher.options.on_error != "wait":
+            raise engine.away_error()
+        # Not this rank's last reply: after a restart of the server the average may be an earlier one.
+        # Until this rank pushes again, nothing can be committed, so all ranks find the same.
+        # To look takes some time, also where the push is given none.
+        latest = self._client.model(self._model_name, timeout_s=timeout_s or None).latest
+        if engine.is_fenced or (latest is not None and latest.run_epoch > engine.run_epoch):
+            raise AbortedError(
+                f'model "{self._model_name}": the average is not this run\'s any more: a newer one has '
+                "begun, or it was rolled back",
+                reason="FENCED",
+            )
+        if latest is not None and latest.step > pusher.step:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": the average is of step {latest.step}, the trainer at step '
+                f"{pusher.step}",
+                reason="RESUME_MISMATCH",
+            )
+        state = State(
+            model=self._model_name,
+            step=pusher.step,
+            version=0 if latest is None else latest.number,
+            incarnation=0 if latest is None else latest.incarnation,
+        )
+        if latest is not None and engine.rank == 0:
+            if pusher.has_stepped:
+                save(self._client, state, latest)
+                trim(self._client, self._model_name, keep=self._keep)
+            else:
+                # It may be but the template of what is loaded next (by dcp.load): nothing goes for it.
+                is_new = state.label not in self._client.labels(self._model_name)
+                save(self._client, state, latest)
+                self._template = state.label if is_new else self._template
+        return state
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """As `Attachment.load_state_dict`."""
+        pusher = self._pusher
+        if pusher.has_stepped or pusher.is_closed:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": load_state_dict comes before the first step, and this is '
+                f"step {pusher.step}",
+                reason="BAD_REQUEST",
+            )
+        joined = self._join_at(state)
+        loaded: str | None = None
+        if joined is not None and state is not None:
+            loaded = State.from_dict(state, model=self._model_name).label
+            before = pusher.engine
+            pusher.adopt(joined)
+            before.leave()
+        template, self._template = self._template, None
+        if template is not None and template != loaded:
+            with labels_stay(self._model_name):
+                self._client.remove_label(self._model_name, template)
