@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -15,16 +16,23 @@ from server_process import ROOT
 pytestmark = pytest.mark.framework
 
 
-@pytest.fixture(scope="module")
-def configuration() -> dict:
+def read_configuration(*files: str, **environment: str) -> dict:
     compose = pathlib.Path(sys.executable).parent / "docker-compose"
     if not compose.exists():
         pytest.skip("no docker-compose: deploy/setup.sh --all installs it")
-    command = [compose, "-f", ROOT / "deploy/compose.yaml", "config", "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [compose]
+    for file in files:
+        command += ["-f", ROOT / file]
+    command += ["config", "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, "it warns"
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def configuration() -> dict:
+    return read_configuration("deploy/compose.yaml")
 
 
 def test_its_services(configuration):
@@ -64,3 +72,18 @@ def test_programs_of_the_demo_are_where_it_says(configuration):
         (script,) = [word for word in service["command"] if word.endswith(".py")]
         assert (ROOT / script).is_file()
         assert service["depends_on"]["server"]["condition"] == "service_healthy"
+
+
+def test_with_the_edge_only_the_edge_is_reached_from_outside():
+    files = "deploy/compose.yaml", "deploy/edge/compose.yaml"
+    services = read_configuration(*files, EMA_EDGE_FILES="/files")["services"]
+    server, edge = services["server"], services["edge"]
+    assert [port["target"] for port in server["ports"]] == [8080]
+    assert [port["target"] for port in edge["ports"]] == [50051]
+    # The server asks for tokens, and does not count the calls of all clients as the edge's.
+    assert "EMA_ALLOW_UNAUTHENTICATED" not in server["environment"]
+    assert server["environment"]["EMA_AUTH_TOKENS"] == "/etc/ema/tokens"
+    assert server["environment"]["EMA_MAX_CALLS_PER_SECOND"] == "0"
+    assert edge["read_only"] and edge["cap_drop"] == ["ALL"] and edge["user"] == "65532:65532"
+    assert pathlib.Path(edge["build"]["context"]) == ROOT / "deploy/edge"
+    assert edge["environment"]["EMA_EDGE_SERVER"] == "server:50051"
