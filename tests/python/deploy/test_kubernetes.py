@@ -31,21 +31,25 @@ def build(folder: pathlib.Path) -> list[dict]:
     return list(yaml.safe_load_all(done.stdout))
 
 
+def build_with(folder: pathlib.Path, overlay: str, component: str) -> list[dict]:
+    """An overlay with a component, as somebody would add it. kustomize takes only paths relative to it."""
+    root = pathlib.Path(*[".."] * len(folder.parts[1:]), *FOLDER.parts[1:])
+    text = {
+        "resources": [str(root / "overlays" / overlay)],
+        "components": [str(root / "components" / component)],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    return build(folder)
+
+
 @pytest.fixture(scope="module", params=["cpu", "gpu", "cpu+tls"])
 def objects(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, dict]:
     """By kind; of Services the one for clients."""
     overlay, _, component = request.param.partition("+")
-    folder = FOLDER / "overlays" / overlay
     if component:
-        # As somebody would add it. kustomize takes only paths relative to it.
-        folder = tmp_path_factory.mktemp("overlay")
-        root = pathlib.Path(*[".."] * len(folder.parts[1:]), *FOLDER.parts[1:])
-        text = {
-            "resources": [str(root / "overlays" / overlay)],
-            "components": [str(root / "components" / component)],
-        }
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
-    built = build(folder)
+        built = build_with(tmp_path_factory.mktemp("overlay"), overlay, component)
+    else:
+        built = build(FOLDER / "overlays" / overlay)
     return {item["kind"]: item for item in reversed(built)} | {"all": built}
 
 
@@ -219,3 +223,53 @@ def test_the_limit_is_what_the_server_says_it_may_take(container, tmp_path, monk
     # Files and casts have a part of what is left.
     needed_bytes = int(said[1]) - int(said[2])
     assert 1.05 < limit_bytes / needed_bytes < 1.2
+
+
+@pytest.fixture(scope="module")
+def with_edge(tmp_path_factory) -> list[dict]:
+    return build_with(tmp_path_factory.mktemp("overlay"), "cpu", "edge")
+
+
+def named(items: list[dict], kind: str, name: str) -> dict:
+    (found,) = [i for i in items if (i["kind"], i["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_schemas_accept_the_edge(with_edge, version):
+    for item in with_edge:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_the_edge_reaches_the_server_and_clients_reach_the_edge(with_edge):
+    pod = named(with_edge, "Deployment", "ema-edge")["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    service = named(with_edge, "Service", "ema-edge")["spec"]
+    policy = named(with_edge, "NetworkPolicy", "ema-edge")["spec"]
+    assert service["selector"].items() <= labels.items()
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    # What the server's policy asks of clients.
+    assert labels["ema.dev/client"] == "true"
+    # Otherwise all clients have the address of a node, and share its limits.
+    assert service["externalTrafficPolicy"] == "Local"
+    (container,) = pod["spec"]["containers"]
+    server, _, port = environment(container)["EMA_EDGE_SERVER"].partition(":")
+    ports = named(with_edge, "Service", server)["spec"]["ports"]
+    assert int(port) in [item["port"] for item in ports]
+
+
+def test_the_edge_has_no_rights_and_its_key_where_haproxy_looks(with_edge):
+    pod = named(with_edge, "Deployment", "ema-edge")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    certificate = pathlib.PurePath(environment(container)["EMA_EDGE_CERT"])
+    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+    paths = {item["key"]: item["path"] for item in volume["secret"]["items"]}
+    assert str(certificate.parent) == mount["mountPath"]
+    assert paths == {"tls.crt": certificate.name, "tls.key": certificate.name + ".key"}
