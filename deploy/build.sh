@@ -4,22 +4,14 @@
 # Installs what is missing and builds one preset of CMakePresets.json in build/PRESET. The release
 # preset also builds and installs the Python client, by deploy/wheel.sh.
 #
-# Usage: deploy/build.sh [PRESET [-DOPTION=VALUE... | TARGET...]]
+# Usage: deploy/build.sh [PRESET [-DOPTION=VALUE...]]
 #   PRESET            release by default
 #   -DOPTION=VALUE    passed on to CMake
-#   TARGET            build only these; without one, everything
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
 preset=${1:-release}
 shift || true
-options=() targets=()
-for argument; do
-  case $argument in
-    -D*) options+=("$argument") ;;
-    *) targets+=(--target "$argument") ;;
-  esac
-done
 deploy/setup.sh
 [[ $preset != clang ]] || command -v clang++ >/dev/null ||
   fail "there is no clang++: deploy/setup.sh --all installs it (Debian package clang)"
@@ -27,7 +19,7 @@ lock build
 log=build/$preset.log
 : >"$log"
 limit_compilations
-step "configure $preset" "$log" cmake --preset "$preset" "${options[@]}"
-step "build $preset (minutes, the first time)" "$log" cmake --build --preset "$preset" "${targets[@]}"
+step "configure $preset" "$log" cmake --preset "$preset" "$@"
+step "build $preset (minutes, the first time)" "$log" cmake --build --preset "$preset"
 
 [[ $preset != release ]] || deploy/wheel.sh

@@ -5,10 +5,11 @@
 # (Composer and Ray, for comparisons with them, each in one more: build/venv-composer, build/venv-bench).
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
-# Usage: deploy/setup.sh [--server|--cuda|--client|--all|--bench]
+# Usage: deploy/setup.sh [--server|--cuda|--client|--demo|--all|--bench]
 #   --server  only what building the server and emactl needs
 #   --cuda    the same, and NVIDIA's compiler
 #   --client  only what building the Python client needs
+#   --demo    what deploy/demo.sh needs: not what building the tests needs
 #   --all     also what only tests/run.sh --all needs
 #   --bench   also the peers of tests/bench/run.sh
 set -euo pipefail
@@ -27,6 +28,7 @@ case ${1-} in
     packages=(deploy/packages-server.txt)
     requirements=(-r deploy/requirements-client.txt)
     ;;
+  --demo) packages=(deploy/packages-server.txt) ;;
   --all)
     packages+=(deploy/packages-all.txt)
     requirements=(-r deploy/requirements-all.txt)
