@@ -4,7 +4,7 @@
 // repeat, abandon, double and die, and connections are cut, delayed and stalled: no reader ever
 // sees anything but one whole step, the newest that it could know of or a newer one.
 //
-// EMA_FILL_PULLS: pulls to make at least; EMA_FILL_SCALE: the model's size.
+// EMA_FILL_SCALE: the model's size.
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -19,6 +19,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "tests/integration/fill_rank.h"
+#include "tests/testutil/campaign.h"
 #include "tests/testutil/server_process.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/tcp_proxy.h"
@@ -30,6 +31,10 @@ using ::testing::IsEmpty;
 
 constexpr int kPullers = 8;
 constexpr int64_t kPinnedVersions = 32;
+// The least numbers of pulls.
+constexpr int64_t kCampaignPulls = 100'000;
+constexpr int64_t kLargeModelCampaignPulls = 10'000;
+constexpr int64_t kSamplePulls = 3000;
 // Between two faults; fewer make the run invalid.
 constexpr int64_t kLeastPulls = 20;
 constexpr int64_t kLeastVersions = 2;
@@ -198,8 +203,10 @@ class UniformFillTest : public testing::Test {
     if (watcher_.joinable()) watcher_.join();
   }
 
-  const int64_t least_pulls_ = FromEnvironment("EMA_FILL_PULLS", 3000);
   const int64_t scale_ = FromEnvironment("EMA_FILL_SCALE", 1);
+  const int64_t least_pulls_ = !IsCampaign() ? kSamplePulls
+                               : scale_ > 1  ? kLargeModelCampaignPulls
+                                             : kCampaignPulls;
   FillLives lives_;
   History history_;
   FillCounts counts_;

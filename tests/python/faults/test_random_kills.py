@@ -2,7 +2,7 @@
 """kill -9 of a real server at random, while 4 ranks push, 4 evaluators pull and one client saves.
 
 Nothing that was answered as durable is lost, versions never repeat, and every pull is one whole step with the
-average that belongs to it. EMA_KILLS: how many kills; EMA_KILL_SEED: another choice of their moments.
+average that belongs to it. EMA_KILLS: how many kills; TEST_SEED: another choice of their moments.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from kill_history import History, fill_value, id_of
 from server_process import ServerProcess
-from testing import wait_for
+from testing import CAMPAIGN_SEED, IS_CAMPAIGN, wait_for
 
 MODEL = "filled"
 RANKS = 4
 READERS = 4
 # Of the lives so many are killed soon after their first version, however little went on.
 EARLY_SHARE = 0.2
-FEW_KILLS = int(os.environ.get("EMA_KILLS", 10))
+KILLS = int(os.environ.get("EMA_KILLS", 200 if IS_CAMPAIGN else 10))
 # For the time limit; where nothing else runs it takes two.
 S_PER_KILL = 12
 # A client's calls, where much else runs.
@@ -142,17 +142,11 @@ def await_moment(history: History, chance: random.Random) -> None:
     time.sleep(chance.uniform(0.0, 0.2 if is_early else 1.2))
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(FEW_KILLS, marks=pytest.mark.timeout(300 + S_PER_KILL * FEW_KILLS)),
-        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300 + S_PER_KILL * 200)]),
-    ],
-)
-def test_nothing_durable_is_lost(tmp_path, kills):
-    seed = int(os.environ.get("EMA_KILL_SEED", 20240607))
-    print(f"EMA_KILL_SEED={seed}")
-    chance = random.Random(seed)
+@pytest.mark.campaign
+@pytest.mark.timeout(300 + S_PER_KILL * KILLS)
+def test_nothing_durable_is_lost(tmp_path):
+    print(f"TEST_SEED={CAMPAIGN_SEED}")
+    chance = random.Random(CAMPAIGN_SEED)
     history = History()
     valid = others = 0
     was_thick = False
@@ -172,7 +166,7 @@ def test_nothing_durable_is_lost(tmp_path, kills):
                     valid += was_thick and is_thick
                     others += not (was_thick and is_thick)
                 was_thick = is_thick
-                if history.is_violated() or valid >= kills:
+                if history.is_violated() or valid >= KILLS:
                     break
                 history.on_kill()
                 server.kill()

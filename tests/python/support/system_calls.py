@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import os
 import pathlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 # Everything by which a program touches files. "?": not on every machine.
 FILE_CALLS = """
@@ -91,15 +92,34 @@ def is_of_data(name: str, text: str) -> bool:
     return not (name == "write" and text.startswith("1,"))
 
 
-def for_each(points: Sequence[Point], check: Callable[[Point, int], None]) -> list[str]:
-    """Calls check(point, its number) on all cores; what went wrong where."""
+def for_each(points: Iterable[Point], check: Callable[[Point, int], None]) -> tuple[int, list[str]]:
+    """Calls check(point, its number) on all cores, each point only when a core is free for it.
+
+    Returns how many points were checked, and what went wrong where.
+    """
+    numbered = enumerate(points)
+    mutex = threading.Lock()
+    checked = 0
     problems = []
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        checks = {pool.submit(check, point, i): point for i, point in enumerate(points)}
-        for done in concurrent.futures.as_completed(checks):
-            if done.exception() is not None:
-                problems.append(f"{checks[done]}: {done.exception()}")
-    return problems
+
+    def check_points() -> None:
+        nonlocal checked
+        while True:
+            with mutex:
+                number, point = next(numbered, (0, None))
+            if point is None:
+                return
+            try:
+                check(point, number)
+            except Exception as error:
+                problems.append(f"{point}: {error}")
+            with mutex:
+                checked += 1
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in range(os.cpu_count() or 1):
+            pool.submit(check_points)
+    return checked, problems
 
 
 def write_killed_binary(script: pathlib.Path, binary: pathlib.Path, point: Point) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,11 @@ SUPPORT = pathlib.Path(__file__).parent
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
 _COMPOSER_PYTHON = ROOT / "build/venv-composer/bin/python"
 
+# True if every case of the tests marked "campaign" is to be tried: tests/run.sh --campaign. Otherwise they try a sample,
+# which the seed chooses. As in tests/testutil/campaign.h.
+IS_CAMPAIGN = "TEST_CAMPAIGN" in os.environ
+CAMPAIGN_SEED = int(os.environ.get("TEST_SEED", 0))
+
 # HealthCheckResponse{status}
 SERVING = b"\x08\x01"
 NOT_SERVING = b"\x08\x02"
@@ -40,6 +46,19 @@ def wait_for(
         assert is_in_time, f"not within {timeout_s} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.005)
     return found
+
+
+def sample(cases: Sequence[Found], seconds: float) -> Iterator[Found]:
+    """Yields all cases in a campaign, otherwise random ones until the time is over, at least one. Prints the seed."""
+    if IS_CAMPAIGN:
+        yield from cases
+        return
+    print(f"TEST_SEED={CAMPAIGN_SEED}")
+    deadline = time.monotonic() + seconds
+    for case in random.Random(CAMPAIGN_SEED).sample(cases, len(cases)):
+        yield case
+        if time.monotonic() > deadline:
+            return
 
 
 def step_until(
