@@ -21,10 +21,13 @@ esac
 lock tests
 new_results build/tests
 
-# ctest_report NAME PRESET OPTION...
+# ctest_report NAME PRESET OPTION...: beside the report of ctest those of the suites, in a folder.
 ctest_report() {
+  local suites=build/$2/tests/reports
+  rm -rf "$suites"
   report "$1" ctest --preset "$2" --parallel "$(nproc)" --timeout 300 \
     --output-junit "$root/$results/$1.xml" "${@:3}"
+  [[ ! -d $suites ]] || mv "$suites" "$results/$1"
 }
 
 # pytest_report NAME OPTION...

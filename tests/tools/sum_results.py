@@ -4,7 +4,8 @@
 was, after what failed and why something was skipped.
 
 Usage: sum_results.py FOLDER, with the JUnit reports of ctest, GoogleTest and pytest, and checks.tsv,
-each line of which is the verdict and the name of one other check.
+each line of which is the verdict and the name of one other check. To ctest a GoogleTest suite is one
+test: the reports of the suites in NAME.xml are in the folder NAME, and the tests in them are counted.
 
 Exits with 1 if anything failed or was cut off, or nothing passed.
 """
@@ -52,6 +53,21 @@ def read_case(case: ElementTree.Element, suite: str) -> Result:
     return Result(name, PASSED)
 
 
+def read_entry(case: ElementTree.Element, report: Path) -> Iterator[Result]:
+    """Yields the results of one test of ctest, of whose own tests there may be a report."""
+    suite = report.parent.name
+    entry = read_case(case, suite)
+    suffix = ".OnFake" if entry.name.endswith(".OnFake") else ""
+    if not report.exists():  # It is no GoogleTest suite, or it ended before its last test.
+        yield entry
+        return
+    results = [read_case(test, suite) for test in ElementTree.parse(report).iter("testcase")]
+    yield from (result._replace(name=result.name + suffix) for result in results)
+    # A process can also fail after its last test.
+    if entry.verdict == FAILED and FAILED not in [result.verdict for result in results]:
+        yield entry
+
+
 def read_results(folder: Path) -> Iterator[Result]:
     checks = folder / "checks.tsv"
     for line in checks.read_text().splitlines() if checks.exists() else []:
@@ -66,7 +82,9 @@ def read_results(folder: Path) -> Iterator[Result]:
             continue
         if not cases:
             yield Result(suite, FAILED, "ran no test")
-        yield from (read_case(case, suite) for case in cases)
+        for case in cases:
+            name = case.get("name", "").replace("/", ".")
+            yield from read_entry(case, folder / suite / f"{name}.xml")
 
 
 def main() -> int:

@@ -75,3 +75,31 @@ def test_a_report_is_of_tests_that_ran(tmp_path: pathlib.Path) -> None:
         "failed: none: ran no test",
         "1 passed, 2 failed, 0 skipped",
     ]
+
+
+def test_the_tests_of_a_suite_are_counted(tmp_path: pathlib.Path) -> None:
+    """To ctest a suite is one test; one that crashes has no report, or one of tests that all passed."""
+    entries = [("Good", "run"), ("Typed/0", "run"), ("Crashed", "fail"), ("Leaks", "fail")]
+    problem = {"run": "", "fail": "<failure message='Failed'/>"}
+    (tmp_path / "cpp.xml").write_text(
+        "<testsuite>"
+        + "".join(
+            f"<testcase name='{name}' classname='{name}' status='{status}'>{problem[status]}</testcase>"
+            for name, status in entries
+        )
+        + "</testsuite>"
+    )
+    (tmp_path / "cpp").mkdir()
+    passed = "<testcase name='A' classname='S' status='run'/>"
+    skipped = "<testcase name='B' classname='S' status='run'><skipped message='f.cc:1&#x0A;no GPU'/></testcase>"
+    for report, cases in (("Good", passed + skipped), ("Typed.0", passed), ("Leaks", passed)):
+        (tmp_path / "cpp" / f"{report}.xml").write_text(f"<testsuites>{cases}</testsuites>")
+    assert run(tmp_path, "true") == (
+        1,
+        [
+            "skipped: cpp: S.B: no GPU",
+            "failed: cpp: Crashed: Failed",
+            "failed: cpp: Leaks: Failed",
+            "3 passed, 2 failed, 1 skipped",
+        ],
+    )
