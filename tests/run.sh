@@ -49,12 +49,6 @@ check_scripts() {
     xargs -0 shellcheck -x -P SCRIPTDIR -S warning
 }
 
-# After the build of the clang preset, of which it needs the generated headers.
-check_tidy() {
-  run-clang-tidy -quiet -p build/clang "$root/(client|server)/.*\.cc$" 2>&1 |
-    sed -E '/^clang-tidy|warnings generated\.$/d'
-}
-
 sum_up() {
   python3 tests/tools/sum_results.py "$results"
   exit
@@ -90,8 +84,7 @@ pytest_report python -m 'not container' "${side_by_side[@]}"
 pytest_report containers -m container
 check "clang-format" check_format
 check "shellcheck" check_scripts
-check "clang thread-safety analysis" deploy/build.sh clang -DEMA_BUILD_TESTS=OFF "${cuda[@]}" &&
-  check "clang-tidy" check_tidy
+check "clang thread-safety analysis and clang-tidy" deploy/build.sh clang "${cuda[@]}"
 check "black" build/venv/bin/black --config client/python/pyproject.toml --quiet --check \
   client/python deploy tests
 check "mypy" build/venv/bin/mypy --config-file client/python/pyproject.toml --strict \
