@@ -4,17 +4,23 @@
 # Builds the release preset and passes every fast test of it: C++, Python, and the demo in its short
 # form. Ends with the line "N passed, N failed, N skipped". Reports and logs: build/tests/.
 #
-# Usage: tests/run.sh [--all]
-#   --all  also the tests labelled slow, framework, container and sanitizer, the thread-safety
-#          analysis of clang, clang-tidy, shellcheck, and the checks of format and types
+# Usage: tests/run.sh [--all | --campaign]
+#   --all       also the tests labelled slow, framework, container and sanitizer; the unit and
+#               integration tests with AddressSanitizer, and those of threads with ThreadSanitizer;
+#               clang's thread-safety analysis, clang-tidy, shellcheck, and the checks of format and
+#               types
+#   --campaign  only the tests labelled campaign, with all of their cases: every system call that
+#               fails, ten thousand losses of power, 200 kills. Without it, these tests
+#               try a sample; TEST_SEED=N chooses which
 set -uo pipefail
 source "$(dirname "$0")/../deploy/common.sh"
 source tests/tools/checks.sh
 
-all=false
+all=false campaign=false
 case ${1-} in
   "") ;;
   --all) all=true ;;
+  --campaign) campaign=true ;;
   *) fail "unknown option $1; see the top of $0" ;;
 esac
 
@@ -54,8 +60,11 @@ sum_up() {
   exit
 }
 
-if $all; then
+if $all || $campaign; then
   deploy/setup.sh --all
+  # Another sample each time.
+  export TEST_SEED=${TEST_SEED:-$RANDOM}
+  say "TEST_SEED=$TEST_SEED"
 fi
 # Without a CUDA compiler what it compiles is not built, nor are the tests of that.
 cuda=()
@@ -70,6 +79,12 @@ if ! command -v nvcc >/dev/null; then
 fi
 if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON "${cuda[@]}"; then
   record failed "build release"
+  sum_up
+fi
+if $campaign; then
+  export TEST_CAMPAIGN=1
+  ctest_report cpp release --label-regex '^campaign$'
+  pytest_report python -m campaign "${side_by_side[@]}"
   sum_up
 fi
 if ! $all; then
