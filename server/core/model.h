@@ -40,6 +40,7 @@
 #include "server/core/push_session.h"
 #include "server/core/rank_push.h"
 #include "server/core/reading.h"
+#include "server/core/reading_cache.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/trainer_run.h"
@@ -238,16 +239,15 @@ class Model : public std::enable_shared_from_this<Model> {
   // VERSION_NOT_KEPT comes before TRACK_NOT_FOUND: a version elsewhere may have the track.
   absl::StatusOr<std::shared_ptr<Reading>> OpenReading(std::string_view track, int64_t version,
                                                        int64_t incarnation, Selection selection)
-      ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
+      ABSL_LOCKS_EXCLUDED(mu_);
   // The same of a version that is not in memory: its one track has TrackSnapshot::stored. Pins
   // nothing. INVALID_ARGUMENT: as Reading::Create(). Or the model is closed.
   absl::StatusOr<std::shared_ptr<Reading>> ReadStored(SnapshotRef snapshot, Selection selection)
-      ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
+      ABSL_LOCKS_EXCLUDED(mu_);
   // What ReadStored() has given before, while somebody holds it, so that the version need not be
   // opened again; null: there is none, or the model is closed. Never blocks.
   std::shared_ptr<Reading> FindStoredReading(const VersionId& id, std::string_view track,
-                                             const Selection& selection)
-      ABSL_LOCKS_EXCLUDED(mu_, readings_mu_);
+                                             const Selection& selection) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Keeps a version alive for a reader until the result is dropped: O(1), no copy. `version` 0: the
   // newest; `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
@@ -468,17 +468,6 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_LOCKS_EXCLUDED(mu_);
   void KeepStatistics(const VersionId& id, const TrackStatistics& statistics)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // The one of that selection that somebody holds and `is_it`. There is none: `made`, which may be
-  // null, and is found from here on.
-  std::shared_ptr<Reading> FindReading(const Selection& selection,
-                                       absl::FunctionRef<bool(const Reading&)> is_it,
-                                       const std::shared_ptr<Reading>& made = nullptr)
-      ABSL_LOCKS_EXCLUDED(readings_mu_);
-  // Of a track that the snapshot may have.
-  absl::StatusOr<std::shared_ptr<Reading>> ShareReading(SnapshotRef snapshot,
-                                                        const TrackSnapshot& track,
-                                                        Selection selection)
-      ABSL_LOCKS_EXCLUDED(readings_mu_);
   // Where the model stands is what `next` says, from here on. What is no longer kept, for
   // FreeEvicted().
   [[nodiscard]] SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
@@ -526,6 +515,7 @@ class Model : public std::enable_shared_from_this<Model> {
   const std::shared_ptr<MemoryBudget> host_budget_;
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
   AttachedFiles attached_files_;
+  ReadingCache readings_;
   const Options options_;
   // Of steps. A trainer that has diverged drops every one, and hides none that name ranks.
   LogThrottle non_finite_drops_;
@@ -574,10 +564,6 @@ class Model : public std::enable_shared_from_this<Model> {
   bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit or a rollback has evicted.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
-
-  absl::Mutex readings_mu_;
-  // Those that somebody holds, and some that have gone.
-  std::vector<std::weak_ptr<Reading>> readings_ ABSL_GUARDED_BY(readings_mu_);
 
   VersionId durable_version_ ABSL_GUARDED_BY(mu_);
   int64_t durable_settings_ ABSL_GUARDED_BY(mu_) = 0;  // Their revision; -1: old ones.

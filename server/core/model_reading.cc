@@ -11,17 +11,6 @@
 #include "server/core/model.h"
 
 namespace ema {
-namespace {
-
-// Whether a reading is of that track of that version, from the disk.
-auto IsStoredAs(const VersionId& id, std::string_view track) {
-  return [id, track](const Reading& reading) {
-    return reading.is_stored() && reading.snapshot()->record.id() == id &&
-           reading.track().track->name() == track;
-  };
-}
-
-}  // namespace
 
 absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view track, int64_t version,
                                                             int64_t incarnation,
@@ -35,7 +24,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
                        "\" has been built as version ", record.number, " for step ", record.step));
     }
     const TrackSnapshot& only = synthesized->tracks[0];
-    return ShareReading(std::move(synthesized), only, std::move(selection));
+    return readings_.Open(std::move(synthesized), only, selection);
   }
   absl::StatusOr<SnapshotRef> snapshot = PinVersion(version, incarnation);
   if (!snapshot.ok()) {
@@ -48,7 +37,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::OpenReading(std::string_view tra
     return snapshot.status();
   }
   EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const found, FindTrack(**snapshot, track));
-  return ShareReading(*std::move(snapshot), *found, std::move(selection));
+  return readings_.Open(*std::move(snapshot), *found, selection);
 }
 
 absl::StatusOr<const TrackSnapshot*> Model::FindTrack(const Snapshot& version,
@@ -68,46 +57,13 @@ absl::StatusOr<std::shared_ptr<Reading>> Model::ReadStored(SnapshotRef snapshot,
   // The reading needs what is the model's.
   SnapshotRef held(raw, [model = shared_from_this(), snapshot = std::move(snapshot)](
                             const Snapshot*) mutable { snapshot.reset(); });
-  return ShareReading(std::move(held), raw->tracks[0], std::move(selection));
+  return readings_.Open(std::move(held), raw->tracks[0], selection);
 }
 
 std::shared_ptr<Reading> Model::FindStoredReading(const VersionId& id, std::string_view track,
                                                   const Selection& selection) {
   if (!closed().ok()) return nullptr;
-  return FindReading(selection, IsStoredAs(id, track));
-}
-
-std::shared_ptr<Reading> Model::FindReading(const Selection& selection,
-                                            absl::FunctionRef<bool(const Reading&)> is_it,
-                                            const std::shared_ptr<Reading>& made) {
-  // The last reference may be one of these, and frees much: without the lock.
-  std::vector<std::shared_ptr<Reading>> looked_at;
-  absl::MutexLock lock(&readings_mu_);
-  std::erase_if(readings_, [](const std::weak_ptr<Reading>& held) { return held.expired(); });
-  for (const std::weak_ptr<Reading>& held : readings_) {
-    std::shared_ptr<Reading> reading = held.lock();
-    if (reading == nullptr) continue;
-    if (is_it(*reading) && reading->selection() == selection) return reading;
-    looked_at.push_back(std::move(reading));
-  }
-  if (made != nullptr) readings_.push_back(made);
-  return made;
-}
-
-absl::StatusOr<std::shared_ptr<Reading>> Model::ShareReading(SnapshotRef snapshot,
-                                                             const TrackSnapshot& track,
-                                                             Selection selection) {
-  // What is read from the disk is opened for each reader, but the same.
-  const auto is_stored = IsStoredAs(snapshot->record.id(), track.track->name());
-  const auto is_same = [&](const Reading& reading) {
-    return &reading.track() == &track || (track.stored != nullptr && is_stored(reading));
-  };
-  if (std::shared_ptr<Reading> reading = FindReading(selection, is_same)) return reading;
-  EMA_ASSIGN_OR_RETURN(
-      std::shared_ptr<Reading> made,
-      Reading::Create(std::move(snapshot), track, manifest(), *device_, *host_budget_, selection));
-  // Somebody may have been faster.
-  return FindReading(selection, is_same, made);
+  return readings_.FindStored(id, track, selection);
 }
 
 absl::StatusOr<std::optional<Version>> Model::NewestOf(std::string_view track) {
