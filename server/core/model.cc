@@ -424,7 +424,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
   // After the ranks have been told: a thousand blocks take longer than the rest of a commit.
   FreeEvicted(std::move(evicted));
-  CallWatchers();
+  watchers_.CallAll();
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.log) return;
   for (const LogEvent& warning : warnings) options_.log(warning);
@@ -539,28 +539,12 @@ void Model::Close(const absl::Status& status) {
     synthesized.swap(synthesized_);
   }
   Drain(status, SteadyNow());
-  CallWatchers();
+  watchers_.CallAll();
 }
 
 absl::Status Model::closed() const {
   absl::MutexLock lock(&mu_);
   return closed_;
-}
-
-int64_t Model::Watch(std::function<void()> on_commit) {
-  absl::MutexLock lock(&watch_mu_);
-  watchers_[++last_watcher_] = std::move(on_commit);
-  return last_watcher_;
-}
-
-void Model::Unwatch(int64_t watcher) {
-  absl::MutexLock lock(&watch_mu_);
-  watchers_.erase(watcher);
-}
-
-void Model::CallWatchers() {
-  absl::MutexLock lock(&watch_mu_);
-  for (const auto& [number, on_commit] : watchers_) on_commit();
 }
 
 void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {

@@ -32,6 +32,7 @@
 #include "server/base/observer.h"
 #include "server/base/steady_wait.h"
 #include "server/core/attached_files.h"
+#include "server/core/commit_watchers.h"
 #include "server/core/concurrency_limit.h"
 #include "server/core/kept_records.h"
 #include "server/core/memory_budget.h"
@@ -97,6 +98,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // That every checkpoint has, from the next one on.
   AttachedFiles& attached_files() { return attached_files_; }
   const AttachedFiles& attached_files() const { return attached_files_; }
+  CommitWatchers& watchers() { return watchers_; }
 
   // At one moment.
   struct Description {
@@ -348,12 +350,6 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<RecordEntry> RecordsAfter(int64_t version, int64_t incarnation, int64_t limit) const
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Calls `on_commit` after every commit and at Close(), from any thread, one at a time, until
-  // Unwatch() of the number that this returns has returned. (Unwatch waits for a running call; not
-  // to be called from inside one.)
-  int64_t Watch(std::function<void()> on_commit) ABSL_LOCKS_EXCLUDED(watch_mu_);
-  void Unwatch(int64_t watcher) ABSL_LOCKS_EXCLUDED(watch_mu_);
-
   // Puts a version from a checkpoint in place. Incarnation and run epoch go on above the record's.
   // REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
@@ -506,7 +502,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // there may be), if it has not ended yet.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(const Snapshot* snapshot, int64_t Pins::*count) ABSL_LOCKS_EXCLUDED(mu_);
-  void CallWatchers() ABSL_LOCKS_EXCLUDED(watch_mu_);
 
   const ModelConfig config_;
   const std::shared_ptr<Device> device_;
@@ -516,6 +511,7 @@ class Model : public std::enable_shared_from_this<Model> {
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
   AttachedFiles attached_files_;
   ReadingCache readings_;
+  CommitWatchers watchers_;
   const Options options_;
   // Of steps. A trainer that has diverged drops every one, and hides none that name ranks.
   LogThrottle non_finite_drops_;
@@ -573,10 +569,6 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t rollback_step_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;  // Of settings_revision().
   std::atomic<int64_t> durable_step_ = 0;             // Set under mu_. Relaxed: a number to report.
-
-  absl::Mutex watch_mu_;  // Held while watchers are called, so that Unwatch() can wait.
-  absl::flat_hash_map<int64_t, std::function<void()>> watchers_ ABSL_GUARDED_BY(watch_mu_);
-  int64_t last_watcher_ ABSL_GUARDED_BY(watch_mu_) = 0;
 };
 
 }  // namespace ema

@@ -217,7 +217,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   // Before anybody is told, who may push: the next version needs this memory.
   dropped.clear();
   FreeEvicted(std::move(evicted));
-  CallWatchers();
+  watchers_.CallAll();
   if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
   if (!left_out.empty()) {
     LogTo(options_.log, LogLevel::kWarning, "rolled back without some tracks",

@@ -66,7 +66,7 @@ void WatchCall::OnRead(bool ok) {
     writing_ = true;
     stream_.SendInitialMetadata(written_.Arm(shared_from_this()));
   }
-  watcher_ = model_->Watch([this] { Advance(); });
+  watcher_ = model_->watchers().Watch([this] { Advance(); });
 }
 
 absl::Status WatchCall::Start(const v1::WatchRequest& request) {
@@ -136,7 +136,7 @@ void WatchCall::FinishLocked(const absl::Status& status) {
 
 void WatchCall::OnFinished(bool ok) {
   arrival_.TellSent(ok);
-  if (watcher_ != 0) model_->Unwatch(watcher_);
+  if (watcher_ != 0) model_->watchers().Unwatch(watcher_);
 }
 
 }  // namespace ema

@@ -148,7 +148,7 @@ class ManyRanksTest : public testing::Test {
 TEST_F(ManyRanksTest, AStepOf256RanksBecomesOneVersion) {
   Join();
   std::atomic<int> commit_count = 0;
-  const int64_t watcher = model_->Watch([&] { ++commit_count; });
+  const int64_t watcher = model_->watchers().Watch([&] { ++commit_count; });
   float average = 0;
   for (int64_t step = 1; step <= 6; ++step) {
     const auto value = static_cast<float>(step * step);
@@ -164,7 +164,7 @@ TEST_F(ManyRanksTest, AStepOf256RanksBecomesOneVersion) {
     average = step == 1 ? value : average + (value - average) / 2;
     ExpectConstant(average);
   }
-  model_->Unwatch(watcher);
+  model_->watchers().Unwatch(watcher);
 }
 
 TEST_F(ManyRanksTest, AStepWithMissingRanksExpiresByTheirNamesAndGivesItsMemoryBack) {

@@ -695,13 +695,13 @@ TEST_F(ModelTest, ReadersOutliveTheDeletedModel) {
 
 TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
   int calls = 0;
-  const int64_t watcher = model_->Watch([&] { ++calls; });
+  const int64_t watcher = model_->watchers().Watch([&] { ++calls; });
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   for (int64_t step = 1; step <= 5; ++step)
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
   EXPECT_EQ(calls, 5);
-  model_->Unwatch(watcher);
+  model_->watchers().Unwatch(watcher);
   ASSERT_THAT(rank.Push(6, BytesOf(Values(6))), IsOk());
   EXPECT_EQ(calls, 5);
   std::vector<int64_t> versions;

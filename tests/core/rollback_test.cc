@@ -419,13 +419,14 @@ TEST_F(RollbackTest, ReadersOfOldVersionsFinishWhatTheyRead) {
 
 TEST_F(RollbackTest, WatchersAndListsSeeItInOrder) {
   std::vector<int64_t> seen;
-  const int64_t watcher = model_->Watch([&] { seen.push_back(model_->latest()->number); });
+  const int64_t watcher =
+      model_->watchers().Watch([&] { seen.push_back(model_->latest()->number); });
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 2);
   ASSERT_THAT(RollBack(1), IsOk());
   const auto next = OpenRun(model_, "next");
   Train(*next, 2, 2);
-  model_->Unwatch(watcher);
+  model_->watchers().Unwatch(watcher);
   EXPECT_THAT(seen, ElementsAre(1, 2, 3, 4));
   EXPECT_THAT(committed(), ElementsAre(1, 2, 3, 4));
   EXPECT_THAT(Versions(), ElementsAre(1, 2, 3, 4));
