@@ -199,8 +199,8 @@ absl::Status CheckpointStore::LoadCheckpoint(const std::string& model_name, cons
     return status;
   }
   created.model->Restore(*std::move(snapshot));
-  created.model->SetDurable(checkpoint.record.id(), checkpoint.record.step,
-                            created.model->settings_revision());
+  created.model->durable().SetVersion(checkpoint.record.id(), checkpoint.record.step,
+                                      created.model->Describe().settings_revision);
   report.loaded.push_back({model_name, name, checkpoint.record, checkpoint.total_bytes});
   return absl::OkStatus();
 }
@@ -224,7 +224,7 @@ absl::Status CheckpointStore::RestoreKeptTime(const ModelDirectory& folder, Mode
       return LocateError(checkpoint.status(), model.config().name, CheckpointName(id));
     // Of a future that a rollback has given up.
     if (checkpoint->record.step > loaded_step) continue;
-    model.SetKeptTime(checkpoint->record.time);
+    model.durable().SetKeptTime(checkpoint->record.time);
     break;
   }
   return absl::OkStatus();

@@ -163,7 +163,7 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   for (const std::shared_ptr<Model>& model : models.List()) {
     const SnapshotRef newest = model->NewestAfterDrain();
     if (newest == nullptr) continue;
-    CheckpointStore::SaveOptions save = {.keep = IsKeepDue(*newest, model->kept_time()),
+    CheckpointStore::SaveOptions save = {.keep = IsKeepDue(*newest, model->durable().kept_time()),
                                          .with_new_settings = true};
     absl::Status saved = TrySave(*model, newest, save).status();
     // There may still be room for one that is not kept.
@@ -270,7 +270,7 @@ absl::StatusOr<Checkpoints::Listing> CheckpointManager::List(Model& model,
   for (const CheckpointStore::Stored& checkpoint : stored) {
     by_name[checkpoint.name] = InfoOf(checkpoint);
   }
-  const VersionId durable = model.durable_version();
+  const VersionId durable = model.durable().version();
   const bool is_healthy = store_->health().ok();
   {
     absl::MutexLock lock(&mu_);
@@ -359,7 +359,7 @@ absl::StatusOr<std::optional<CheckpointStore::Stored>> CheckpointManager::FindSt
 absl::Status CheckpointManager::CheckIsDurable(const Model& model, const VersionId& id,
                                                bool is_partial) const {
   EMA_RETURN_IF_ERROR(store_->health());
-  if (is_partial || id <= model.durable_version()) return absl::OkStatus();
+  if (is_partial || id <= model.durable().version()) return absl::OkStatus();
   return absl::UnavailableError(absl::StrCat("model \"", model.config().name,
                                              "\": the save of version ", id.version,
                                              " has not ended, or has failed"));

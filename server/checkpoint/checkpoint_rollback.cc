@@ -66,7 +66,7 @@ absl::Status CheckpointManager::SaveRollback(Model& model, const Version& rollba
 }
 
 absl::Status CheckpointManager::SaveRollbackInMemory(Model& model) {
-  const VersionId durable = model.durable_version();
+  const VersionId durable = model.durable().version();
   for (const Model::RecordEntry& entry : model.RecordsAfter(durable.version, durable.incarnation,
                                                             std::numeric_limits<int64_t>::max())) {
     if (!entry.record.restored_from.has_value()) continue;

@@ -108,12 +108,12 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::TrySave(
     Saving& saving = saving_[key];
     if (saving.count++ == 0) saving.info = InfoOf(key.second, *snapshot, options.tracks);
   }
-  const VersionId durable = model.durable_version();
+  const VersionId durable = model.durable().version();
   const absl::Time begin = absl::Now();
   const auto saved = CatchExceptions([&] { return store_->Save(model, snapshot, options); });
   const bool was_there = saved.ok() && !saved->was_written;
   // Not some tracks only, or what was there before: that puts no automatic save off.
-  const bool is_newest = model.durable_version() > durable;
+  const bool is_newest = model.durable().version() > durable;
   // Of a model that is deleted meanwhile nobody asks; another may have its name by now.
   if (!was_there && !absl::IsNotFound(saved.status())) {
     options_.observer->OnSaveEnded({.model = key.first,
@@ -214,8 +214,9 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Enqueue(Model& model,
   if (request.label.empty()) {
     EMA_ASSIGN_OR_RETURN(const auto known, FindInfo(model, key.second));
     if (known.has_value() && known->state == CheckpointInfo::State::kComplete &&
-        (!request.tracks.empty() || !model.HasOtherSettings(known->id)) && known->problem.empty() &&
-        CheckIsDurable(model, known->id, known->is_partial).ok()) {
+        (!request.tracks.empty() ||
+         !model.durable().HasOtherSettings(known->id, model.Describe().settings_revision)) &&
+        known->problem.empty() && CheckIsDurable(model, known->id, known->is_partial).ok()) {
       saved.state = known->state;
       saved.total_bytes = known->total_bytes;
       return saved;

@@ -23,7 +23,7 @@ bool IsTrackDue(const TrackSnapshot& track, const std::optional<TrainingTime>& k
 
 bool HasUnsaved(const Model& model) {
   const std::optional<Version> latest = model.latest();
-  return latest.has_value() && latest->id() > model.durable_version();
+  return latest.has_value() && latest->id() > model.durable().version();
 }
 
 }  // namespace
@@ -66,9 +66,9 @@ CheckpointScheduler::State& CheckpointScheduler::StateOfLocked(
 void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
   const Version& record = snapshot.record;
   const SavePolicy& policy = options_.policy;
-  const bool is_keep_due = IsKeepDue(snapshot, model->kept_time());
+  const bool is_keep_due = IsKeepDue(snapshot, model->durable().kept_time());
   const bool is_save_due =
-      IsSaveDue(policy, record, model->durable_version(), model->durable_step());
+      IsSaveDue(policy, record, model->durable().version(), model->durable().step());
   SnapshotRef exact;
   if ((is_keep_due || is_save_due) && policy.step_multiple > 0 &&
       record.step % policy.step_multiple == 0) {
@@ -216,11 +216,11 @@ CheckpointScheduler::Turn CheckpointScheduler::BeginSave(const Model& model, boo
 CheckpointScheduler::Outcome CheckpointScheduler::SaveVersion(Model& model,
                                                               const SnapshotRef& snapshot,
                                                               const Turn& turn) const {
-  const bool keep = turn.may_keep && IsKeepDue(*snapshot, model.kept_time());
+  const bool keep = turn.may_keep && IsKeepDue(*snapshot, model.durable().kept_time());
   // A save by somebody else may have come first.
-  Outcome outcome{.is_due =
-                      turn.is_asked || IsSaveDue(options_.policy, snapshot->record,
-                                                 model.durable_version(), model.durable_step())};
+  Outcome outcome{.is_due = turn.is_asked ||
+                            IsSaveDue(options_.policy, snapshot->record, model.durable().version(),
+                                      model.durable().step())};
   if (keep || outcome.is_due) outcome.status = options_.save(model, snapshot, keep);
   // There may still be room for one that is not kept.
   if (keep && GetErrorReason(outcome.status) == ErrorReason::kDiskFull) {

@@ -53,8 +53,8 @@ class CheckpointScheduler {
  public:
   struct Options {
     SavePolicy policy;
-    // Saves a version, so that it is kept for good if `keep`; sets Model::SetDurable(), and
-    // SetKeptTime() if `keep`. Called on the scheduler's thread; may block for as long as it takes.
+    // Saves a version, so that it is kept for good if `keep`; sets Model::durable(), with
+    // its kept time if `keep`. Called on the scheduler's thread; may block for as long as it takes.
     std::function<absl::Status(Model&, const SnapshotRef&, bool keep)> save;
     // Told of an error, once until its code or reason changes or all that is due has been saved,
     // and what was to be saved; null: no version could be pinned. Called on the scheduler's thread.

@@ -219,10 +219,11 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   SaveResult result{.name = NameOf(snapshot, options.tracks)};
   const std::string path = JoinPath(folder.path, result.name);
   // Before it is written, which may be with later ones.
-  const int64_t settings_revision = model.settings_revision();
-  const bool has_old_settings = options.with_new_settings && is_whole &&
-                                model.HasOtherSettings(snapshot.record.id()) &&
-                                HasTracksOf(model, snapshot);
+  const int64_t settings_revision = model.Describe().settings_revision;
+  const bool has_old_settings =
+      options.with_new_settings && is_whole &&
+      model.durable().HasOtherSettings(snapshot.record.id(), model.Describe().settings_revision) &&
+      HasTracksOf(model, snapshot);
   const bool is_latest =
       is_whole && folder.latest == id && folder.latest_bytes > 0 && !has_old_settings;
   if (is_latest) {
@@ -257,9 +258,10 @@ absl::StatusOr<CheckpointStore::SaveResult> CheckpointStore::SaveLocked(Model& m
   }
   // Also if it then gets no label.
   if (is_whole) {
-    model.SetDurable(snapshot.record.id(), snapshot.record.step,
-                     result.was_written ? std::optional(settings_revision) : std::nullopt);
-    if (options.keep) model.SetKeptTime(snapshot.record.time);
+    model.durable().SetVersion(
+        snapshot.record.id(), snapshot.record.step,
+        result.was_written ? std::optional(settings_revision) : std::nullopt);
+    if (options.keep) model.durable().SetKeptTime(snapshot.record.time);
   }
   if (options.label.has_value()) {
     CheckpointLabel label = *options.label;

@@ -172,8 +172,8 @@ class CheckpointStore {
   absl::Status CheckMayCreate(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct SaveOptions {
-    // It has its KEEP file, too, and model.SetKeptTime() is set. Without this, one that is written
-    // anew has the file if it had it before.
+    // It has its KEEP file, too, and the kept time of model.durable() is set. Without this, one
+    // that is written anew has the file if it had it before.
     bool keep = false;
     // Only these; empty: all. Such a checkpoint is no durable version of the model.
     std::vector<std::string> tracks;
@@ -193,7 +193,7 @@ class CheckpointStore {
   // The name that it will have.
   static std::string NameOf(const Snapshot& snapshot, const std::vector<std::string>& tracks);
 
-  // Writes `snapshot`, a version of `model`, and sets model.SetDurable(), also if then only the
+  // Writes `snapshot`, a version of `model`, and sets model.durable(), also if then only the
   // label cannot be put. OK: it is on the disk, and is what will be loaded unless a newer one is
   // saved. Saving what is saved already is OK and writes nothing but what `options` ask for. Saves
   // of one model wait for each other; commits and readers do not wait for them. While the model is

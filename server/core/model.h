@@ -34,6 +34,7 @@
 #include "server/core/attached_files.h"
 #include "server/core/commit_watchers.h"
 #include "server/core/concurrency_limit.h"
+#include "server/core/durable_state.h"
 #include "server/core/kept_records.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
@@ -96,15 +97,18 @@ class Model : public std::enable_shared_from_this<Model> {
   const Manifest& manifest() const { return *config_.manifest; }
   Device& device() const { return *device_; }
   // That every checkpoint has, from the next one on.
-  AttachedFiles& attached_files() { return attached_files_; }
-  const AttachedFiles& attached_files() const { return attached_files_; }
-  CommitWatchers& watchers() { return watchers_; }
+  AttachedFiles& attached_files() const { return attached_files_; }
+  CommitWatchers& watchers() const { return watchers_; }
+  DurableState& durable() const { return durable_; }
 
   // At one moment.
   struct Description {
     std::vector<TrackRef> tracks;
     std::vector<TrackRef> pending_tracks;  // After the next commit; empty: as now.
     int64_t plan_revision = 0;
+    // Grows with each change of what a checkpoint has beside a version: the tracks after the next
+    // commit, and attached_files().
+    int64_t settings_revision = 0;
     int64_t reserved_bytes = 0;
     int64_t run_epoch = 0;
     std::optional<Version> latest;
@@ -120,9 +124,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> tracks_after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Grows with each change of these, or of attached_files(): of what a checkpoint has beside a
-  // version.
-  int64_t settings_revision() const ABSL_LOCKS_EXCLUDED(mu_);
   // Of all tracks, pending and synthesized ones too.
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -289,21 +290,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // changed since is known.
   bool RemembersVersion(int64_t version, int64_t incarnation) const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
-  // The newest version that is on the disk, and its step; all zero: none.
-  VersionId durable_version() const ABSL_LOCKS_EXCLUDED(mu_);
-  int64_t durable_step() const { return durable_step_.load(std::memory_order_relaxed); }
-  // That version is on the disk, with the settings of that revision; nullopt: as was noted for it,
-  // or old ones. An earlier version than before, whatever their steps, is not noted.
-  void SetDurable(const VersionId& id, int64_t step, std::optional<int64_t> settings_revision)
-      ABSL_LOCKS_EXCLUDED(mu_);
-  // True: it is durable_version(), and the model's settings have changed since.
-  bool HasOtherSettings(const VersionId& id) const ABSL_LOCKS_EXCLUDED(mu_);
-
-  // Training time of the newest version that is kept for its tracks' snapshot_interval; absent:
-  // none. Set by whoever keeps them.
-  std::optional<TrainingTime> kept_time() const ABSL_LOCKS_EXCLUDED(mu_);
-  void SetKeptTime(const TrainingTime& time) ABSL_LOCKS_EXCLUDED(mu_);
-
   // The record of a version (all zero: the newest), with the statistics of these of its tracks, in
   // that order; none given: of all that average a tensor. The device computes them from the values
   // in memory, then the record has them for as long as it is there. Pins the version meanwhile, and
@@ -509,9 +495,11 @@ class Model : public std::enable_shared_from_this<Model> {
   const std::shared_ptr<MemoryBudget> budget_;
   const std::shared_ptr<MemoryBudget> host_budget_;
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
-  AttachedFiles attached_files_;
+  // Parts that lock themselves; mutable as a mutex is.
+  mutable AttachedFiles attached_files_;
   ReadingCache readings_;
-  CommitWatchers watchers_;
+  mutable CommitWatchers watchers_;
+  mutable DurableState durable_;
   const Options options_;
   // Of steps. A trainer that has diverged drops every one, and hides none that name ranks.
   LogThrottle non_finite_drops_;
@@ -532,7 +520,6 @@ class Model : public std::enable_shared_from_this<Model> {
   std::atomic<bool> has_pin_shortage_ = false;        // Relaxed: it is polled.
   std::deque<Version> records_ ABSL_GUARDED_BY(mu_);  // Oldest first.
   int64_t record_bytes_ ABSL_GUARDED_BY(mu_) = 0;     // That they take.
-  std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);
   // Oldest first.
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);
   // Replaced, never changed, once ready; fenced ones live on in their sessions.
@@ -560,15 +547,7 @@ class Model : public std::enable_shared_from_this<Model> {
   bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit or a rollback has evicted.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
-
-  VersionId durable_version_ ABSL_GUARDED_BY(mu_);
-  int64_t durable_settings_ ABSL_GUARDED_BY(mu_) = 0;  // Their revision; -1: old ones.
-  // The last rollback's version and step: what is older and on the disk is of a branch given up,
-  // but for steps up to that.
-  VersionId rollback_version_ ABSL_GUARDED_BY(mu_);
-  int64_t rollback_step_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;  // Of settings_revision().
-  std::atomic<int64_t> durable_step_ = 0;             // Set under mu_. Relaxed: a number to report.
+  int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;  // Of Description::settings_revision.
 };
 
 }  // namespace ema

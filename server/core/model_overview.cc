@@ -46,6 +46,7 @@ Model::Description Model::Describe() const {
   Description now{.tracks = tracks_,
                   .pending_tracks = pending_tracks_.value_or(std::vector<TrackRef>()),
                   .plan_revision = plan_revision_,
+                  .settings_revision = tracks_revision_ + attached_files_.revision(),
                   .reserved_bytes = ReservedBytesLocked(),
                   .run_epoch = run_epoch_,
                   .latest = {}};
@@ -85,9 +86,9 @@ ModelOverview Model::Overview() const {
       overview.version = current_->record.id();
       overview.commit_time = current_->record.commit_time;
     }
-    overview.durable_version = durable_version_;
-    overview.durable_step = durable_step();
-    if (const auto record = FindRecordLocked(durable_version_); record != records_.end()) {
+    overview.durable_version = durable_.version();
+    overview.durable_step = durable_.step();
+    if (const auto record = FindRecordLocked(overview.durable_version); record != records_.end()) {
       overview.durable_commit_time = record->commit_time;
     }
     overview.begun_step = begun_step_;

@@ -206,13 +206,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     evicted = PutInPlaceLocked(*loaded);
     result = PinLocked(*loaded, options_.has_data_dir ? &Pins::save_count : &Pins::reader_count);
     last_commit_ = {};
-    rollback_version_ = (*loaded)->record.id();
-    rollback_step_ = (*loaded)->record.step;
-    durable_step_.store(std::min(durable_step(), rollback_step_), std::memory_order_relaxed);
-    // What is kept from here on is kept anew.
-    if (kept_time_.has_value() && !(*loaded)->record.time.CheckNotBefore(*kept_time_).ok()) {
-      kept_time_ = (*loaded)->record.time;
-    }
+    durable_.RollBackTo((*loaded)->record);
   }
   // Before anybody is told, who may push: the next version needs this memory.
   dropped.clear();
@@ -268,28 +262,6 @@ std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const Versi
   }
   loaded.tracks.swap(kept);
   return kept;
-}
-
-VersionId Model::durable_version() const {
-  absl::MutexLock lock(&mu_);
-  return durable_version_;
-}
-
-void Model::SetDurable(const VersionId& id, int64_t step,
-                       std::optional<int64_t> settings_revision) {
-  absl::MutexLock lock(&mu_);
-  if (id < durable_version_) return;
-  durable_settings_ = settings_revision.value_or(id == durable_version_ ? durable_settings_ : -1);
-  durable_version_ = id;
-  // A save that had begun before the rollback.
-  if (id < rollback_version_) step = std::min(step, rollback_step_);
-  durable_step_.store(step, std::memory_order_relaxed);
-}
-
-bool Model::HasOtherSettings(const VersionId& id) const {
-  absl::MutexLock lock(&mu_);
-  return id == durable_version_ &&
-         durable_settings_ != tracks_revision_ + attached_files_.revision();
 }
 
 }  // namespace ema

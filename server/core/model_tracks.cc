@@ -229,11 +229,6 @@ std::vector<TrackRef> Model::tracks_after_next_commit() const {
   return pending_tracks_.value_or(tracks_);
 }
 
-int64_t Model::settings_revision() const {
-  absl::MutexLock lock(&mu_);
-  return tracks_revision_ + attached_files_.revision();
-}
-
 int64_t Model::reserved_bytes() const {
   absl::MutexLock lock(&mu_);
   return ReservedBytesLocked();
@@ -329,16 +324,6 @@ SnapshotRef Model::FindSynthesized(std::string_view name) {
     // Its memory goes back while the model, and so the budget, is there.
     snapshot.reset();
   });
-}
-
-std::optional<TrainingTime> Model::kept_time() const {
-  absl::MutexLock lock(&mu_);
-  return kept_time_;
-}
-
-void Model::SetKeptTime(const TrainingTime& time) {
-  absl::MutexLock lock(&mu_);
-  kept_time_ = time;
 }
 
 std::vector<LogEvent> Model::NewWarningsLocked(const Version& record) {

@@ -60,7 +60,7 @@ v1::PushResponse PushHandler::Response(const PushResult& result,
   v1::PushResponse response;
   *response.mutable_version() = ToProto(result.record);
   response.set_applied_step(result.record.step);
-  response.set_durable_step(model_->durable_step());
+  response.set_durable_step(model_->durable().step());
   response.set_duplicate(result.duplicate);
   *response.mutable_plan() = ToProto(result.plan, plan_revision_);
   if (reports_timing_ && phases.has_value()) {

@@ -62,7 +62,7 @@ TEST_F(AsyncSaveTest, IsAnsweredAtOnceAndEndsComplete) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto info, manager_->Get(*model_, saved.name));
   EXPECT_EQ(info.state, State::kComplete);
   EXPECT_THAT(info.labels, ElementsAre("one", "two"));
-  EXPECT_EQ(model_->durable_step(), 10);
+  EXPECT_EQ(model_->durable().step(), 10);
   // It is there: nothing to wait for.
   EMA_ASSERT_OK_AND_ASSIGN(const auto again, manager_->Save(*model_, {.async = true}));
   EXPECT_EQ(again.state, State::kComplete);

@@ -289,7 +289,7 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullIsNoticedBeforeAnythingIsWritten) {
   EXPECT_THAT((*store)->Save(*versions_.model, versions_[2]),
               AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("the disk has 1000")),
                     ReasonIs(ErrorReason::kDiskFull)));
-  EXPECT_EQ(versions_.model->durable_step(), 10);
+  EXPECT_EQ(versions_.model->durable().step(), 10);
   for (const std::string& path : files->AllPaths()) {
     EXPECT_FALSE(absl::StrContains(path, "version-7-2")) << path;
   }

@@ -75,7 +75,7 @@ TEST_F(CheckpointLabelsTest, ALabelSavesItsVersionMovesAndOutlivesTheServer) {
                              server.manager().SetLabel(server.model(), "stable", {}));
     EXPECT_EQ(label.id.version, 1);
     EXPECT_EQ(label.step, 10);
-    EXPECT_EQ(server.model().durable_step(), 10);
+    EXPECT_EQ(server.model().durable().step(), 10);
     server.PushTo(5);
     EXPECT_THAT(server.manager().FindLabel(server.model(), "stable"), IsOkAndHolds(label.id));
     ASSERT_THAT(server.manager().SetLabel(server.model(), "other", {1, 0}), IsOk());
@@ -319,7 +319,7 @@ TEST_F(CheckpointLabelsTest, TheFirstAndEachBetterScoreMovesTheLabel) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto first, report(Score(1, 0.5)));
   EXPECT_TRUE(first.moved);
   EXPECT_EQ(first.label.step, 10);
-  EXPECT_EQ(server.model().durable_step(), 10);
+  EXPECT_EQ(server.model().durable().step(), 10);
   server.PushTo(2);
   // Of equal ones the first stays.
   EMA_ASSERT_OK_AND_ASSIGN(const auto equal, report(Score(2, 0.5)));

@@ -58,7 +58,7 @@ TEST_F(CheckpointManagerTest, SavesAVersionInMemoryAndFindsOneOnTheDisk) {
   EXPECT_THAT(server.Save(4), ReasonIs(ErrorReason::kVersionNotYet));
   server.PushTo(6);
   EXPECT_THAT(server.Save(3), ReasonIs(ErrorReason::kVersionNotKept));
-  EXPECT_EQ(server.model().durable_step(), 20);
+  EXPECT_EQ(server.model().durable().step(), 20);
 }
 
 TEST_F(CheckpointManagerTest, AVersionOnTheDiskIsHeldWhileItIsSavedAgain) {
@@ -88,7 +88,7 @@ TEST_F(CheckpointManagerTest, SomeTracksAreACheckpointOfTheirOwn) {
   EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Saved saved,
                            server.manager().Save(server.model(), request));
   EXPECT_EQ(saved.name, PartialCheckpointName(IdOf(saved.record), {"raw"}));
-  EXPECT_EQ(server.model().durable_step(), 0);
+  EXPECT_EQ(server.model().durable().step(), 0);
   EMA_ASSERT_OK_AND_ASSIGN(const CheckpointInfo info,
                            server.manager().Get(server.model(), saved.name));
   EXPECT_TRUE(info.is_partial);
@@ -213,7 +213,7 @@ TEST_F(CheckpointManagerTest, ReadersThatHoldAllVersionsDoNotKeepTheServerFromSa
     server.PushTo(2);
     server.manager().AwaitIdle();
     EXPECT_THAT(server.errors(), IsEmpty());
-    EXPECT_EQ(server.model().durable_step(), 20);
+    EXPECT_EQ(server.model().durable().step(), 20);
   }
   EXPECT_THAT(ends.reasons, ElementsAre(ErrorReason::kUnspecified));
 }
@@ -310,7 +310,7 @@ TEST_F(CheckpointManagerTest, WhatIsDueIsSavedByItself) {
     server.manager().AwaitIdle();
   }
   EXPECT_THAT(server.Complete(), ElementsAre(4, 2));
-  EXPECT_EQ(server.model().durable_step(), 40);
+  EXPECT_EQ(server.model().durable().step(), 40);
 }
 
 TEST_F(CheckpointManagerTest, WhatPutsNothingNewerOnTheDiskPutsNoAutomaticSaveOff) {
@@ -320,17 +320,17 @@ TEST_F(CheckpointManagerTest, WhatPutsNothingNewerOnTheDiskPutsNoAutomaticSaveOf
   server.PushTo(1);
   const absl::Time deadline = absl::Now() + absl::Seconds(20);
   // Some tracks, again and again.
-  while (server.model().durable_step() == 0 && absl::Now() < deadline) {
+  while (server.model().durable().step() == 0 && absl::Now() < deadline) {
     ASSERT_THAT(server.manager().Save(server.model(), {.tracks = {"raw"}}), IsOk());
   }
-  EXPECT_EQ(server.model().durable_step(), 10);
+  EXPECT_EQ(server.model().durable().step(), 10);
   server.manager().AwaitIdle();
   server.PushTo(2);
   // A label for what is there.
-  for (int i = 0; server.model().durable_step() == 10 && absl::Now() < deadline; ++i) {
+  for (int i = 0; server.model().durable().step() == 10 && absl::Now() < deadline; ++i) {
     ASSERT_THAT(server.Save(1, absl::StrCat("label-", i % 2)), IsOk());
   }
-  EXPECT_EQ(server.model().durable_step(), 20);
+  EXPECT_EQ(server.model().durable().step(), 20);
   server.manager().AwaitIdle();
 }
 
@@ -388,7 +388,7 @@ TEST_F(CheckpointManagerTest, AFailedSyncIsSaidAtOnceAndEndsAllSaves) {
                     .Times(1));
     server.PushTo(3);
     EXPECT_EQ(server.version(), 3);
-    EXPECT_EQ(server.model().durable_step(), 10);
+    EXPECT_EQ(server.model().durable().step(), 10);
     files_.set_hook(nullptr);
   }
   TestServer server(files_);

@@ -48,7 +48,7 @@ TEST_F(RollbackTest, ToAVersionInMemory) {
   EXPECT_EQ(server.RawValue(), 1);
   // And on the disk, with a lower step than what was there before.
   EXPECT_THAT(server.Complete(), ElementsAre(4));
-  EXPECT_EQ(server.model().durable_step(), 10);
+  EXPECT_EQ(server.model().durable().step(), 10);
   server.PushStep(20, 7);
   EXPECT_EQ(server.version(), 5);
 }
@@ -168,8 +168,8 @@ TEST_F(RollbackTest, IfItCannotBeSavedTheErrorSaysThatItIsDone) {
   EXPECT_EQ(server.version(), 4);
   EXPECT_EQ(server.RawValue(), 2);
   // Of what is pushed from here on nothing is on the disk.
-  EXPECT_EQ(server.model().durable_step(), server.model().latest()->step);
-  EXPECT_EQ(server.model().durable_version().version, 3);
+  EXPECT_EQ(server.model().durable().step(), server.model().latest()->step);
+  EXPECT_EQ(server.model().durable().version().version, 3);
 }
 
 TEST_F(RollbackTest, ReadersThatHoldAllVersionsDoNotHinderTheSave) {

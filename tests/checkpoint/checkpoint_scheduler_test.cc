@@ -151,7 +151,7 @@ TEST_F(CheckpointSchedulerTest, SavesTheFirstVersionOfEachInterval) {
   EXPECT_THAT(AwaitTried(4), ElementsAre(10, 25, 30, 47));
   scheduler_->Stop();
   EXPECT_THAT(SavedSteps(files_), ElementsAre(-10, -25, -30, -47));
-  EXPECT_EQ(model_->kept_time()->Get(TimeUnit::kBatch), 47);
+  EXPECT_EQ(model_->durable().kept_time()->Get(TimeUnit::kBatch), 47);
   EXPECT_THAT(errors_, IsEmpty());
 }
 
@@ -201,7 +201,7 @@ TEST_F(CheckpointSchedulerTest, AFailedSaveIsTriedAgainAndToldOnce) {
   EXPECT_THAT(AwaitTried(3), ElementsAre(10, 20, 25));
   scheduler_->Stop();
   EXPECT_EQ(errors_.size(), 1u);
-  EXPECT_FALSE(model_->kept_time().has_value());
+  EXPECT_FALSE(model_->durable().kept_time().has_value());
   files_.set_hook(nullptr);
 }
 
@@ -266,7 +266,7 @@ TEST_F(CheckpointSchedulerTest, SavesWhenAStepHasReachedAMultiple) {
   PushAndSettle({3, 9, 10, 11, 19, 25, 29, 30, 47});
   scheduler_->Stop();
   EXPECT_THAT(AwaitTried(4), ElementsAre(10, 25, 30, 47));
-  EXPECT_FALSE(model_->kept_time().has_value());
+  EXPECT_FALSE(model_->durable().kept_time().has_value());
 }
 
 TEST_F(CheckpointSchedulerTest, AStepThatIsAMultipleIsSavedItselfHoweverLate) {
@@ -362,8 +362,8 @@ TEST_F(CheckpointSchedulerTest, WithoutRoomForOneThatIsKeptWhatIsDueIsSavedAllTh
   // Of each second version, the second try is not to keep it.
   EXPECT_THAT(AwaitTried(1), ElementsAre(10, 20, 20, 21, 22, 22));
   EXPECT_THAT(SavedSteps(files_), ElementsAre(22));
-  EXPECT_EQ(model_->durable_step(), 22);
-  EXPECT_FALSE(model_->kept_time().has_value());
+  EXPECT_EQ(model_->durable().step(), 22);
+  EXPECT_FALSE(model_->durable().kept_time().has_value());
   // It is still due.
   files_.set_free_bytes(int64_t{1} << 40);
   PushAndSettle({23, 24});
@@ -381,7 +381,7 @@ TEST_F(CheckpointSchedulerTest, OneThatIsKeptIsTriedAgainLaterWhileOthersAreSave
   PushAndSettle({10, 11, 12, 13, 15, 16, 17});
   scheduler_->Stop();
   EXPECT_THAT(AwaitTried(1), ElementsAre(10, 10, 12, 16));
-  EXPECT_EQ(model_->durable_step(), 16);
+  EXPECT_EQ(model_->durable().step(), 16);
   EXPECT_EQ(errors_.size(), 1u);
 }
 
@@ -394,7 +394,7 @@ TEST_F(CheckpointSchedulerTest, WithoutRoomForOneThatIsKeptWhatIsAskedForIsSaved
   EXPECT_THAT(AwaitTried(2), ElementsAre(10, 10));
   scheduler_->AwaitIdle();
   scheduler_->Stop();
-  EXPECT_EQ(model_->durable_step(), 10);
+  EXPECT_EQ(model_->durable().step(), 10);
   EXPECT_EQ(errors_.size(), 1u);
 }
 
@@ -488,7 +488,7 @@ TEST(KeepTest, AVersionThatACrashLeftBeforeLatestIsNoPartOfWhatFollows) {
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models), IsOk());
   EXPECT_EQ((*models.Get("m"))->latest()->step, 10);
-  EXPECT_FALSE((*models.Get("m"))->kept_time().has_value());
+  EXPECT_FALSE((*models.Get("m"))->durable().kept_time().has_value());
   EXPECT_THAT(SavedSteps(files), ElementsAre(10));
   const std::string aside =
       absl::StrCat(kFolder, "/.abandoned-", CheckpointName(IdOf(versions.snapshots[1]->record)));
@@ -527,8 +527,8 @@ TEST(KeepTest, ARestartKnowsWhatIsKept) {
   EXPECT_THAT(store->LoadAll(models), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, models.Get("m"));
   EXPECT_EQ(model->latest()->step, 30);
-  EXPECT_EQ(model->kept_time()->Get(TimeUnit::kBatch), 20);
-  EXPECT_TRUE(IsKeepDue(**model->PinVersion(0), model->kept_time()));
+  EXPECT_EQ(model->durable().kept_time()->Get(TimeUnit::kBatch), 20);
+  EXPECT_TRUE(IsKeepDue(**model->PinVersion(0), model->durable().kept_time()));
 }
 
 TEST(KeepTest, ACrashNeverLosesWhatWasSaidToBeKept) {

@@ -77,11 +77,11 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
   std::string name;
   {
     EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
-    EXPECT_EQ(versions.model->durable_step(), 0);
+    EXPECT_EQ(versions.model->durable().step(), 0);
     EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Save(*versions.model, versions[3]));
     name = saved.name;
     EXPECT_EQ(name, "step-000000000030-version-7-3");
-    EXPECT_EQ(versions.model->durable_step(), 30);
+    EXPECT_EQ(versions.model->durable().step(), 30);
     int64_t file_bytes = 0;
     for (const char* track : {"fast", "slow", "raw", "exact", "some"}) {
       EMA_ASSERT_OK_AND_ASSIGN(
@@ -115,7 +115,7 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
   EXPECT_EQ(report.loaded[0].record.step, 30);
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, models.Get("m"));
   ExpectSameVersion(*model, *versions.model, *versions[3]);
-  EXPECT_EQ(model->durable_step(), 30);
+  EXPECT_EQ(model->durable().step(), 30);
   PosixFileSystem().RemoveTree(directory).IgnoreError();
 }
 
@@ -262,7 +262,7 @@ TEST(CheckpointStoreTest, AnOlderVersionSavedLateIsNotTheLatest) {
     auto store = OpenStore(files);
     ASSERT_THAT(store->Save(*versions.model, versions[2]), IsOk());
     ASSERT_THAT(store->Save(*versions.model, versions[1]), IsOk());
-    EXPECT_EQ(versions.model->durable_step(), 20);
+    EXPECT_EQ(versions.model->durable().step(), 20);
     // Both are on the disk.
     EXPECT_EQ(Saved(*files.AfterCrash(PowerLoss::kNothing)).size(), 2u);
   }

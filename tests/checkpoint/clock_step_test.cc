@@ -67,7 +67,7 @@ TEST_F(ClockStepTest, WhatIsDueByATimeIsSavedAfterItWasSetBack) {
   server.PushTo(2);
   ends.Await(2);
   server.manager().AwaitIdle();
-  EXPECT_EQ(server.model().durable_step(), 20);
+  EXPECT_EQ(server.model().durable().step(), 20);
 }
 
 }  // namespace

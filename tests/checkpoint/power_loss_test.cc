@@ -208,7 +208,7 @@ struct Server {
   bool SaveNewest() { return manager->Save(model(), {}).ok() && NoteDurable(); }
   // What push replies call durable is.
   bool NoteDurable() {
-    if (model().durable_version().version != newest()) return false;
+    if (model().durable().version().version != newest()) return false;
     allowed.versions = {newest()};
     return true;
   }

@@ -660,12 +660,12 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {
 TEST_F(RollbackTest, SnapshotsThatAreKeptAreKeptAnewFromThere) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 4);
-  model_->SetKeptTime(TrainingTime::AtBatch(4));
+  model_->durable().SetKeptTime(TrainingTime::AtBatch(4));
   ASSERT_THAT(RollBack(2), IsOk());
-  EXPECT_EQ(model_->kept_time(), TrainingTime::AtBatch(2));
-  model_->SetKeptTime(TrainingTime::AtBatch(1));
+  EXPECT_EQ(model_->durable().kept_time(), TrainingTime::AtBatch(2));
+  model_->durable().SetKeptTime(TrainingTime::AtBatch(1));
   ASSERT_THAT(RollBack(0), IsOk());
-  EXPECT_EQ(model_->kept_time(), TrainingTime::AtBatch(1));
+  EXPECT_EQ(model_->durable().kept_time(), TrainingTime::AtBatch(1));
 }
 
 TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
@@ -693,19 +693,19 @@ TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
 }
 
 TEST_F(RollbackTest, WhatIsDurableGoesByVersionsNotBySteps) {
-  EXPECT_EQ(model_->durable_version(), VersionId());
-  EXPECT_EQ(model_->durable_step(), 0);
-  model_->SetDurable({3, 7}, 30, 0);
-  model_->SetDurable({2, 7}, 40, 0);
-  EXPECT_EQ(model_->durable_version(), (VersionId{3, 7}));
-  EXPECT_EQ(model_->durable_step(), 30);
-  model_->SetDurable({4, 7}, 20, 0);
-  EXPECT_EQ(model_->durable_step(), 20);
-  model_->SetDurable({9, 6}, 90, 0);
-  EXPECT_EQ(model_->durable_step(), 20);
-  model_->SetDurable({1, 8}, 10, 0);
-  EXPECT_EQ(model_->durable_version(), (VersionId{1, 8}));
-  EXPECT_EQ(model_->durable_step(), 10);
+  EXPECT_EQ(model_->durable().version(), VersionId());
+  EXPECT_EQ(model_->durable().step(), 0);
+  model_->durable().SetVersion({3, 7}, 30, 0);
+  model_->durable().SetVersion({2, 7}, 40, 0);
+  EXPECT_EQ(model_->durable().version(), (VersionId{3, 7}));
+  EXPECT_EQ(model_->durable().step(), 30);
+  model_->durable().SetVersion({4, 7}, 20, 0);
+  EXPECT_EQ(model_->durable().step(), 20);
+  model_->durable().SetVersion({9, 6}, 90, 0);
+  EXPECT_EQ(model_->durable().step(), 20);
+  model_->durable().SetVersion({1, 8}, 10, 0);
+  EXPECT_EQ(model_->durable().version(), (VersionId{1, 8}));
+  EXPECT_EQ(model_->durable().step(), 10);
 }
 
 // Such as one that had begun before, and ends now.
@@ -713,16 +713,16 @@ TEST_F(RollbackTest, WhatIsSavedOfTheBranchGivenUpIsNoLaterStep) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 3);
   const SnapshotRef third = *model_->PinVersion(3);
-  model_->SetDurable((*model_->PinVersion(2))->record.id(), 2, 0);
+  model_->durable().SetVersion((*model_->PinVersion(2))->record.id(), 2, 0);
   EMA_ASSERT_OK_AND_ASSIGN(const Version restored, RollBack(1));
-  EXPECT_EQ(model_->durable_step(), 1);
-  model_->SetDurable(third->record.id(), 3, 0);
-  EXPECT_EQ(model_->durable_version(), third->record.id());
-  EXPECT_EQ(model_->durable_step(), 1);
+  EXPECT_EQ(model_->durable().step(), 1);
+  model_->durable().SetVersion(third->record.id(), 3, 0);
+  EXPECT_EQ(model_->durable().version(), third->record.id());
+  EXPECT_EQ(model_->durable().step(), 1);
   const auto next = OpenRun(model_, "next");
   Train(*next, 2, 5);
-  model_->SetDurable(model_->latest()->id(), 5, 0);
-  EXPECT_EQ(model_->durable_step(), 5);
+  model_->durable().SetVersion(model_->latest()->id(), 5, 0);
+  EXPECT_EQ(model_->durable().step(), 5);
 }
 
 TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {

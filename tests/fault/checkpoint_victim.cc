@@ -233,7 +233,7 @@ void ActOnManager(CheckpointManager& manager, const std::shared_ptr<Model>& mode
     act = [&]() -> absl::Status {
       TrainOneStep(model);
       manager.AwaitIdle();
-      if (model->durable_version() == model->latest()->id()) return absl::OkStatus();
+      if (model->durable().version() == model->latest()->id()) return absl::OkStatus();
       return absl::UnavailableError("not saved");
     };
     again = save;
