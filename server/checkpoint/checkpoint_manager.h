@@ -131,7 +131,7 @@ class CheckpointManager final : public Checkpoints {
   absl::Status Delete(Model& model, std::string_view name) override;
   absl::StatusOr<Version> Restore(Model& model, const VersionId& id,
                                   std::string_view label) override;
-  absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Model::Launch& launch,
+  absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch& launch,
                                                   const ResumePoint& point) override;
   absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
                                            const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);

@@ -123,7 +123,7 @@ absl::Status CheckpointManager::Mismatch(const Model& model, const ResumePoint& 
 }
 
 absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
-                                                                   const Model::Launch& launch,
+                                                                   const Launch& launch,
                                                                    const ResumePoint& point) {
   if (point.step < 0) {
     return BadRequest(absl::StrCat("resume.step: ", point.step, " given, expected 0 or more"));

@@ -78,7 +78,7 @@ class Checkpoints {
   // Before the run of `launch` opens: brings the model to where the trainer stands. Does nothing if
   // that run is open already, or the model stands there; but a rollback that is only in memory is
   // saved. Returns the newest version then, for Model::JoinRun(); nullopt: the run is open.
-  virtual absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Model::Launch& launch,
+  virtual absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch& launch,
                                                           const ResumePoint& point) = 0;
 
   virtual absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,

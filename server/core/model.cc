@@ -31,8 +31,7 @@ Model::Model(ModelConfig config, std::shared_ptr<Device> device,
       readings_(config_.manifest.get(), device_.get(), host_budget_.get()),
       options_(options),
       plan_revision_(options.incarnation),
-      incarnation_(options.incarnation),
-      run_epoch_(options.incarnation) {}
+      runs_(config_.name, options.incarnation) {}
 
 absl::StatusOr<std::shared_ptr<Model>> Model::Create(
     ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
@@ -86,11 +85,10 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
   {
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
-    EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
-    EMA_RETURN_IF_ERROR(CheckLaunchLocked(launch));
-    if (IsOfRunLocked(launch)) {
-      EMA_RETURN_IF_ERROR(run_->Join(rank, world_size, std::move(layout)));
-      fence_epoch_ = std::max(fence_epoch_, launch.last_run_epoch);
+    EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
+    EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
+    if (runs_.IsOpen(launch)) {
+      EMA_RETURN_IF_ERROR(runs_.Join(launch, rank, world_size, std::move(layout)));
     } else {
       const VersionId now = current_ != nullptr ? current_->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
@@ -100,26 +98,17 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
                                       newest->version, "; open it again"),
                          absl::Milliseconds(20));
       }
-      EMA_ASSIGN_OR_RETURN(std::shared_ptr<TrainerRun> run,
-                           TrainerRun::Create(config_.manifest.get(), launch.id,
-                                              std::max(run_epoch_, launch.last_run_epoch) + 1,
-                                              world_size, host_budget_));
-      EMA_RETURN_IF_ERROR(run->Join(rank, world_size, std::move(layout)));
-      FenceRunLocked();
-      run_ = std::move(run);
-      run_epoch_ = run_->epoch();
-      fence_epoch_ = launch.last_run_epoch > 0 ? launch.last_run_epoch : run_epoch_;
+      EMA_RETURN_IF_ERROR(runs_.Open(launch, rank, world_size, std::move(layout),
+                                     config_.manifest.get(), host_budget_));
       begun_step_ = 0;
       given_up_.clear();
-      frozen_mismatch_.reset();
-      has_frozen_mismatches_ = false;
       replaced = ApplyPendingLocked();
       fenced = TakeSessionLocked();
       is_new = true;
     }
-    result.run_epoch = run_epoch_;
-    result.ready = run_->ready();
-    result.missing_ranks = run_->MissingRanks(kNamedRanks);
+    result.run_epoch = runs_.epoch();
+    result.ready = runs_.run()->ready();
+    result.missing_ranks = runs_.run()->MissingRanks(kNamedRanks);
     if (current_ != nullptr) result.latest = current_->record;
     result.plan = PlanLocked();
   }
@@ -141,24 +130,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
 
 absl::StatusOr<Model::StartedStep> Model::CheckStartLocked(const PushStart& start) const {
   constexpr int64_t kMaxStep = int64_t{1} << 62;
-  EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
-  if (run_ == nullptr || start.run_epoch != run_epoch_) return NotTheRunLocked(start.run_epoch);
-  if (start.rank < 0 || start.rank >= run_->world_size()) {
-    return BadRequest(
-        absl::StrCat("rank: ", start.rank, " given, expected 0 to ", run_->world_size() - 1));
-  }
-  if (!run_->ready()) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kRunIncomplete,
-                     absl::StrCat("ranks ", absl::StrJoin(run_->MissingRanks(kNamedRanks), ", "),
-                                  " of ", run_->world_size(), " have not opened the run"),
-                     absl::Milliseconds(50));
-  }
-  if (start.layout_digest != run_->layout(start.rank)->digest()) {
-    return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kLayoutMismatch,
-        absl::StrCat("layout_digest: ", start.layout_digest, " given, rank ", start.rank,
-                     " opened the run with ", run_->layout(start.rank)->digest()));
-  }
+  EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, current_.get()));
   if (start.step < 0 || start.step > kMaxStep) {
     return BadRequest(absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
   }
@@ -205,7 +177,7 @@ absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& sta
         absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
         absl::StrCat("frozen: step ", start.step, " leaves the frozen tensors out, but model \"",
                      config_.name,
-                     has_frozen_mismatches_
+                     runs_.has_frozen_mismatches()
                          ? "\" needs them in each step: ranks did not agree whether they change"
                          : "\" has not the values of this run's in all of its tracks; push them "
                            "until PushPlan.may_omit_frozen is true"));
@@ -272,8 +244,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(const Push
     }
     const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
     if (omits_frozen != (plan.frozen == FrozenTensors::kOmitted)) {
-      has_frozen_mismatches_ |= frozen_mismatch_.value_or(start.step) != start.step;
-      frozen_mismatch_ = start.step;
+      runs_.NoteFrozenMismatch(start.step);
       return MakeError(
           absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
           absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
@@ -330,7 +301,7 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
     abandoned = TakeSessionLocked();
     last = last_session_.lock();
-    run = run_;
+    run = runs_.run();
     base = current_;
   }
   if (abandoned != nullptr) {
@@ -350,9 +321,9 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
   EMA_RETURN_IF_ERROR(closing_);
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
   // session: only a new run, or a rank that gives the step up, can have come between.
-  if (run_ != run) {
+  if (runs_.run() != run) {
     return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
-                                                      " has been fenced by ", run_epoch_));
+                                                      " has been fenced by ", runs_.epoch()));
   }
   EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
   session_ = session;
@@ -432,7 +403,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
 
 SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   is_freeing_ = true;
-  next->record.incarnation = incarnation_;
+  next->record.incarnation = runs_.incarnation();
   next->record.commit_time = absl::Now();
   if (current_ != nullptr) older_.push_back(std::move(current_));
   current_ = next;
@@ -550,9 +521,7 @@ absl::Status Model::closed() const {
 void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
   absl::MutexLock lock(&mu_);
   AddRecordLocked(snapshot->record);
-  incarnation_ = std::max(incarnation_, snapshot->record.incarnation + 1);
-  run_epoch_ = std::max(incarnation_, snapshot->record.run_epoch);
-  fence_epoch_ = snapshot->record.run_epoch;
+  runs_.Restore(snapshot->record);
   current_ = std::move(snapshot);
 }
 

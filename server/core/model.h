@@ -43,6 +43,7 @@
 #include "server/core/rank_push.h"
 #include "server/core/reading.h"
 #include "server/core/reading_cache.h"
+#include "server/core/run_registry.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/trainer_run.h"
@@ -129,13 +130,6 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // --- Runs ---
 
-  // One life of a trainer. All its ranks give the same `id`. The first rank with a new id opens a
-  // run, with the next run epoch, and so fences the run that was open: that one's launch cannot
-  // join again, and its pushes get ABORTED, FENCED. RollBack() fences, too, and leaves no run open.
-  struct Launch {
-    std::string id;
-    int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
-  };
   struct JoinResult {
     int64_t run_epoch = 0;
     int64_t layout_digest = 0;
@@ -151,9 +145,8 @@ class Model : public std::enable_shared_from_this<Model> {
                                      RankLayout layout,
                                      const std::optional<VersionId>& newest = std::nullopt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // True: that launch's run is open, so that JoinRun() joins it. ABORTED, FENCED: it has been
-  // fenced. INVALID_ARGUMENT: its last_run_epoch. UNAVAILABLE or NOT_FOUND: as RefuseNew() or
-  // Close() was given.
+  // True: that launch's run is open, so that JoinRun() joins it. Errors as
+  // RunRegistry::CheckLaunch(), and what RefuseNew() or Close() was given.
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
   // Where a version stands, wherever its values are: the tracks that have a value in it, by name.
   using Standing = std::map<std::string, TrackState, std::less<>>;
@@ -289,7 +282,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // True: it was committed, or loaded, in this life of the server, and not too long ago: what has
   // changed since is known.
   bool RemembersVersion(int64_t version, int64_t incarnation) const ABSL_LOCKS_EXCLUDED(mu_);
-  int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
   // The record of a version (all zero: the newest), with the statistics of these of its tracks, in
   // that order; none given: of all that average a tensor. The device computes them from the values
   // in memory, then the record has them for as long as it is there. Pins the version meanwhile, and
@@ -457,19 +449,9 @@ class Model : public std::enable_shared_from_this<Model> {
   void FreeEvicted(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
   void AddRecordLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
-  // Whoever has joined `run_` so far cannot do so again, while the server lives.
-  void FenceRunLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Whether the open run is that launch's.
-  bool IsOfRunLocked(const Launch& launch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // That its run is open or may be opened. ABORTED, FENCED. INVALID_ARGUMENT: its last_run_epoch.
-  absl::Status CheckLaunchLocked(const Launch& launch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // A push by a run that is not the open one.
-  absl::Status NotTheRunLocked(int64_t run_epoch) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
   // what a rollback has made that there is no room for another.
   absl::Status CheckRoomForNextLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
-  absl::Status CheckNotRollingBackLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // FAILED_PRECONDITION, MODEL_DIFFERS: the model has no track of the version in the same form.
   absl::Status CheckHasTrackOfLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes the snapshot that a rollback has loaded the version after the current one. What is no
@@ -522,18 +504,7 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t record_bytes_ ABSL_GUARDED_BY(mu_) = 0;     // That they take.
   // Oldest first.
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);
-  // Replaced, never changed, once ready; fenced ones live on in their sessions.
-  std::shared_ptr<TrainerRun> run_ ABSL_GUARDED_BY(mu_);
-  int64_t incarnation_ ABSL_GUARDED_BY(mu_);
-  int64_t run_epoch_ ABSL_GUARDED_BY(mu_);
-  std::vector<std::string> fenced_launches_ ABSL_GUARDED_BY(mu_);
-  // Launches whose last run is older have been fenced: `run_`'s epoch, or what it was when `run_`
-  // had been opened first, before a restart; without a run that of the version that was restored.
-  int64_t fence_epoch_ ABSL_GUARDED_BY(mu_) = 0;
-  // Steps of `run_` that were lost because ranks did not agree whether frozen tensors have changed:
-  // the last, and whether there was one before.
-  std::optional<int64_t> frozen_mismatch_ ABSL_GUARDED_BY(mu_);
-  bool has_frozen_mismatches_ ABSL_GUARDED_BY(mu_) = false;
+  RunRegistry runs_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
   SteadyWait session_wait_;                                    // Woken when `session_` changes.
   SteadyTime session_ended_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
@@ -543,9 +514,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // By step, of this run: those after current_.
   std::map<int64_t, GivenUp> given_up_ ABSL_GUARDED_BY(mu_);
   LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
-  bool is_rolling_back_ ABSL_GUARDED_BY(mu_) = false;  // There is no run then.
-  bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;       // What a commit or a rollback has evicted.
-  absl::Status closing_ ABSL_GUARDED_BY(mu_);          // Not OK: no new session.
+  bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;  // What a commit or a rollback has evicted.
+  absl::Status closing_ ABSL_GUARDED_BY(mu_);     // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);
   int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;  // Of Description::settings_revision.
 };

@@ -48,15 +48,10 @@ Model::Description Model::Describe() const {
                   .plan_revision = plan_revision_,
                   .settings_revision = tracks_revision_ + attached_files_.revision(),
                   .reserved_bytes = ReservedBytesLocked(),
-                  .run_epoch = run_epoch_,
+                  .run_epoch = runs_.epoch(),
                   .latest = {}};
   if (current_ != nullptr) now.latest = records_.back();
   return now;
-}
-
-int64_t Model::run_epoch() const {
-  absl::MutexLock lock(&mu_);
-  return run_epoch_;
 }
 
 std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t incarnation,
@@ -100,9 +95,9 @@ ModelOverview Model::Overview() const {
     for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
       if (++searched > kSearchedRecords || !AddFrom(*record, overview.tracks)) break;
     }
-    if (run_ != nullptr) {
-      overview.run = {run_->epoch(), run_->world_size(), run_->MissingRanks(kNamedRanks),
-                      run_->ready()};
+    if (const TrainerRun* const run = runs_.run().get(); run != nullptr) {
+      overview.run = {run->epoch(), run->world_size(), run->MissingRanks(kNamedRanks),
+                      run->ready()};
     }
     session = session_;
   }

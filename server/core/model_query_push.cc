@@ -55,11 +55,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
   {
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closed_);
-    if (run_ == nullptr || run_epoch != run_epoch_) return NotTheRunLocked(run_epoch);
-    if (rank < 0 || rank >= run_->world_size()) {
-      return BadRequest(
-          absl::StrCat("rank: ", rank, " given, expected 0 to ", run_->world_size() - 1));
-    }
+    EMA_RETURN_IF_ERROR(runs_.CheckRank(run_epoch, rank, current_.get()));
     const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const auto& r) {
       return r.step == step && r.run_epoch == run_epoch;
     });

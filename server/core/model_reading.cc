@@ -148,7 +148,7 @@ absl::StatusOr<SnapshotRef> Model::FindToPinLocked(int64_t version, int64_t inca
   SnapshotRef snapshot = version == 0 ? current_ : FindSnapshotLocked({version, incarnation});
   if (snapshot == nullptr) {
     const bool future = version > latest.number && incarnation >= 0 &&
-                        (incarnation == 0 || incarnation == incarnation_);
+                        (incarnation == 0 || incarnation == runs_.incarnation());
     return MakeError(absl::StatusCode::kOutOfRange,
                      future ? ErrorReason::kVersionNotYet : ErrorReason::kVersionNotKept,
                      absl::StrCat("model \"", config_.name, "\": version ", version,

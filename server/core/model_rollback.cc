@@ -14,12 +14,6 @@
 namespace ema {
 namespace {
 
-// Remembered, so that a fenced trainer's ranks that open the run only now cannot fence its
-// successor.
-constexpr size_t kFencedLaunches = 64;
-// Microseconds since 1970, so none is near it.
-constexpr int64_t kMaxRunEpoch = int64_t{1} << 53;
-
 absl::Status Fenced(const std::string& message) {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
 }
@@ -58,53 +52,8 @@ std::vector<std::string> NamesOf(const std::vector<TrackVersion>& tracks) {
 
 }  // namespace
 
-void Model::FenceRunLocked() {
-  if (run_ == nullptr) return;
-  fenced_launches_.push_back(run_->launch_id());
-  if (fenced_launches_.size() > kFencedLaunches) fenced_launches_.erase(fenced_launches_.begin());
-}
-
-bool Model::IsOfRunLocked(const Launch& launch) const {
-  return run_ != nullptr && run_->launch_id() == launch.id;
-}
-
-absl::Status Model::CheckLaunchLocked(const Launch& launch) const {
-  const int64_t last = launch.last_run_epoch;
-  // A model that was given the greatest has epochs beyond it.
-  const int64_t most = std::max(kMaxRunEpoch, run_epoch_);
-  if (last < 0 || last > most) {
-    return BadRequest(absl::StrCat("last_run_epoch: ", last, " given, expected 0 to ", most));
-  }
-  if (IsOfRunLocked(launch)) return absl::OkStatus();
-  const bool is_older = last < fence_epoch_ || (run_ != nullptr && last == fence_epoch_);
-  if (std::find(fenced_launches_.begin(), fenced_launches_.end(), launch.id) ==
-          fenced_launches_.end() &&
-      (last == 0 || !is_older)) {
-    return absl::OkStatus();
-  }
-  return Fenced(
-      absl::StrCat("launch_id \"", launch.id, "\" has been fenced by a newer run, or a rollback"));
-}
-
-absl::Status Model::NotTheRunLocked(int64_t run_epoch) const {
-  std::string message = absl::StrCat("run_epoch: ", run_epoch, " given, but the model's run has ",
-                                     "epoch ", run_epoch_, "; open a run");
-  if (run_ == nullptr && current_ != nullptr && current_->record.restored_from.has_value()) {
-    absl::StrAppend(&message, " (the model was rolled back to version ",
-                    current_->record.restored_from->version, ", step ", current_->record.step, ")");
-  }
-  return Fenced(message);
-}
-
-absl::Status Model::CheckNotRollingBackLocked() const {
-  if (!is_rolling_back_) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
-                   absl::StrCat("model \"", config_.name, "\" is being rolled back"),
-                   absl::Milliseconds(100));
-}
-
 absl::Status Model::CheckRoomForNextLocked() const {
-  EMA_RETURN_IF_ERROR(CheckNotRollingBackLocked());
+  EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
   const auto pinned = static_cast<int64_t>(pins_.size());
   if (pinned <= max_older_count()) return absl::OkStatus();
   return MakeError(
@@ -118,8 +67,8 @@ absl::Status Model::CheckRoomForNextLocked() const {
 absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
-  EMA_RETURN_IF_ERROR(CheckLaunchLocked(launch));
-  return IsOfRunLocked(launch);
+  EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
+  return runs_.IsOpen(launch);
 }
 
 Model::Standing Model::StandingOf(const Snapshot& version) {
@@ -169,9 +118,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
-    is_rolling_back_ = true;
-    FenceRunLocked();
-    run_ = nullptr;
+    runs_.BeginRollback();
     begun_step_ = 0;
     given_up_.clear();
     fenced = TakeSessionLocked();
@@ -197,7 +144,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     if (refused.ok()) refused = CheckHasTrackOfLocked(**loaded);
     // Before a run may begin, which has its memory.
     if (!refused.ok()) loaded = refused;
-    is_rolling_back_ = false;
+    runs_.EndRollback();
     EMA_RETURN_IF_ERROR(refused);
     left_out = NamesOf((*loaded)->record.tracks);
     replaced = ApplyPendingLocked();
@@ -240,8 +187,7 @@ absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
 std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
   Version& record = loaded.record;
   record.number = current_ != nullptr ? current_->record.number + 1 : 1;
-  record.run_epoch = ++run_epoch_;
-  fence_epoch_ = run_epoch_;
+  record.run_epoch = runs_.TakeRollbackEpoch();
   record.restored_from = from;
   record.tracks.clear();
   record.skipped_tensor_count = 0;

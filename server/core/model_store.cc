@@ -116,7 +116,7 @@ bool ModelStore::Delete(std::string_view name) {
     options_.model.observer->OnModelDeleted(name);
     // One of the same name repeats none of its run epochs either.
     model->RefuseNew(deleted);
-    next_incarnation_ = std::max(next_incarnation_, model->run_epoch() + 1);
+    next_incarnation_ = std::max(next_incarnation_, model->Describe().run_epoch + 1);
   }
   model->Close(deleted);
   return true;

@@ -191,7 +191,7 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   const bool all_paused = std::all_of(tracks_.begin(), tracks_.end(),
                                       [](const TrackRef& track) { return track->config().paused; });
   // Without a run, or an active track, there may never be a next commit.
-  if (run_ == nullptr || all_paused) replaced = ApplyPendingLocked();
+  if (runs_.run() == nullptr || all_paused) replaced = ApplyPendingLocked();
   return absl::OkStatus();
 }
 
@@ -202,15 +202,16 @@ std::vector<TrackRef> Model::ApplyPendingLocked() {
 }
 
 bool Model::MayOmitFrozenLocked() const {
-  if (current_ == nullptr || run_ == nullptr || !run_->ready() || !run_->has_frozen()) return false;
+  const TrainerRun* const run = runs_.run().get();
+  if (current_ == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
   // Once is a write that not all ranks have seen. Twice is a tensor of some ranks that goes on
   // changing: each time the others would leave theirs out, and the step be lost.
-  if (has_frozen_mismatches_) return false;
+  if (runs_.has_frozen_mismatches()) return false;
   return std::all_of(tracks_.begin(), tracks_.end(),
                      [&](const TrackRef& track) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
                        if (track->config().paused) return true;
                        const TrackSnapshot* const now = current_->FindId(track->id());
-                       return now != nullptr && now->frozen_run_epoch == run_->epoch() &&
+                       return now != nullptr && now->frozen_run_epoch == run->epoch() &&
                               !WillBeginWithZeros(*track, now->state);
                      });
 }

@@ -28,7 +28,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
     return NoDataDir();
   }
-  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Model::Launch&,
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Launch&,
                                                   const ResumePoint&) override {
     return NoDataDir();
   }

@@ -240,7 +240,7 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
                                           request.layout().frozen_shard_count(),
                                           static_cast<WireDtype>(wire_dtype)));
-  Model::Launch launch{request.launch_id(), request.last_run_epoch()};
+  Launch launch{request.launch_id(), request.last_run_epoch()};
   std::optional<VersionId> newest;
   if (request.has_resume()) {
     // What is wrong with the call itself first: a rollback ends the run that is open.

@@ -92,7 +92,7 @@ TEST_F(RollbackTest, ABadCheckpointIsSetAsideAndNothingChanges) {
   SaveThree();
   TestServer server(files_);
   server.PushTo(4);
-  const int64_t epoch = server.model().run_epoch();
+  const int64_t epoch = server.model().Describe().run_epoch;
   EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
   const std::string name = listing.checkpoints[2].name;
   files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/tracks/ema/model.safetensors")).back() ^=
@@ -101,7 +101,7 @@ TEST_F(RollbackTest, ABadCheckpointIsSetAsideAndNothingChanges) {
               AllOf(ReasonIs(ErrorReason::kCheckpointCorrupt),
                     StatusIs(absl::StatusCode::kDataLoss, HasSubstr("track \"ema\""))));
   EXPECT_EQ(server.version(), 4);
-  EXPECT_EQ(server.model().run_epoch(), epoch);
+  EXPECT_EQ(server.model().Describe().run_epoch, epoch);
   EXPECT_THAT(server.Complete(), ElementsAre(3, 2));
   server.PushTo(5);
   EXPECT_EQ(server.version(), 5);

@@ -161,7 +161,7 @@ TEST(CheckpointStoreTest, ALoadedModelGoesOnAsIfNothingHadHappened) {
   Restarted server(files);
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
   // Every epoch that an earlier life can have given is fenced.
-  EXPECT_GE(model->run_epoch(), server.store->incarnation());
+  EXPECT_GE(model->Describe().run_epoch, server.store->incarnation());
   const std::vector<std::byte> weights = RandomWeights(model->manifest(), 33);
   TestRank restarted(model, "launch 2");
   ASSERT_THAT(restarted.Join(), IsOk());

@@ -70,7 +70,7 @@ class TestServer {
     }
   }
   void PushStep(int64_t step, float value) {
-    if (rank_ == nullptr || rank_->run_epoch() != model_->run_epoch()) {
+    if (rank_ == nullptr || rank_->run_epoch() != model_->Describe().run_epoch) {
       rank_ = std::make_unique<TestRank>(model_, absl::StrCat("launch ", ++launches_));
       ASSERT_THAT(rank_->Join(), IsOk());
     }

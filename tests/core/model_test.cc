@@ -589,9 +589,9 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
   ASSERT_THAT(second.Push(2, BytesOf(Values(2))), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_second, model_->PinVersion(0));
 
-  const Model::Launch fenced{"first", first.run_epoch()};
-  const Model::Launch newer{"second", second.run_epoch()};
-  const Model::Launch fresh{"third"};
+  const Launch fenced{"first", first.run_epoch()};
+  const Launch newer{"second", second.run_epoch()};
+  const Launch fresh{"third"};
   int64_t restarts = 0;
   const auto restart = [&](const SnapshotRef& saved) {
     ModelConfig config = model_->config();
@@ -600,7 +600,7 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
     model->Restore(saved);
     return model;
   };
-  const auto join = [](const std::shared_ptr<Model>& model, const Model::Launch& launch) {
+  const auto join = [](const std::shared_ptr<Model>& model, const Launch& launch) {
     std::vector<Shard> shards;
     for (int64_t i = 0; i < model->manifest().tensor_count(); ++i) {
       shards.push_back(WholeTensor(model->manifest(), i));
@@ -613,7 +613,7 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
   EXPECT_THAT(join(model, fenced), is_fenced);
   EXPECT_THAT(model->IsRunOpen(fenced), is_fenced);
   EXPECT_THAT(join(model, newer), IsOk());
-  EXPECT_GT(model->run_epoch(), newer.last_run_epoch);
+  EXPECT_GT(model->Describe().run_epoch, newer.last_run_epoch);
   EXPECT_THAT(join(model, fenced), is_fenced);
 
   // A crash has lost what the second one pushed: whoever comes first, the newer one has the model.
@@ -629,7 +629,7 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
   model = restart(of_second);
   EXPECT_THAT(join(model, fresh), IsOk());
   EXPECT_THAT(join(model, newer), is_fenced);
-  EXPECT_THAT(join(model, {"third", model->run_epoch()}), IsOk());
+  EXPECT_THAT(join(model, {"third", model->Describe().run_epoch}), IsOk());
   EXPECT_THAT(join(model, fresh), IsOk());
 
   constexpr int64_t kMost = int64_t{1} << 53;
@@ -644,7 +644,7 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
   }
   // Whoever was given one beyond comes back with that.
   EXPECT_THAT(join(model, {"fifth", kMost}), IsOk());
-  EXPECT_EQ(model->run_epoch(), kMost + 1);
+  EXPECT_EQ(model->Describe().run_epoch, kMost + 1);
   EXPECT_THAT(join(model, {"fifth", kMost + 1}), IsOk());
 }
 

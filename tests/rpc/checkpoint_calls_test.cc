@@ -437,7 +437,7 @@ TEST_F(SlowSavesTest, WhatWaitsForThemKeepsItsVersion) {
 // What comes between a resume and its run.
 class RacingResume final : public NoCheckpoints {
  public:
-  absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Model::Launch&,
+  absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch&,
                                                   const ResumePoint&) override {
     const VersionId newest = model.latest()->id();
     if (auto race = std::exchange(before_it_opens, nullptr)) race();

@@ -23,7 +23,7 @@ class HeldCheckpoints final : public NoCheckpoints {
     release.WaitForNotification();
     return Listing();
   }
-  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Model::Launch&,
+  absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Launch&,
                                                   const ResumePoint&) override {
     ++begun;
     release.WaitForNotification();

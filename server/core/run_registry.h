@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The runs of a model: which launch of a trainer may push, and which ones are fenced.
+#ifndef EMA_SERVER_CORE_RUN_REGISTRY_H_
+#define EMA_SERVER_CORE_RUN_REGISTRY_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "ema/model_info.h"
+#include "ema/shard.h"
+#include "server/core/memory_budget.h"
+#include "server/core/push_session.h"
+#include "server/core/snapshot.h"
+#include "server/core/trainer_run.h"
+
+namespace ema {
+
+// One life of a trainer. All its ranks give the same `id`.
+struct Launch {
+  std::string id;
+  int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
+};
+
+// Invariant: at most one run is open, none during a rollback; run epochs only grow; a launch whose
+// run was fenced never has an open run again.
+//
+// The first rank with a new launch id opens a run, and so fences the run that was open: that
+// launch cannot join again, and its pushes get ABORTED, FENCED. A rollback fences, too, and leaves
+// no run open. Not thread-safe: the model locks it.
+class RunRegistry {
+ public:
+  // Epochs begin at `incarnation`, that of this life of the model.
+  RunRegistry(std::string model_name, int64_t incarnation)
+      : model_name_(std::move(model_name)), incarnation_(incarnation), epoch_(incarnation) {}
+
+  // Of the newest run or rollback.
+  int64_t epoch() const { return epoch_; }
+  int64_t incarnation() const { return incarnation_; }
+  // Null: none is open. A run is replaced, never changed, once it is ready; fenced ones live on in
+  // their sessions.
+  const std::shared_ptr<TrainerRun>& run() const { return run_; }
+
+  // OK: the launch's run is open or may be opened. ABORTED, FENCED. INVALID_ARGUMENT: its
+  // last_run_epoch.
+  absl::Status CheckLaunch(const Launch& launch) const;
+  bool IsOpen(const Launch& launch) const;
+  // Joins a rank to the open run. REQUIRES: IsOpen(launch). Errors as TrainerRun::Join().
+  absl::Status Join(const Launch& launch, int64_t rank, int64_t world_size, RankLayout layout);
+  // Opens a run with the next epoch, joins its first rank and fences the run that was open.
+  // REQUIRES: CheckLaunch() is OK, !IsOpen(launch). Errors as TrainerRun::Create() and Join();
+  // nothing changes then.
+  absl::Status Open(const Launch& launch, int64_t rank, int64_t world_size, RankLayout layout,
+                    const Manifest* manifest, std::shared_ptr<MemoryBudget> host_budget);
+
+  // ABORTED, FENCED: the open run has another epoch; the message names the rollback that made
+  // `newest`, if one did. INVALID_ARGUMENT: the run has no such rank.
+  absl::Status CheckRank(int64_t run_epoch, int64_t rank, const Snapshot* newest) const;
+  // CheckRank(), and FAILED_PRECONDITION, RUN_INCOMPLETE or LAYOUT_MISMATCH.
+  absl::Status CheckMayPush(const PushStart& start, const Snapshot* newest) const;
+
+  // A step was lost because ranks did not agree whether frozen tensors have changed.
+  void NoteFrozenMismatch(int64_t step);
+  // This has happened to more than one step of the run.
+  bool has_frozen_mismatches() const { return has_frozen_mismatches_; }
+
+  // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
+  absl::Status CheckNotRollingBack() const;
+  // Fences the open run. Until EndRollback() none can be opened.
+  void BeginRollback();
+  void EndRollback() { is_rolling_back_ = false; }
+  // Takes the next epoch, for the version that a rollback makes, and returns it.
+  int64_t TakeRollbackEpoch() { return fence_epoch_ = ++epoch_; }
+
+  // Continues above a version from a checkpoint. REQUIRES: no run has been opened.
+  void Restore(const Version& record);
+
+ private:
+  void FenceOpenRun();
+
+  const std::string model_name_;
+  int64_t incarnation_;
+  int64_t epoch_;
+  std::shared_ptr<TrainerRun> run_;
+  bool is_rolling_back_ = false;
+  std::vector<std::string> fenced_launches_;
+  // Launches whose last run is older have been fenced: the epoch of `run_`, or the one that it had
+  // when it was opened first, before a restart. Without a run: that of the restored version.
+  int64_t fence_epoch_ = 0;
+  std::optional<int64_t> frozen_mismatch_;  // The last such step of `run_`.
+  bool has_frozen_mismatches_ = false;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_RUN_REGISTRY_H_
