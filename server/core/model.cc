@@ -19,6 +19,21 @@ absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
 }
 
+// What needs nothing of the model. INVALID_ARGUMENT: BAD_REQUEST, BAD_TIME.
+absl::Status ValidateStart(const PushStart& start) {
+  constexpr int64_t kMaxStep = int64_t{1} << 62;
+  if (start.step < 0 || start.step > kMaxStep) {
+    return BadRequest(absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
+  }
+  if (start.stream_group < 0 || start.stream_count < 0 || start.stream_count > kMaxStreamsOfRank ||
+      (start.stream_count > 1 && start.stream_group == 0)) {
+    return BadRequest(absl::StrCat("stream_count: ", start.stream_count, " of stream_group ",
+                                   start.stream_group, " given, expected up to ", kMaxStreamsOfRank,
+                                   ", and a group, above 0, for more than one"));
+  }
+  return start.time.Validate();
+}
+
 }  // namespace
 
 Model::Model(ModelConfig config, std::shared_ptr<Device> device,
@@ -31,7 +46,8 @@ Model::Model(ModelConfig config, std::shared_ptr<Device> device,
       readings_(config_.manifest.get(), device_.get(), host_budget_.get()),
       options_(options),
       plan_revision_(options.incarnation),
-      runs_(config_.name, options.incarnation) {}
+      runs_(config_.name, options.incarnation),
+      open_step_(config_.name) {}
 
 absl::StatusOr<std::shared_ptr<Model>> Model::Create(
     ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
@@ -100,10 +116,8 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       }
       EMA_RETURN_IF_ERROR(runs_.Open(launch, rank, world_size, std::move(layout),
                                      config_.manifest.get(), host_budget_));
-      begun_step_ = 0;
-      given_up_.clear();
       replaced = ApplyPendingLocked();
-      fenced = TakeSessionLocked();
+      fenced = open_step_.EndRun();
       is_new = true;
     }
     result.run_epoch = runs_.epoch();
@@ -126,43 +140,6 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
                                            result.run_epoch)));
   }
   return result;
-}
-
-absl::StatusOr<Model::StartedStep> Model::CheckStartLocked(const PushStart& start) const {
-  constexpr int64_t kMaxStep = int64_t{1} << 62;
-  EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, current_.get()));
-  if (start.step < 0 || start.step > kMaxStep) {
-    return BadRequest(absl::StrCat("step: ", start.step, " given, expected 0 to 2^62"));
-  }
-  if (start.stream_group < 0 || start.stream_count < 0 || start.stream_count > kMaxStreamsOfRank ||
-      (start.stream_count > 1 && start.stream_group == 0)) {
-    return BadRequest(absl::StrCat("stream_count: ", start.stream_count, " of stream_group ",
-                                   start.stream_group, " given, expected up to ", kMaxStreamsOfRank,
-                                   ", and a group, above 0, for more than one"));
-  }
-  EMA_RETURN_IF_ERROR(start.time.Validate());
-  EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
-  if (current_ == nullptr) return StartedStep::kNew;
-  const Version& last = current_->record;
-  if (start.step == last.step && last_commit_.run_epoch == start.run_epoch) {
-    const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
-    if (omits_frozen == last_commit_.omits_frozen) return StartedStep::kLastCommitted;
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
-                     absl::StrCat("frozen: step ", start.step, " is committed already, ",
-                                  omits_frozen ? "with the frozen tensors" : "without them",
-                                  "; QueryPush says as which version"));
-  }
-  if (start.step == last.step) {
-    return Aborted(
-        ErrorReason::kStaleStep,
-        absl::StrCat("model \"", config_.name, "\": step ", start.step,
-                     " is committed already, as version ", last.number, " of an earlier run"));
-  }
-  if (start.step < last.step) {
-    return Aborted(ErrorReason::kStaleStep, absl::StrCat("model \"", config_.name, "\": step ",
-                                                         start.step, " is not after ", last.step));
-  }
-  return StartedStep::kNew;
 }
 
 absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& start) const {
@@ -221,52 +198,6 @@ absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& sta
   return plan;
 }
 
-absl::StatusOr<std::shared_ptr<PushSession>> Model::FindSessionLocked(const PushStart& start) {
-  if (session_ == nullptr) return nullptr;
-  const PushSession::StepPlan& plan = session_->plan();
-  if (start.step < plan.step) {
-    return Aborted(ErrorReason::kStaleStep,
-                   absl::StrCat("model \"", config_.name, "\": step ", start.step,
-                                " is before the open step ", plan.step));
-  }
-  if (start.step == plan.step) {
-    if (start.time != plan.time) {
-      return MakeError(
-          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
-          absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.time.ToString(),
-                       ", but the step was opened with ", plan.time.ToString()));
-    }
-    if (start.imported_updates != plan.imported_updates) {
-      return MakeError(
-          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
-          absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.imported_updates,
-                       " imported_updates, but the step was opened with ", plan.imported_updates));
-    }
-    const bool omits_frozen = start.frozen == FrozenTensors::kOmitted;
-    if (omits_frozen != (plan.frozen == FrozenTensors::kOmitted)) {
-      runs_.NoteFrozenMismatch(start.step);
-      return MakeError(
-          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
-          absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
-                       omits_frozen
-                           ? " leaves the frozen tensors out, but the step was opened with "
-                             "them"
-                           : " has the frozen tensors, but the step was opened without "
-                             "them"));
-    }
-    if (start.frozen == FrozenTensors::kChanged) session_->NoteFrozenChanged();
-    return session_;
-  }
-  if (session_->RankCommitted(start.rank)) {
-    return MakeError(
-        absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
-        absl::StrCat("step ", start.step, ": step ", plan.step, " still waits for ranks ",
-                     absl::StrJoin(session_->MissingRanks(kNamedRanks), ", ")),
-        absl::Milliseconds(20));
-  }
-  return nullptr;
-}
-
 absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {
   if (options_.sessions == nullptr) return nullptr;
   ConcurrencyLimit::Permit permit = options_.sessions->Acquire();
@@ -288,19 +219,23 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
     // The next version is built in the memory of the one that goes.
     mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
     EMA_RETURN_IF_ERROR(closed_);
-    EMA_ASSIGN_OR_RETURN(const StartedStep step, CheckStartLocked(start));
-    if (step == StartedStep::kLastCommitted) {
+    EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, current_.get()));
+    EMA_RETURN_IF_ERROR(ValidateStart(start));
+    EMA_ASSIGN_OR_RETURN(const std::optional<uint32_t> committed_digest,
+                         open_step_.CheckStep(start, current_.get()));
+    if (committed_digest.has_value()) {
       return Joined{.already_committed = RankPush::Committed{
                         .result = {current_->record, /*duplicate=*/true, PlanLocked()},
-                        .digest = last_commit_.digests[start.rank]}};
+                        .digest = *committed_digest}};
     }
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session, FindSessionLocked(start));
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
+                         open_step_.FindSession(start, runs_));
     if (session != nullptr) return Joined{.session = std::move(session)};
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
-    abandoned = TakeSessionLocked();
-    last = last_session_.lock();
+    abandoned = open_step_.Take();
+    last = open_step_.previous_session();
     run = runs_.run();
     base = current_;
   }
@@ -325,10 +260,8 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
     return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
                                                       " has been fenced by ", runs_.epoch()));
   }
-  EMA_RETURN_IF_ERROR(CheckNotGivenUpLocked(start.step));
-  session_ = session;
-  session_wait_.WakeAll();
-  begun_step_ = session->plan().step;
+  EMA_RETURN_IF_ERROR(open_step_.CheckNotAbandoned(start.step));
+  open_step_.Begin(session);
   return Joined{.session = std::move(session)};
 }
 
@@ -354,21 +287,6 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
   return refused;
 }
 
-std::shared_ptr<PushSession> Model::TakeSessionLocked() {
-  if (session_ != nullptr) {
-    session_ended_ = SteadyNow();
-    last_session_ = session_;
-  }
-  session_wait_.WakeAll();
-  return std::exchange(session_, nullptr);
-}
-
-bool Model::DetachLocked(const PushSession* session) {
-  if (session_.get() != session) return false;
-  TakeSessionLocked();
-  return true;
-}
-
 void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
   const absl::Time begin = absl::Now();
   absl::StatusOr<PushSession::Taken> taken = session->TakeSnapshot();
@@ -382,11 +300,9 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
   std::vector<LogEvent> warnings;
   {
     absl::MutexLock lock(&mu_);
-    if (!DetachLocked(session.get())) return;  // Here, too.
+    if (!open_step_.Detach(session.get())) return;  // Here, too.
     evicted = PutInPlaceLocked(next);
-    last_commit_ = {.run_epoch = session->run().epoch(),
-                    .omits_frozen = session->plan().frozen == FrozenTensors::kOmitted,
-                    .digests = std::move(digests)};
+    open_step_.NoteCommit(*session, std::move(digests));
     replaced = ApplyPendingLocked();
     plan = PlanLocked();
     warnings = NewWarningsLocked(next->record);
@@ -407,7 +323,6 @@ SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
   next->record.commit_time = absl::Now();
   if (current_ != nullptr) older_.push_back(std::move(current_));
   current_ = next;
-  given_up_.erase(given_up_.begin(), given_up_.upper_bound(next->record.step));
   AddRecordLocked(next->record);
   if (static_cast<int64_t>(older_.size()) <= max_older_count()) return nullptr;
   // Exists: at most max_older_count() are pinned (see CheckRoomForNextLocked()).
@@ -439,7 +354,7 @@ void Model::FreeEvicted(SnapshotRef evicted) {
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {
   {
     absl::MutexLock lock(&mu_);
-    DetachLocked(session.get());
+    open_step_.Detach(session.get());
   }
   DropStep(*session, status);
 }
@@ -460,8 +375,9 @@ void Model::ExpireSession(SteadyTime now, SteadyTime::duration timeout) {
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);
-    if (session_ == nullptr || now - session_->last_progress() < timeout) return;
-    session = TakeSessionLocked();
+    session = open_step_.session();
+    if (session == nullptr || now - session->last_progress() < timeout) return;
+    open_step_.Take();
   }
   DropStep(
       *session,
@@ -481,9 +397,10 @@ void Model::Drain(const absl::Status& status, SteadyTime deadline) {
   {
     absl::MutexLock lock(&mu_);
     closing_ = status;
-    session_wait_.AwaitUntil(
-        mu_, deadline, [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_ == nullptr; });
-    session = TakeSessionLocked();
+    open_step_.changed().AwaitUntil(mu_, deadline, [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+      return open_step_.session() == nullptr;
+    });
+    session = open_step_.Take();
   }
   if (session != nullptr) DropStep(*session, status);
 }
@@ -495,11 +412,13 @@ void Model::AwaitQuiet(absl::Duration timeout) {
   const PushSession* seen = nullptr;
   SteadyTime until;
   absl::MutexLock lock(&mu_);
-  const auto has_changed = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return session_.get() != seen; };
+  const auto has_changed = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return open_step_.session().get() != seen;
+  };
   do {
-    seen = session_.get();
-    until = seen != nullptr ? deadline : std::min(deadline, session_ended_ + kMoment);
-  } while (session_wait_.AwaitUntil(mu_, until, has_changed));
+    seen = open_step_.session().get();
+    until = seen != nullptr ? deadline : std::min(deadline, open_step_.last_end() + kMoment);
+  } while (open_step_.changed().AwaitUntil(mu_, until, has_changed));
 }
 
 void Model::Close(const absl::Status& status) {

@@ -39,6 +39,7 @@
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
 #include "server/core/model_overview.h"
+#include "server/core/open_step.h"
 #include "server/core/push_session.h"
 #include "server/core/rank_push.h"
 #include "server/core/reading.h"
@@ -335,21 +336,6 @@ class Model : public std::enable_shared_from_this<Model> {
  private:
   friend class RankPush;
 
-  // The step committed last, for retries. All zero, which is no run's epoch: none.
-  struct LastCommit {
-    int64_t run_epoch = 0;
-    bool omits_frozen = false;
-    std::vector<uint32_t> digests;  // By rank.
-  };
-
-  // A step that a rank will never push, and so no rank can.
-  struct GivenUp {
-    int64_t rank = 0;
-    std::string why;
-
-    absl::Status status(int64_t step) const;  // ABORTED, STEP_GIVEN_UP.
-  };
-
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
         const Options& options);
 
@@ -384,10 +370,6 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<LogEvent> NewWarningsLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PushSession::StepPlan> MakePlanLocked(const PushStart& start) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // The open session if `start` belongs to it; null if a new one must be made, which ends the open
-  // one, if any.
-  absl::StatusOr<std::shared_ptr<PushSession>> FindSessionLocked(const PushStart& start)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
   absl::StatusOr<ConcurrencyLimit::Permit> AcquireSessionPermit() const;
   // What a push goes into: one of the two.
@@ -397,11 +379,6 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   absl::StatusOr<Joined> GetSession(const PushStart& start) ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Which step is pushed: one after the last committed, or that one again.
-  enum class StartedStep { kNew, kLastCommitted };
-  // Checks that do not depend on the open session.
-  absl::StatusOr<StartedStep> CheckStartLocked(const PushStart& start) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The version to pin. Errors as PinVersion(), but for TOO_MANY_PINS.
@@ -422,10 +399,6 @@ class Model : public std::enable_shared_from_this<Model> {
   SnapshotRef PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SnapshotRef FindSnapshotLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // OK, or ABORTED, STEP_GIVEN_UP.
-  absl::Status CheckNotGivenUpLocked(int64_t step) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Remembers it; of many, the latest ones.
-  void NoteGivenUpLocked(int64_t step, GivenUp given_up) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The end: it is not remembered.
   std::deque<Version>::const_iterator FindRecordLocked(const VersionId& id) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -458,16 +431,12 @@ class Model : public std::enable_shared_from_this<Model> {
   // longer in it; to be freed without the lock.
   std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Takes the open session, which may be null, off the model. End() it without the lock.
-  std::shared_ptr<PushSession> TakeSessionLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Takes `session` off the model if it is the open one. End() it without the lock.
-  bool DetachLocked(const PushSession* session) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // noexcept: half a commit would hold up all later ones.
   void Publish(const std::shared_ptr<PushSession>& session) noexcept ABSL_LOCKS_EXCLUDED(mu_);
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends `session`, which is off the model, without a version, and tells the log (not of as many as
-  // there may be), if it has not ended yet.
+  // Ends `session`, which is not the open one any more, without a version, and tells the log (not
+  // of as many as there may be), if it has not ended yet.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void Unpin(const Snapshot* snapshot, int64_t Pins::*count) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -505,15 +474,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Oldest first.
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);
   RunRegistry runs_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<PushSession> session_ ABSL_GUARDED_BY(mu_);  // Null: none is open.
-  SteadyWait session_wait_;                                    // Woken when `session_` changes.
-  SteadyTime session_ended_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
-  // The one before, whose memory the next is built in.
-  std::weak_ptr<PushSession> last_session_ ABSL_GUARDED_BY(mu_);
-  int64_t begun_step_ ABSL_GUARDED_BY(mu_) = 0;  // The newest of this run; 0: none.
-  // By step, of this run: those after current_.
-  std::map<int64_t, GivenUp> given_up_ ABSL_GUARDED_BY(mu_);
-  LastCommit last_commit_ ABSL_GUARDED_BY(mu_);
+  OpenStep open_step_ ABSL_GUARDED_BY(mu_);
   bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;  // What a commit or a rollback has evicted.
   absl::Status closing_ ABSL_GUARDED_BY(mu_);     // Not OK: no new session.
   absl::Status closed_ ABSL_GUARDED_BY(mu_);

@@ -86,7 +86,7 @@ ModelOverview Model::Overview() const {
     if (const auto record = FindRecordLocked(overview.durable_version); record != records_.end()) {
       overview.durable_commit_time = record->commit_time;
     }
-    overview.begun_step = begun_step_;
+    overview.begun_step = open_step_.begun_step();
     for (const TrackRef& track : tracks_) {
       overview.tracks.push_back(
           {track->name(), track->config_text(), track->config().paused, 0, std::nullopt});
@@ -99,7 +99,7 @@ ModelOverview Model::Overview() const {
       overview.run = {run->epoch(), run->world_size(), run->MissingRanks(kNamedRanks),
                       run->ready()};
     }
-    session = session_;
+    session = open_step_.session();
   }
   if (session != nullptr) {
     const auto age = SteadyNow() - session->begin();

@@ -14,8 +14,7 @@ namespace {
 
 constexpr int64_t kNamedRanks = 16;       // As QueryPushResponse.missing_ranks,
 constexpr int64_t kNamedRanges = 1024;    // .missing,
-constexpr size_t kMaxReasonBytes = 1024;  // and QueryPushRequest.give_up_reason,
-constexpr size_t kMaxGivenUp = 16;        // of so many steps.
+constexpr size_t kMaxReasonBytes = 1024;  // and QueryPushRequest.give_up_reason.
 
 absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_reason) {
   if (give_up_reason.empty()) return absl::OkStatus();
@@ -28,23 +27,6 @@ absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_re
 }
 
 }  // namespace
-
-absl::Status Model::GivenUp::status(int64_t step) const {
-  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
-                   absl::StrCat("step ", step, ": rank ", rank, " has given it up: ", why));
-}
-
-absl::Status Model::CheckNotGivenUpLocked(int64_t step) const {
-  const auto found = given_up_.find(step);
-  return found == given_up_.end() ? absl::OkStatus() : found->second.status(step);
-}
-
-void Model::NoteGivenUpLocked(int64_t step, GivenUp given_up) {
-  // Nobody can push it anyway.
-  if (current_ != nullptr && step <= current_->record.step) return;
-  given_up_.try_emplace(step, std::move(given_up));
-  if (given_up_.size() > kMaxGivenUp) given_up_.erase(given_up_.begin());
-}
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
                                                   bool abandon_if_unfinished,
@@ -64,24 +46,24 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       result.rank_committed = true;
       result.record = *record;
       result.plan = PlanLocked();
-      if (step == current_->record.step && last_commit_.run_epoch == run_epoch) {
-        result.digest = last_commit_.digests[rank];
-      }
+      result.digest = open_step_.CommittedDigest(run_epoch, step, rank);
       return result;
     }
-    if (!give_up_reason.empty()) NoteGivenUpLocked(step, {rank, std::string(give_up_reason)});
-    if (session_ == nullptr || session_->plan().step != step) {
+    if (!give_up_reason.empty()) {
+      open_step_.NoteAbandoned(step, {rank, std::string(give_up_reason)}, current_.get());
+    }
+    session = open_step_.session();
+    if (session == nullptr || session->plan().step != step) {
       result.state = PushState::State::kUnknown;
       return result;
     }
-    session = session_;
-    if (abandon_if_unfinished) TakeSessionLocked();
+    if (abandon_if_unfinished) open_step_.Take();
   }
   if (abandon_if_unfinished) {
     DropStep(*session, give_up_reason.empty()
                            ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                                        absl::StrCat("step ", step, ": abandoned by rank ", rank))
-                           : GivenUp{rank, std::string(give_up_reason)}.status(step));
+                           : AbandonedStep{rank, std::string(give_up_reason)}.status(step));
     result.state = PushState::State::kAbandoned;
     return result;
   }

@@ -119,10 +119,8 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
     runs_.BeginRollback();
-    begun_step_ = 0;
-    given_up_.clear();
-    fenced = TakeSessionLocked();
-    last = last_session_.lock();
+    fenced = open_step_.EndRun();
+    last = open_step_.previous_session();
     const auto record = FindRecordLocked(from);
     if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
   }
@@ -152,7 +150,6 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = PutInPlaceLocked(*loaded);
     result = PinLocked(*loaded, options_.has_data_dir ? &Pins::save_count : &Pins::reader_count);
-    last_commit_ = {};
     durable_.RollBackTo((*loaded)->record);
   }
   // Before anybody is told, who may push: the next version needs this memory.

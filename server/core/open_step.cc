@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/core/open_step.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema {
+namespace {
+
+constexpr int64_t kNamedRanks = 16;  // In a message.
+constexpr size_t kMaxAbandonedSteps = 16;
+
+absl::Status StaleStep(std::string message) {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep, message);
+}
+
+absl::Status PlanMismatch(std::string message) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch, message);
+}
+
+bool OmitsFrozen(FrozenTensors frozen) { return frozen == FrozenTensors::kOmitted; }
+
+}  // namespace
+
+absl::Status AbandonedStep::status(int64_t step) const {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
+                   absl::StrCat("step ", step, ": rank ", rank, " has given it up: ", why));
+}
+
+absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& start,
+                                                            const Snapshot* newest) const {
+  EMA_RETURN_IF_ERROR(CheckNotAbandoned(start.step));
+  if (newest == nullptr || start.step > newest->record.step) return std::nullopt;
+  const Version& last = newest->record;
+  if (start.step < last.step) {
+    return StaleStep(absl::StrCat("model \"", model_name_, "\": step ", start.step,
+                                  " is not after ", last.step));
+  }
+  const std::optional<uint32_t> digest = CommittedDigest(start.run_epoch, start.step, start.rank);
+  if (!digest.has_value()) {
+    return StaleStep(absl::StrCat("model \"", model_name_, "\": step ", start.step,
+                                  " is committed already, as version ", last.number,
+                                  " of an earlier run"));
+  }
+  if (OmitsFrozen(start.frozen) == last_commit_.omits_frozen) return digest;
+  return PlanMismatch(
+      absl::StrCat("frozen: step ", start.step, " is committed already, ",
+                   last_commit_.omits_frozen ? "without them" : "with the frozen tensors",
+                   "; QueryPush says as which version"));
+}
+
+absl::Status OpenStep::CheckNotAbandoned(int64_t step) const {
+  const auto found = abandoned_.find(step);
+  return found == abandoned_.end() ? absl::OkStatus() : found->second.status(step);
+}
+
+absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::FindSession(const PushStart& start,
+                                                                   RunRegistry& runs) const {
+  if (session_ == nullptr) return nullptr;
+  const PushSession::StepPlan& plan = session_->plan();
+  if (start.step < plan.step) {
+    return StaleStep(absl::StrCat("model \"", model_name_, "\": step ", start.step,
+                                  " is before the open step ", plan.step));
+  }
+  if (start.step > plan.step) {
+    if (!session_->RankCommitted(start.rank)) return nullptr;
+    return MakeError(
+        absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+        absl::StrCat("step ", start.step, ": step ", plan.step, " still waits for ranks ",
+                     absl::StrJoin(session_->MissingRanks(kNamedRanks), ", ")),
+        absl::Milliseconds(20));
+  }
+  if (start.time != plan.time) {
+    return PlanMismatch(absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ",
+                                     start.time.ToString(), ", but the step was opened with ",
+                                     plan.time.ToString()));
+  }
+  if (start.imported_updates != plan.imported_updates) {
+    return PlanMismatch(
+        absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.imported_updates,
+                     " imported_updates, but the step was opened with ", plan.imported_updates));
+  }
+  if (OmitsFrozen(start.frozen) != OmitsFrozen(plan.frozen)) {
+    runs.NoteFrozenMismatch(start.step);
+    return PlanMismatch(
+        absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
+                     OmitsFrozen(start.frozen)
+                         ? " leaves the frozen tensors out, but the step was opened with them"
+                         : " has the frozen tensors, but the step was opened without them"));
+  }
+  if (start.frozen == FrozenTensors::kChanged) session_->NoteFrozenChanged();
+  return session_;
+}
+
+std::optional<uint32_t> OpenStep::CommittedDigest(int64_t run_epoch, int64_t step,
+                                                  int64_t rank) const {
+  if (run_epoch != last_commit_.run_epoch || step != last_commit_.step) return std::nullopt;
+  return last_commit_.digests[rank];
+}
+
+void OpenStep::Begin(std::shared_ptr<PushSession> session) {
+  session_ = std::move(session);
+  begun_step_ = session_->plan().step;
+  changed_.WakeAll();
+}
+
+std::shared_ptr<PushSession> OpenStep::Take() {
+  if (session_ != nullptr) {
+    last_end_ = SteadyNow();
+    previous_session_ = session_;
+  }
+  changed_.WakeAll();
+  return std::exchange(session_, nullptr);
+}
+
+bool OpenStep::Detach(const PushSession* session) {
+  if (session_.get() != session) return false;
+  Take();
+  return true;
+}
+
+void OpenStep::NoteCommit(const PushSession& session, std::vector<uint32_t> digests) {
+  const PushSession::StepPlan& plan = session.plan();
+  last_commit_ = {.run_epoch = session.run().epoch(),
+                  .step = plan.step,
+                  .omits_frozen = OmitsFrozen(plan.frozen),
+                  .digests = std::move(digests)};
+  abandoned_.erase(abandoned_.begin(), abandoned_.upper_bound(plan.step));
+}
+
+void OpenStep::NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest) {
+  if (newest != nullptr && step <= newest->record.step) return;
+  abandoned_.try_emplace(step, std::move(abandoned));
+  if (abandoned_.size() > kMaxAbandonedSteps) abandoned_.erase(abandoned_.begin());
+}
+
+std::shared_ptr<PushSession> OpenStep::EndRun() {
+  begun_step_ = 0;
+  abandoned_.clear();
+  last_commit_ = {};
+  return Take();
+}
+
+}  // namespace ema

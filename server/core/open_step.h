@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The step that a model's trainer is pushing, and what is known of the steps around it.
+#ifndef EMA_SERVER_CORE_OPEN_STEP_H_
+#define EMA_SERVER_CORE_OPEN_STEP_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/base/steady_wait.h"
+#include "server/core/push_session.h"
+#include "server/core/run_registry.h"
+#include "server/core/snapshot.h"
+
+namespace ema {
+
+// A step that one rank will never push, so no session can complete it.
+struct AbandonedStep {
+  int64_t rank = 0;
+  std::string why;
+
+  absl::Status status(int64_t step) const;  // ABORTED, STEP_GIVEN_UP.
+};
+
+// Invariant: at most one session is open, it belongs to the open run, and its step is after the
+// newest version's. Whoever takes a session out ends it, without the model's lock.
+//
+// Not thread-safe: the model locks it.
+class OpenStep {
+ public:
+  explicit OpenStep(std::string model_name) : model_name_(std::move(model_name)) {}
+
+  // Null: none is open.
+  const std::shared_ptr<PushSession>& session() const { return session_; }
+  // The one before, in whose memory the next one is built; null: that is free.
+  std::shared_ptr<PushSession> previous_session() const { return previous_session_.lock(); }
+  SteadyTime last_end() const { return last_end_; }  // Of a session.
+  // The newest that has been begun in the run; 0: none.
+  int64_t begun_step() const { return begun_step_; }
+  // Woken when session() changes.
+  SteadyWait& changed() { return changed_; }
+
+  // Checks a rank's start against the versions and the abandoned steps. Returns the digest of what
+  // the rank has pushed if it pushes the last committed step again; nullopt: the step is new.
+  // ABORTED: STALE_STEP, STEP_GIVEN_UP. FAILED_PRECONDITION, PLAN_MISMATCH.
+  absl::StatusOr<std::optional<uint32_t>> CheckStep(const PushStart& start,
+                                                    const Snapshot* newest) const;
+  // ABORTED, STEP_GIVEN_UP.
+  absl::Status CheckNotAbandoned(int64_t step) const;
+  // The open session if `start` belongs to it; null: a new one must be made, which ends the open
+  // one. ABORTED, STALE_STEP. FAILED_PRECONDITION, PLAN_MISMATCH; if it is about frozen tensors,
+  // `runs` notes it. UNAVAILABLE, SESSION_BUSY: the open step still waits for other ranks.
+  absl::StatusOr<std::shared_ptr<PushSession>> FindSession(const PushStart& start,
+                                                           RunRegistry& runs) const;
+  // The digest of what the rank has pushed, if that is the last committed step of the run.
+  std::optional<uint32_t> CommittedDigest(int64_t run_epoch, int64_t step, int64_t rank) const;
+
+  // REQUIRES: none is open.
+  void Begin(std::shared_ptr<PushSession> session);
+  // Takes the open session, which may be null, out.
+  std::shared_ptr<PushSession> Take();
+  // Takes `session` out; false: it is not the open one.
+  bool Detach(const PushSession* session);
+  // The step of `session` has been committed; `digests`: by rank.
+  void NoteCommit(const PushSession& session, std::vector<uint32_t> digests);
+  // Notes that a step can never be completed; of many steps, only the latest. Ignores steps that
+  // are not after `newest`.
+  void NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest);
+  // Forgets the steps of the run, which has been fenced, and takes its session out.
+  std::shared_ptr<PushSession> EndRun();
+
+ private:
+  // All zero, which is no run's epoch: none.
+  struct LastCommit {
+    int64_t run_epoch = 0;
+    int64_t step = 0;
+    bool omits_frozen = false;
+    std::vector<uint32_t> digests;  // By rank.
+  };
+
+  const std::string model_name_;
+  std::shared_ptr<PushSession> session_;
+  std::weak_ptr<PushSession> previous_session_;
+  SteadyWait changed_;
+  SteadyTime last_end_ = SteadyTime::min();
+  int64_t begun_step_ = 0;
+  std::map<int64_t, AbandonedStep> abandoned_;  // By step, of this run, after the newest version.
+  LastCommit last_commit_;                      // For retries.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_OPEN_STEP_H_
