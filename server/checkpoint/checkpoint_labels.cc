@@ -38,8 +38,8 @@ std::set<std::string> SavedTracks(const CheckpointManifest& checkpoint) {
 }
 
 bool IsInMemory(const Model& model, const VersionId& id) {
-  const std::vector<Model::RecordEntry> records =
-      model.RecordsAfter(id.version - 1, id.incarnation, /*limit=*/1);
+  const std::vector<VersionHistory::RecordEntry> records =
+      model.history().RecordsAfter(id.version - 1, id.incarnation, /*limit=*/1);
   return !records.empty() && records[0].record.id() == id && records[0].available;
 }
 
@@ -68,7 +68,7 @@ absl::Status CheckpointManager::PutLabel(const Model& model, const CheckpointLab
 
 absl::StatusOr<CheckpointLabel> CheckpointManager::Place(Model& model, CheckpointLabel label,
                                                          const VersionId& id) {
-  const absl::StatusOr<SnapshotRef> pinned = model.PinForSave(id.version, id.incarnation);
+  const absl::StatusOr<SnapshotRef> pinned = model.history().PinForSave(id.version, id.incarnation);
   if (pinned.ok()) {
     label.id = (*pinned)->record.id();
     label.step = (*pinned)->record.step;
@@ -136,7 +136,7 @@ absl::StatusOr<Checkpoints::MetricResult> CheckpointManager::ReportMetric(
                     absl::StrCat("value: ", value, " given, expected a finite number"));
   }
   // Also with a score that moves nothing.
-  const absl::Status known = model.PinVersion(score.id.version, score.id.incarnation).status();
+  const absl::Status known = model.history().Pin(score.id.version, score.id.incarnation).status();
   if (GetErrorReason(known) == ErrorReason::kVersionNotYet) return known;
   const std::shared_ptr<absl::Mutex> label_mu = LabelMutexOf(model);
   absl::MutexLock lock(label_mu.get());

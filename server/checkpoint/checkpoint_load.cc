@@ -210,7 +210,7 @@ absl::Status CheckpointStore::RestoreKeptTime(const ModelDirectory& folder, Mode
                    [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
     return absl::OkStatus();
   }
-  const int64_t loaded_step = model.latest()->step;
+  const int64_t loaded_step = model.history().latest()->step;
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointId> ids, FindCheckpoints(folder));
   std::sort(ids.begin(), ids.end(), std::greater<>());
   for (const CheckpointId& id : ids) {

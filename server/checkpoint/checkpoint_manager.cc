@@ -161,7 +161,7 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   Stop();
   absl::Status result;
   for (const std::shared_ptr<Model>& model : models.List()) {
-    const SnapshotRef newest = model->NewestAfterDrain();
+    const SnapshotRef newest = model->history().newest();
     if (newest == nullptr) continue;
     CheckpointStore::SaveOptions save = {.keep = IsKeepDue(*newest, model->durable().kept_time()),
                                          .with_new_settings = true};
@@ -400,13 +400,13 @@ absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::OnDisk(const Model&
 absl::StatusOr<std::vector<KnownVersion>> CheckpointManager::Known(const Model& model) {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk,
                        OnDisk(model, /*with_partial=*/false));
-  return KnownVersions(model, on_disk);
+  return KnownVersions(model.history(), on_disk);
 }
 
 absl::Status CheckpointManager::NotKept(const Model& model, const VersionId& id) {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
   int64_t step = 0;
-  if (const std::optional<Version> latest = model.latest()) step = latest->step;
+  if (const std::optional<Version> latest = model.history().latest()) step = latest->step;
   return MakeError(
       absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
       absl::StrCat("model \"", model.config().name, "\": version ", id.version,

@@ -198,7 +198,7 @@ class CheckpointManager final : public Checkpoints {
   // did not.
   bool IsNewFailure(const Model& model, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // What Save() says of a version that is not on the disk with all tracks: `status`, as
-  // PinVersion() gave it, or, if only some tracks are there, that.
+  // VersionHistory::Pin() gave it, or, if only some tracks are there, that.
   absl::Status NotPinned(const Model& model, const VersionId& id, const absl::Status& status);
   // Leaves the rest to RunQueue().
   absl::StatusOr<Saved> Enqueue(Model& model, const SnapshotRef& snapshot,
@@ -270,11 +270,11 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<std::optional<VersionId>> TargetAtStep(Model& model, const ResumePoint& point,
                                                         const std::optional<Version>& latest);
   // Of a version in memory or on the disk.
-  absl::StatusOr<Model::Standing> StandingOf(Model& model, const VersionId& id);
+  absl::StatusOr<TrackStates> TrackStatesAt(Model& model, const VersionId& id);
   // RESUME_MISMATCH: the trainer was to update a track between `from` and `point`, which has a
   // time.
   absl::Status CheckNotDue(Model& model, const ResumePoint& point,
-                           const std::optional<Model::Standing>& from, const std::string& where);
+                           const std::optional<TrackStates>& from, const std::string& where);
   // RESUME_MISMATCH, listing what there is.
   absl::Status Mismatch(const Model& model, const ResumePoint& point, const std::string& why);
 

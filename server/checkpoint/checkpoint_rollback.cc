@@ -26,7 +26,7 @@ absl::StatusOr<Version> CheckpointManager::Restore(Model& model, const VersionId
 
 absl::StatusOr<Version> CheckpointManager::GoBack(Model& model, const VersionId& id) {
   absl::StatusOr<SnapshotRef> newest;
-  if (const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
+  if (const absl::StatusOr<SnapshotRef> pinned = model.history().Pin(id.version, id.incarnation);
       pinned.ok()) {
     // The blocks are shared.
     newest = model.RollBack((*pinned)->record.id(),
@@ -67,10 +67,10 @@ absl::Status CheckpointManager::SaveRollback(Model& model, const Version& rollba
 
 absl::Status CheckpointManager::SaveRollbackInMemory(Model& model) {
   const VersionId durable = model.durable().version();
-  for (const Model::RecordEntry& entry : model.RecordsAfter(durable.version, durable.incarnation,
-                                                            std::numeric_limits<int64_t>::max())) {
+  for (const VersionHistory::RecordEntry& entry : model.history().RecordsAfter(
+           durable.version, durable.incarnation, std::numeric_limits<int64_t>::max())) {
     if (!entry.record.restored_from.has_value()) continue;
-    EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model.PinForSave(0));
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef newest, model.history().PinForSave(0));
     return SaveRollback(model, entry.record, newest);
   }
   return absl::OkStatus();
@@ -130,7 +130,7 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::Resume(Model& model,
   }
   EMA_ASSIGN_OR_RETURN(const bool is_open, model.IsRunOpen(launch));
   if (is_open) return std::nullopt;
-  const std::optional<Version> latest = model.latest();
+  const std::optional<Version> latest = model.history().latest();
   EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> target,
                        point.version.has_value() ? TargetAtVersion(model, point, latest)
                                                  : TargetAtStep(model, point, latest));
@@ -171,11 +171,11 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtVersion(
                     where + ": the average would have seen weights that the trainer has not");
   }
   if (*step < point.step && point.time.has_value()) {
-    std::optional<Model::Standing> from;
+    std::optional<TrackStates> from;
     if (is_there) {
-      from = model.standing();
+      from = model.history().NewestStates();
     } else {
-      EMA_ASSIGN_OR_RETURN(from, StandingOf(model, id));
+      EMA_ASSIGN_OR_RETURN(from, TrackStatesAt(model, id));
     }
     EMA_RETURN_IF_ERROR(CheckNotDue(model, point, from, where));
   }
@@ -191,7 +191,7 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtStep(
   if (latest_step < point.step) {
     // What an uninterrupted run has there, if no update was due since.
     if (!point.time.has_value()) return Mismatch(model, point, where);
-    EMA_RETURN_IF_ERROR(CheckNotDue(model, point, model.standing(), where));
+    EMA_RETURN_IF_ERROR(CheckNotDue(model, point, model.history().NewestStates(), where));
     return std::nullopt;
   }
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known(model));
@@ -202,26 +202,26 @@ absl::StatusOr<std::optional<VersionId>> CheckpointManager::TargetAtStep(
     id = VersionAfterStep(branch, point.step, /*is_complete=*/true);
   }
   if (!id.has_value()) return Mismatch(model, point, where);
-  EMA_ASSIGN_OR_RETURN(const Model::Standing from, StandingOf(model, *id));
+  EMA_ASSIGN_OR_RETURN(const TrackStates from, TrackStatesAt(model, *id));
   EMA_RETURN_IF_ERROR(CheckNotDue(model, point, from, where));
   return id;
 }
 
-absl::StatusOr<Model::Standing> CheckpointManager::StandingOf(Model& model, const VersionId& id) {
-  const absl::StatusOr<SnapshotRef> pinned = model.PinVersion(id.version, id.incarnation);
-  if (pinned.ok()) return Model::StandingOf(**pinned);
+absl::StatusOr<TrackStates> CheckpointManager::TrackStatesAt(Model& model, const VersionId& id) {
+  const absl::StatusOr<SnapshotRef> pinned = model.history().Pin(id.version, id.incarnation);
+  if (pinned.ok()) return TrackStatesOf(**pinned);
   EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, id));
   if (!stored.has_value()) return pinned.status();
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, ReadManifest(model, *stored));
-  Model::Standing standing;
+  TrackStates states;
   for (const CheckpointTrack& track : manifest.tracks) {
-    if (track.weights.has_value()) standing[track.config.name] = track.state;
+    if (track.weights.has_value()) states[track.config.name] = track.state;
   }
-  return standing;
+  return states;
 }
 
 absl::Status CheckpointManager::CheckNotDue(Model& model, const ResumePoint& point,
-                                            const std::optional<Model::Standing>& from,
+                                            const std::optional<TrackStates>& from,
                                             const std::string& where) {
   EMA_ASSIGN_OR_RETURN(const bool is_due, model.IsDueBy(*point.time, from));
   if (!is_due) return absl::OkStatus();

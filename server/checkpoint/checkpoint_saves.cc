@@ -180,7 +180,7 @@ absl::StatusOr<Checkpoints::Saved> CheckpointManager::Save(Model& model,
     }
   }
   const absl::StatusOr<SnapshotRef> pinned =
-      model.PinForSave(request.id.version, request.id.incarnation);
+      model.history().PinForSave(request.id.version, request.id.incarnation);
   if (!pinned.ok()) {
     EMA_RETURN_IF_ERROR(model.closed());
     EMA_ASSIGN_OR_RETURN(const auto stored, FindStored(model, request.id));

@@ -22,7 +22,7 @@ bool IsTrackDue(const TrackSnapshot& track, const std::optional<TrainingTime>& k
 }
 
 bool HasUnsaved(const Model& model) {
-  const std::optional<Version> latest = model.latest();
+  const std::optional<Version> latest = model.history().latest();
   return latest.has_value() && latest->id() > model.durable().version();
 }
 
@@ -72,7 +72,7 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
   SnapshotRef exact;
   if ((is_keep_due || is_save_due) && policy.step_multiple > 0 &&
       record.step % policy.step_multiple == 0) {
-    if (auto pinned = model->PinForSave(record.number, record.incarnation); pinned.ok()) {
+    if (auto pinned = model->history().PinForSave(record.number, record.incarnation); pinned.ok()) {
       exact = *std::move(pinned);
     }
   }
@@ -183,7 +183,7 @@ void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_secon
   const Turn turn = BeginSave(model, /*is_newest=*/snapshot == nullptr);
   Outcome outcome{.is_due = turn.is_asked};
   if (snapshot == nullptr) {
-    absl::StatusOr<SnapshotRef> pinned = model.PinForSave(0);
+    absl::StatusOr<SnapshotRef> pinned = model.history().PinForSave(0);
     if (pinned.ok()) {
       snapshot = *std::move(pinned);
     } else if (!is_second_look || turn.is_asked) {

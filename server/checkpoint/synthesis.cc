@@ -112,7 +112,7 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
   std::vector<StoredCheckpoint> checkpoints;
   BranchWalk walk(latest);
   // Those in memory, too: one of them may have been restored.
-  for (const KnownVersion& known : KnownVersions(model, on_disk)) {
+  for (const KnownVersion& known : KnownVersions(model.history(), on_disk)) {
     const CheckpointId id{known.id.incarnation, known.id.version, known.step};
     if (!std::binary_search(held.ids().begin(), held.ids().end(), id, std::greater<>())) {
       walk.Takes(known.id, known.step, known.restored_from);
@@ -196,7 +196,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
                                          ReadErrorHandler on_error) {
   EMA_RETURN_IF_ERROR(model.closed());
   EMA_RETURN_IF_ERROR(ValidateName("name", request.name));
-  const std::optional<Version> latest = model.latest();
+  const std::optional<Version> latest = model.history().latest();
   if (!latest.has_value()) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,

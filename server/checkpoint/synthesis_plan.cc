@@ -216,8 +216,8 @@ Clock MakeClock(const Model& model, absl::Span<const StoredCheckpoint> checkpoin
   for (const StoredCheckpoint& checkpoint : checkpoints) {
     clock.Add(checkpoint.id.step, checkpoint.manifest.record.time);
   }
-  const std::vector<Model::RecordEntry> records =
-      model.RecordsAfter(0, /*incarnation=*/0, INT64_MAX);
+  const std::vector<VersionHistory::RecordEntry> records =
+      model.history().RecordsAfter(0, /*incarnation=*/0, INT64_MAX);
   if (records.empty()) return clock;
   BranchWalk walk(records.back().record);
   for (auto entry = records.rbegin(); entry != records.rend(); ++entry) {

@@ -22,11 +22,11 @@ bool IsNext(const KnownVersion& next, const KnownVersion& version) {
 
 }  // namespace
 
-std::vector<KnownVersion> KnownVersions(const Model& model,
+std::vector<KnownVersion> KnownVersions(const VersionHistory& history,
                                         absl::Span<const KnownVersion> on_disk) {
   std::map<VersionId, KnownVersion, std::greater<>> known;
   for (const KnownVersion& version : on_disk) known[version.id] = version;
-  for (const Model::RecordEntry& entry : model.RecordsAfter(
+  for (const VersionHistory::RecordEntry& entry : history.RecordsAfter(
            /*version=*/0, /*incarnation=*/0, std::numeric_limits<int64_t>::max())) {
     KnownVersion& version = known[entry.record.id()];
     version.id = entry.record.id();

@@ -15,8 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ema/version_id.h"
-#include "server/core/model.h"
-#include "server/core/snapshot.h"
+#include "server/core/version_history.h"
 
 namespace ema {
 
@@ -30,8 +29,9 @@ struct KnownVersion {
   friend bool operator==(const KnownVersion&, const KnownVersion&) = default;
 };
 
-// From the model's records and what is on the disk; newest first, each once.
-std::vector<KnownVersion> KnownVersions(const Model& model, absl::Span<const KnownVersion> on_disk);
+// From the records of `history` and what is on the disk; newest first, each once.
+std::vector<KnownVersion> KnownVersions(const VersionHistory& history,
+                                        absl::Span<const KnownVersion> on_disk);
 
 // Says which versions `latest` has come from, itself included: its branch. Versions that a rollback
 // has given up are not on it. A rollback to version v makes a new version with v's values and step:

@@ -44,6 +44,8 @@ Model::Model(ModelConfig config, std::shared_ptr<Device> device,
       host_budget_(options.host_budget != nullptr ? options.host_budget : budget_),
       attached_files_(host_budget_.get()),
       readings_(config_.manifest.get(), device_.get(), host_budget_.get()),
+      history_({config_.name, options.incarnation, config_.max_pinned_versions,
+                options.has_data_dir, [this] { return shared_from_this(); }}),
       options_(options),
       plan_revision_(options.incarnation),
       runs_(config_.name, options.incarnation),
@@ -56,7 +58,7 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
       new Model(std::move(config), std::move(device), std::move(budget), options));
   int64_t bytes = 0;
   for (const std::shared_ptr<Track>& track : tracks) {
-    const int64_t of_track = track->MemoryBytes(model->version_count());
+    const int64_t of_track = track->MemoryBytes(model->history_.version_count());
     if (__builtin_add_overflow(bytes, of_track, &bytes)) bytes = INT64_MAX;
   }
   const int64_t needed = model->manifest().memory_bytes();
@@ -100,13 +102,14 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
   bool is_new = false;
   {
     absl::MutexLock lock(&mu_);
+    const SnapshotRef newest_version = history_.newest();
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
     EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
     if (runs_.IsOpen(launch)) {
       EMA_RETURN_IF_ERROR(runs_.Join(launch, rank, world_size, std::move(layout)));
     } else {
-      const VersionId now = current_ != nullptr ? current_->record.id() : VersionId{};
+      const VersionId now = newest_version != nullptr ? newest_version->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
         return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
                          absl::StrCat("model \"", config_.name, "\": version ", now.version,
@@ -123,7 +126,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     result.run_epoch = runs_.epoch();
     result.ready = runs_.run()->ready();
     result.missing_ranks = runs_.run()->MissingRanks(kNamedRanks);
-    if (current_ != nullptr) result.latest = current_->record;
+    if (newest_version != nullptr) result.latest = newest_version->record;
     result.plan = PlanLocked();
   }
   if (is_new) {
@@ -143,6 +146,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
 }
 
 absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& start) const {
+  const SnapshotRef current = history_.newest();
   if (start.plan_revision != 0 && start.plan_revision != plan_revision_) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat("plan_revision: ", start.plan_revision, " given, model \"",
@@ -161,14 +165,14 @@ absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& sta
   }
   constexpr int64_t kMaxUpdates = int64_t{1} << 53;
   if (start.imported_updates < 0 ||
-      start.imported_updates > (current_ == nullptr ? kMaxUpdates : 0)) {
+      start.imported_updates > (current == nullptr ? kMaxUpdates : 0)) {
     return BadRequest(absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"",
                                    config_.name, "\" expects ",
-                                   current_ == nullptr ? "0 to 2^53" : "0: it has a version"));
+                                   current == nullptr ? "0 to 2^53" : "0: it has a version"));
   }
   PushSession::StepPlan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
-    const TrackSnapshot* const base = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
+    const TrackSnapshot* const base = current != nullptr ? current->FindId(track->id()) : nullptr;
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());
     TrackState state = base != nullptr ? base->state : TrackState(updates.size());
     if (start.imported_updates > 0) {
@@ -216,28 +220,26 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
   PushSession::StepPlan plan;
   {
     absl::MutexLock lock(&mu_);
-    // The next version is built in the memory of the one that goes.
-    mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
-    EMA_RETURN_IF_ERROR(closed_);
-    EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, current_.get()));
+    base = history_.newest();
+    EMA_RETURN_IF_ERROR(history_.closed());
+    EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, base.get()));
     EMA_RETURN_IF_ERROR(ValidateStart(start));
     EMA_ASSIGN_OR_RETURN(const std::optional<uint32_t> committed_digest,
-                         open_step_.CheckStep(start, current_.get()));
+                         open_step_.CheckStep(start, base.get()));
     if (committed_digest.has_value()) {
       return Joined{.already_committed = RankPush::Committed{
-                        .result = {current_->record, /*duplicate=*/true, PlanLocked()},
+                        .result = {base->record, /*duplicate=*/true, PlanLocked()},
                         .digest = *committed_digest}};
     }
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
                          open_step_.FindSession(start, runs_));
     if (session != nullptr) return Joined{.session = std::move(session)};
     EMA_RETURN_IF_ERROR(closing_);
-    EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
+    EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
     EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
     abandoned = open_step_.Take();
     last = open_step_.previous_session();
     run = runs_.run();
-    base = current_;
   }
   if (abandoned != nullptr) {
     DropStep(*abandoned,
@@ -245,6 +247,8 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
                      absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
                                   " began step ", start.step, " without having committed it")));
   }
+  // The next version is built in the memory of those that go.
+  history_.AwaitFreed();
   if (last != nullptr) last->AwaitFreed();
   EMA_ASSIGN_OR_RETURN(ConcurrencyLimit::Permit permit, AcquireSessionPermit());
   EMA_ASSIGN_OR_RETURN(
@@ -301,7 +305,7 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
   {
     absl::MutexLock lock(&mu_);
     if (!open_step_.Detach(session.get())) return;  // Here, too.
-    evicted = PutInPlaceLocked(next);
+    evicted = history_.Publish(next);
     open_step_.NoteCommit(*session, std::move(digests));
     replaced = ApplyPendingLocked();
     plan = PlanLocked();
@@ -310,45 +314,11 @@ void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
   taken->hold = nullptr;
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
   // After the ranks have been told: a thousand blocks take longer than the rest of a commit.
-  FreeEvicted(std::move(evicted));
+  history_.Free(std::move(evicted));
   watchers_.CallAll();
   if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
   if (!options_.log) return;
   for (const LogEvent& warning : warnings) options_.log(warning);
-}
-
-SnapshotRef Model::PutInPlaceLocked(const std::shared_ptr<Snapshot>& next) {
-  is_freeing_ = true;
-  next->record.incarnation = runs_.incarnation();
-  next->record.commit_time = absl::Now();
-  if (current_ != nullptr) older_.push_back(std::move(current_));
-  current_ = next;
-  AddRecordLocked(next->record);
-  if (static_cast<int64_t>(older_.size()) <= max_older_count()) return nullptr;
-  // Exists: at most max_older_count() are pinned (see CheckRoomForNextLocked()).
-  auto it = std::find_if(older_.begin(), older_.end(),
-                         [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-                           return !pins_.contains(s.get());
-                         });
-  SnapshotRef evicted = std::move(*it);
-  older_.erase(it);
-  return evicted;
-}
-
-void Model::AddRecordLocked(const Version& record) {
-  records_.push_back(record);
-  // As it will go: a copy's strings have no more room than they need.
-  record_bytes_ += RecordBytes(records_.back());
-  while (AreTooManyRecords(static_cast<int64_t>(records_.size()), record_bytes_)) {
-    record_bytes_ -= RecordBytes(records_.front());
-    records_.pop_front();
-  }
-}
-
-void Model::FreeEvicted(SnapshotRef evicted) {
-  evicted.reset();
-  absl::MutexLock lock(&mu_);
-  is_freeing_ = false;
 }
 
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {
@@ -425,23 +395,19 @@ void Model::Close(const absl::Status& status) {
   std::vector<SnapshotRef> synthesized;  // Freed without the lock.
   {
     absl::MutexLock lock(&mu_);
-    closed_ = status;
+    history_.Close(status);
     synthesized.swap(synthesized_);
   }
   Drain(status, SteadyNow());
   watchers_.CallAll();
 }
 
-absl::Status Model::closed() const {
-  absl::MutexLock lock(&mu_);
-  return closed_;
-}
+absl::Status Model::closed() const { return history_.closed(); }
 
 void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
   absl::MutexLock lock(&mu_);
-  AddRecordLocked(snapshot->record);
   runs_.Restore(snapshot->record);
-  current_ = std::move(snapshot);
+  history_.Restore(std::move(snapshot));
 }
 
 }  // namespace ema

@@ -35,7 +35,6 @@
 #include "server/core/commit_watchers.h"
 #include "server/core/concurrency_limit.h"
 #include "server/core/durable_state.h"
-#include "server/core/kept_records.h"
 #include "server/core/memory_budget.h"
 #include "server/core/model_config.h"
 #include "server/core/model_overview.h"
@@ -48,6 +47,7 @@
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/trainer_run.h"
+#include "server/core/version_history.h"
 #include "server/device/device.h"
 
 namespace ema {
@@ -86,7 +86,7 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Host memory that a model may take without a reservation: for its records, its manifest, the
   // tables of its tracks and the layouts of its run.
-  static constexpr int64_t kUncountedBytes = kMaxRecordBytes + 3 * TrainerRun::kFreeBytes;
+  static constexpr int64_t kUncountedBytes = VersionRecords::kMaxBytes + 3 * TrainerRun::kFreeBytes;
 
   // `tracks`: MakeTracks() of the config's. REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED,
   // MEMORY_BUDGET: `budget` is too small for their versions, or the host's for the manifest.
@@ -102,6 +102,7 @@ class Model : public std::enable_shared_from_this<Model> {
   AttachedFiles& attached_files() const { return attached_files_; }
   CommitWatchers& watchers() const { return watchers_; }
   DurableState& durable() const { return durable_; }
+  VersionHistory& history() const { return history_; }
 
   // At one moment.
   struct Description {
@@ -149,15 +150,11 @@ class Model : public std::enable_shared_from_this<Model> {
   // True: that launch's run is open, so that JoinRun() joins it. Errors as
   // RunRegistry::CheckLaunch(), and what RefuseNew() or Close() was given.
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Where a version stands, wherever its values are: the tracks that have a value in it, by name.
-  using Standing = std::map<std::string, TrackState, std::less<>>;
-  static Standing StandingOf(const Snapshot& version);
-  // Of the newest version; nullopt: there is none.
-  std::optional<Standing> standing() const ABSL_LOCKS_EXCLUDED(mu_);
   // Whether a push at `time`, the first after `from` (nullopt: of all), would update a track that
   // is not paused. INVALID_ARGUMENT, BAD_TIME: a track needs a unit that it lacks, or that it is
   // before the last update in.
-  absl::StatusOr<bool> IsDueBy(const TrainingTime& time, const std::optional<Standing>& from) const
+  absl::StatusOr<bool> IsDueBy(const TrainingTime& time,
+                               const std::optional<TrackStates>& from) const
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes the version `from`, which `load` gives, the model's newest again, as a version of its
@@ -246,31 +243,6 @@ class Model : public std::enable_shared_from_this<Model> {
   std::shared_ptr<Reading> FindStoredReading(const VersionId& id, std::string_view track,
                                              const Selection& selection) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Keeps a version alive for a reader until the result is dropped: O(1), no copy. `version` 0: the
-  // newest; `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
-  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS: readers hold max_pinned_versions others.
-  absl::StatusOr<SnapshotRef> PinVersion(int64_t version, int64_t incarnation = 0)
-      ABSL_LOCKS_EXCLUDED(mu_);
-  // The same for a save to the data directory: there is room for one version that is being saved
-  // beside those of the readers. Beyond that one, as PinVersion().
-  absl::StatusOr<SnapshotRef> PinForSave(int64_t version, int64_t incarnation = 0)
-      ABSL_LOCKS_EXCLUDED(mu_);
-  // The oldest version that readers pin, if OpenReading() has returned TOO_MANY_PINS since the last
-  // call of this, and there is still no place.
-  std::optional<VersionId> TakePinShortage() ABSL_LOCKS_EXCLUDED(mu_);
-  // Whether a reader or a save pins `version`.
-  bool IsPinned(const Snapshot& version) const ABSL_LOCKS_EXCLUDED(mu_);
-
-  // As PinVersion(), for a caller who may hold the version for long: fails unless one more version
-  // could still be pinned after this one. REQUIRES: `version` is not 0.
-  absl::StatusOr<SnapshotRef> PinSpare(int64_t version, int64_t incarnation)
-      ABSL_LOCKS_EXCLUDED(mu_);
-
-  // The newest version (null: none), also when readers hold as many as they may: for the save at
-  // the end. REQUIRES: Drain() has returned, so that nothing more is being built.
-  SnapshotRef NewestAfterDrain() const ABSL_LOCKS_EXCLUDED(mu_);
-
-  std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
   // The version that OpenReading() of this track would open for version 0. Absent: nothing has been
   // committed yet, or the track is synthesized: then another average may come under the same
   // version. NOT_FOUND, TRACK_NOT_FOUND.
@@ -280,9 +252,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // NO_VERSION. OUT_OF_RANGE: VERSION_NOT_YET; VERSION_NOT_KEPT: synthesized, of another step.
   absl::StatusOr<std::optional<VersionId>> FindStep(std::string_view track, int64_t step)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // True: it was committed, or loaded, in this life of the server, and not too long ago: what has
-  // changed since is known.
-  bool RemembersVersion(int64_t version, int64_t incarnation) const ABSL_LOCKS_EXCLUDED(mu_);
   // The record of a version (all zero: the newest), with the statistics of these of its tracks, in
   // that order; none given: of all that average a tensor. The device computes them from the values
   // in memory, then the record has them for as long as it is there. Pins the version meanwhile, and
@@ -320,15 +289,6 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> ReserveMemory(
       std::string_view what, int64_t bytes) const;
 
-  struct RecordEntry {
-    Version record;
-    bool available = false;
-  };
-  // The records after (`incarnation`, `version`) that are still there, oldest first, at most
-  // `limit`. `incarnation` 0: of any.
-  std::vector<RecordEntry> RecordsAfter(int64_t version, int64_t incarnation, int64_t limit) const
-      ABSL_LOCKS_EXCLUDED(mu_);
-
   // Puts a version from a checkpoint in place. Incarnation and run epoch go on above the record's.
   // REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
@@ -339,13 +299,6 @@ class Model : public std::enable_shared_from_this<Model> {
   Model(ModelConfig config, std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget,
         const Options& options);
 
-  // Versions besides the current one and the one that is being built: those of readers, and with a
-  // data directory one that is being saved.
-  int64_t max_older_count() const {
-    return config_.max_pinned_versions + (options_.has_data_dir ? 1 : 0);
-  }
-  // Versions whose memory is reserved.
-  int64_t version_count() const { return 2 + max_older_count(); }
   // Takes the memory of a new track, and it into the model.
   absl::Status AdmitTrackLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `tracks` after `changes`, of which `put` has the tracks that are put.
@@ -379,29 +332,6 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   absl::StatusOr<Joined> GetSession(const PushStart& start) ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // OK, or what Close() was given, or FAILED_PRECONDITION, NO_VERSION.
-  absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // The version to pin. Errors as PinVersion(), but for TOO_MANY_PINS.
-  absl::StatusOr<SnapshotRef> FindToPinLocked(int64_t version, int64_t incarnation) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Pins it for a reader, if `spare_count` others could still be pinned then; else TOO_MANY_PINS.
-  absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, const SnapshotRef& snapshot)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  int64_t ReaderPinCountLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Whether there is memory for a version that is pinned besides the others, or it is one of them.
-  bool CanPinLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // How many references readers and saves hold to a pinned version.
-  struct Pins {
-    int64_t reader_count = 0;
-    int64_t save_count = 0;
-  };
-  // Pins it while the result is held, or a copy of it; `count` says for whom.
-  SnapshotRef PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  SnapshotRef FindSnapshotLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // The end: it is not remembered.
-  std::deque<Version>::const_iterator FindRecordLocked(const VersionId& id) const
-      ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // A track of a version. NOT_FOUND, TRACK_NOT_FOUND: the model has not even one without a value.
   // FAILED_PRECONDITION, NO_VERSION.
   absl::StatusOr<const TrackSnapshot*> FindTrack(const Snapshot& version,
@@ -410,21 +340,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // Those that Statistics() is about.
   absl::StatusOr<std::vector<const TrackSnapshot*>> AveragingTracks(
       const Snapshot& version, absl::Span<const std::string> names) const ABSL_LOCKS_EXCLUDED(mu_);
-  // With the record of a version, if that is remembered.
-  std::optional<TrackStatistics> FindStatistics(const VersionId& id, std::string_view track) const
-      ABSL_LOCKS_EXCLUDED(mu_);
-  void KeepStatistics(const VersionId& id, const TrackStatistics& statistics)
-      ABSL_LOCKS_EXCLUDED(mu_);
-  // Where the model stands is what `next` says, from here on. What is no longer kept, for
-  // FreeEvicted().
-  [[nodiscard]] SnapshotRef PutInPlaceLocked(const std::shared_ptr<Snapshot>& next)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void FreeEvicted(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
-  void AddRecordLocked(const Version& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool HasFreedLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_freeing_; }
-  // UNAVAILABLE, SESSION_BUSY: it is being rolled back, or readers hold so many versions beside
-  // what a rollback has made that there is no room for another.
-  absl::Status CheckRoomForNextLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // FAILED_PRECONDITION, MODEL_DIFFERS: the model has no track of the version in the same form.
   absl::Status CheckHasTrackOfLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes the snapshot that a rollback has loaded the version after the current one. What is no
@@ -438,7 +353,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // Ends `session`, which is not the open one any more, without a version, and tells the log (not
   // of as many as there may be), if it has not ended yet.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  void Unpin(const Snapshot* snapshot, int64_t Pins::*count) ABSL_LOCKS_EXCLUDED(mu_);
 
   const ModelConfig config_;
   const std::shared_ptr<Device> device_;
@@ -451,6 +365,7 @@ class Model : public std::enable_shared_from_this<Model> {
   ReadingCache readings_;
   mutable CommitWatchers watchers_;
   mutable DurableState durable_;
+  mutable VersionHistory history_;
   const Options options_;
   // Of steps. A trainer that has diverged drops every one, and hides none that name ranks.
   LogThrottle non_finite_drops_;
@@ -464,20 +379,11 @@ class Model : public std::enable_shared_from_this<Model> {
   int64_t plan_revision_ ABSL_GUARDED_BY(mu_);
   int64_t last_track_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_set<std::string> warned_configs_ ABSL_GUARDED_BY(mu_);
-  SnapshotRef current_ ABSL_GUARDED_BY(mu_);
-  // Older versions, oldest first: at most max_older_count(), all pinned ones among them.
-  std::deque<SnapshotRef> older_ ABSL_GUARDED_BY(mu_);
-  absl::flat_hash_map<const Snapshot*, Pins> pins_ ABSL_GUARDED_BY(mu_);
-  std::atomic<bool> has_pin_shortage_ = false;        // Relaxed: it is polled.
-  std::deque<Version> records_ ABSL_GUARDED_BY(mu_);  // Oldest first.
-  int64_t record_bytes_ ABSL_GUARDED_BY(mu_) = 0;     // That they take.
   // Oldest first.
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);
   RunRegistry runs_ ABSL_GUARDED_BY(mu_);
   OpenStep open_step_ ABSL_GUARDED_BY(mu_);
-  bool is_freeing_ ABSL_GUARDED_BY(mu_) = false;  // What a commit or a rollback has evicted.
-  absl::Status closing_ ABSL_GUARDED_BY(mu_);     // Not OK: no new session.
-  absl::Status closed_ ABSL_GUARDED_BY(mu_);
+  absl::Status closing_ ABSL_GUARDED_BY(mu_);         // Not OK: no new session.
   int64_t tracks_revision_ ABSL_GUARDED_BY(mu_) = 0;  // Of Description::settings_revision.
 };
 

@@ -35,12 +35,6 @@ bool AddFrom(const Version& record, std::vector<ModelOverview::Track>& tracks) {
 
 }  // namespace
 
-std::optional<Version> Model::latest() const {
-  absl::MutexLock lock(&mu_);
-  if (current_ == nullptr) return std::nullopt;
-  return records_.back();  // With its statistics.
-}
-
 Model::Description Model::Describe() const {
   absl::MutexLock lock(&mu_);
   Description now{.tracks = tracks_,
@@ -49,23 +43,8 @@ Model::Description Model::Describe() const {
                   .settings_revision = tracks_revision_ + attached_files_.revision(),
                   .reserved_bytes = ReservedBytesLocked(),
                   .run_epoch = runs_.epoch(),
-                  .latest = {}};
-  if (current_ != nullptr) now.latest = records_.back();
+                  .latest = history_.latest()};
   return now;
-}
-
-std::vector<Model::RecordEntry> Model::RecordsAfter(int64_t version, int64_t incarnation,
-                                                    int64_t limit) const {
-  absl::MutexLock lock(&mu_);
-  std::vector<RecordEntry> entries;
-  auto it = std::partition_point(records_.begin(), records_.end(), [&](const Version& r) {
-    const int64_t of = incarnation == 0 ? 0 : r.incarnation;
-    return std::pair(of, r.number) <= std::pair(incarnation, version);
-  });
-  for (; it != records_.end() && static_cast<int64_t>(entries.size()) < limit; ++it) {
-    entries.push_back({*it, FindSnapshotLocked(it->id()) != nullptr});
-  }
-  return entries;
 }
 
 ModelOverview Model::Overview() const {
@@ -76,14 +55,14 @@ ModelOverview Model::Overview() const {
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);
-    if (current_ != nullptr) {
-      overview.step = current_->record.step;
-      overview.version = current_->record.id();
-      overview.commit_time = current_->record.commit_time;
+    if (const SnapshotRef newest = history_.newest(); newest != nullptr) {
+      overview.step = newest->record.step;
+      overview.version = newest->record.id();
+      overview.commit_time = newest->record.commit_time;
     }
     overview.durable_version = durable_.version();
     overview.durable_step = durable_.step();
-    if (const auto record = FindRecordLocked(overview.durable_version); record != records_.end()) {
+    if (const std::optional<Version> record = history_.FindRecord(overview.durable_version)) {
       overview.durable_commit_time = record->commit_time;
     }
     overview.begun_step = open_step_.begun_step();
@@ -92,9 +71,9 @@ ModelOverview Model::Overview() const {
           {track->name(), track->config_text(), track->config().paused, 0, std::nullopt});
     }
     int searched = 0;
-    for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
-      if (++searched > kSearchedRecords || !AddFrom(*record, overview.tracks)) break;
-    }
+    history_.VisitRecords([&](const Version& record) {
+      return ++searched <= kSearchedRecords && AddFrom(record, overview.tracks);
+    });
     if (const TrainerRun* const run = runs_.run().get(); run != nullptr) {
       overview.run = {run->epoch(), run->world_size(), run->MissingRanks(kNamedRanks),
                       run->ready()};
@@ -111,12 +90,11 @@ ModelOverview Model::Overview() const {
 
 std::vector<StatisticsPoint> Model::StatisticsHistory(size_t limit) const {
   std::vector<StatisticsPoint> all;
-  {
-    absl::MutexLock lock(&mu_);
-    for (const Version& record : records_) {
-      if (!record.statistics.empty()) all.push_back({record.step, record.statistics});
-    }
-  }
+  history_.VisitRecords([&](const Version& record) {
+    if (!record.statistics.empty()) all.push_back({record.step, record.statistics});
+    return true;
+  });
+  std::reverse(all.begin(), all.end());
   if (all.size() <= limit) return all;
   std::vector<StatisticsPoint> thinned;
   for (size_t i = 0; i < limit; ++i) {

@@ -36,21 +36,22 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);
-    EMA_RETURN_IF_ERROR(closed_);
-    EMA_RETURN_IF_ERROR(runs_.CheckRank(run_epoch, rank, current_.get()));
-    const auto record = std::find_if(records_.rbegin(), records_.rend(), [&](const auto& r) {
-      return r.step == step && r.run_epoch == run_epoch;
+    const SnapshotRef newest = history_.newest();
+    EMA_RETURN_IF_ERROR(history_.closed());
+    EMA_RETURN_IF_ERROR(runs_.CheckRank(run_epoch, rank, newest.get()));
+    history_.VisitRecords([&](const Version& record) {
+      if (record.step == step && record.run_epoch == run_epoch) result.record = record;
+      return !result.record.has_value();
     });
-    if (record != records_.rend()) {
+    if (result.record.has_value()) {
       result.state = PushState::State::kCommitted;
       result.rank_committed = true;
-      result.record = *record;
       result.plan = PlanLocked();
       result.digest = open_step_.CommittedDigest(run_epoch, step, rank);
       return result;
     }
     if (!give_up_reason.empty()) {
-      open_step_.NoteAbandoned(step, {rank, std::string(give_up_reason)}, current_.get());
+      open_step_.NoteAbandoned(step, {rank, std::string(give_up_reason)}, newest.get());
     }
     session = open_step_.session();
     if (session == nullptr || session->plan().step != step) {

@@ -52,18 +52,6 @@ std::vector<std::string> NamesOf(const std::vector<TrackVersion>& tracks) {
 
 }  // namespace
 
-absl::Status Model::CheckRoomForNextLocked() const {
-  EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
-  const auto pinned = static_cast<int64_t>(pins_.size());
-  if (pinned <= max_older_count()) return absl::OkStatus();
-  return MakeError(
-      absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
-      absl::StrCat("model \"", config_.name, "\": readers and saves hold ", pinned - 1,
-                   " versions besides the one that it was rolled back to; no memory is reserved "
-                   "for another version until one is released"),
-      absl::Milliseconds(100));
-}
-
 absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
@@ -71,22 +59,8 @@ absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
   return runs_.IsOpen(launch);
 }
 
-Model::Standing Model::StandingOf(const Snapshot& version) {
-  Standing standing;
-  for (const TrackSnapshot& track : version.tracks) {
-    standing[track.track->name()] = track.state;
-  }
-  return standing;
-}
-
-std::optional<Model::Standing> Model::standing() const {
-  absl::MutexLock lock(&mu_);
-  if (current_ == nullptr) return std::nullopt;
-  return StandingOf(*current_);
-}
-
 absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
-                                    const std::optional<Standing>& from) const {
+                                    const std::optional<TrackStates>& from) const {
   EMA_RETURN_IF_ERROR(time.Validate());
   absl::MutexLock lock(&mu_);
   for (const TrackRef& track : tracks_) {
@@ -115,19 +89,21 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     // No session is being made, and none is left: `load` has its memory.
     absl::MutexLock opening(&push_mu_);
     absl::MutexLock lock(&mu_);
-    mu_.Await(absl::Condition(this, &Model::HasFreedLocked));
     EMA_RETURN_IF_ERROR(closing_);
-    EMA_RETURN_IF_ERROR(CheckRoomForNextLocked());
+    EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
+    EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
     runs_.BeginRollback();
     fenced = open_step_.EndRun();
     last = open_step_.previous_session();
-    const auto record = FindRecordLocked(from);
-    if (record != records_.end()) absl::StrAppend(&target, ", step ", record->step);
+    if (const std::optional<Version> record = history_.FindRecord(from)) {
+      absl::StrAppend(&target, ", step ", record->step);
+    }
   }
   if (fenced != nullptr) {
     DropStep(*fenced, Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"",
                                           config_.name, "\" is rolled back to ", target)));
   }
+  history_.AwaitFreed();
   if (last != nullptr) last->AwaitFreed();
   absl::StatusOr<std::shared_ptr<Snapshot>> loaded = CatchExceptions([&] { return load(); });
   SnapshotRef evicted;
@@ -148,13 +124,13 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     replaced = ApplyPendingLocked();
     dropped = BecomeNextLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
-    evicted = PutInPlaceLocked(*loaded);
-    result = PinLocked(*loaded, options_.has_data_dir ? &Pins::save_count : &Pins::reader_count);
+    evicted = history_.Publish(*loaded);
+    result = history_.PinRestored(*loaded);
     durable_.RollBackTo((*loaded)->record);
   }
   // Before anybody is told, who may push: the next version needs this memory.
   dropped.clear();
-  FreeEvicted(std::move(evicted));
+  history_.Free(std::move(evicted));
   watchers_.CallAll();
   if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
   if (!left_out.empty()) {
@@ -183,7 +159,8 @@ absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
 
 std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
   Version& record = loaded.record;
-  record.number = current_ != nullptr ? current_->record.number + 1 : 1;
+  const SnapshotRef current = history_.newest();
+  record.number = current != nullptr ? current->record.number + 1 : 1;
   record.run_epoch = runs_.TakeRollbackEpoch();
   record.restored_from = from;
   record.tracks.clear();

@@ -78,19 +78,30 @@ absl::StatusOr<TrackStatistics> Compute(const Snapshot& version, const TrackSnap
   return statistics;
 }
 
+std::optional<TrackStatistics> FindStatistics(const VersionHistory& history, const VersionId& id,
+                                              std::string_view track) {
+  const std::optional<Version> record = history.FindRecord(id);
+  if (!record.has_value()) return std::nullopt;
+  for (const TrackStatistics& known : record->statistics) {
+    if (known.track == track) return known;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 absl::StatusOr<Version> Model::Statistics(const VersionId& id,
                                           absl::Span<const std::string> tracks) {
-  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, PinVersion(id.version, id.incarnation));
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, history_.Pin(id.version, id.incarnation));
   EMA_ASSIGN_OR_RETURN(const std::vector<const TrackSnapshot*> wanted,
                        AveragingTracks(*snapshot, tracks));
   Version record = snapshot->record;
   for (const TrackSnapshot* const track : wanted) {
-    std::optional<TrackStatistics> statistics = FindStatistics(record.id(), track->track->name());
+    std::optional<TrackStatistics> statistics =
+        FindStatistics(history_, record.id(), track->track->name());
     if (!statistics.has_value()) {
       EMA_ASSIGN_OR_RETURN(statistics, Compute(*snapshot, *track, manifest(), *device_));
-      KeepStatistics(record.id(), *statistics);
+      history_.AddStatistics(record.id(), *statistics);
     }
     record.statistics.push_back(*std::move(statistics));
   }
@@ -113,30 +124,6 @@ absl::StatusOr<std::vector<const TrackSnapshot*>> Model::AveragingTracks(
     if (IsAveraging(track)) tracks.push_back(&track);
   }
   return tracks;
-}
-
-std::optional<TrackStatistics> Model::FindStatistics(const VersionId& id,
-                                                     std::string_view track) const {
-  absl::MutexLock lock(&mu_);
-  const auto record = FindRecordLocked(id);
-  if (record == records_.end()) return std::nullopt;
-  const auto found =
-      std::find_if(record->statistics.begin(), record->statistics.end(),
-                   [track](const TrackStatistics& known) { return known.track == track; });
-  if (found == record->statistics.end()) return std::nullopt;
-  return *found;
-}
-
-void Model::KeepStatistics(const VersionId& id, const TrackStatistics& statistics) {
-  absl::MutexLock lock(&mu_);
-  const auto record = FindRecordLocked(id);
-  if (record == records_.end()) return;
-  std::vector<TrackStatistics>& known = records_[record - records_.begin()].statistics;
-  // Somebody may have been faster, with the same numbers.
-  if (std::none_of(known.begin(), known.end(),
-                   [&](const TrackStatistics& other) { return other.track == statistics.track; })) {
-    known.push_back(statistics);
-  }
 }
 
 }  // namespace ema

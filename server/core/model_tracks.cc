@@ -91,7 +91,7 @@ absl::Status Model::AdmitTrackLocked(Track& track) {
   EMA_ASSIGN_OR_RETURN(
       auto reservation,
       ReserveMemory(absl::StrCat("model \"", config_.name, "\", track \"", track.name(), "\""),
-                    track.MemoryBytes(version_count())));
+                    track.MemoryBytes(history_.version_count())));
   track.AddToModel(++last_track_id_, std::move(reservation), options_.block_bytes);
   return absl::OkStatus();
 }
@@ -149,15 +149,16 @@ absl::StatusOr<std::vector<TrackRef>> Model::ChangedLocked(
 }
 
 absl::Status Model::CheckUnitsLocked(const TrackConfig& config, int64_t track_id) const {
-  if (current_ == nullptr) return absl::OkStatus();
-  const TrackSnapshot* const now = current_->FindId(track_id);
+  const SnapshotRef current = history_.newest();
+  if (current == nullptr) return absl::OkStatus();
+  const TrackSnapshot* const now = current->FindId(track_id);
   absl::Status status =
-      PlanTrack(config, now != nullptr ? now->state : TrackState(), current_->record.time).status();
+      PlanTrack(config, now != nullptr ? now->state : TrackState(), current->record.time).status();
   if (status.ok()) return status;
   return MakeError(
       status.code(), GetErrorReason(status),
       absl::StrCat("track \"", config.name, "\" (", TrackText(config), "): ", status.message(),
-                   "; the trainer reports ", current_->record.time.ToString()));
+                   "; the trainer reports ", current->record.time.ToString()));
 }
 
 absl::Status Model::UpdateTracks(const TrackChanges& changes) {
@@ -173,7 +174,7 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   std::vector<TrackRef> replaced;
   std::optional<std::vector<TrackRef>> not_to_come;
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(closed_);
+  EMA_RETURN_IF_ERROR(history_.closed());
   EMA_ASSIGN_OR_RETURN(std::vector<TrackRef> changed,
                        ChangedLocked(pending_tracks_.value_or(tracks_), changes, put));
   const auto drop = [&](std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -202,24 +203,26 @@ std::vector<TrackRef> Model::ApplyPendingLocked() {
 }
 
 bool Model::MayOmitFrozenLocked() const {
+  const SnapshotRef current = history_.newest();
   const TrainerRun* const run = runs_.run().get();
-  if (current_ == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
+  if (current == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
   // Once is a write that not all ranks have seen. Twice is a tensor of some ranks that goes on
   // changing: each time the others would leave theirs out, and the step be lost.
   if (runs_.has_frozen_mismatches()) return false;
   return std::all_of(tracks_.begin(), tracks_.end(),
                      [&](const TrackRef& track) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
                        if (track->config().paused) return true;
-                       const TrackSnapshot* const now = current_->FindId(track->id());
+                       const TrackSnapshot* const now = current->FindId(track->id());
                        return now != nullptr && now->frozen_run_epoch == run->epoch() &&
                               !WillBeginWithZeros(*track, now->state);
                      });
 }
 
 PushPlan Model::PlanLocked() const {
+  const SnapshotRef current = history_.newest();
   PushPlan plan{.revision = plan_revision_, .tracks = {}, .may_omit_frozen = MayOmitFrozenLocked()};
   for (const TrackRef& track : tracks_) {
-    const TrackSnapshot* const now = current_ != nullptr ? current_->FindId(track->id()) : nullptr;
+    const TrackSnapshot* const now = current != nullptr ? current->FindId(track->id()) : nullptr;
     plan.tracks.push_back({track, now != nullptr ? now->state : TrackState()});
   }
   return plan;
@@ -267,7 +270,7 @@ absl::Status Model::CheckTrack(std::string_view name) const {
   absl::MutexLock lock(&mu_);
   const bool is_known = std::any_of(tracks_.begin(), tracks_.end(),
                                     [&](const TrackRef& track) { return track->name() == name; }) ||
-                        (current_ != nullptr && current_->Find(name) != nullptr);
+                        history_.NewestHasTrack(name);
   return is_known ? absl::OkStatus() : UnknownTrackLocked(name);
 }
 
@@ -276,7 +279,7 @@ absl::Status Model::CheckNoTrackLocked(std::string_view name) const {
   if (std::none_of(tracks_.begin(), tracks_.end(), is_named) &&
       (!pending_tracks_.has_value() ||
        std::none_of(pending_tracks_->begin(), pending_tracks_->end(), is_named)) &&
-      (current_ == nullptr || current_->Find(name) == nullptr)) {
+      !history_.NewestHasTrack(name)) {
     return absl::OkStatus();
   }
   return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
@@ -289,7 +292,7 @@ absl::StatusOr<TrackRef> Model::MakeSynthesizedTrack(const TrackConfig& config) 
                        MakeTracks({config}, manifest(), *host_budget_));
   const std::shared_ptr<Track>& track = made[0];
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(closed_);
+  EMA_RETURN_IF_ERROR(history_.closed());
   EMA_RETURN_IF_ERROR(CheckNoTrackLocked(config.name));
   EMA_ASSIGN_OR_RETURN(auto reservation, ReserveMemory(absl::StrCat("model \"", config_.name,
                                                                     "\", \"", config.name, "\""),
@@ -301,7 +304,7 @@ absl::StatusOr<TrackRef> Model::MakeSynthesizedTrack(const TrackConfig& config) 
 absl::Status Model::AddSynthesized(SnapshotRef snapshot) {
   SnapshotRef dropped;  // Freed after the lock is let go.
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(closed_);
+  EMA_RETURN_IF_ERROR(history_.closed());
   const std::string& name = snapshot->tracks[0].track->name();
   EMA_RETURN_IF_ERROR(CheckNoTrackLocked(name));
   auto it = FindNamed(synthesized_, name);

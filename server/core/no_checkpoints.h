@@ -59,7 +59,7 @@ class NoCheckpoints : public Checkpoints {
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view) override {
     // Says what is in memory.
-    EMA_RETURN_IF_ERROR(model.PinVersion(id.version, id.incarnation).status());
+    EMA_RETURN_IF_ERROR(model.history().Pin(id.version, id.incarnation).status());
     return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
                      "the version is in memory only");
   }

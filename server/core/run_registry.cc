@@ -131,8 +131,7 @@ void RunRegistry::BeginRollback() {
 }
 
 void RunRegistry::Restore(const Version& record) {
-  incarnation_ = std::max(incarnation_, record.incarnation + 1);
-  epoch_ = std::max(incarnation_, record.run_epoch);
+  epoch_ = std::max({epoch_, record.incarnation + 1, record.run_epoch});
   fence_epoch_ = record.run_epoch;
 }
 

@@ -36,11 +36,10 @@ class RunRegistry {
  public:
   // Epochs begin at `incarnation`, that of this life of the model.
   RunRegistry(std::string model_name, int64_t incarnation)
-      : model_name_(std::move(model_name)), incarnation_(incarnation), epoch_(incarnation) {}
+      : model_name_(std::move(model_name)), epoch_(incarnation) {}
 
   // Of the newest run or rollback.
   int64_t epoch() const { return epoch_; }
-  int64_t incarnation() const { return incarnation_; }
   // Null: none is open. A run is replaced, never changed, once it is ready; fenced ones live on in
   // their sessions.
   const std::shared_ptr<TrainerRun>& run() const { return run_; }
@@ -83,7 +82,6 @@ class RunRegistry {
   void FenceOpenRun();
 
   const std::string model_name_;
-  int64_t incarnation_;
   int64_t epoch_;
   std::shared_ptr<TrainerRun> run_;
   bool is_rolling_back_ = false;

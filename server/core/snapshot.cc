@@ -20,6 +20,12 @@ const TrackSnapshot* Snapshot::FindId(int64_t track_id) const {
   return it != tracks.end() ? &*it : nullptr;
 }
 
+TrackStates TrackStatesOf(const Snapshot& version) {
+  TrackStates states;
+  for (const TrackSnapshot& track : version.tracks) states[track.track->name()] = track.state;
+  return states;
+}
+
 absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& track,
                                                   const Blocks& blocks, int64_t offset,
                                                   int64_t length_bytes, std::optional<Dtype> cast) {

@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -74,6 +76,10 @@ struct Snapshot {
   const TrackSnapshot* FindId(int64_t track_id) const;
 };
 using SnapshotRef = std::shared_ptr<const Snapshot>;
+
+// The states of a version's tracks, by name; those without a value are not among them.
+using TrackStates = std::map<std::string, TrackState, std::less<>>;
+TrackStates TrackStatesOf(const Snapshot& version);
 
 // The bytes [offset, offset + length_bytes) of a track's `blocks`, in order, as pieces that need no
 // copy on the CPU device. `cast`: of blocks of float32s all through, each cast to float16 or

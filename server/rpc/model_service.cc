@@ -31,11 +31,12 @@ constexpr size_t kFilePartBytes = size_t{1} << 20;
 // call's turn comes. Null: it names none, or the call itself will say why that cannot be pinned.
 template <typename Request>
 SnapshotRef PinNamed(const ModelStore& store, const Request& request,
-                     absl::StatusOr<SnapshotRef> (Model::*pin)(int64_t version,
-                                                               int64_t incarnation)) {
+                     absl::StatusOr<SnapshotRef> (VersionHistory::*pin)(int64_t version,
+                                                                        int64_t incarnation)) {
   const absl::StatusOr<std::shared_ptr<Model>> model = store.Get(request.model());
   if (!model.ok() || request.version() == 0) return nullptr;
-  absl::StatusOr<SnapshotRef> pinned = (**model.*pin)(request.version(), request.incarnation());
+  absl::StatusOr<SnapshotRef> pinned =
+      ((*model)->history().*pin)(request.version(), request.incarnation());
   return pinned.ok() ? *std::move(pinned) : nullptr;
 }
 
@@ -55,13 +56,13 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   Worker* const here = nullptr;
   const auto holding = [this](Worker* worker) {
     return [this, worker](const auto& request) {
-      return Turn{worker, PinNamed(*store_, request, &Model::PinSpare)};
+      return Turn{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
     };
   };
   const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
     // Who need not wait for long may have the last one.
-    SnapshotRef version =
-        PinNamed(*store_, request, request.async() ? &Model::PinVersion : &Model::PinSpare);
+    SnapshotRef version = PinNamed(
+        *store_, request, request.async() ? &VersionHistory::Pin : &VersionHistory::PinSpare);
     // What is only on the disk is labelled after a save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
@@ -316,11 +317,11 @@ absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
   size_t bytes = 0;
   int64_t version = request.after_version();
   while (bytes <= kMaxBytes) {
-    const std::vector<Model::RecordEntry> entries =
-        model->RecordsAfter(version, /*incarnation=*/0, kRecordsAtOnce);
+    const std::vector<VersionHistory::RecordEntry> entries =
+        model->history().RecordsAfter(version, /*incarnation=*/0, kRecordsAtOnce);
     if (entries.empty()) break;
     version = entries.back().record.number;
-    for (const Model::RecordEntry& entry : entries) {
+    for (const VersionHistory::RecordEntry& entry : entries) {
       v1::ListVersionsResponse::Entry* const out = response.add_versions();
       *out->mutable_version() = ToProto(entry.record);
       out->set_available(entry.available || on_disk.contains(entry.record.id()));

@@ -44,7 +44,7 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
   // Of a version after this one it is not known what has been the same.
   const VersionId base{request.base().version(), request.base().incarnation()};
   if (request.has_base() && base <= record_.id() &&
-      model_->RemembersVersion(base.version, base.incarnation)) {
+      model_->history().FindRecord({base.version, base.incarnation}).has_value()) {
     base_version_ = base.version;
     SkipUnchanged();
   }
@@ -72,11 +72,12 @@ absl::Status PullHandler::OpenStored() {
 
 absl::Status PullHandler::FindStoredStep() {
   Wanted wanted = *std::exchange(on_disk_, std::nullopt);
-  const std::optional<Version> latest = model_->latest();
+  const std::optional<Version> latest = model_->history().latest();
   const auto find = [&](bool with_partial) -> absl::StatusOr<VersionId> {
     EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk,
                          checkpoints_->OnDisk(*model_, with_partial));
-    return VersionAtStep(model_->config().name, BranchOf(KnownVersions(*model_, on_disk), *latest),
+    return VersionAtStep(model_->config().name,
+                         BranchOf(KnownVersions(model_->history(), on_disk), *latest),
                          *wanted.step);
   };
   absl::StatusOr<VersionId> found = find(/*with_partial=*/false);
@@ -158,9 +159,9 @@ absl::Status PullHandler::OpenVersion(Wanted wanted) {
   absl::StatusOr<std::shared_ptr<Reading>> reading =
       model_->OpenReading(wanted.track, version, wanted.id.incarnation, wanted.selection);
   const ErrorReason reason = GetErrorReason(reading.status());
-  const bool is_not_in_memory =
-      reason == ErrorReason::kVersionNotKept ||
-      (reason == ErrorReason::kNoVersion && version != 0 && !model_->latest().has_value());
+  const bool is_not_in_memory = reason == ErrorReason::kVersionNotKept ||
+                                (reason == ErrorReason::kNoVersion && version != 0 &&
+                                 !model_->history().latest().has_value());
   const bool is_too_many = reason == ErrorReason::kTooManyPins && version != 0;
   if (is_not_in_memory || is_too_many) {
     if (is_too_many) {

@@ -60,7 +60,8 @@ class PullHandler {
   const std::shared_ptr<Reading>& reading() const { return reading_; }
   // The version that the pull pins in memory; nullopt: none.
   std::optional<VersionId> pinned_version() const {
-    if (reading_ == nullptr || !model_->IsPinned(*reading_->snapshot())) return std::nullopt;
+    if (reading_ == nullptr || !model_->history().IsPinned(*reading_->snapshot()))
+      return std::nullopt;
     return record_.id();
   }
   // What an observer is told of the pull, which has ended so.

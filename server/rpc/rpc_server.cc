@@ -335,7 +335,7 @@ void RpcServer::CheckStalled() {
 
 void RpcServer::EndPullsThatHoldPins() {
   for (const std::shared_ptr<Model>& model : context_.store->List()) {
-    const std::optional<VersionId> oldest = model->TakePinShortage();
+    const std::optional<VersionId> oldest = model->history().TakePinShortage();
     if (!oldest.has_value()) continue;
     const std::string& name = model->config().name;
     const int64_t count = context_.pulls.EndSlowPulls(name, *oldest);

@@ -54,7 +54,7 @@ void WatchCall::OnRead(bool ok) {
     absl::MutexLock lock(&mu_);
     if (!status.ok()) FinishLocked(status);
     if (finishing_) return;  // Or the reader has left.
-    const std::optional<Version> latest = model_->latest();
+    const std::optional<Version> latest = model_->history().latest();
     if (request->has_after_version()) {
       last_version_ = request->after_version();
       last_incarnation_ = request->incarnation();
@@ -91,8 +91,8 @@ void WatchCall::End(StreamEnd) {
 void WatchCall::Advance() {
   absl::MutexLock lock(&mu_);
   if (writing_ || finishing_) return;
-  const std::vector<Model::RecordEntry> next =
-      model_->RecordsAfter(last_version_, last_incarnation_, 1);
+  const std::vector<VersionHistory::RecordEntry> next =
+      model_->history().RecordsAfter(last_version_, last_incarnation_, 1);
   if (next.empty()) {
     if (absl::Status closed = model_->closed(); !closed.ok()) FinishLocked(closed);
     return;

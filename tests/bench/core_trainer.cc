@@ -79,7 +79,7 @@ double CoreTrainer::CommitSeconds() {
 
 double CoreTrainer::PinSeconds() {
   SnapshotRef pinned;
-  return SecondsOf([&] { pinned = Must(model_->PinVersion(0)); });
+  return SecondsOf([&] { pinned = Must(model_->history().Pin(0)); });
 }
 
 PushTotals CoreTrainer::AddChunks(RankPush& push) {

@@ -33,7 +33,7 @@ class SavedModel {
       : folder_(options.data_dir / "ours"),
         trainer_({.parameters = options.checkpoint_megabytes * 1'000'000 / int64_t{sizeof(float)},
                   .track = {.name = "ema", .schedule = Must(Schedule::Parse("100ba"))}}),
-        snapshot_(Must(trainer_.model().PinVersion(0))),
+        snapshot_(Must(trainer_.model().history().Pin(0))),
         name_(CheckpointName(IdOf(snapshot_->record))) {}
 
   double gigabytes() const { return Gigabytes(static_cast<size_t>(trainer_.total_bytes())); }

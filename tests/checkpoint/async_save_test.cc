@@ -162,7 +162,7 @@ TEST_P(WaitingSavesTest, LeaveAPinForReaders) {
   is_saving.WaitForNotification();
   EXPECT_THAT(save(2, "two"), ReasonIs(ErrorReason::kTooManyPins));
   EXPECT_THAT(save(1, "same"), IsOk());
-  EXPECT_THAT(server.model().PinVersion(2), IsOk());
+  EXPECT_THAT(server.model().history().Pin(2), IsOk());
   may_end.Notify();
   saving.join();
   server.manager().AwaitIdle();

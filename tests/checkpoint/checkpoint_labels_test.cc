@@ -172,7 +172,7 @@ TEST_F(CheckpointLabelsTest, AModelHasAtMost1024Labels) {
     LabelMap labels;
     for (int i = 0; i < 1023; ++i) {
       const std::string name = absl::StrCat("l", i);
-      labels[name] = {.name = name, .id = server.model().latest()->id(), .step = 10};
+      labels[name] = {.name = name, .id = server.model().history().latest()->id(), .step = 10};
     }
     files_.FileBytes(path) = EncodeLabels(labels);
   }

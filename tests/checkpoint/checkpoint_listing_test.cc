@@ -94,7 +94,7 @@ TEST_F(CheckpointListingTest, WhatAListingFindsCorruptIsSetAsideAndSavedAnew) {
   }
   {
     TestServer server(files_);
-    const std::string name = NameOf(*server.model().latest());
+    const std::string name = NameOf(*server.model().history().latest());
     files_.FileBytes(absl::StrCat(kTestFolder, "/", name, "/manifest.json"))[30] ^= 1;
     EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(server.model()));
     ASSERT_THAT(listing.checkpoints,

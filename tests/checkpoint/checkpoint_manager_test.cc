@@ -168,7 +168,7 @@ TEST_F(CheckpointManagerTest, AFailedSaveIsKeptInMindUntilItSucceeds) {
   EXPECT_EQ(info.problem, "");
   EXPECT_GT(info.total_bytes, 0);
   EXPECT_EQ(absl::ToUnixMicros(info.commit_time),
-            absl::ToUnixMicros(server.model().latest()->commit_time));
+            absl::ToUnixMicros(server.model().history().latest()->commit_time));
 }
 
 TEST_F(CheckpointManagerTest, TheLogSaysOnceWhyEachWayToSaveFails) {
@@ -209,7 +209,7 @@ TEST_F(CheckpointManagerTest, ReadersThatHoldAllVersionsDoNotKeepTheServerFromSa
   {
     TestServer server(files_, std::move(options), TwoTracks(/*max_pinned_versions=*/1));
     server.PushTo(1);
-    const SnapshotRef read = *server.model().PinVersion(0);
+    const SnapshotRef read = *server.model().history().Pin(0);
     server.PushTo(2);
     server.manager().AwaitIdle();
     EXPECT_THAT(server.errors(), IsEmpty());
@@ -418,7 +418,7 @@ class HalfSavedTest : public CheckpointManagerTest {
     files_.set_hook(nullptr);
     ASSERT_THAT(files_.AllPaths(), Contains(JoinPath(kTestFolder, Name())));
   }
-  std::string Name() { return NameOf(*server_->model().latest()); }
+  std::string Name() { return NameOf(*server_->model().history().latest()); }
   CheckpointInfo Get(const std::string& name) {
     const auto info = server_->manager().Get(server_->model(), name);
     EXPECT_THAT(info, IsOk());

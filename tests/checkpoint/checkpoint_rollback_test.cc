@@ -80,7 +80,7 @@ TEST_F(RollbackTest, TheNextServerGoesOnFromIt) {
   }
   TestServer server(files_);
   EXPECT_EQ(server.version(), 4);
-  EXPECT_EQ(server.model().latest()->step, 10);
+  EXPECT_EQ(server.model().history().latest()->step, 10);
   EXPECT_EQ(server.RawValue(), 1);
   // Newer is what was committed later, whatever its step.
   server.PushStep(15, 9);
@@ -168,14 +168,14 @@ TEST_F(RollbackTest, IfItCannotBeSavedTheErrorSaysThatItIsDone) {
   EXPECT_EQ(server.version(), 4);
   EXPECT_EQ(server.RawValue(), 2);
   // Of what is pushed from here on nothing is on the disk.
-  EXPECT_EQ(server.model().durable().step(), server.model().latest()->step);
+  EXPECT_EQ(server.model().durable().step(), server.model().history().latest()->step);
   EXPECT_EQ(server.model().durable().version().version, 3);
 }
 
 TEST_F(RollbackTest, ReadersThatHoldAllVersionsDoNotHinderTheSave) {
   SaveThree();
   TestServer server(files_, {}, TwoTracks(/*max_pinned_versions=*/1));
-  const auto held = server.model().PinVersion(0);
+  const auto held = server.model().history().Pin(0);
   ASSERT_THAT(held, IsOk());
   EXPECT_THAT(server.manager().Restore(server.model(), {1, 0}, ""), IsOk());
   EXPECT_EQ(server.Complete().front(), 4);
@@ -206,7 +206,7 @@ TEST_F(RollbackTest, SnapshotsAreKeptAnewAlsoAfterARestart) {
     server.manager().AwaitIdle();
   }
   TestServer server(files_, {}, config);
-  EXPECT_EQ(server.model().latest()->step, 10);
+  EXPECT_EQ(server.model().history().latest()->step, 10);
   server.PushStep(20, 7);
   server.manager().AwaitIdle();
   EXPECT_THAT(kept_steps(), ElementsAre(10, 20, 20, 30));
@@ -250,7 +250,7 @@ TEST_P(RollbackCrashTest, LeavesTheVersionBeforeOrTheRestoredOne) {
         ++states;
         if (is_restored || next.version() != 3) {
           ASSERT_EQ(next.version(), 4) << "stop " << stop << " seed " << seed;
-          EXPECT_EQ(next.model().latest()->step, 10);
+          EXPECT_EQ(next.model().history().latest()->step, 10);
           EXPECT_EQ(next.RawValue(), 1);
           ++restored_seen;
         } else {
@@ -324,7 +324,7 @@ class ResumeTest : public RollbackTest {
                       const std::string& launch_id = "new") {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> newest,
                          server.manager().Resume(server.model(), {launch_id}, point));
-    const std::optional<Version> latest = server.model().latest();
+    const std::optional<Version> latest = server.model().history().latest();
     if (!*server.model().IsRunOpen({launch_id})) {
       EXPECT_EQ(newest, latest.has_value() ? latest->id() : VersionId{});
     }
@@ -420,7 +420,7 @@ TEST_F(ResumeTest, AtAnEarlierStepInAGapOnlyIfNoUpdateWasDue) {
   EXPECT_EQ(server.version(), 3);
   EXPECT_THAT(Resume(server, {.step = 15, .time = TrainingTime::AtBatch(15)}), IsOk());
   EXPECT_EQ(server.version(), 4);
-  EXPECT_EQ(server.model().latest()->restored_from->version, 1);
+  EXPECT_EQ(server.model().history().latest()->restored_from->version, 1);
 }
 
 TEST_F(ResumeTest, AtAVersionTooEarlyOnlyIfNoUpdateWasDue) {

@@ -224,7 +224,7 @@ TEST_F(CheckpointSchedulerTest, SavesAlthoughReadersHoldAllVersions) {
   Start(config);
   Push(1);
   {
-    const SnapshotRef read = *model_->PinVersion(0);
+    const SnapshotRef read = *model_->history().Pin(0);
     PushAndSettle({10, 11, 12});
   }
   PushAndSettle({13});
@@ -253,7 +253,7 @@ TEST_F(CheckpointSchedulerTest, SavesTheNewestVersionEveryNCommits) {
   PushAndSettle({1, 2, 3, 4, 5, 6, 7});
   EXPECT_THAT(AwaitTried(2), ElementsAre(3, 6));
   // A save by somebody else counts, too.
-  EXPECT_THAT(store_->Save(*model_, *model_->PinVersion(0)), IsOk());
+  EXPECT_THAT(store_->Save(*model_, *model_->history().Pin(0)), IsOk());
   PushAndSettle({8, 9, 10, 11});
   scheduler_->Stop();
   EXPECT_THAT(AwaitTried(3), ElementsAre(3, 6, 10));
@@ -302,7 +302,7 @@ TEST_F(CheckpointSchedulerTest, ASecondLookSavesAlthoughReadersHoldAllVersions) 
   Push(1);
   Push(2);
   AwaitTried(1);
-  const auto read = model_->PinVersion(0);
+  const auto read = model_->history().Pin(0);
   EXPECT_THAT(read, IsOk());
   Push(3);
   Push(4);
@@ -432,7 +432,7 @@ struct Versions {
     EXPECT_THAT(rank.Join(), IsOk());
     for (const int64_t step : steps) {
       EXPECT_THAT(rank.Push(step, BytesOf({1, 2, 3})), IsOk());
-      snapshots.push_back(*model->PinVersion(0));
+      snapshots.push_back(*model->history().Pin(0));
     }
   }
   ModelStore models;
@@ -487,7 +487,7 @@ TEST(KeepTest, AVersionThatACrashLeftBeforeLatestIsNoPartOfWhatFollows) {
   const auto store = OpenStore(files);
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models), IsOk());
-  EXPECT_EQ((*models.Get("m"))->latest()->step, 10);
+  EXPECT_EQ((*models.Get("m"))->history().latest()->step, 10);
   EXPECT_FALSE((*models.Get("m"))->durable().kept_time().has_value());
   EXPECT_THAT(SavedSteps(files), ElementsAre(10));
   const std::string aside =
@@ -526,9 +526,9 @@ TEST(KeepTest, ARestartKnowsWhatIsKept) {
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, models.Get("m"));
-  EXPECT_EQ(model->latest()->step, 30);
+  EXPECT_EQ(model->history().latest()->step, 30);
   EXPECT_EQ(model->durable().kept_time()->Get(TimeUnit::kBatch), 20);
-  EXPECT_TRUE(IsKeepDue(**model->PinVersion(0), model->durable().kept_time()));
+  EXPECT_TRUE(IsKeepDue(**model->history().Pin(0), model->durable().kept_time()));
 }
 
 TEST(KeepTest, ACrashNeverLosesWhatWasSaidToBeKept) {
@@ -564,7 +564,7 @@ TEST_F(CheckpointSchedulerTest, AnExactStepWaitsForItsTurnThoughReadersHoldAnoth
   KeepBusy();
   Push(9);
   {
-    const SnapshotRef read = *model_->PinVersion(0);
+    const SnapshotRef read = *model_->history().Pin(0);
     Push(10);
     Push(11);
   }

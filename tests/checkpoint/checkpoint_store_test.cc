@@ -195,7 +195,7 @@ TEST(CheckpointStoreTest, TracksThatWereChangedComeBackAsTheyWere) {
   ASSERT_THAT(versions.model->UpdateTracks(
                   {.put = {{.name = "late", .schedule = MakeSchedule("copy")}}, .pause = {"new"}}),
               IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest, versions.model->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest, versions.model->history().Pin(0));
   EXPECT_THAT(OpenStore(files)->Save(*versions.model, newest), IsOk());
 
   Restarted server(files);
@@ -668,7 +668,7 @@ TEST(IncarnationTest, NoneOfALifesModelsAndRunsIsUsedAgainAfterTheClockWasSetBac
     TestRank rank(model, "launch");
     EXPECT_THAT(rank.Join(), IsOk());
     EXPECT_THAT(rank.Push(10, BytesOf({1, 1, 1})), IsOk());
-    return *model->latest();
+    return *model->history().latest();
   };
   Version first;
   {
@@ -739,7 +739,7 @@ TEST(CheckpointStoreTest, PatternsThatOneRequestMayNotHaveAreSavedAndLoaded) {
 
   FakeFileSystem files;
   // Reads it back, too.
-  EXPECT_THAT(OpenStore(files)->Save(*created.model, *created.model->PinVersion(0)), IsOk());
+  EXPECT_THAT(OpenStore(files)->Save(*created.model, *created.model->history().Pin(0)), IsOk());
   Restarted next(files);
   EXPECT_THAT(next.report.quarantined, IsEmpty());
   EMA_ASSERT_OK_AND_ASSIGN(const auto loaded, next.models.Get("m"));

@@ -63,7 +63,7 @@ struct FixtureVersion {
     for (const int push : {1, 3}) {
       EXPECT_THAT(rank.Push(10 * push, FixtureWeights(push)), IsOk());
     }
-    snapshot = *model->PinVersion(0);
+    snapshot = *model->history().Pin(0);
   }
 
   ModelStore models;

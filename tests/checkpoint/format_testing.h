@@ -31,7 +31,7 @@ struct LargeVersion {
     EXPECT_THAT(rank.Join(), IsOk());
     // In chunks of 1 MiB, of which none ends inside an element.
     EXPECT_THAT(rank.Push(10, RandomWeights(model->manifest(), 5)).status(), IsOk());
-    snapshot = *model->PinVersion(0);
+    snapshot = *model->history().Pin(0);
   }
 
   ModelStore models;

@@ -126,13 +126,13 @@ TEST_P(LargeTensorTest, ComesBackBitForBit) {
     ModelStore models(TestDevice(), options);
     EMA_ASSERT_OK_AND_ASSIGN(const auto created, models.Create(config));
     Push(created.model);
-    EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef snapshot, created.model->PinVersion(0));
+    EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef snapshot, created.model->history().Pin(0));
     ASSERT_THAT(Save(*created.model, snapshot, /*max_file_bytes=*/5'000'000'000), IsOk());
   }
   ModelStore models(TestDevice(), options);
   EMA_ASSERT_OK_AND_ASSIGN(const auto loaded, Start(models));
   EXPECT_EQ(loaded->manifest(), *config.manifest);
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef snapshot, loaded->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef snapshot, loaded->history().Pin(0));
   ExpectPattern(*loaded, snapshot->tracks[0]);
 }
 

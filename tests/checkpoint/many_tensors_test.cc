@@ -49,7 +49,7 @@ TEST_P(ManyTensorsTest, ComeBackBitForBit) {
     // One chunk: they lie so that another would end inside an element.
     ASSERT_THAT(rank.Push(10 * push, weights, static_cast<int64_t>(weights.size())), IsOk());
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef snapshot, model.PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef snapshot, model.history().Pin(0));
   ASSERT_THAT(Save(model, snapshot, /*max_file_bytes=*/GetParam()), IsOk());
 
   ModelStore next_models(TestDevice(), SmallBlocks());

@@ -36,7 +36,7 @@ class ParallelRestoreTest : public DataDirTest {
     std::vector<float> values(20 * kMiB + 11);
     for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
     EXPECT_THAT(rank.Push(10, BytesOf(values)), IsOk());
-    snapshot_ = *model_->PinVersion(0);
+    snapshot_ = *model_->history().Pin(0);
     SyncLatch latch;
     EXPECT_THAT(WriteCheckpoint(PosixFileSystem(), latch, Path(), *model_, *snapshot_, {}), IsOk());
   }

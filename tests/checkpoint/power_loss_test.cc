@@ -68,7 +68,7 @@ class Versions {
     EXPECT_THAT(rank.Join(), IsOk());
     for (int64_t step = 10; step <= 40; step += 10) {
       EXPECT_THAT(rank.Push(step, WeightsAt(step)), IsOk());
-      snapshots_.push_back(*model_->PinVersion(0));
+      snapshots_.push_back(*model_->history().Pin(0));
       contents_.push_back(ContentOf(*model_));
     }
   }
@@ -193,13 +193,13 @@ struct Server {
     return manager->LoadAll(*models).ok();
   }
   Model& model() const { return **models->Get("m"); }
-  int64_t newest() const { return model().latest()->number; }
+  int64_t newest() const { return model().history().latest()->number; }
 
   // Commits the next version, which the policy may have saved.
   bool Push() {
     TestRank rank(*models->Get("m"), absl::StrCat("launch ", newest()));
     EXPECT_THAT(rank.Join(), IsOk());
-    const int64_t step = model().latest()->step + 10;
+    const int64_t step = model().history().latest()->step + 10;
     allowed.versions.insert(newest() + 1);
     EXPECT_THAT(rank.Push(step, Versions::WeightsAt(step)), IsOk());
     manager->AwaitIdle();

@@ -239,7 +239,7 @@ TEST_F(SettingsTest, AreNotPutInThePlaceOfACheckpointThatIsBeingRead) {
   TestRank rank(model, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(10, BytesOf({1, 1, 1})), IsOk());
-  const SnapshotRef snapshot = *model->PinVersion(0);
+  const SnapshotRef snapshot = *model->history().Pin(0);
   EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Save(*model, snapshot, {.keep = true}));
   Change(*model);
   {

@@ -83,7 +83,7 @@ class SynthesisTest : public testing::Test {
     for (int64_t step = step_ + 1; step <= last; ++step) {
       EXPECT_THAT(rank_->Push(step, Weights()), IsOk());
       if (std::find(saved.begin(), saved.end(), step) == saved.end()) continue;
-      const SnapshotRef snapshot = *model_->PinVersion(0);
+      const SnapshotRef snapshot = *model_->history().Pin(0);
       EXPECT_THAT(store_->Save(*model_, snapshot), IsOk());
       for (const TrackSnapshot& track : snapshot->tracks) {
         values_[{track.track->name(), step}] = *ReadAll(*model_, track.track->name());

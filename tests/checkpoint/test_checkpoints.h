@@ -77,7 +77,7 @@ struct TestVersions {
     EXPECT_THAT(rank.Join(), IsOk());
     for (int64_t version = 1; version <= count; ++version) {
       EXPECT_THAT(rank.Push(10 * version, RandomWeights(model->manifest(), version)), IsOk());
-      snapshots.push_back(*model->PinVersion(0));
+      snapshots.push_back(*model->history().Pin(0));
     }
   }
 
@@ -127,7 +127,7 @@ inline std::vector<std::vector<std::byte>> TensorsOf(Model& model, const Snapsho
 
 // Expects that `loaded`'s newest version is `expected`, a version of `saved`, in everything.
 inline void ExpectSameVersion(Model& loaded, Model& saved, const Snapshot& expected) {
-  const auto snapshot = loaded.PinVersion(0);
+  const auto snapshot = loaded.history().Pin(0);
   ASSERT_THAT(snapshot, IsOk());
   EXPECT_EQ(loaded.config().DifferenceFrom(saved.config()), "");
   const Version& record = (*snapshot)->record;

@@ -49,7 +49,9 @@ class TestServer {
   ModelStore& models() { return *models_; }
   Model& model() { return *model_; }
   const std::shared_ptr<Model>& shared_model() { return model_; }
-  int64_t version() const { return model_->latest().has_value() ? model_->latest()->number : 0; }
+  int64_t version() const {
+    return model_->history().latest().has_value() ? model_->history().latest()->number : 0;
+  }
   // What was logged.
   std::vector<std::string> errors() {
     absl::MutexLock lock(&mu_);
@@ -63,7 +65,7 @@ class TestServer {
   // Opens a run, if none of this server's is open, and commits versions up to `version`, of steps
   // 10 more each.
   void PushTo(int64_t version) {
-    int64_t step = model_->latest().has_value() ? model_->latest()->step : 0;
+    int64_t step = model_->history().latest().has_value() ? model_->history().latest()->step : 0;
     while (this->version() < version) {
       step += 10;
       PushStep(step, static_cast<float>(this->version() + 1));

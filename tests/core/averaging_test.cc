@@ -129,7 +129,7 @@ TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
   for (int step = 1; step <= 4; ++step) {
     const float value = static_cast<float>(step);
     ASSERT_THAT(Push(step, {value, value, value}), IsOk());
-    const Version version = *model_->latest();
+    const Version version = *model_->history().latest();
     for (const TrackVersion& track : version.tracks) {
       EXPECT_EQ(track.averaged_count, std::max(0, step - 2)) << track.track << " at " << step;
     }
@@ -179,7 +179,7 @@ TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
   EXPECT_EQ(Read("compensated")[0], static_cast<float>(expected));
   ASSERT_EQ(warnings_.size(), 1);
   EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track=plain"), HasSubstr("compensated")));
-  const Version record = *model_->latest();
+  const Version record = *model_->history().latest();
   EXPECT_NEAR(record.tracks[0].stall_gap, 0x1p-24 / 1e-5, 1e-8);
   EXPECT_EQ(record.tracks[1].stall_gap, 0);
 }
@@ -187,12 +187,12 @@ TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
 TEST_F(AveragingTest, RecordsSayTheWindowAndTheConfig) {
   Create({Track("ema", "smoothing=0.9, update_interval=5ba"), Track("raw", "copy")});
   ASSERT_THAT(Push(5, {0, 0, 0}), IsOk());
-  EXPECT_EQ(model_->latest()->tracks[0].window_steps, 1);
+  EXPECT_EQ(model_->history().latest()->tracks[0].window_steps, 1);
   ASSERT_THAT(Push(6, {0, 0, 0}), IsOk());
-  EXPECT_FALSE(model_->latest()->tracks[0].updated);
-  EXPECT_EQ(model_->latest()->tracks[0].window_steps, 0);
+  EXPECT_FALSE(model_->history().latest()->tracks[0].updated);
+  EXPECT_EQ(model_->history().latest()->tracks[0].window_steps, 0);
   ASSERT_THAT(Push(10, {0, 0, 0}), IsOk());
-  const TrackVersion track = model_->latest()->tracks[0];
+  const TrackVersion track = model_->history().latest()->tracks[0];
   EXPECT_NEAR(track.window_steps, 50, 1e-9);
   EXPECT_EQ(track.config, "smoothing=0.9, update_interval=5ba");
   EXPECT_EQ(track.update_count, 2);
@@ -205,10 +205,10 @@ TEST_F(AveragingTest, ATensorThatIsNotFiniteIsSkippedWhereTheModelSaysSo) {
   ASSERT_THAT(Push(2, {8, kNan, 8}), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(0, 0, 4));
   EXPECT_THAT(Read("raw"), ElementsAre(0, 0, 8));
-  EXPECT_EQ(model_->latest()->skipped_tensor_count, 1);
-  EXPECT_THAT(model_->latest()->skipped_tensors, ElementsAre("a"));
+  EXPECT_EQ(model_->history().latest()->skipped_tensor_count, 1);
+  EXPECT_THAT(model_->history().latest()->skipped_tensors, ElementsAre("a"));
   ASSERT_THAT(Push(3, {8, 8, 8}), IsOk());
-  EXPECT_EQ(model_->latest()->skipped_tensor_count, 0);
+  EXPECT_EQ(model_->history().latest()->skipped_tensor_count, 0);
   EXPECT_THAT(Read("ema"), ElementsAre(4, 4, 6));
 }
 
@@ -265,7 +265,7 @@ TEST_F(AveragingTest, ATensorWithoutAValueYetCannotBeSkipped) {
   Create({Track("ema", "smoothing=0.5")}, {{"a", Dtype::kFloat32, {2}}},
          NonFinitePolicy::kSkipTensor);
   EXPECT_THAT(Push(1, {0, kNan}), ReasonIs(ErrorReason::kNonFinite));
-  EXPECT_FALSE(model_->latest().has_value());
+  EXPECT_FALSE(model_->history().latest().has_value());
 }
 
 TEST_F(AveragingTest, ValuesThatAreNotFiniteAreAveragedWhereTheModelAllowsThem) {
@@ -290,12 +290,12 @@ TEST_F(AveragingTest, AChangeTakesEffectAtTheNextCommitAndKeepsTheAverage) {
   EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
   // A new track has no value before the next push.
   EXPECT_THAT(model_->CheckTrack("new"), IsOk());
-  EXPECT_EQ((*model_->PinVersion(0))->Find("new"), nullptr);
+  EXPECT_EQ((*model_->history().Pin(0))->Find("new"), nullptr);
   ASSERT_THAT(Push(3, {6, 6, 6}), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 3));
   EXPECT_THAT(Read("new"), ElementsAre(6, 6, 6));
-  EXPECT_EQ(model_->latest()->tracks[0].config, "smoothing=0.75");
-  EXPECT_EQ(model_->latest()->tracks[0].update_count, 3);
+  EXPECT_EQ(model_->history().latest()->tracks[0].config, "smoothing=0.75");
+  EXPECT_EQ(model_->history().latest()->tracks[0].update_count, 3);
 }
 
 TEST_F(AveragingTest, RulesThatFitIntoNoReplyAreRefused) {
@@ -334,8 +334,8 @@ TEST_F(AveragingTest, APausedTrackStaysAsItIsAndGoesOnWhenResumed) {
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(Push(2, {8, 8, 8}), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(0, 0, 0));
-  EXPECT_FALSE(model_->latest()->tracks[0].updated);
-  EXPECT_THAT(model_->latest()->tracks[0].config, HasSubstr("paused"));
+  EXPECT_FALSE(model_->history().latest()->tracks[0].updated);
+  EXPECT_THAT(model_->history().latest()->tracks[0].config, HasSubstr("paused"));
   ASSERT_THAT(model_->UpdateTracks({.resume = {"ema"}}), IsOk());
   ASSERT_THAT(Push(3, {8, 8, 8}), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(0, 0, 0));

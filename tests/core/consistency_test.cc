@@ -29,7 +29,7 @@ TEST(ConsistencyTest, ReadersNeverSeeHalfAnUpdateWhileRanksPushRetryAndGiveUp) {
     readers.emplace_back([&] {
       int64_t last_version = 0;
       while (!done) {
-        const auto snapshot = model->PinVersion(0);
+        const auto snapshot = model->history().Pin(0);
         if (!snapshot.ok()) continue;
         EXPECT_GE((*snapshot)->record.number, last_version);
         last_version = (*snapshot)->record.number;
@@ -97,7 +97,7 @@ TEST(ConsistencyTest, ReadersNeverSeeHalfAnUpdateWhileRanksPushRetryAndGiveUp) {
   }
   done = true;
   for (std::thread& reader : readers) reader.join();
-  EXPECT_EQ(model->latest()->number, committed);
+  EXPECT_EQ(model->history().latest()->number, committed);
   EXPECT_GT(reads, 0);
 }
 

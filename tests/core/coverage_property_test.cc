@@ -385,7 +385,8 @@ class SessionPropertyTest : public testing::Test {
       ASSERT_THAT(status, IsOk());
       rank.committed = true;
     }
-    const int64_t version = model_->latest().has_value() ? model_->latest()->number : 0;
+    const int64_t version =
+        model_->history().latest().has_value() ? model_->history().latest()->number : 0;
     ASSERT_EQ(version, version_before + (rank.committed && is_last ? 1 : 0));
     if (!status.ok()) OpenStream(rank, step);
   }
@@ -394,7 +395,8 @@ class SessionPropertyTest : public testing::Test {
   // end it.
   void RunStep(int64_t step, bool gives_up) {
     const Values values = RandomValues(random_, *manifest_);
-    const int64_t before = model_->latest().has_value() ? model_->latest()->number : 0;
+    const int64_t before =
+        model_->history().latest().has_value() ? model_->history().latest()->number : 0;
     for (const auto& rank : ranks_) {
       rank->Fill(*manifest_, values);
       OpenStream(*rank, step);
@@ -426,7 +428,7 @@ class SessionPropertyTest : public testing::Test {
 
   void Apply(const Values& values) {
     // 1/2, or 3/4 after a step that was given up.
-    const auto weight = static_cast<float>(model_->latest()->tracks[0].update_weight);
+    const auto weight = static_cast<float>(model_->history().latest()->tracks[0].update_weight);
     const bool is_first = average_.empty();
     if (is_first) average_.resize(values.size());
     for (size_t t = 0; t < values.size(); ++t) {

@@ -147,7 +147,8 @@ TEST_F(HostMemoryTest, RecordsThatAreLargeAreFewer) {
     while (step < last) {
       EXPECT_THAT(rank.Push(++step, BytesOf(std::vector<float>(16, 1.0F))), IsOk());
     }
-    const std::vector<Model::RecordEntry> records = model->RecordsAfter(0, 0, /*limit=*/100);
+    const std::vector<VersionHistory::RecordEntry> records =
+        model->history().RecordsAfter(0, 0, /*limit=*/100);
     EXPECT_EQ(records.empty() ? 0 : records.back().record.number, last);
     return records.size();
   };
@@ -170,7 +171,7 @@ TEST_F(HostMemoryTest, WhatARecordSaysIsFinite) {
   });
   for (const int64_t step : {0, 1}) {
     ASSERT_THAT(rank.Push(step, BytesOf({1.0F})), IsOk());
-    const std::optional<Version> record = model->latest();
+    const std::optional<Version> record = model->history().latest();
     for (const TrackVersion& track : record->tracks) {
       EXPECT_TRUE(std::isfinite(track.window_steps)) << track.window_steps;
       EXPECT_TRUE(std::isfinite(track.stall_gap)) << track.stall_gap;

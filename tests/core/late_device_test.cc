@@ -119,7 +119,7 @@ TEST_F(LateDeviceTest, WhatAFencedStreamHasSeenThatIsNotFiniteEndsTheStep) {
               AllOf(StatusIs(absl::StatusCode::kInvalidArgument,
                              HasSubstr("tensor \"a\" holds NaN or infinity at element 17")),
                     ReasonIs(ErrorReason::kNonFinite)));
-  EXPECT_EQ(model_->latest()->number, 1);
+  EXPECT_EQ(model_->history().latest()->number, 1);
   EXPECT_THAT(Read("ema"), Each(1.0f));
 }
 

@@ -186,12 +186,12 @@ TEST_F(ManyRanksTest, AStepWithMissingRanksExpiresByTheirNamesAndGivesItsMemoryB
                 StatusIs(absl::StatusCode::kAborted, HasSubstr("missing ranks: 77, 130")));
     EXPECT_THAT(stream.outcome->result, ReasonIs(ErrorReason::kSessionExpired));
   }
-  EXPECT_EQ(model_->latest()->number, 1);
+  EXPECT_EQ(model_->history().latest()->number, 1);
   ExpectConstant(1.0f);
 
   PushStep(3, 5.0f, {});
-  EXPECT_EQ(model_->latest()->number, 2);
-  EXPECT_EQ(model_->latest()->step, 3);
+  EXPECT_EQ(model_->history().latest()->number, 2);
+  EXPECT_EQ(model_->history().latest()->step, 3);
   ExpectConstant(1.0f + 0.75f * 4.0f);
 }
 
@@ -199,9 +199,11 @@ TEST_F(ManyRanksTest, AStepDoesNotCommitBeforeTheLastOfItsRanks) {
   Join();
   for (const int64_t late : {0, 100, 255}) {
     const int64_t step = late + 1;
-    const int64_t before = model_->latest().has_value() ? model_->latest()->number : 0;
+    const int64_t before =
+        model_->history().latest().has_value() ? model_->history().latest()->number : 0;
     const std::vector<Stream> streams = PushStep(step, 2.0f, {late});
-    EXPECT_EQ(model_->latest().has_value() ? model_->latest()->number : 0, before);
+    EXPECT_EQ(model_->history().latest().has_value() ? model_->history().latest()->number : 0,
+              before);
     auto outcome = std::make_shared<PushOutcome>();
     EMA_ASSERT_OK_AND_ASSIGN(const auto push, ranks_[late].Open(step, outcome));
     const std::vector<std::byte> bytes = BytesOfRank(late, 2.0f);
@@ -209,13 +211,14 @@ TEST_F(ManyRanksTest, AStepDoesNotCommitBeforeTheLastOfItsRanks) {
     if (!bytes.empty()) {
       // Not all of it, and none of it is a commit.
       EXPECT_THAT(push->Commit({0, 0, Crc32c(0, bytes)}), ReasonIs(ErrorReason::kPushIncomplete));
-      EXPECT_EQ(model_->latest().has_value() ? model_->latest()->number : 0, before);
+      EXPECT_EQ(model_->history().latest().has_value() ? model_->history().latest()->number : 0,
+                before);
       ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
       chunks = 1;
     }
     ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, chunks)), IsOk());
     ASSERT_THAT(outcome->result, IsOk());
-    EXPECT_EQ(model_->latest()->number, before + 1);
+    EXPECT_EQ(model_->history().latest()->number, before + 1);
     for (const Stream& stream : streams) ASSERT_EQ(stream.outcome->calls, 1);
   }
 }

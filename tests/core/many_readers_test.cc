@@ -33,7 +33,7 @@ class ManyReadersTest : public testing::Test {
     std::vector<float> values(777 + kElements);
     for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 1021);
     ASSERT_THAT(rank.Push(1, BytesOf(values)), IsOk());
-    snapshot_ = *model_->PinVersion(0);
+    snapshot_ = *model_->history().Pin(0);
   }
 
   static std::vector<std::byte> Joined(const std::vector<HostPiece>& pieces) {

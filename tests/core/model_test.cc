@@ -103,9 +103,9 @@ TEST_F(ModelTest, ATrackThatIsNotDueSharesItsBlocks) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->history().Pin(0));
   ASSERT_THAT(rank.Push(2, BytesOf(Values(2))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef second, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef second, model_->history().Pin(0));
   EXPECT_EQ(first->tracks[1].blocks, second->tracks[1].blocks);
   EXPECT_NE(first->tracks[0].blocks, second->tracks[0].blocks);
 }
@@ -125,7 +125,7 @@ TEST_F(ModelTest, NothingIsVisibleBeforeEveryRankHasCommitted) {
   ASSERT_THAT(TestRank::AddChunk(*push, a, 0, 4000), IsOk());
   ASSERT_THAT(push->Commit(TestRank::EndOf(a, 1)), IsOk());
   EXPECT_EQ(outcome->calls, 0);
-  EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kNoVersion));
+  EXPECT_THAT(model_->history().Pin(0), ReasonIs(ErrorReason::kNoVersion));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, second.Push(1, b));
   EXPECT_EQ(outcome->calls, 1);
   EXPECT_EQ(outcome->result->record.number, result.record.number);
@@ -163,7 +163,7 @@ TEST_F(ModelTest, RefusedPushesLeaveTheAverageAsItWas) {
     EXPECT_THAT(push->Commit({1, total - 400, 1}), ReasonIs(ErrorReason::kDigestMismatch));
   }
   EXPECT_EQ(Read("fast"), before);
-  EXPECT_EQ(model_->latest()->number, 1);
+  EXPECT_EQ(model_->history().latest()->number, 1);
   EXPECT_EQ(outcome->calls, 0);
 
   EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(2, outcome));
@@ -213,7 +213,7 @@ TEST_F(ModelTest, ACommittedStepPushedAgainIsADuplicateOnlyWithTheSameContent) {
   EXPECT_TRUE(again.duplicate);
   EXPECT_EQ(again.record.number, 1);
   EXPECT_THAT(rank.Push(1, BytesOf(Values(2))), ReasonIs(ErrorReason::kStaleStep));
-  EXPECT_EQ(model_->latest()->number, 1);
+  EXPECT_EQ(model_->history().latest()->number, 1);
   EXPECT_TRUE(model_->QueryPush(rank.run_epoch(), 1, 0, false)->rank_committed);
   TestRank later(model_, "later");
   ASSERT_THAT(later.Join(), IsOk());
@@ -361,19 +361,19 @@ TEST_F(ModelTest, PinnedVersionsStayAndOthersGo) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(SnapshotRef pinned, model_->PinVersion(1));
+  EMA_ASSERT_OK_AND_ASSIGN(SnapshotRef pinned, model_->history().Pin(1));
   for (int64_t step = 2; step <= 6; ++step)
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
   EXPECT_EQ(Read("raw", 1), Values(1));
-  EXPECT_THAT(model_->PinVersion(2), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(model_->history().Pin(2), ReasonIs(ErrorReason::kVersionNotKept));
   EXPECT_EQ(Read("raw", 5), Values(5));
-  EXPECT_THAT(model_->PinVersion(7), ReasonIs(ErrorReason::kVersionNotYet));
-  EXPECT_THAT(model_->PinVersion(6, 8), ReasonIs(ErrorReason::kVersionNotKept));
-  EXPECT_THAT(model_->PinVersion(6, 7), IsOk());
+  EXPECT_THAT(model_->history().Pin(7), ReasonIs(ErrorReason::kVersionNotYet));
+  EXPECT_THAT(model_->history().Pin(6, 8), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(model_->history().Pin(6, 7), IsOk());
   pinned.reset();
   for (int64_t step = 7; step <= 8; ++step)
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
-  EXPECT_THAT(model_->PinVersion(1), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(model_->history().Pin(1), ReasonIs(ErrorReason::kVersionNotKept));
 }
 
 TEST_F(ModelTest, MoreDistinctPinsThanAllowedAreRefusedAndCommitsGoOn) {
@@ -382,11 +382,11 @@ TEST_F(ModelTest, MoreDistinctPinsThanAllowedAreRefusedAndCommitsGoOn) {
   std::vector<SnapshotRef> pins;
   for (int64_t step = 1; step <= 2; ++step) {
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
-    pins.push_back(*model_->PinVersion(0));
+    pins.push_back(*model_->history().Pin(0));
   }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
-  EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_THAT(model_->PinVersion(2), IsOk());  // Pinned already: counts once.
+  EXPECT_THAT(model_->history().Pin(0), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->history().Pin(2), IsOk());  // Pinned already: counts once.
   ASSERT_THAT(rank.Push(4, BytesOf(Values(4))), IsOk());
   pins.clear();
   EXPECT_EQ(Read("raw"), Values(4));
@@ -398,19 +398,19 @@ TEST_F(ModelTest, APullWithoutAPlaceNamesTheOldestVersionThatReadersPin) {
   std::vector<SnapshotRef> pins;
   for (int64_t step = 1; step <= 2; ++step) {
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
-    pins.push_back(*model_->PinVersion(0));
+    pins.push_back(*model_->history().Pin(0));
   }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
   // A caller that is no pull ends none.
-  EXPECT_THAT(model_->PinVersion(3), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_EQ(model_->TakePinShortage(), std::nullopt);
+  EXPECT_THAT(model_->history().Pin(3), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
   EXPECT_THAT(model_->OpenReading("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_EQ(model_->TakePinShortage(), pins[0]->record.id());
-  EXPECT_EQ(model_->TakePinShortage(), std::nullopt);
+  EXPECT_EQ(model_->history().TakePinShortage(), pins[0]->record.id());
+  EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
   // The shortage may be over when it is looked at.
   EXPECT_THAT(model_->OpenReading("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
   pins.pop_back();
-  EXPECT_EQ(model_->TakePinShortage(), std::nullopt);
+  EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
 }
 
 TEST_F(ModelTest, ASaveHasAVersionBesideThoseOfTheReaders) {
@@ -419,17 +419,17 @@ TEST_F(ModelTest, ASaveHasAVersionBesideThoseOfTheReaders) {
   std::vector<SnapshotRef> pins;
   for (int64_t step = 1; step <= 2; ++step) {
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
-    pins.push_back(*model_->PinVersion(0));
+    pins.push_back(*model_->history().Pin(0));
   }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(SnapshotRef saved, model_->PinForSave(0));
+  EMA_ASSERT_OK_AND_ASSIGN(SnapshotRef saved, model_->history().PinForSave(0));
   EXPECT_EQ(saved->record.step, 3);
   ASSERT_THAT(rank.Push(4, BytesOf(Values(4))), IsOk());
   // One version, however many saves there are of it.
-  EXPECT_THAT(model_->PinForSave(3), IsOk());
-  EXPECT_THAT(model_->PinForSave(0), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->history().PinForSave(3), IsOk());
+  EXPECT_THAT(model_->history().PinForSave(0), ReasonIs(ErrorReason::kTooManyPins));
   saved.reset();
-  EXPECT_THAT(model_->PinForSave(0), IsOk());
+  EXPECT_THAT(model_->history().PinForSave(0), IsOk());
   ASSERT_THAT(rank.Push(5, BytesOf(Values(5))), IsOk());
   EXPECT_EQ(pins[0]->record.step, 1);
 }
@@ -479,7 +479,7 @@ TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheStepThatIsBeingFolded) {
     ASSERT_THAT(rank.Join(), IsOk());
     for (int64_t step = 1; step <= 3; ++step) {
       ASSERT_THAT(rank.Push(step, bytes, kBytes), IsOk());
-      if (step < 3) held.push_back(*model.PinVersion(0));
+      if (step < 3) held.push_back(*model.history().Pin(0));
     }
   }
   for (int64_t round = 0; round < 10; ++round) {
@@ -523,16 +523,16 @@ TEST_F(ModelTest, WhatWaitsLeavesAPinForReaders) {
   for (int64_t step = 1; step <= 2; ++step) {
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->PinSpare(1, 7));
-  EXPECT_THAT(model_->PinSpare(1, 7), IsOk());
-  EXPECT_THAT(model_->PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_THAT(model_->PinSpare(3, 7), ReasonIs(ErrorReason::kVersionNotYet));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->history().PinSpare(1, 7));
+  EXPECT_THAT(model_->history().PinSpare(1, 7), IsOk());
+  EXPECT_THAT(model_->history().PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->history().PinSpare(3, 7), ReasonIs(ErrorReason::kVersionNotYet));
   {
     // What readers hold they may let go of first.
-    const SnapshotRef second = *model_->PinVersion(2);
-    EXPECT_THAT(model_->PinSpare(1, 7), ReasonIs(ErrorReason::kTooManyPins));
-    EXPECT_THAT(model_->PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
-    EXPECT_THAT(model_->PinVersion(1), IsOk());
+    const SnapshotRef second = *model_->history().Pin(2);
+    EXPECT_THAT(model_->history().PinSpare(1, 7), ReasonIs(ErrorReason::kTooManyPins));
+    EXPECT_THAT(model_->history().PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
+    EXPECT_THAT(model_->history().Pin(1), IsOk());
   }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
   EXPECT_EQ(Read("raw"), Values(3));
@@ -561,7 +561,7 @@ TEST_F(ModelTest, ACrashThatLosesVersionsHidesNoneOfTheNext) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef saved, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef saved, model_->history().Pin(0));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult seen, rank.Push(2, BytesOf(Values(2))));
   ModelConfig config = model_->config();
   config.name = "restored";
@@ -571,11 +571,11 @@ TEST_F(ModelTest, ACrashThatLosesVersionsHidesNoneOfTheNext) {
   ASSERT_THAT(next.Join(), IsOk());
   ASSERT_THAT(next.Push(2, BytesOf(Values(3))), IsOk());
   const auto records =
-      restored.model->RecordsAfter(seen.record.number, seen.record.incarnation, 10);
+      restored.model->history().RecordsAfter(seen.record.number, seen.record.incarnation, 10);
   ASSERT_EQ(records.size(), 1u);
   EXPECT_EQ(records[0].record.number, 2);
   EXPECT_GT(records[0].record.incarnation, seen.record.incarnation);
-  EXPECT_THAT(restored.model->PinVersion(3, seen.record.incarnation),
+  EXPECT_THAT(restored.model->history().Pin(3, seen.record.incarnation),
               ReasonIs(ErrorReason::kVersionNotKept));
 }
 
@@ -583,11 +583,11 @@ TEST_F(ModelTest, ARestartForgetsNobodyWhoWasFenced) {
   TestRank first(model_, "first");
   ASSERT_THAT(first.Join(), IsOk());
   ASSERT_THAT(first.Push(1, BytesOf(Values(1))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_first, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_first, model_->history().Pin(0));
   TestRank second(model_, "second");
   ASSERT_THAT(second.Join(), IsOk());
   ASSERT_THAT(second.Push(2, BytesOf(Values(2))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_second, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef of_second, model_->history().Pin(0));
 
   const Launch fenced{"first", first.run_epoch()};
   const Launch newer{"second", second.run_epoch()};
@@ -669,23 +669,23 @@ TEST_F(ModelTest, TheSaveAtTheEndNeedsNoPin) {
   std::vector<SnapshotRef> held;
   for (int64_t step = 1; step <= model_->config().max_pinned_versions; ++step) {
     ASSERT_THAT(rank.Push(step, BytesOf(Values(1))), IsOk());
-    EMA_ASSERT_OK_AND_ASSIGN(held.emplace_back(), model_->PinVersion(0));
+    EMA_ASSERT_OK_AND_ASSIGN(held.emplace_back(), model_->history().Pin(0));
   }
   ASSERT_THAT(rank.Push(100, BytesOf(Values(4))), IsOk());
-  ASSERT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kTooManyPins));
+  ASSERT_THAT(model_->history().Pin(0), ReasonIs(ErrorReason::kTooManyPins));
   model_->Drain(absl::UnavailableError("draining"), SteadyNow());
-  ASSERT_NE(model_->NewestAfterDrain(), nullptr);
-  EXPECT_EQ(model_->NewestAfterDrain()->record.step, 100);
+  ASSERT_NE(model_->history().newest(), nullptr);
+  EXPECT_EQ(model_->history().newest()->record.step, 100);
 }
 
 TEST_F(ModelTest, ReadersOutliveTheDeletedModel) {
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef pinned, model_->PinVersion(0));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef pinned, model_->history().Pin(0));
   Device& device = model_->device();
   EXPECT_TRUE(store_.Delete("m"));
-  EXPECT_THAT(model_->PinVersion(0), ReasonIs(ErrorReason::kModelNotFound));
+  EXPECT_THAT(model_->history().Pin(0), ReasonIs(ErrorReason::kModelNotFound));
   EXPECT_THAT(rank.Push(2, BytesOf(Values(2))), ReasonIs(ErrorReason::kModelNotFound));
   model_.reset();
   EMA_ASSERT_OK_AND_ASSIGN(const auto view,
@@ -706,7 +706,7 @@ TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
   EXPECT_EQ(calls, 5);
   std::vector<int64_t> versions;
   std::vector<int64_t> available;
-  for (const auto& entry : model_->RecordsAfter(2, 0, 100)) {
+  for (const auto& entry : model_->history().RecordsAfter(2, 0, 100)) {
     versions.push_back(entry.record.number);
     if (entry.available) available.push_back(entry.record.number);
   }
@@ -728,7 +728,7 @@ TEST_F(ModelTest, QuietIsWhenNoPushArrives) {
     ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
     ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
   }
-  EXPECT_EQ(model_->latest()->number, 1);
+  EXPECT_EQ(model_->history().latest()->number, 1);
 }
 
 }  // namespace

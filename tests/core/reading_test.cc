@@ -264,10 +264,10 @@ TEST_F(ReadingTest, ChunksOfBlocksThatNoPushHasTouchedHaveNotChanged) {
   EXPECT_TRUE(half->ChunkChangedSince(2, 0));
   EXPECT_FALSE(half->ChunkChangedSince(1, slow_start / 2));
 
-  EXPECT_TRUE(model_->RemembersVersion(2, 7));
-  EXPECT_FALSE(model_->RemembersVersion(2, 6));
-  EXPECT_FALSE(model_->RemembersVersion(4, 7));
-  EXPECT_FALSE(model_->RemembersVersion(0, 7));
+  EXPECT_TRUE(model_->history().FindRecord({2, 7}).has_value());
+  EXPECT_FALSE(model_->history().FindRecord({2, 6}).has_value());
+  EXPECT_FALSE(model_->history().FindRecord({4, 7}).has_value());
+  EXPECT_FALSE(model_->history().FindRecord({0, 7}).has_value());
 }
 
 TEST_F(ReadingTest, BadSelectionsAreRefusedByName) {

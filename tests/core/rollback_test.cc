@@ -137,7 +137,7 @@ class RollbackTest : public testing::Test {
     return newest->record;
   }
   absl::StatusOr<Version> RollBack(int64_t version, Source source = Source::kMemory) {
-    EMA_ASSIGN_OR_RETURN(const SnapshotRef pinned, model_->PinVersion(version));
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef pinned, model_->history().Pin(version));
     return RollBack(pinned, source);
   }
 
@@ -156,8 +156,8 @@ class RollbackTest : public testing::Test {
   }
   // The newest versions of both models have the same values and stand at the same point.
   static void ExpectSame(Model& a, Model& b) {
-    const SnapshotRef one = *a.PinVersion(0);
-    const SnapshotRef other = *b.PinVersion(0);
+    const SnapshotRef one = *a.history().Pin(0);
+    const SnapshotRef other = *b.history().Pin(0);
     EXPECT_EQ(one->record.step, other->record.step);
     EXPECT_EQ(one->record.time, other->record.time);
     ASSERT_EQ(one->tracks.size(), other->tracks.size());
@@ -172,7 +172,7 @@ class RollbackTest : public testing::Test {
 
   std::vector<int64_t> Versions() const {
     std::vector<int64_t> versions;
-    for (const Model::RecordEntry& entry : model_->RecordsAfter(0, 0, 100)) {
+    for (const VersionHistory::RecordEntry& entry : model_->history().RecordsAfter(0, 0, 100)) {
       versions.push_back(entry.record.number);
     }
     return versions;
@@ -208,7 +208,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
   Train(*straight_rank, 1, 5);
   const auto first = OpenRun(model_, "first");
   Train(*first, 1, 5);
-  const SnapshotRef good = *model_->PinVersion(0);
+  const SnapshotRef good = *model_->history().Pin(0);
   Train(*first, 6, 9, /*scale=*/1e6f);
 
   EMA_ASSERT_OK_AND_ASSIGN(const Version record, RollBack(good, GetParam()));
@@ -220,7 +220,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
   EXPECT_GE(record.commit_time, good->record.commit_time);
   EXPECT_EQ(record.tracks.size(), 5);
   for (const TrackVersion& track : record.tracks) EXPECT_FALSE(track.updated);
-  EXPECT_EQ(model_->latest()->id(), record.id());
+  EXPECT_EQ(model_->history().latest()->id(), record.id());
   ExpectSame(*model_, *straight);
   for (const TrackConfig& track : Tracks()) {
     EXPECT_EQ(*ReadAll(*model_, track.name), *ReadAll(*model_, track.name, 5)) << track.name;
@@ -233,22 +233,22 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
     Train(*straight_rank, step, step);
     ExpectSame(*model_, *straight);
   }
-  EXPECT_EQ(model_->latest()->number, 17);
-  EXPECT_FALSE(model_->latest()->restored_from.has_value());
+  EXPECT_EQ(model_->history().latest()->number, 17);
+  EXPECT_FALSE(model_->history().latest()->restored_from.has_value());
 }
 
 TEST_P(RollbackFromTest, ItsBlocksCountAsNew) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 2);
   ASSERT_THAT(RollBack(1, GetParam()), IsOk());
-  const SnapshotRef now = *model_->PinVersion(0);
+  const SnapshotRef now = *model_->history().Pin(0);
   for (const TrackSnapshot& track : now->tracks) {
     EXPECT_EQ(track.block_versions, std::vector<int64_t>(track.blocks.size(), 3));
     EXPECT_EQ(track.frozen_run_epoch, 0);
   }
   // A reader that has one of the versions before gets everything.
   for (const int64_t base : {1, 2}) {
-    EXPECT_TRUE(model_->RemembersVersion(base, 7));
+    EXPECT_TRUE(model_->history().FindRecord({base, 7}).has_value());
     EXPECT_TRUE((*model_->OpenReading("ema", 0, 0, {}))->ChunkChangedSince(base, 0));
   }
   EXPECT_FALSE((*model_->OpenReading("ema", 0, 0, {}))->ChunkChangedSince(3, 0));
@@ -285,8 +285,8 @@ TEST_F(RollbackTest, AVersionInMemoryIsSharedNotCopied) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 2);
   ASSERT_THAT(RollBack(1), IsOk());
-  EXPECT_EQ((*model_->PinVersion(0))->Find("ema")->blocks,
-            (*model_->PinVersion(1))->Find("ema")->blocks);
+  EXPECT_EQ((*model_->history().Pin(0))->Find("ema")->blocks,
+            (*model_->history().Pin(1))->Find("ema")->blocks);
 }
 
 TEST_F(RollbackTest, TheOpenSessionEndsAndItsWritersAreFenced) {
@@ -318,7 +318,7 @@ TEST_F(RollbackTest, TheOpenSessionEndsAndItsWritersAreFenced) {
   EXPECT_TRUE(is_fenced(rank->Join()));
   EXPECT_TRUE(is_fenced(model_->IsRunOpen({"old"}).status()));
   EXPECT_THAT(model_->IsRunOpen({"new"}), IsOkAndHolds(false));
-  EXPECT_EQ(model_->latest()->number, 3);
+  EXPECT_EQ(model_->history().latest()->number, 3);
 
   const auto next = OpenRun(model_, "new");
   EXPECT_THAT(model_->IsRunOpen({"new"}), IsOkAndHolds(true));
@@ -365,9 +365,9 @@ TEST_F(RollbackTest, NobodyGetsInWhileItLoadsButReadersDo) {
       EXPECT_EQ(GetErrorReason(status), ErrorReason::kSessionBusy);
       EXPECT_GT(GetRetryDelay(status), absl::ZeroDuration());
     }
-    EXPECT_EQ(model_->latest()->number, 2);
+    EXPECT_EQ(model_->history().latest()->number, 2);
     EXPECT_THAT(ReadAll(*model_, "ema"), IsOk());
-    EMA_ASSIGN_OR_RETURN(const SnapshotRef version, model_->PinVersion(1));
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef version, model_->history().Pin(1));
     return Load(version, Source::kFresh);
   });
   ASSERT_THAT(rolled, IsOk());
@@ -378,11 +378,11 @@ TEST_F(RollbackTest, NobodyGetsInWhileItLoadsButReadersDo) {
 TEST_F(RollbackTest, WhenLoadingFailsOnlyTheRunHasEnded) {
   const auto rank = OpenRun(model_, "old");
   Train(*rank, 1, 3);
-  const SnapshotRef before = *model_->PinVersion(0);
+  const SnapshotRef before = *model_->history().Pin(0);
   const auto rolled =
       model_->RollBack({1, 7}, [] { return absl::DataLossError("tensor \"w\": a byte is wrong"); });
   EXPECT_THAT(rolled, StatusIs(absl::StatusCode::kDataLoss, HasSubstr("tensor \"w\"")));
-  EXPECT_EQ(*model_->PinVersion(0), before);
+  EXPECT_EQ(*model_->history().Pin(0), before);
   EXPECT_THAT(Versions(), ElementsAre(1, 2, 3));
   EXPECT_THAT(committed(), ElementsAre(1, 2, 3));
   EXPECT_EQ(GetErrorReason(rank->Push(4, Weights(4)).status()), ErrorReason::kFenced);
@@ -412,7 +412,8 @@ TEST_F(RollbackTest, ReadersOfOldVersionsFinishWhatTheyRead) {
   }
   EXPECT_TRUE(bytes == expected);
   int64_t available = 0;
-  for (const auto& entry : model_->RecordsAfter(0, 0, 100)) available += entry.available ? 1 : 0;
+  for (const auto& entry : model_->history().RecordsAfter(0, 0, 100))
+    available += entry.available ? 1 : 0;
   // And one for saves.
   EXPECT_LE(available, 2 + model_->config().max_pinned_versions);
 }
@@ -420,7 +421,7 @@ TEST_F(RollbackTest, ReadersOfOldVersionsFinishWhatTheyRead) {
 TEST_F(RollbackTest, WatchersAndListsSeeItInOrder) {
   std::vector<int64_t> seen;
   const int64_t watcher =
-      model_->watchers().Watch([&] { seen.push_back(model_->latest()->number); });
+      model_->watchers().Watch([&] { seen.push_back(model_->history().latest()->number); });
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 2);
   ASSERT_THAT(RollBack(1), IsOk());
@@ -430,7 +431,7 @@ TEST_F(RollbackTest, WatchersAndListsSeeItInOrder) {
   EXPECT_THAT(seen, ElementsAre(1, 2, 3, 4));
   EXPECT_THAT(committed(), ElementsAre(1, 2, 3, 4));
   EXPECT_THAT(Versions(), ElementsAre(1, 2, 3, 4));
-  const std::vector<Model::RecordEntry> after = model_->RecordsAfter(2, 7, 100);
+  const std::vector<VersionHistory::RecordEntry> after = model_->history().RecordsAfter(2, 7, 100);
   ASSERT_EQ(after.size(), 2);
   EXPECT_EQ(after[0].record.restored_from, (VersionId{1, 7}));
   EXPECT_EQ(after[0].record.step, 1);
@@ -440,12 +441,12 @@ TEST_F(RollbackTest, WatchersAndListsSeeItInOrder) {
 TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 3);
-  const SnapshotRef good = *model_->PinVersion(0);
+  const SnapshotRef good = *model_->history().Pin(0);
   ASSERT_THAT(model_->UpdateTracks(
                   {.put = {{.name = "late", .schedule = MakeSchedule("2ba")}}, .remove = {"raw"}}),
               IsOk());
   Train(*rank, 4, 5);
-  ASSERT_NE((*model_->PinVersion(0))->Find("late"), nullptr);
+  ASSERT_NE((*model_->history().Pin(0))->Find("late"), nullptr);
   // Takes effect with the rollback, as with a commit: there is no run then.
   TrackConfig faster{.name = "ema", .schedule = MakeSchedule("smoothing=0.25")};
   ASSERT_THAT(model_->UpdateTracks({.put = {faster}, .remove = {"fine"}}), IsOk());
@@ -454,7 +455,7 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   std::vector<std::string> names;
   for (const TrackVersion& track : record.tracks) names.push_back(track.track);
   EXPECT_THAT(names, ElementsAre("ema", "slow", "zero"));
-  const SnapshotRef now = *model_->PinVersion(0);
+  const SnapshotRef now = *model_->history().Pin(0);
   EXPECT_EQ(now->Find("raw"), nullptr);
   EXPECT_EQ(now->Find("ema")->track->config(), faster);
   EXPECT_EQ(record.tracks[0].config, now->Find("ema")->track->config_text());
@@ -478,7 +479,7 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
 TEST_F(RollbackTest, ATrackOfTheSameNameButAnotherFormDoesNotGetItsBytes) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 1);
-  const SnapshotRef good = *model_->PinVersion(0);
+  const SnapshotRef good = *model_->history().Pin(0);
   ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "slow"}}), IsOk());
   Train(*rank, 2, 2);
   TrackConfig form{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
@@ -487,14 +488,14 @@ TEST_F(RollbackTest, ATrackOfTheSameNameButAnotherFormDoesNotGetItsBytes) {
   ASSERT_THAT(model_->UpdateTracks({.put = {form, same}}), IsOk());
   Train(*rank, 3, 3);
   ASSERT_THAT(RollBack(good), IsOk());
-  const SnapshotRef now = *model_->PinVersion(0);
+  const SnapshotRef now = *model_->history().Pin(0);
   EXPECT_EQ(now->Find("ema"), nullptr);
   ASSERT_NE(now->Find("slow"), nullptr);
   EXPECT_EQ(now->FindId(now->Find("slow")->track->id())->track->config(), same);
   EXPECT_EQ(*ReadAll(*model_, "slow"), *ReadAll(*model_, "slow", 1));
   const auto next = OpenRun(model_, "next");
   EXPECT_THAT(next->Push(2, Weights(2)), IsOk());
-  EXPECT_EQ((*model_->PinVersion(0))->Find("ema")->state[0].update_count, 1);
+  EXPECT_EQ((*model_->history().Pin(0))->Find("ema")->state[0].update_count, 1);
 }
 
 TEST_F(RollbackTest, TracksThatAreLeftOutAreNamed) {
@@ -522,7 +523,7 @@ TEST_F(RollbackTest, AVersionOfWhichNoTrackFitsIsRefused) {
   EXPECT_THAT(committed(), ElementsAre(1));
   EXPECT_THAT(OpenRun(model_, "next")->Push(2, Weights(2)), IsOk());
   EXPECT_THAT(RollBack(1), ReasonIs(ErrorReason::kModelDiffers));
-  EXPECT_EQ(model_->latest()->number, 2);
+  EXPECT_EQ(model_->history().latest()->number, 2);
 }
 
 TEST_F(RollbackTest, ARunThatIsToGoOnFromAVersionFindsNoOther) {
@@ -552,7 +553,7 @@ TEST_F(RollbackTest, AModelWithoutAVersionCanBeginWithOne) {
   const auto other = Create("other");
   const auto rank = OpenRun(other, "run");
   Train(*rank, 1, 5);
-  const SnapshotRef there = *other->PinVersion(0);
+  const SnapshotRef there = *other->history().Pin(0);
   EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest,
                            model_->RollBack({5, 6}, [&] { return Load(there, Source::kFresh); }));
   const Version& record = newest->record;
@@ -569,9 +570,9 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
   std::vector<SnapshotRef> held;  // As many as may be.
   for (int64_t step = 1; step <= 5; ++step) {
     Train(*rank, step, step);
-    if (step <= 4) held.push_back(*model_->PinVersion(step));
+    if (step <= 4) held.push_back(*model_->history().Pin(step));
   }
-  const SnapshotRef saved = *model_->PinForSave(5);
+  const SnapshotRef saved = *model_->history().PinForSave(5);
   const auto roll_back = [&] {
     return model_->RollBack(held[0]->record.id(), [&] { return Load(held[0], Source::kFresh); });
   };
@@ -586,7 +587,7 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
                                         HasSubstr("readers and saves hold 5")),
                                ReasonIs(ErrorReason::kSessionBusy)));
     EXPECT_EQ(roll_back().status(), refused);
-    EXPECT_EQ(GetErrorReason(model_->PinVersion(4).status()), ErrorReason::kUnspecified);
+    EXPECT_EQ(GetErrorReason(model_->history().Pin(4).status()), ErrorReason::kUnspecified);
     if (is_saved) {
       *newest = nullptr;
     } else {
@@ -605,14 +606,14 @@ TEST_F(RollbackTest, NoReaderGetsThePlaceThatASecondSaveHolds) {
   std::vector<SnapshotRef> held;
   for (int64_t step = 1; step <= 5; ++step) {
     Train(*rank, step, step);
-    if (step <= 3) held.push_back(*model_->PinVersion(step));
+    if (step <= 3) held.push_back(*model_->history().Pin(step));
   }
-  const SnapshotRef saved = *model_->PinForSave(5);
+  const SnapshotRef saved = *model_->history().PinForSave(5);
   const absl::StatusOr<SnapshotRef> newest =
       model_->RollBack(held[0]->record.id(), [&] { return Load(held[0], Source::kFresh); });
   ASSERT_THAT(newest, IsOk());
   const auto next = OpenRun(model_, "next");
-  EXPECT_THAT(model_->PinVersion(4), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->history().Pin(4), ReasonIs(ErrorReason::kTooManyPins));
   Train(*next, 2, 4);
   EXPECT_LE(model_->device().memory_use().block_bytes, model_->reserved_bytes());
   EXPECT_EQ(held[0]->record.step, 1);
@@ -638,12 +639,12 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {
       MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "stopping");
   // Also if it begins to stop while the version is loaded.
   const auto rolled = model_->RollBack({1, 7}, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
-    EMA_ASSIGN_OR_RETURN(const SnapshotRef version, model_->PinVersion(1));
+    EMA_ASSIGN_OR_RETURN(const SnapshotRef version, model_->history().Pin(1));
     model_->RefuseNew(draining);
     return Load(version, Source::kMemory);
   });
   EXPECT_EQ(rolled.status(), draining);
-  EXPECT_EQ(model_->latest()->number, 2);
+  EXPECT_EQ(model_->history().latest()->number, 2);
   bool was_called = false;
   EXPECT_EQ(model_
                 ->RollBack({1, 7},
@@ -670,7 +671,7 @@ TEST_F(RollbackTest, SnapshotsThatAreKeptAreKeptAnewFromThere) {
 
 TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
   const auto is_due_by = [this](const TrainingTime& time) {
-    return model_->IsDueBy(time, model_->standing());
+    return model_->IsDueBy(time, model_->history().NewestStates());
   };
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(1)), IsOkAndHolds(true));  // The first.
   ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "raw", "zero", "fine"}}), IsOk());
@@ -684,7 +685,7 @@ TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
   EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime::AtBatch(2)).status()), ErrorReason::kBadTime);
   EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime()).status()), ErrorReason::kBadTime);
   // After an earlier version.
-  const Model::Standing second = Model::StandingOf(**model_->PinVersion(2));
+  const TrackStates second = TrackStatesOf(**model_->history().Pin(2));
   EXPECT_THAT(model_->IsDueBy(TrainingTime::AtBatch(2), second), IsOkAndHolds(false));
   EXPECT_THAT(model_->IsDueBy(TrainingTime::AtBatch(3), second), IsOkAndHolds(true));
   ASSERT_THAT(model_->UpdateTracks({.pause = {"slow"}}), IsOk());
@@ -712,8 +713,8 @@ TEST_F(RollbackTest, WhatIsDurableGoesByVersionsNotBySteps) {
 TEST_F(RollbackTest, WhatIsSavedOfTheBranchGivenUpIsNoLaterStep) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 3);
-  const SnapshotRef third = *model_->PinVersion(3);
-  model_->durable().SetVersion((*model_->PinVersion(2))->record.id(), 2, 0);
+  const SnapshotRef third = *model_->history().Pin(3);
+  model_->durable().SetVersion((*model_->history().Pin(2))->record.id(), 2, 0);
   EMA_ASSERT_OK_AND_ASSIGN(const Version restored, RollBack(1));
   EXPECT_EQ(model_->durable().step(), 1);
   model_->durable().SetVersion(third->record.id(), 3, 0);
@@ -721,14 +722,14 @@ TEST_F(RollbackTest, WhatIsSavedOfTheBranchGivenUpIsNoLaterStep) {
   EXPECT_EQ(model_->durable().step(), 1);
   const auto next = OpenRun(model_, "next");
   Train(*next, 2, 5);
-  model_->durable().SetVersion(model_->latest()->id(), 5, 0);
+  model_->durable().SetVersion(model_->history().latest()->id(), 5, 0);
   EXPECT_EQ(model_->durable().step(), 5);
 }
 
 TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {
   const auto base = OpenRun(model_, "base");
   Train(*base, 1, 1);
-  const SnapshotRef good = *model_->PinVersion(0);
+  const SnapshotRef good = *model_->history().Pin(0);
   const std::vector<std::byte> expected = *ReadAll(*model_, "raw");
   std::atomic<bool> is_over = false;
   std::thread writer([&] {
@@ -736,7 +737,7 @@ TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {
       TestRank rank(model_, absl::StrCat("run ", run));
       if (!rank.Join().ok()) continue;
       absl::Status status;
-      for (int64_t step = model_->latest()->step + 1; status.ok() && !is_over; ++step) {
+      for (int64_t step = model_->history().latest()->step + 1; status.ok() && !is_over; ++step) {
         status = PushAndWait(rank, step);
       }
       const ErrorReason reason = GetErrorReason(status);
@@ -748,7 +749,7 @@ TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {
   std::thread reader([&] {
     int64_t last = 0;
     while (!is_over) {
-      const SnapshotRef newest = *model_->PinVersion(0);
+      const SnapshotRef newest = *model_->history().Pin(0);
       EXPECT_GE(newest->record.number, last);
       last = newest->record.number;
       if (newest->record.restored_from.has_value()) {

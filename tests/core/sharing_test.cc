@@ -50,7 +50,7 @@ class SharingTest : public testing::Test {
 
   // The first and last element of both tensors.
   std::vector<float> Read(const std::string& track, int64_t version = 0) {
-    const auto snapshot = model_->PinVersion(version);
+    const auto snapshot = model_->history().Pin(version);
     const auto bytes = ReadAll(*model_, track, version);
     EXPECT_THAT(bytes, IsOk());
     if (!bytes.ok()) return {};
@@ -68,8 +68,8 @@ class SharingTest : public testing::Test {
 
   // Blocks of `track` that two versions share, and all that it has.
   std::pair<int64_t, int64_t> SharedBlocks(const std::string& track, int64_t a, int64_t b) {
-    const SnapshotRef first = *model_->PinVersion(a);
-    const SnapshotRef second = *model_->PinVersion(b);
+    const SnapshotRef first = *model_->history().Pin(a);
+    const SnapshotRef second = *model_->history().Pin(b);
     int64_t shared = 0;
     const Blocks& blocks = first->Find(track)->blocks;
     for (size_t i = 0; i < blocks.size(); ++i) {
@@ -286,8 +286,8 @@ TEST_F(SharingTest, ACompensatedTrackSharesBothOfItsParts) {
   ASSERT_THAT(Push(2, 1.1f, 0, FrozenTensors::kOmitted), IsOk());
   ASSERT_THAT(Push(3, 1.2f, 0, FrozenTensors::kOmitted), IsOk());
   {
-    const SnapshotRef second = *model_->PinVersion(2);
-    const SnapshotRef third = *model_->PinVersion(3);
+    const SnapshotRef second = *model_->history().Pin(2);
+    const SnapshotRef third = *model_->history().Pin(3);
     EXPECT_EQ(second->tracks[0].blocks, third->tracks[0].blocks);
     EXPECT_EQ(second->tracks[0].low_blocks, third->tracks[0].low_blocks);
   }

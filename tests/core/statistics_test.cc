@@ -71,7 +71,7 @@ class StatisticsTest : public testing::Test {
 
   // What the record says.
   std::vector<TrackStatistics> Remembered(int64_t version) {
-    return model_->RecordsAfter(version - 1, 0, 1).at(0).record.statistics;
+    return model_->history().RecordsAfter(version - 1, 0, 1).at(0).record.statistics;
   }
 
   std::unique_ptr<CommitStatistics> by_itself_;
@@ -193,7 +193,7 @@ TEST_F(StatisticsTest, TheRecordHasThemAlsoWhenTheVersionHasGone) {
   EXPECT_THAT(Remembered(1), ElementsAre(Are("other", 5, 0)));
   EXPECT_THAT(Statistics(), ElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
   EXPECT_THAT(Remembered(1), UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
-  EXPECT_THAT(model_->latest()->statistics,
+  EXPECT_THAT(model_->history().latest()->statistics,
               UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
   for (int step = 2; step <= 5; ++step) ASSERT_THAT(Push(step, {0, 0, 0}), IsOk());
   EXPECT_THAT(model_->Statistics({.version = 1}, {}),
@@ -201,7 +201,7 @@ TEST_F(StatisticsTest, TheRecordHasThemAlsoWhenTheVersionHasGone) {
                     ReasonIs(ErrorReason::kVersionNotKept)));
   EXPECT_THAT(Remembered(1), UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
   EXPECT_THAT(Remembered(5), IsEmpty());
-  EXPECT_THAT(model_->latest()->statistics, IsEmpty());
+  EXPECT_THAT(model_->history().latest()->statistics, IsEmpty());
 }
 
 TEST_F(StatisticsTest, ErrorsNameTheThing) {
@@ -224,8 +224,8 @@ TEST_F(StatisticsTest, ErrorsNameTheThing) {
   EXPECT_THAT(ask(0, "new"),
               AllOf(StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("version 2 yet")),
                     ReasonIs(ErrorReason::kNoVersion)));
-  const absl::StatusOr<SnapshotRef> first = model_->PinVersion(1);
-  const absl::StatusOr<SnapshotRef> second = model_->PinVersion(2);
+  const absl::StatusOr<SnapshotRef> first = model_->history().Pin(1);
+  const absl::StatusOr<SnapshotRef> second = model_->history().Pin(2);
   ASSERT_THAT(Push(3, {0, 0, 0}), IsOk());
   EXPECT_THAT(ask(3, "ema"), ReasonIs(ErrorReason::kTooManyPins));
   EXPECT_THAT(ask(2, "ema"), IsOk());
@@ -251,7 +251,7 @@ TEST_F(StatisticsTest, CommitsDoNotWaitForThemAndTheEndMayComeAtAnyTime) {
   for (int step = 1; step <= 100; ++step) ASSERT_THAT(Push(step, {1, 2, 2}), IsOk());
   by_itself_->AwaitIdle();
   // Which versions have not gone before their turn comes, nobody knows.
-  for (const Model::RecordEntry& entry : model_->RecordsAfter(0, 0, 100)) {
+  for (const VersionHistory::RecordEntry& entry : model_->history().RecordsAfter(0, 0, 100)) {
     if (entry.record.statistics.empty()) continue;
     EXPECT_THAT(entry.record.statistics, ElementsAre(Are("ema", 3, 0)));
   }

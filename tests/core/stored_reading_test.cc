@@ -51,7 +51,7 @@ class StoredReadingTest : public testing::Test {
     std::vector<std::byte> pushed(model_->manifest().total_bytes());
     for (std::byte& byte : pushed) byte = static_cast<std::byte>(random());
     EXPECT_THAT(rank.Push(1, pushed, static_cast<int64_t>(pushed.size())), IsOk());
-    snapshot_ = *model_->PinVersion(0);
+    snapshot_ = *model_->history().Pin(0);
   }
 
   std::shared_ptr<FakeStoredTrack> Store(const std::string& track,

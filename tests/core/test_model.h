@@ -152,7 +152,7 @@ class TestRank {
 // All bytes of a track of a version.
 inline absl::StatusOr<std::vector<std::byte>> ReadAll(Model& model, std::string_view track_name,
                                                       int64_t version = 0) {
-  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.PinVersion(version));
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.history().Pin(version));
   const TrackSnapshot* const found = snapshot->Find(track_name);
   if (found == nullptr) return absl::NotFoundError("the version has no such track");
   const Track& track = *found->track;

@@ -105,7 +105,7 @@ ModelConfig Config() {
 
 // Adds the next version to `model`.
 void TrainOneStep(const std::shared_ptr<Model>& model) {
-  const absl::StatusOr<SnapshotRef> newest = model->PinVersion(0);
+  const absl::StatusOr<SnapshotRef> newest = model->history().Pin(0);
   const int64_t number = newest.ok() ? (*newest)->record.number + 1 : 1;
   std::vector<float> weights(30 * 50 + 7);
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -119,7 +119,7 @@ void TrainOneStep(const std::shared_ptr<Model>& model) {
 // Of all bytes of the newest version.
 uint32_t Digest(Model& model) {
   uint32_t crc = 0;
-  const SnapshotRef snapshot = ValueOf(model.PinVersion(0));
+  const SnapshotRef snapshot = ValueOf(model.history().Pin(0));
   for (const TrackSnapshot& of_track : snapshot->tracks) {
     const Track& track = *of_track.track;
     for (const Blocks& blocks : {of_track.blocks, of_track.low_blocks}) {
@@ -137,7 +137,7 @@ void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
   Version record;
   uint32_t digest = 0;
   if (const auto model = models.Get(kModel); model.ok()) {
-    record = ValueOf((*model)->PinVersion(0))->record;
+    record = ValueOf((*model)->history().Pin(0))->record;
     digest = Digest(**model);
   }
   Print(absl::StrFormat("version=%d step=%d from=%d digest=%08x incarnation=%d quarantined=%d\n",
@@ -195,7 +195,7 @@ void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stop
   if (mode == "save" || mode == "keep") {
     const std::shared_ptr<Model> model = TheModel(models);
     TrainOneStep(model);
-    const SnapshotRef snapshot = ValueOf(model->PinVersion(0));
+    const SnapshotRef snapshot = ValueOf(model->history().Pin(0));
     Mark(stops);
     const auto save = [&] {
       return store->Save(*model, snapshot, {.keep = mode == "keep"}).status();
@@ -225,7 +225,9 @@ void ActOnManager(CheckpointManager& manager, const std::shared_ptr<Model>& mode
   };
   // A rollback that could not be saved has been made all the same.
   const auto restore_again = [&](const VersionId& id) {
-    return [&, id] { return model->latest()->restored_from.has_value() ? save() : restore(id)(); };
+    return [&, id] {
+      return model->history().latest()->restored_from.has_value() ? save() : restore(id)();
+    };
   };
   std::function<absl::Status()> act;
   std::function<absl::Status()> again;
@@ -233,7 +235,7 @@ void ActOnManager(CheckpointManager& manager, const std::shared_ptr<Model>& mode
     act = [&]() -> absl::Status {
       TrainOneStep(model);
       manager.AwaitIdle();
-      if (model->durable().version() == model->latest()->id()) return absl::OkStatus();
+      if (model->durable().version() == model->history().latest()->id()) return absl::OkStatus();
       return absl::UnavailableError("not saved");
     };
     again = save;
@@ -242,7 +244,7 @@ void ActOnManager(CheckpointManager& manager, const std::shared_ptr<Model>& mode
     again = restore_again(oldest.id);
   } else if (mode == "undo") {
     TrainOneStep(model);
-    const VersionId id = model->latest()->id();
+    const VersionId id = model->history().latest()->id();
     TrainOneStep(model);
     act = restore(id);
     again = restore_again(id);
@@ -250,7 +252,7 @@ void ActOnManager(CheckpointManager& manager, const std::shared_ptr<Model>& mode
     act = again = [&] { return manager.SetLabel(*model, "stable", oldest.id).status(); };
   } else if (mode == "score") {
     TrainOneStep(model);
-    const VersionId id = model->latest()->id();
+    const VersionId id = model->history().latest()->id();
     act = again = [&, id] {
       return manager
           .ReportMetric(*model,

@@ -320,7 +320,7 @@ TEST_F(CheckpointCallsTest, ACallThatIsWrongItselfFencesNobody) {
   expect_bad(bad, v1::ERROR_REASON_LAYOUT_HOLE, "");
   // Nothing has been rolled back.
   PushSteps(3, 3);
-  EXPECT_EQ((*store_->Get("m"))->latest()->number, 3);
+  EXPECT_EQ((*store_->Get("m"))->history().latest()->number, 3);
 }
 
 // A disk whose saves do not end before they may.
@@ -333,7 +333,7 @@ class SlowSaves final : public NoCheckpoints {
     return Saved{.name = "sync"};
   }
   absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override {
-    EMA_RETURN_IF_ERROR(model.PinVersion(score.id.version, score.id.incarnation).status());
+    EMA_RETURN_IF_ERROR(model.history().Pin(score.id.version, score.id.incarnation).status());
     return MetricResult{.label = score, .moved = true};
   }
   absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view name) override {
@@ -410,7 +410,7 @@ TEST_F(SlowSavesTest, WhoOnlyAsksDoesNotWaitForThem) {
 
 TEST_F(SlowSavesTest, WhatWaitsForThemKeepsItsVersion) {
   const std::shared_ptr<Model> model = *store_->Get("m");
-  SnapshotRef first = model->NewestAfterDrain();  // Not a pin.
+  SnapshotRef first = model->history().newest();  // Not a pin.
   const int64_t unpinned_count = first.use_count();
   std::thread evaluator([this] {
     v1::ReportMetricRequest report;
@@ -439,7 +439,7 @@ class RacingResume final : public NoCheckpoints {
  public:
   absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch&,
                                                   const ResumePoint&) override {
-    const VersionId newest = model.latest()->id();
+    const VersionId newest = model.history().latest()->id();
     if (auto race = std::exchange(before_it_opens, nullptr)) race();
     return newest;
   }

@@ -124,12 +124,12 @@ class StoredPullTest : public RpcFixture {
     for (int64_t step = 1; step <= 5; ++step) {
       ASSERT_THAT(rank_->Push(step, Weights(step)), IsOk());
       if (step > 1) continue;
-      const SnapshotRef version = *model_->PinVersion(0);
+      const SnapshotRef version = *model_->history().Pin(0);
       disk_.Keep(*version, model_->device());
       first_ = *ReadAll(*model_, "ema");
     }
     newest_ = *ReadAll(*model_, "ema");
-    ASSERT_EQ(GetErrorReason(model_->PinVersion(1).status()), ErrorReason::kVersionNotKept);
+    ASSERT_EQ(GetErrorReason(model_->history().Pin(1).status()), ErrorReason::kVersionNotKept);
     disk_.labels = {{"best", {1, 7}}, {"newest", {5, 7}}, {"gone", {2, 7}}};
   }
 

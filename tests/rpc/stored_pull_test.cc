@@ -57,8 +57,8 @@ TEST_F(StoredPullTest, MemoryIsLookedAtFirst) {
 
 TEST_F(StoredPullTest, WhatTooManyReadersKeepFromMemoryComesFromTheDisk) {
   Start();
-  const Snapshot newest = **model_->PinVersion(5);
-  const SnapshotRef pins[] = {*model_->PinVersion(3), *model_->PinVersion(4)};
+  const Snapshot newest = **model_->history().Pin(5);
+  const SnapshotRef pins[] = {*model_->history().Pin(3), *model_->history().Pin(4)};
   EXPECT_EQ(ReasonOf(Request()), v1::ERROR_REASON_TOO_MANY_PINS);
   // It is not there, either.
   EXPECT_EQ(ReasonOf(ByLabel("newest")), v1::ERROR_REASON_TOO_MANY_PINS);
@@ -117,12 +117,12 @@ TEST_F(StoredPullTest, AStepIsItsVersionInMemoryOrOnTheDisk) {
 TEST_F(StoredPullTest, AStepOfWhichOneTrackWasSavedIsThereForThatTrack) {
   Start();
   ASSERT_THAT(rank_->Push(6, Weights(6)), IsOk());
-  disk_.Keep(**model_->PinVersion(0), model_->device(), "ema");
+  disk_.Keep(**model_->history().Pin(0), model_->device(), "ema");
   const std::vector<std::byte> sixth = *ReadAll(*model_, "ema");
   for (int64_t step = 7; step <= 10; ++step) {
     ASSERT_THAT(rank_->Push(step, Weights(step)), IsOk());
   }
-  ASSERT_EQ(GetErrorReason(model_->PinVersion(6).status()), ErrorReason::kVersionNotKept);
+  ASSERT_EQ(GetErrorReason(model_->history().Pin(6).status()), ErrorReason::kVersionNotKept);
   const Pulled pulled = Pull(ByStep(6));
   EXPECT_TRUE(IsData(pulled.data, sixth));
   EXPECT_EQ(pulled.header.version().version(), 6);
@@ -180,10 +180,10 @@ TEST_F(StoredPullTest, AStepStandsAlone) {
 
 TEST_F(StoredPullTest, AStepThatARollbackHasGivenUpIsNotTheSameStepOfToday) {
   Start();
-  const SnapshotRef fifth = *model_->PinVersion(5);
+  const SnapshotRef fifth = *model_->history().Pin(5);
   for (int64_t step : {6, 8}) {  // Versions 6 and 7.
     ASSERT_THAT(rank_->Push(step, Weights(step)), IsOk());
-    disk_.Keep(**model_->PinVersion(0), model_->device());
+    disk_.Keep(**model_->history().Pin(0), model_->device());
   }
   EXPECT_EQ(Pull(ByStep(8)).header.version().version(), 7);
   ASSERT_THAT(model_->RollBack({5, 7}, [&] { return std::make_shared<Snapshot>(*fifth); }), IsOk());
@@ -212,8 +212,8 @@ TEST_F(StoredPullTest, AStepThatARollbackHasGivenUpIsNotTheSameStepOfToday) {
 
 TEST_F(StoredPullTest, AStepThatTooManyReadersKeepFromMemoryComesFromTheDisk) {
   Start();
-  const Snapshot newest = **model_->PinVersion(5);
-  const SnapshotRef pins[] = {*model_->PinVersion(3), *model_->PinVersion(4)};
+  const Snapshot newest = **model_->history().Pin(5);
+  const SnapshotRef pins[] = {*model_->history().Pin(3), *model_->history().Pin(4)};
   EXPECT_EQ(ReasonOf(ByStep(5)), v1::ERROR_REASON_TOO_MANY_PINS);
   disk_.Keep(newest, model_->device());
   EXPECT_TRUE(IsData(Pull(ByStep(5)).data, newest_));
@@ -324,7 +324,7 @@ TEST_F(StoredPullTest, ASynthesizedAverageAlwaysComes) {
   EMA_ASSERT_OK_AND_ASSIGN(
       const TrackRef track,
       model_->MakeSynthesizedTrack({.name = "built", .schedule = MakeSchedule("1ba")}));
-  const SnapshotRef newest = *model_->PinVersion(0);
+  const SnapshotRef newest = *model_->history().Pin(0);
   auto built = std::make_shared<Snapshot>();
   built->record = newest->record;
   built->tracks = {*newest->Find("ema")};

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The records of a model's commits that are remembered.
+#ifndef EMA_SERVER_CORE_VERSION_RECORDS_H_
+#define EMA_SERVER_CORE_VERSION_RECORDS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+
+#include "ema/model_info.h"
+#include "ema/version_id.h"
+
+namespace ema {
+
+// Invariant: the records are the latest ones without a gap, at most kMaxCount of them and at most
+// kMaxBytes, statistics included; the newest is always remembered. Not thread-safe.
+class VersionRecords {
+ public:
+  static constexpr int64_t kMaxCount = 4096;
+  static constexpr int64_t kMaxBytes = int64_t{4} << 20;
+
+  // REQUIRES: `record` is after all others.
+  void Add(const Version& record);
+  const std::deque<Version>& all() const { return records_; }  // Oldest first.
+  // Null: it is not remembered.
+  const Version* Find(const VersionId& id) const {
+    const size_t i = IndexOf(id);
+    return i < records_.size() ? &records_[i] : nullptr;
+  }
+  // Keeps statistics with the record of their version, unless that is forgotten or has them.
+  void AddStatistics(const VersionId& id, const TrackStatistics& statistics);
+
+ private:
+  // records_.size(): it is not remembered.
+  size_t IndexOf(const VersionId& id) const;
+
+  std::deque<Version> records_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_VERSION_RECORDS_H_
