@@ -223,7 +223,7 @@ absl::StatusOr<TrackStates> CheckpointManager::TrackStatesAt(Model& model, const
 absl::Status CheckpointManager::CheckNotDue(Model& model, const ResumePoint& point,
                                             const std::optional<TrackStates>& from,
                                             const std::string& where) {
-  EMA_ASSIGN_OR_RETURN(const bool is_due, model.IsDueBy(*point.time, from));
+  EMA_ASSIGN_OR_RETURN(const bool is_due, model.tracks().IsDueBy(*point.time, from));
   if (!is_due) return absl::OkStatus();
   return Mismatch(model, point, where + ", and an update was due between");
 }

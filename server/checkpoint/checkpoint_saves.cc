@@ -42,7 +42,7 @@ absl::StatusOr<std::vector<std::string>> ChooseTracks(const Model& model, const 
   const std::set<std::string> names(asked.begin(), asked.end());
   for (const std::string& name : names) {
     if (snapshot.Find(name) != nullptr) continue;
-    EMA_RETURN_IF_ERROR(model.CheckTrack(name));
+    EMA_RETURN_IF_ERROR(model.tracks().CheckTrack(name));
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
                      absl::StrCat("model \"", model.config().name, "\": track \"", name,
                                   "\" has no value in version ", snapshot.record.number));

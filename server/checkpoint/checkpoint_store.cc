@@ -49,7 +49,7 @@ absl::Status CannotReplace(std::string_view model, std::string_view name, std::s
 
 // The model has every track that the snapshot has.
 bool HasTracksOf(const Model& model, const Snapshot& snapshot) {
-  const std::vector<TrackRef> tracks = model.tracks_after_next_commit();
+  const std::vector<TrackRef> tracks = model.tracks().after_next_commit();
   return absl::c_all_of(snapshot.tracks, [&](const TrackSnapshot& saved) {
     return absl::c_any_of(tracks,
                           [&](const TrackRef& track) { return track->id() == saved.track->id(); });

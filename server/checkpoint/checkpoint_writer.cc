@@ -284,7 +284,7 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
                                                    const Snapshot& snapshot,
                                                    const WriteOptions& options) {
   TrackValues values;
-  for (const TrackRef& track : model.tracks_after_next_commit()) {
+  for (const TrackRef& track : model.tracks().after_next_commit()) {
     values.emplace_back(track, snapshot.FindId(track->id()));
   }
   EMA_RETURN_IF_ERROR(CheckTracks(options, values));

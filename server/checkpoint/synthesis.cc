@@ -215,12 +215,12 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
                        ReadManifests(store.file_system(), *held, model, *latest, on_error));
   EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan, PlanSynthesis(model, request, checkpoints));
 
-  EMA_ASSIGN_OR_RETURN(TrackRef track, model.MakeSynthesizedTrack(plan.config));
+  EMA_ASSIGN_OR_RETURN(TrackRef track, model.tracks().MakeSynthesizedTrack(plan.config));
   // The low parts; not used when this ends.
   EMA_ASSIGN_OR_RETURN(const auto low_parts_memory,
-                       model.ReserveMemory(absl::StrCat("model \"", model.config().name,
-                                                        "\": to build \"", request.name, "\""),
-                                           track->layout().total_bytes()));
+                       model.memory().Reserve(absl::StrCat("model \"", model.config().name,
+                                                           "\": to build \"", request.name, "\""),
+                                              track->layout().total_bytes()));
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = plan.record;
   TrackSnapshot& result = snapshot->tracks.emplace_back();
@@ -230,7 +230,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   result.block_versions.assign(track->block_count(), INT64_MAX);
   EMA_ASSIGN_OR_RETURN(result.blocks,
                        Mix(store.file_system(), *held, model, plan, *track, on_error));
-  EMA_RETURN_IF_ERROR(model.AddSynthesized(std::move(snapshot)));
+  EMA_RETURN_IF_ERROR(model.tracks().AddSynthesized(std::move(snapshot)));
 
   Synthesis synthesis{.record = plan.record, .residual = plan.residual};
   for (const SynthesisPlan::Source& source : plan.sources) {

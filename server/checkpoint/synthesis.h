@@ -20,12 +20,12 @@ using ReadErrorHandler =
     absl::FunctionRef<absl::Status(const std::string& checkpoint, const absl::Status& status)>;
 
 // As Synthesize in ema_service.proto: reads and verifies each checkpoint that has a weight, once,
-// and gives the result to model.AddSynthesized(). Only float32 values are read: of a compensated
-// track the rounded average. Averaged buffers, and what is copied, are the newest source's.
-// Thread-safe. Blocks on the disk for as long as it takes to read them; of the store's locks it
-// holds none meanwhile, so saves and DeleteModel() go on. Ends soon with the model's error when
-// that is closed. What it needs besides the result and as much again is small: a few MiB, and the
-// checkpoints' manifests.
+// and gives the result to model.tracks().AddSynthesized(). Only float32 values are read: of a
+// compensated track the rounded average. Averaged buffers, and what is copied, are the newest
+// source's. Thread-safe. Blocks on the disk for as long as it takes to read them; of the store's
+// locks it holds none meanwhile, so saves and DeleteModel() go on. Ends soon with the model's error
+// when that is closed. What it needs besides the result and as much again is small: a few MiB, and
+// the checkpoints' manifests.
 absl::StatusOr<Synthesis> Synthesize(CheckpointStore& store, Model& model,
                                      const SynthesisRequest& request, ReadErrorHandler on_error);
 

@@ -101,8 +101,8 @@ const Candidate* FindNamed(const std::vector<Candidate>& candidates, std::string
 
 // The error of a request for a track that has no candidate.
 absl::Status NoCandidate(const Model& model, const std::string& name) {
-  EMA_RETURN_IF_ERROR(model.CheckTrack(name));
-  for (const TrackRef& track : model.tracks_after_next_commit()) {
+  EMA_RETURN_IF_ERROR(model.tracks().CheckTrack(name));
+  for (const TrackRef& track : model.tracks().after_next_commit()) {
     if (track->name() != name || track->config().snapshot_interval.has_value()) continue;
     return Invalid(ErrorReason::kBadRequest,
                    absl::StrCat("tracks \"", name, "\" (", track->config_text(),

@@ -16,7 +16,7 @@ int64_t DurableState::step() const {
 }
 
 void DurableState::SetVersion(const VersionId& id, int64_t step,
-                       std::optional<int64_t> settings_revision) {
+                              std::optional<int64_t> settings_revision) {
   absl::MutexLock lock(&mu_);
   if (id < version_) return;
   settings_revision_ = settings_revision.value_or(id == version_ ? settings_revision_ : -1);

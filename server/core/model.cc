@@ -13,13 +13,16 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 16;  // At most so many ranks are named in a message.
+constexpr int64_t kNamedRanks = 16;       // In a message, and QueryPushResponse.missing_ranks.
+constexpr int64_t kDescribedRanks = 8;    // Description::run.
+constexpr int64_t kNamedRanges = 1024;    // QueryPushResponse.missing.
+constexpr size_t kMaxReasonBytes = 1024;  // QueryPushRequest.give_up_reason.
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
 }
 
-// What needs nothing of the model. INVALID_ARGUMENT: BAD_REQUEST, BAD_TIME.
+// Checks what can be checked without the model. INVALID_ARGUMENT: BAD_REQUEST, BAD_TIME.
 absl::Status ValidateStart(const PushStart& start) {
   constexpr int64_t kMaxStep = int64_t{1} << 62;
   if (start.step < 0 || start.step > kMaxStep) {
@@ -34,20 +37,31 @@ absl::Status ValidateStart(const PushStart& start) {
   return start.time.Validate();
 }
 
+absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_reason) {
+  if (give_up_reason.empty()) return absl::OkStatus();
+  if (give_up_reason.size() > kMaxReasonBytes) {
+    return BadRequest(absl::StrCat("give_up_reason: ", give_up_reason.size(),
+                                   " bytes given, expected up to ", kMaxReasonBytes));
+  }
+  if (abandon_if_unfinished) return absl::OkStatus();
+  return BadRequest("give_up_reason: given without abandon_if_unfinished");
+}
+
 }  // namespace
 
-Model::Model(ModelConfig config, std::shared_ptr<Device> device,
-             std::shared_ptr<MemoryBudget> budget, const Options& options)
+Model::Model(ModelConfig config, DeviceMemory memory, const Options& options)
     : config_(std::move(config)),
-      device_(std::move(device)),
-      budget_(std::move(budget)),
-      host_budget_(options.host_budget != nullptr ? options.host_budget : budget_),
-      attached_files_(host_budget_.get()),
-      readings_(config_.manifest.get(), device_.get(), host_budget_.get()),
-      history_({config_.name, options.incarnation, config_.max_pinned_versions,
-                options.has_data_dir, [this] { return shared_from_this(); }}),
       options_(options),
-      plan_revision_(options.incarnation),
+      memory_(std::move(memory)),
+      host_budget_(options.host_budget != nullptr ? options.host_budget : memory_.budget),
+      attached_files_(host_budget_.get()),
+      history_({config_.name, options.incarnation, config_.max_pinned_versions,
+                options.has_data_dir, keep_alive()}),
+      tracks_({config_.name, config_.manifest, memory_, host_budget_, options.block_bytes,
+               options.incarnation, options.has_data_dir, keep_alive()},
+              &history_),
+      readings_(&history_, &tracks_, config_.manifest.get(), memory_.device.get(),
+                host_budget_.get(), keep_alive()),
       runs_(config_.name, options.incarnation),
       open_step_(config_.name) {}
 
@@ -55,41 +69,61 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
     ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
     std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options) {
   std::shared_ptr<Model> model(
-      new Model(std::move(config), std::move(device), std::move(budget), options));
+      new Model(std::move(config), {std::move(device), std::move(budget)}, options));
   int64_t bytes = 0;
   for (const std::shared_ptr<Track>& track : tracks) {
     const int64_t of_track = track->MemoryBytes(model->history_.version_count());
     if (__builtin_add_overflow(bytes, of_track, &bytes)) bytes = INT64_MAX;
   }
+  const std::string name = absl::StrCat("model \"", model->config_.name, "\"");
   const int64_t needed = model->manifest().memory_bytes();
   if (needed > TrainerRun::kFreeBytes) {
     EMA_ASSIGN_OR_RETURN(
         model->manifest_memory_,
-        model->host_budget_->Reserve(
-            absl::StrCat("the manifest of model \"", model->config_.name, "\""), needed));
+        model->host_budget_->Reserve(absl::StrCat("the manifest of ", name), needed));
   }
   // For all at once: a message that says what the model needs, not its second track.
-  EMA_RETURN_IF_ERROR(
-      model->budget_->Reserve(absl::StrCat("model \"", model->config_.name, "\""), bytes).status());
-  absl::MutexLock lock(&model->mu_);
-  for (const std::shared_ptr<Track>& track : tracks) {
-    EMA_RETURN_IF_ERROR(model->AdmitTrackLocked(*track));
-    model->tracks_.push_back(track);
-  }
+  EMA_RETURN_IF_ERROR(model->memory_.budget->Reserve(name, bytes).status());
+  EMA_RETURN_IF_ERROR(model->tracks_.Admit(tracks));
   return model;
 }
 
-absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Model::ReserveMemory(
-    std::string_view what, int64_t bytes) const {
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<MemoryBudget::Reservation> reserved,
-                       budget_->Reserve(what, bytes));
-  return std::shared_ptr<const MemoryBudget::Reservation>(
-      reserved.release(),
-      [device = device_, budget = budget_](const MemoryBudget::Reservation* reservation) {
-        // What the others may use stays, and is not mapped anew at their next step.
-        device->Trim(budget->reserved_bytes() - reservation->bytes());
-        delete reservation;
-      });
+Model::Description Model::Describe() const {
+  absl::MutexLock lock(&mu_);
+  TrackTable::State tracks = tracks_.state();
+  Description now{.tracks = std::move(tracks.tracks),
+                  .pending_tracks = std::move(tracks.pending_tracks),
+                  .plan_revision = tracks.plan_revision,
+                  .settings_revision = tracks.revision + attached_files_.revision(),
+                  .reserved_bytes = tracks.reserved_bytes,
+                  .run_epoch = runs_.epoch(),
+                  .begun_step = open_step_.begun_step(),
+                  .latest = history_.latest(),
+                  .session = open_step_.session(),
+                  .run = {}};
+  if (const TrainerRun* const run = runs_.run().get(); run != nullptr) {
+    now.run = {run->epoch(), run->world_size(), run->MissingRanks(kDescribedRanks), run->ready()};
+  }
+  return now;
+}
+
+absl::Status Model::UpdateTracks(const TrackChanges& changes) {
+  if (!changes.put.empty()) EMA_RETURN_IF_ERROR(CheckTrackCount(changes.put.size()));
+  GlobBudget budget;
+  for (const TrackConfig& config : changes.put) {
+    EMA_RETURN_IF_ERROR(ValidateTrack(config, manifest(), budget));
+  }
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Track>> put,
+                       MakeTracks(changes.put, manifest(), *host_budget_));
+  // Dropped, as what is not used of `put`, without the lock.
+  TrackTable::Replaced replaced;
+  TrackTable::Replaced applied;
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(history_.closed());
+  EMA_ASSIGN_OR_RETURN(replaced, tracks_.Change(changes, put, history_.newest().get()));
+  // Without a run, or an active track, there may never be a next commit.
+  if (runs_.run() == nullptr || tracks_.AreAllPaused()) applied = tracks_.ApplyPending();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t rank,
@@ -98,7 +132,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
   JoinResult result;
   result.layout_digest = layout.digest();
   std::shared_ptr<PushSession> fenced;
-  std::vector<TrackRef> replaced;  // Let go of without the lock.
+  TrackTable::Replaced replaced;  // Dropped without the lock.
   bool is_new = false;
   {
     absl::MutexLock lock(&mu_);
@@ -119,7 +153,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       }
       EMA_RETURN_IF_ERROR(runs_.Open(launch, rank, world_size, std::move(layout),
                                      config_.manifest.get(), host_budget_));
-      replaced = ApplyPendingLocked();
+      replaced = tracks_.ApplyPending();
       fenced = open_step_.EndRun();
       is_new = true;
     }
@@ -127,7 +161,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     result.ready = runs_.run()->ready();
     result.missing_ranks = runs_.run()->MissingRanks(kNamedRanks);
     if (newest_version != nullptr) result.latest = newest_version->record;
-    result.plan = PlanLocked();
+    result.plan = tracks_.Plan(newest_version.get(), runs_);
   }
   if (is_new) {
     LogTo(options_.log, LogLevel::kInfo, "run opened",
@@ -145,133 +179,16 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
   return result;
 }
 
-absl::StatusOr<PushSession::StepPlan> Model::MakePlanLocked(const PushStart& start) const {
-  const SnapshotRef current = history_.newest();
-  if (start.plan_revision != 0 && start.plan_revision != plan_revision_) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-                     absl::StrCat("plan_revision: ", start.plan_revision, " given, model \"",
-                                  config_.name, "\" has ", plan_revision_,
-                                  ": its tracks have changed; OpenRun gives the new plan"));
-  }
-  if (start.frozen == FrozenTensors::kOmitted && !MayOmitFrozenLocked()) {
-    return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-        absl::StrCat("frozen: step ", start.step, " leaves the frozen tensors out, but model \"",
-                     config_.name,
-                     runs_.has_frozen_mismatches()
-                         ? "\" needs them in each step: ranks did not agree whether they change"
-                         : "\" has not the values of this run's in all of its tracks; push them "
-                           "until PushPlan.may_omit_frozen is true"));
-  }
-  constexpr int64_t kMaxUpdates = int64_t{1} << 53;
-  if (start.imported_updates < 0 ||
-      start.imported_updates > (current == nullptr ? kMaxUpdates : 0)) {
-    return BadRequest(absl::StrCat("imported_updates: ", start.imported_updates, " given, model \"",
-                                   config_.name, "\" expects ",
-                                   current == nullptr ? "0 to 2^53" : "0: it has a version"));
-  }
-  PushSession::StepPlan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
-  for (const TrackRef& track : tracks_) {
-    const TrackSnapshot* const base = current != nullptr ? current->FindId(track->id()) : nullptr;
-    std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());
-    TrackState state = base != nullptr ? base->state : TrackState(updates.size());
-    if (start.imported_updates > 0) {
-      // This push is the last of them.
-      const int64_t before = start.imported_updates - 1;
-      for (Schedule::State& of_schedule : state) {
-        of_schedule.update_count = of_schedule.averaged_count = before;
-      }
-    }
-    if (!track->config().paused) {
-      absl::StatusOr<std::vector<Schedule::Update>> planned =
-          PlanTrack(track->config(), state, start.time);
-      if (!planned.ok()) {
-        return WithPlace(planned.status(), absl::StrCat("track \"", track->name(), "\": "));
-      }
-      updates = *std::move(planned);
-      for (Schedule::Update& update : updates) {
-        // The values are the average's own, also where an average begins at zero.
-        if (start.imported_updates > 0 && update.due) {
-          update.update_weight = 1;
-          update.from_zero = false;
-        }
-      }
-    }
-    plan.tracks.push_back({track, base, std::move(state), std::move(updates)});
-  }
-  return plan;
-}
-
-absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {
-  if (options_.sessions == nullptr) return nullptr;
-  ConcurrencyLimit::Permit permit = options_.sessions->Acquire();
-  if (permit != nullptr) return permit;
-  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
-                   absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
-                                " steps are being pushed, as many as the server may have"),
-                   absl::Milliseconds(100));
-}
-
-absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
-  std::shared_ptr<PushSession> abandoned;
-  std::shared_ptr<PushSession> last;
-  std::shared_ptr<TrainerRun> run;
-  SnapshotRef base;
-  PushSession::StepPlan plan;
-  {
-    absl::MutexLock lock(&mu_);
-    base = history_.newest();
-    EMA_RETURN_IF_ERROR(history_.closed());
-    EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, base.get()));
-    EMA_RETURN_IF_ERROR(ValidateStart(start));
-    EMA_ASSIGN_OR_RETURN(const std::optional<uint32_t> committed_digest,
-                         open_step_.CheckStep(start, base.get()));
-    if (committed_digest.has_value()) {
-      return Joined{.already_committed = RankPush::Committed{
-                        .result = {base->record, /*duplicate=*/true, PlanLocked()},
-                        .digest = *committed_digest}};
-    }
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
-                         open_step_.FindSession(start, runs_));
-    if (session != nullptr) return Joined{.session = std::move(session)};
-    EMA_RETURN_IF_ERROR(closing_);
-    EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
-    EMA_ASSIGN_OR_RETURN(plan, MakePlanLocked(start));
-    abandoned = open_step_.Take();
-    last = open_step_.previous_session();
-    run = runs_.run();
-  }
-  if (abandoned != nullptr) {
-    DropStep(*abandoned,
-             Aborted(ErrorReason::kStepAbandoned,
-                     absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
-                                  " began step ", start.step, " without having committed it")));
-  }
-  // The next version is built in the memory of those that go.
-  history_.AwaitFreed();
-  if (last != nullptr) last->AwaitFreed();
-  EMA_ASSIGN_OR_RETURN(ConcurrencyLimit::Permit permit, AcquireSessionPermit());
-  EMA_ASSIGN_OR_RETURN(
-      std::shared_ptr<PushSession> session,
-      PushSession::Create(
-          {config_.name, config_.manifest, device_, config_.non_finite, options_.observer}, run,
-          std::move(base), std::move(plan), std::move(permit)));
+absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
-  // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
-  // session: only a new run, or a rank that gives the step up, can have come between.
-  if (runs_.run() != run) {
-    return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
-                                                      " has been fenced by ", runs_.epoch()));
-  }
-  EMA_RETURN_IF_ERROR(open_step_.CheckNotAbandoned(start.step));
-  open_step_.Begin(session);
-  return Joined{.session = std::move(session)};
+  EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
+  return runs_.IsOpen(launch);
 }
 
 absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start,
                                                           PushCallback on_end) {
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<DeviceStream> device_stream, device_->NewStream());
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<DeviceStream> device_stream, device().NewStream());
   absl::MutexLock lock(&push_mu_);
   absl::Status refused;
   // A session that ends just now, by its commit perhaps, is seen as ended by the second look.
@@ -291,34 +208,115 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
   return refused;
 }
 
-void Model::Publish(const std::shared_ptr<PushSession>& session) noexcept {
+absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
+  std::shared_ptr<PushSession> abandoned;
+  std::shared_ptr<PushSession> last;
+  std::shared_ptr<TrainerRun> run;
+  SnapshotRef base;
+  PushSession::StepPlan plan;
+  {
+    absl::MutexLock lock(&mu_);
+    const SnapshotRef newest = history_.newest();
+    EMA_RETURN_IF_ERROR(history_.closed());
+    EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, newest.get()));
+    EMA_RETURN_IF_ERROR(ValidateStart(start));
+    EMA_ASSIGN_OR_RETURN(const std::optional<uint32_t> committed_digest,
+                         open_step_.CheckStep(start, newest.get()));
+    if (committed_digest.has_value()) {
+      return Joined{
+          .already_committed = RankPush::Committed{
+              .result = {newest->record, /*duplicate=*/true, tracks_.Plan(newest.get(), runs_)},
+              .digest = *committed_digest}};
+    }
+    EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
+                         open_step_.FindSession(start, runs_));
+    if (session != nullptr) return Joined{.session = std::move(session)};
+    EMA_RETURN_IF_ERROR(closing_);
+    EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
+    EMA_ASSIGN_OR_RETURN(plan, tracks_.PlanStep(start, newest.get(), runs_));
+    abandoned = open_step_.Take();
+    last = open_step_.previous_session();
+    run = runs_.run();
+    base = newest;
+  }
+  if (abandoned != nullptr) {
+    DropStep(*abandoned,
+             Aborted(ErrorReason::kStepAbandoned,
+                     absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
+                                  " began step ", start.step, " without having committed it")));
+  }
+  // The next version is built in the memory of those that go.
+  history_.AwaitFreed();
+  if (last != nullptr) last->AwaitFreed();
+  EMA_ASSIGN_OR_RETURN(ConcurrencyLimit::Permit permit, AcquireSessionPermit());
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<PushSession> session,
+      PushSession::Create(
+          {config_.name, config_.manifest, memory_.device, config_.non_finite, options_.observer},
+          run, std::move(base), std::move(plan), std::move(permit)));
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(closing_);
+  // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
+  // session: only a new run, or a rank that gives the step up, can have come between.
+  if (runs_.run() != run) {
+    return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
+                                                      " has been fenced by ", runs_.epoch()));
+  }
+  EMA_RETURN_IF_ERROR(open_step_.CheckNotAbandoned(start.step));
+  open_step_.Begin(session);
+  return Joined{.session = std::move(session)};
+}
+
+absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {
+  if (options_.sessions == nullptr) return nullptr;
+  ConcurrencyLimit::Permit permit = options_.sessions->Acquire();
+  if (permit != nullptr) return permit;
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
+                   absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
+                                " steps are being pushed, as many as the server may have"),
+                   absl::Milliseconds(100));
+}
+
+void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   const absl::Time begin = absl::Now();
   absl::StatusOr<PushSession::Taken> taken = session->TakeSnapshot();
   if (!taken.ok()) return FailSession(session, taken.status());
-  const std::shared_ptr<Snapshot>& next = taken->snapshot;
-  if (next == nullptr) return;  // Ended otherwise in the meantime.
+  if (taken->snapshot == nullptr) return;  // The session has ended meanwhile.
+  // The step is complete: all ranks have committed, and the next version exists. Nobody sees it
+  // yet. A server that has only a part of the model will wait here for the other parts.
+  Publish(session, *std::move(taken), begin);
+}
+
+void Model::Publish(const std::shared_ptr<PushSession>& session, PushSession::Taken taken,
+                    absl::Time begin) {
+  const std::shared_ptr<Snapshot> next = std::move(taken.snapshot);
   std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;
-  std::vector<TrackRef> replaced;
+  TrackTable::Replaced replaced;
   PushPlan plan;
   std::vector<LogEvent> warnings;
   {
     absl::MutexLock lock(&mu_);
-    if (!open_step_.Detach(session.get())) return;  // Here, too.
+    if (!open_step_.Detach(session.get())) return;  // The session has ended meanwhile.
     evicted = history_.Publish(next);
     open_step_.NoteCommit(*session, std::move(digests));
-    replaced = ApplyPendingLocked();
-    plan = PlanLocked();
-    warnings = NewWarningsLocked(next->record);
+    replaced = tracks_.ApplyPending();
+    plan = tracks_.Plan(next.get(), runs_);
+    warnings = tracks_.NewWarnings(next->record);
   }
-  taken->hold = nullptr;
+  taken.hold = nullptr;
   session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
-  // After the ranks have been told: a thousand blocks take longer than the rest of a commit.
+  // After the ranks have their replies: freeing a thousand blocks takes longer than the rest of a
+  // commit.
   history_.Free(std::move(evicted));
-  watchers_.CallAll();
-  if (options_.on_commit) options_.on_commit(shared_from_this(), *next);
+  Announce(*next);
   if (!options_.log) return;
   for (const LogEvent& warning : warnings) options_.log(warning);
+}
+
+void Model::Announce(const Snapshot& version) {
+  watchers_.CallAll();
+  if (options_.on_commit) options_.on_commit(shared_from_this(), version);
 }
 
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {
@@ -339,6 +337,57 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
                  {"step", session.plan().step},
                  {"reason", ErrorReasonName(reason)},
                  {"error", status}});
+}
+
+absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
+                                                  bool abandon_if_unfinished,
+                                                  std::string_view give_up_reason) {
+  EMA_RETURN_IF_ERROR(CheckGiveUp(abandon_if_unfinished, give_up_reason));
+  PushState result;
+  std::shared_ptr<PushSession> session;
+  {
+    absl::MutexLock lock(&mu_);
+    const SnapshotRef newest = history_.newest();
+    EMA_RETURN_IF_ERROR(history_.closed());
+    EMA_RETURN_IF_ERROR(runs_.CheckRank(run_epoch, rank, newest.get()));
+    history_.VisitRecords([&](const Version& record) {
+      if (record.step == step && record.run_epoch == run_epoch) result.record = record;
+      return !result.record.has_value();
+    });
+    if (result.record.has_value()) {
+      result.state = PushState::State::kCommitted;
+      result.rank_committed = true;
+      result.plan = tracks_.Plan(newest.get(), runs_);
+      result.digest = open_step_.CommittedDigest(run_epoch, step, rank);
+      return result;
+    }
+    if (!give_up_reason.empty()) {
+      open_step_.NoteAbandoned(step, {rank, std::string(give_up_reason)}, newest.get());
+    }
+    session = open_step_.session();
+    if (session == nullptr || session->plan().step != step) {
+      result.state = PushState::State::kUnknown;
+      return result;
+    }
+    if (abandon_if_unfinished) open_step_.Take();
+  }
+  if (abandon_if_unfinished) {
+    DropStep(*session, give_up_reason.empty()
+                           ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                                       absl::StrCat("step ", step, ": abandoned by rank ", rank))
+                           : AbandonedStep{rank, std::string(give_up_reason)}.status(step));
+    result.state = PushState::State::kAbandoned;
+    return result;
+  }
+  result.state = PushState::State::kOpen;
+  result.rank_committed = session->RankCommitted(rank);
+  result.missing_ranks = session->MissingRanks(kNamedRanks);
+  const RankLayout& layout = *session->run().layout(rank);
+  for (const Coverage::Range& range : session->Missing(rank, kNamedRanges)) {
+    const int64_t tensor = layout.shards()[layout.FindShard(range.offset)].tensor_index;
+    result.missing.emplace_back(range, manifest().tensor(tensor).name);
+  }
+  return result;
 }
 
 void Model::ExpireSession(SteadyTime now, SteadyTime::duration timeout) {
@@ -392,12 +441,11 @@ void Model::AwaitQuiet(absl::Duration timeout) {
 }
 
 void Model::Close(const absl::Status& status) {
-  std::vector<SnapshotRef> synthesized;  // Freed without the lock.
   {
     absl::MutexLock lock(&mu_);
     history_.Close(status);
-    synthesized.swap(synthesized_);
   }
+  tracks_.DropSynthesized();
   Drain(status, SteadyNow());
   watchers_.CallAll();
 }

@@ -35,23 +35,11 @@ bool AddFrom(const Version& record, std::vector<ModelOverview::Track>& tracks) {
 
 }  // namespace
 
-Model::Description Model::Describe() const {
-  absl::MutexLock lock(&mu_);
-  Description now{.tracks = tracks_,
-                  .pending_tracks = pending_tracks_.value_or(std::vector<TrackRef>()),
-                  .plan_revision = plan_revision_,
-                  .settings_revision = tracks_revision_ + attached_files_.revision(),
-                  .reserved_bytes = ReservedBytesLocked(),
-                  .run_epoch = runs_.epoch(),
-                  .latest = history_.latest()};
-  return now;
-}
-
 ModelOverview Model::Overview() const {
   // A track without statistics would have all records searched for them.
   constexpr int kSearchedRecords = 1024;
   ModelOverview overview;
-  overview.reserved_bytes = reserved_bytes();
+  overview.reserved_bytes = tracks_.reserved_bytes();
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);
@@ -66,7 +54,7 @@ ModelOverview Model::Overview() const {
       overview.durable_commit_time = record->commit_time;
     }
     overview.begun_step = open_step_.begun_step();
-    for (const TrackRef& track : tracks_) {
+    for (const TrackRef& track : tracks_.state().tracks) {
       overview.tracks.push_back(
           {track->name(), track->config_text(), track->config().paused, 0, std::nullopt});
     }

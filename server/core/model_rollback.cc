@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The part of Model that goes back to an earlier version, and what a trainer that resumes needs.
+// The part of Model that rolls back to an earlier version.
 #include <algorithm>
 #include <utility>
 
@@ -50,35 +50,22 @@ std::vector<std::string> NamesOf(const std::vector<TrackVersion>& tracks) {
   return names;
 }
 
-}  // namespace
-
-absl::StatusOr<bool> Model::IsRunOpen(const Launch& launch) const {
-  absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(closing_);
-  EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
-  return runs_.IsOpen(launch);
-}
-
-absl::StatusOr<bool> Model::IsDueBy(const TrainingTime& time,
-                                    const std::optional<TrackStates>& from) const {
-  EMA_RETURN_IF_ERROR(time.Validate());
-  absl::MutexLock lock(&mu_);
-  for (const TrackRef& track : tracks_) {
-    if (track->config().paused) continue;
-    TrackState state;
-    if (from.has_value()) {
-      const auto found = from->find(track->name());
-      if (found != from->end()) state = found->second;
+// FAILED_PRECONDITION, MODEL_DIFFERS: none of `tracks` is in the version in the same form.
+absl::Status CheckHasTrackOf(const std::string& model_name, const std::vector<TrackRef>& tracks,
+                             const Snapshot& version) {
+  for (const TrackSnapshot& of_version : version.tracks) {
+    for (const TrackRef& track : tracks) {
+      if (IsSame(*of_version.track, *track)) return absl::OkStatus();
     }
-    const absl::StatusOr<std::vector<Schedule::Update>> updates =
-        PlanTrack(track->config(), state, time);
-    if (!updates.ok()) {
-      return WithPlace(updates.status(), absl::StrCat("track \"", track->name(), "\": "));
-    }
-    if (IsDue(*updates)) return true;
   }
-  return false;
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
+      absl::StrCat("model \"", model_name, "\": version ", version.record.number,
+                   " has the tracks ", absl::StrJoin(NamesOf(version.record.tracks), ", "),
+                   ", of which the model has none, or in another form"));
 }
+
+}  // namespace
 
 absl::StatusOr<SnapshotRef> Model::RollBack(
     const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load) {
@@ -109,19 +96,21 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   SnapshotRef evicted;
   SnapshotRef result;
   std::vector<TrackSnapshot> dropped;
-  std::vector<TrackRef> replaced;
+  TrackTable::Replaced replaced;
   std::vector<std::string> left_out;
   {
     absl::MutexLock lock(&mu_);
     absl::Status refused = loaded.status();
     refused.Update(closing_);
-    if (refused.ok()) refused = CheckHasTrackOfLocked(**loaded);
+    if (refused.ok()) {
+      refused = CheckHasTrackOf(config_.name, tracks_.after_next_commit(), **loaded);
+    }
     // Before a run may begin, which has its memory.
     if (!refused.ok()) loaded = refused;
     runs_.EndRollback();
     EMA_RETURN_IF_ERROR(refused);
     left_out = NamesOf((*loaded)->record.tracks);
-    replaced = ApplyPendingLocked();
+    replaced = tracks_.ApplyPending();
     dropped = BecomeNextLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = history_.Publish(*loaded);
@@ -131,8 +120,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   // Before anybody is told, who may push: the next version needs this memory.
   dropped.clear();
   history_.Free(std::move(evicted));
-  watchers_.CallAll();
-  if (options_.on_commit) options_.on_commit(shared_from_this(), **loaded);
+  Announce(**loaded);
   if (!left_out.empty()) {
     LogTo(options_.log, LogLevel::kWarning, "rolled back without some tracks",
           {{"model", config_.name},
@@ -141,20 +129,6 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
            {"why", "the model has them no longer, or in another form"}});
   }
   return result;
-}
-
-absl::Status Model::CheckHasTrackOfLocked(const Snapshot& version) const {
-  const std::vector<TrackRef>& tracks = pending_tracks_.has_value() ? *pending_tracks_ : tracks_;
-  for (const TrackSnapshot& of_version : version.tracks) {
-    for (const TrackRef& track : tracks) {
-      if (IsSame(*of_version.track, *track)) return absl::OkStatus();
-    }
-  }
-  return MakeError(
-      absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
-      absl::StrCat("model \"", config_.name, "\": version ", version.record.number,
-                   " has the tracks ", absl::StrJoin(NamesOf(version.record.tracks), ", "),
-                   ", of which the model has none, or in another form"));
 }
 
 std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
@@ -167,7 +141,7 @@ std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const Versi
   record.skipped_tensor_count = 0;
   record.skipped_tensors.clear();
   std::vector<TrackSnapshot> kept;
-  for (const TrackRef& track : tracks_) {
+  for (const TrackRef& track : tracks_.after_next_commit()) {
     const auto found = std::find_if(
         loaded.tracks.begin(), loaded.tracks.end(),
         [&](const TrackSnapshot& snapshot) { return IsSame(*snapshot.track, *track); });

@@ -100,7 +100,7 @@ absl::StatusOr<Version> Model::Statistics(const VersionId& id,
     std::optional<TrackStatistics> statistics =
         FindStatistics(history_, record.id(), track->track->name());
     if (!statistics.has_value()) {
-      EMA_ASSIGN_OR_RETURN(statistics, Compute(*snapshot, *track, manifest(), *device_));
+      EMA_ASSIGN_OR_RETURN(statistics, Compute(*snapshot, *track, manifest(), device()));
       history_.AddStatistics(record.id(), *statistics);
     }
     record.statistics.push_back(*std::move(statistics));
@@ -112,7 +112,7 @@ absl::StatusOr<std::vector<const TrackSnapshot*>> Model::AveragingTracks(
     const Snapshot& version, absl::Span<const std::string> names) const {
   std::vector<const TrackSnapshot*> tracks;
   for (const std::string& name : names) {
-    EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, FindTrack(version, name));
+    EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, tracks_.FindIn(version, name));
     if (!IsAveraging(*track)) {
       return BadRequest(absl::StrCat("tracks: \"", name, "\" averages no tensor (",
                                      track->track->config_text(), ")"));

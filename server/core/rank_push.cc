@@ -73,7 +73,7 @@ absl::Status RankPush::Commit(const PushTotals& totals) {
   }
   EMA_RETURN_IF_ERROR(last.status());
   EndChunks();
-  if (*last) model_->Publish(session_);
+  if (*last) model_->CompleteStep(session_);
   return absl::OkStatus();
 }
 

@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -18,9 +20,42 @@ auto IsStoredAs(const VersionId& id, std::string_view track) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Open(SnapshotRef snapshot,
-                                                            const TrackSnapshot& track,
+absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Open(std::string_view track, int64_t version,
+                                                            int64_t incarnation,
                                                             const Selection& selection) {
+  if (SnapshotRef synthesized = tracks_->FindSynthesized(track)) {
+    const Version& record = synthesized->record;
+    if (version != 0 && !VersionId{version, incarnation}.Names(record.id())) {
+      return MakeError(
+          absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+          absl::StrCat("version: ", version, " given, but \"", std::string(track),
+                       "\" has been built as version ", record.number, " for step ", record.step));
+    }
+    const TrackSnapshot& only = synthesized->tracks[0];
+    return Share(std::move(synthesized), only, selection);
+  }
+  absl::StatusOr<SnapshotRef> snapshot = history_->Pin(version, incarnation);
+  if (!snapshot.ok()) {
+    const ErrorReason reason = GetErrorReason(snapshot.status());
+    // A version elsewhere may have the track.
+    if (reason != ErrorReason::kVersionNotKept) EMA_RETURN_IF_ERROR(tracks_->CheckTrack(track));
+    if (reason == ErrorReason::kTooManyPins) history_->NotePinShortage();
+    return snapshot.status();
+  }
+  EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const found, tracks_->FindIn(**snapshot, track));
+  return Share(*std::move(snapshot), *found, selection);
+}
+
+absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::OpenStored(SnapshotRef snapshot,
+                                                                  const Selection& selection) {
+  EMA_RETURN_IF_ERROR(history_->closed());
+  const TrackSnapshot& only = snapshot->tracks[0];
+  return Share(WithOwner(std::move(snapshot), keep_alive_()), only, selection);
+}
+
+absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Share(SnapshotRef snapshot,
+                                                             const TrackSnapshot& track,
+                                                             const Selection& selection) {
   // Each reader opens a stored version for itself: another object with the same bytes.
   const auto is_stored = IsStoredAs(snapshot->record.id(), track.track->name());
   const auto is_same = [&](const Reading& reading) {
@@ -36,6 +71,7 @@ absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Open(SnapshotRef snapshot
 
 std::shared_ptr<Reading> ReadingCache::FindStored(const VersionId& id, std::string_view track,
                                                   const Selection& selection) {
+  if (!history_->closed().ok()) return nullptr;
   return Find(selection, IsStoredAs(id, track));
 }
 
@@ -54,6 +90,25 @@ std::shared_ptr<Reading> ReadingCache::Find(const Selection& selection,
   }
   if (made != nullptr) readings_.push_back(made);
   return made;
+}
+
+absl::StatusOr<std::optional<Version>> ReadingCache::NewestOf(std::string_view track) {
+  if (tracks_->FindSynthesized(track) != nullptr) return std::nullopt;
+  EMA_RETURN_IF_ERROR(tracks_->CheckTrack(track));
+  EMA_RETURN_IF_ERROR(history_->closed());
+  return history_->latest();
+}
+
+absl::StatusOr<std::optional<VersionId>> ReadingCache::FindStep(std::string_view track,
+                                                                int64_t step) {
+  if (const SnapshotRef synthesized = tracks_->FindSynthesized(track)) {
+    const Version& record = synthesized->record;
+    if (record.step == step) return record.id();
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+                     absl::StrCat("step: ", step, " given, but \"", std::string(track),
+                                  "\" has been built for step ", record.step));
+  }
+  return history_->FindStep(step);
 }
 
 }  // namespace ema

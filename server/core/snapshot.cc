@@ -20,6 +20,12 @@ const TrackSnapshot* Snapshot::FindId(int64_t track_id) const {
   return it != tracks.end() ? &*it : nullptr;
 }
 
+SnapshotRef WithOwner(SnapshotRef snapshot, std::shared_ptr<const void> owner) {
+  const Snapshot* const raw = snapshot.get();
+  return SnapshotRef(raw, [owner = std::move(owner), snapshot = std::move(snapshot)](
+                              const Snapshot*) mutable { snapshot.reset(); });
+}
+
 TrackStates TrackStatesOf(const Snapshot& version) {
   TrackStates states;
   for (const TrackSnapshot& track : version.tracks) states[track.track->name()] = track.state;

@@ -77,6 +77,11 @@ struct Snapshot {
 };
 using SnapshotRef = std::shared_ptr<const Snapshot>;
 
+// Returns the owner of the memory that snapshots are in.
+using KeepAlive = std::function<std::shared_ptr<const void>()>;
+// The same snapshot; its result keeps `owner` alive, and is dropped before that.
+SnapshotRef WithOwner(SnapshotRef snapshot, std::shared_ptr<const void> owner);
+
 // The states of a version's tracks, by name; those without a value are not among them.
 using TrackStates = std::map<std::string, TrackState, std::less<>>;
 TrackStates TrackStatesOf(const Snapshot& version);

@@ -186,12 +186,6 @@ class Track {
 };
 using TrackRef = std::shared_ptr<const Track>;
 
-// One track for each config, for AddToModel(). RESOURCE_EXHAUSTED, MEMORY_BUDGET: `memory` has not
-// what their tables take; those of a manifest with few tensors are not counted (see
-// Model::kUncountedBytes).
-absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
-    const std::vector<TrackConfig>& configs, const Manifest& manifest, MemoryBudget& memory);
-
 }  // namespace ema
 
 #endif  // EMA_SERVER_CORE_TRACK_H_

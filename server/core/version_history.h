@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,8 +38,7 @@ class VersionHistory {
     int64_t incarnation = 1;  // Of this life of the model; in every record.
     int64_t max_pinned_versions = 0;
     bool has_data_dir = false;
-    // Returns the owner of the versions' memory, which every pin keeps alive.
-    std::function<std::shared_ptr<const void>()> keep_alive;
+    KeepAlive keep_alive;  // Every pin keeps this owner alive.
   };
   explicit VersionHistory(Options options)
       : options_(std::move(options)), incarnation_(options_.incarnation) {}

@@ -76,7 +76,7 @@ absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request) {
   for (const int count :
        {request.remove_tracks_size(), request.pause_tracks_size(), request.resume_tracks_size()}) {
     // What can be removed are tracks and synthesized averages.
-    constexpr int64_t kMaxNames = kMaxTracks + static_cast<int64_t>(Model::kMaxSynthesized);
+    constexpr int64_t kMaxNames = kMaxTracks + static_cast<int64_t>(TrackTable::kMaxSynthesized);
     if (count <= kMaxNames) continue;
     return BadRequest(absl::StrCat("remove_tracks, pause_tracks or resume_tracks: ", count,
                                    " given, expected at most ", kMaxNames));

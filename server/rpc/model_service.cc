@@ -111,7 +111,7 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
           {{"model", made.name},
            {"tensors", made.manifest->tensors().size()},
            {"tracks", made.tracks.size()},
-           {"reserved_bytes", created.model->reserved_bytes()}});
+           {"reserved_bytes", created.model->tracks().reserved_bytes()}});
   }
   v1::CreateModelResponse response;
   *response.mutable_model() = ToProto(*created.model, /*in_a_list=*/false);

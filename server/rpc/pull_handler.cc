@@ -64,7 +64,7 @@ absl::Status PullHandler::OpenStored() {
   if (on_disk_->step.has_value()) EMA_RETURN_IF_ERROR(FindStoredStep());
   if (on_disk_.has_value()) {
     Wanted wanted = *std::exchange(on_disk_, std::nullopt);
-    reading_ = model_->FindStoredReading(wanted.id, wanted.track, wanted.selection);
+    reading_ = model_->readings().FindStored(wanted.id, wanted.track, wanted.selection);
     if (reading_ == nullptr) EMA_RETURN_IF_ERROR(OpenFromDisk(std::move(wanted)));
   }
   return Begin();
@@ -98,8 +98,8 @@ absl::Status PullHandler::OpenFromDisk(Wanted wanted) {
     EMA_RETURN_IF_ERROR(wanted.too_many_pins);
   }
   EMA_RETURN_IF_ERROR(snapshot.status());
-  EMA_ASSIGN_OR_RETURN(reading_,
-                       model_->ReadStored(*std::move(snapshot), std::move(wanted.selection)));
+  EMA_ASSIGN_OR_RETURN(
+      reading_, model_->readings().OpenStored(*std::move(snapshot), std::move(wanted.selection)));
   return absl::OkStatus();
 }
 
@@ -125,7 +125,8 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   EMA_ASSIGN_OR_RETURN(wanted.id, FindVersion(request));
   if (request.has_if_newer_than()) {
     const v1::VersionId& known = request.if_newer_than();
-    EMA_ASSIGN_OR_RETURN(const std::optional<Version> newest, model_->NewestOf(request.track()));
+    EMA_ASSIGN_OR_RETURN(const std::optional<Version> newest,
+                         model_->readings().NewestOf(request.track()));
     if (newest.has_value() && newest->id() <= VersionId{known.version(), known.incarnation()}) {
       record_ = *newest;
       return absl::OkStatus();
@@ -137,7 +138,7 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(Reading::CheckCounts(wanted.selection));
   if (request.has_step()) {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> found,
-                         model_->FindStep(request.track(), request.step()));
+                         model_->readings().FindStep(request.track(), request.step()));
     wanted.step = request.step();
     if (!found.has_value()) return WaitForDisk(std::move(wanted));
     wanted.id = *found;
@@ -157,7 +158,7 @@ absl::Status PullHandler::WaitForDisk(Wanted wanted) {
 absl::Status PullHandler::OpenVersion(Wanted wanted) {
   const int64_t version = wanted.id.version;
   absl::StatusOr<std::shared_ptr<Reading>> reading =
-      model_->OpenReading(wanted.track, version, wanted.id.incarnation, wanted.selection);
+      model_->readings().Open(wanted.track, version, wanted.id.incarnation, wanted.selection);
   const ErrorReason reason = GetErrorReason(reading.status());
   const bool is_not_in_memory = reason == ErrorReason::kVersionNotKept ||
                                 (reason == ErrorReason::kNoVersion && version != 0 &&

@@ -57,7 +57,7 @@ class Readers {
   // Reads all of it.
   void Read(const Selection& selection = {}) {
     const std::shared_ptr<Reading> reading =
-        Must(trainer_.model().OpenReading("ema", 0, 0, selection));
+        Must(trainer_.model().readings().Open("ema", 0, 0, selection));
     for (int64_t at = 0; at < reading->total_bytes(); at = reading->ChunkEnd(at)) {
       Must(reading->Read(at, reading->ChunkEnd(at) - at));
     }

@@ -213,7 +213,7 @@ TEST(CheckpointStoreTest, TracksThatWereChangedComeBackAsTheyWere) {
   }
   // It takes no more memory to load than to have.
   ModelStore::Options tight = SmallBlocks();
-  tight.memory_bytes = model->reserved_bytes();
+  tight.memory_bytes = model->tracks().reserved_bytes();
   ModelStore tight_models(TestDevice(), tight);
   EMA_ASSERT_OK_AND_ASSIGN(const auto report, server.store->LoadAll(tight_models));
   EXPECT_EQ(report.loaded.size(), 1u);

@@ -29,7 +29,7 @@ class SettingsTest : public testing::Test {
                 IsOk());
   }
   static bool IsChanged(const Model& model) {
-    const auto tracks = model.tracks_after_next_commit();
+    const auto tracks = model.tracks().after_next_commit();
     const bool is_paused = std::any_of(
         tracks.begin(), tracks.end(), [](const TrackRef& track) { return track->config().paused; });
     // One as the other.
@@ -139,7 +139,7 @@ TEST_F(SettingsTest, AVersionWithATrackThatWasRemovedStaysAsItIs) {
     }
     TestServer server(files);
     EXPECT_THAT(ReadAll(server.model(), "ema"), IsOk());
-    EXPECT_EQ(server.model().tracks_after_next_commit().size(), 2u);
+    EXPECT_EQ(server.model().tracks().after_next_commit().size(), 2u);
   }
 }
 

@@ -104,7 +104,7 @@ class SynthesisTest : public testing::Test {
   }
 
   std::vector<std::byte> BytesOfResult(const std::string& name = "x") {
-    const SnapshotRef result = model_->FindSynthesized(name);
+    const SnapshotRef result = model_->tracks().FindSynthesized(name);
     EXPECT_NE(result, nullptr);
     const TrackSnapshot& track = result->tracks[0];
     const auto pieces = ReadBlocks(model_->device(), *track.track, track.blocks, 0,
@@ -170,7 +170,7 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
   }
   EXPECT_FALSE(layout.entry(3).is_stored);
   // A reader that has another one of that name gets all of this.
-  const auto reading = model_->OpenReading("x", 0, 0, {});
+  const auto reading = model_->readings().Open("x", 0, 0, {});
   ASSERT_THAT(reading, IsOk());
   EXPECT_TRUE((*reading)->ChunkChangedSince(27, 0));
 }
@@ -228,7 +228,7 @@ TEST_F(SynthesisTest, ACorruptCheckpointIsNamedAndMakesNothing) {
     bytes[bytes.size() / 2] ^= 1;
     EXPECT_THAT(Build(.07),
                 StatusIs(absl::StatusCode::kDataLoss, HasSubstr("step-000000000020-version-7-20")));
-    EXPECT_EQ(model_->FindSynthesized("x"), nullptr);
+    EXPECT_EQ(model_->tracks().FindSynthesized("x"), nullptr);
     EXPECT_EQ(models_->budget().reserved_bytes(), reserved);
     bytes[bytes.size() / 2] ^= 1;
   }
@@ -257,7 +257,7 @@ TEST_F(SynthesisTest, MemoryIsReservedAndGivenBack) {
   EXPECT_THAT(status, StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("to build \"x\"")));
   EXPECT_EQ(GetErrorReason(status), ErrorReason::kMemoryBudget);
   // The one before is still there, and goes with its last reader.
-  SnapshotRef reader = model_->FindSynthesized("x");
+  SnapshotRef reader = model_->tracks().FindSynthesized("x");
   ASSERT_NE(reader, nullptr);
   models_->Delete("m");
   rank_.reset();

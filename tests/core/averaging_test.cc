@@ -106,7 +106,7 @@ TEST_F(AveragingTest, TheZerosThatAnAverageBeginsWithTakeLittleMemory) {
                      .manifest = MakeManifest({{"w", Dtype::kFloat32, {kCount}}}),
                      .tracks = {Track("plain", "smoothing=0.75, zero_init=plain"), compensated}};
   const std::shared_ptr<Model> model = store.Create(std::move(config))->model;
-  const int64_t version_bytes = model->reserved_bytes() / 5;
+  const int64_t version_bytes = model->tracks().reserved_bytes() / 5;
   TestRank rank(model, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   std::vector<float> values(kCount);
@@ -289,7 +289,7 @@ TEST_F(AveragingTest, AChangeTakesEffectAtTheNextCommitAndKeepsTheAverage) {
   ASSERT_EQ(second.plan.tracks.size(), 2);
   EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
   // A new track has no value before the next push.
-  EXPECT_THAT(model_->CheckTrack("new"), IsOk());
+  EXPECT_THAT(model_->tracks().CheckTrack("new"), IsOk());
   EXPECT_EQ((*model_->history().Pin(0))->Find("new"), nullptr);
   ASSERT_THAT(Push(3, {6, 6, 6}), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 3));
@@ -352,10 +352,10 @@ TEST_F(AveragingTest, ARemovedTrackGivesItsMemoryBackAndStaysInOlderVersions) {
   ASSERT_THAT(Push(2, {2, 2, 2}), IsOk());
   ASSERT_THAT(Push(3, {3, 3, 3}), IsOk());
   EXPECT_THAT(Read("raw", 2), ElementsAre(2, 2, 2));
-  EXPECT_THAT(model_->CheckTrack("raw"), ReasonIs(ErrorReason::kTrackNotFound));
+  EXPECT_THAT(model_->tracks().CheckTrack("raw"), ReasonIs(ErrorReason::kTrackNotFound));
   EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes);
   for (int step = 4; step <= 6; ++step) ASSERT_THAT(Push(step, {3, 3, 3}), IsOk());
-  EXPECT_EQ(model_->reserved_bytes(), reserved_bytes / 2);
+  EXPECT_EQ(model_->tracks().reserved_bytes(), reserved_bytes / 2);
   OpenRun("next");  // The rank before still has the plan that it joined with.
   EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes / 2);
   EXPECT_LE(TakenBytes(model_->device()), reserved_bytes / 2);

@@ -98,7 +98,7 @@ TEST_F(HostMemoryTest, AReaderOfVeryManyTensorsReservesItsList) {
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(std::vector<float>(10'000, 1.0F))), IsOk());
   const auto read = [&](Selection selection) {
-    return model->OpenReading("ema", /*version=*/0, /*incarnation=*/0, std::move(selection));
+    return model->readings().Open("ema", /*version=*/0, /*incarnation=*/0, std::move(selection));
   };
   std::vector<std::shared_ptr<Reading>> readings;
   absl::Status refused;

@@ -78,22 +78,23 @@ class ManyReadersTest : public testing::Test {
 
 TEST_F(ManyReadersTest, OfADeviceCopyItOnce) {
   const int64_t before = accelerator_->bytes_to_host();
-  ReadByMany([this] { return *model_->OpenReading("ema", 0, 0, {}); });
+  ReadByMany([this] { return *model_->readings().Open("ema", 0, 0, {}); });
   EXPECT_EQ(accelerator_->bytes_to_host() - before,
             snapshot_->tracks[0].track->layout().total_bytes());
 }
 
 TEST_F(ManyReadersTest, OfHalvesCopyThemOnce) {
   const int64_t before = accelerator_->bytes_to_host();
-  ReadByMany(
-      [this] { return *model_->OpenReading("ema", 0, 0, Selection{.dtype = Dtype::kBFloat16}); });
+  ReadByMany([this] {
+    return *model_->readings().Open("ema", 0, 0, Selection{.dtype = Dtype::kBFloat16});
+  });
   EXPECT_EQ(accelerator_->bytes_to_host() - before,
             snapshot_->tracks[0].track->layout().total_bytes() / 2);
 }
 
 TEST_F(ManyReadersTest, OfHalvesAreSentFromTheCopyThatTheyShare) {
   const Selection halves{.tensors = {"b"}, .dtype = Dtype::kBFloat16};
-  const std::shared_ptr<Reading> reading = *model_->OpenReading("ema", 0, 0, halves);
+  const std::shared_ptr<Reading> reading = *model_->readings().Open("ema", 0, 0, halves);
   const int64_t end = reading->ChunkEnd(0);
   EXPECT_FALSE(reading->IsAtHand(0));
   const std::vector<HostPiece> all = *reading->Read(0, end);
@@ -119,27 +120,29 @@ TEST_F(ManyReadersTest, OfADiskReadItOnce) {
                                                       });
   for (const Selection& selection : {Selection(), Selection{.tensors = {"b"}}}) {
     read_bytes = 0;
-    const int64_t reserved_before = model_->budget().reserved_bytes();
+    const int64_t reserved_before = model_->memory().budget->reserved_bytes();
     std::atomic<int64_t> reserved = 0;  // By each reader, to the same.
     ReadByMany([&] {
-      auto reading = *model_->ReadStored(AsStored(*snapshot_, "ema", disk), selection);
+      auto reading = *model_->readings().OpenStored(AsStored(*snapshot_, "ema", disk), selection);
       reserved = reading->total_bytes();
-      EXPECT_EQ(model_->budget().reserved_bytes(), reserved_before + reading->total_bytes());
+      EXPECT_EQ(model_->memory().budget->reserved_bytes(),
+                reserved_before + reading->total_bytes());
       return reading;
     });
     EXPECT_EQ(read_bytes, reserved);
     EXPECT_LE(reserved, total_bytes);
-    EXPECT_EQ(model_->budget().reserved_bytes(), reserved_before);
+    EXPECT_EQ(model_->memory().budget->reserved_bytes(), reserved_before);
   }
 }
 
 TEST_F(ManyReadersTest, OfADiskReadItEachIfThereIsNoMemory) {
   const TrackSnapshot& track = snapshot_->tracks[0];
   const auto disk = std::make_shared<FakeStoredTrack>(BytesOfBlocks(model_->device(), track));
-  const auto rest = model_->ReserveMemory(
-      "all that there is", model_->budget().total_bytes() - model_->budget().reserved_bytes());
+  const auto rest =
+      model_->memory().Reserve("all that there is", model_->memory().budget->total_bytes() -
+                                                        model_->memory().budget->reserved_bytes());
   ASSERT_THAT(rest, IsOk());
-  ReadByMany([&] { return *model_->ReadStored(AsStored(*snapshot_, "ema", disk), {}); });
+  ReadByMany([&] { return *model_->readings().OpenStored(AsStored(*snapshot_, "ema", disk), {}); });
   EXPECT_EQ(disk->read_count(), kReaders * 3);
 }
 

@@ -70,7 +70,7 @@ TEST_F(ModelStoreTest, AModelOfManyBytesIsRefusedBeforeItsBlocksAreCounted) {
   const int64_t reserved_bytes = store_.budget().reserved_bytes();
   EXPECT_THAT(created.model->UpdateTracks({.put = {{"all", MakeSchedule("10ba")}}}),
               ReasonIs(ErrorReason::kMemoryBudget));
-  EXPECT_THAT(created.model->MakeSynthesizedTrack({"all", MakeSchedule("10ba")}),
+  EXPECT_THAT(created.model->tracks().MakeSynthesizedTrack({"all", MakeSchedule("10ba")}),
               ReasonIs(ErrorReason::kMemoryBudget));
   EXPECT_EQ(store_.budget().reserved_bytes(), reserved_bytes);
 }
@@ -123,7 +123,7 @@ TEST_F(ModelStoreTest, HostMemoryBesideBlocksMayHaveABudgetOfItsOwn) {
 
   Selection selection;
   selection.dtype = Dtype::kBFloat16;
-  EMA_ASSERT_OK_AND_ASSIGN(const auto reading, model.OpenReading("ema", 0, 0, selection));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto reading, model.readings().Open("ema", 0, 0, selection));
   EXPECT_EQ(reading->total_bytes(), 2'000);
   const std::string file(501, 'x');
   const absl::Status refused = model.attached_files().AddPart("config.json", 501, 0, file);

@@ -404,11 +404,11 @@ TEST_F(ModelTest, APullWithoutAPlaceNamesTheOldestVersionThatReadersPin) {
   // A caller that is no pull ends none.
   EXPECT_THAT(model_->history().Pin(3), ReasonIs(ErrorReason::kTooManyPins));
   EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
-  EXPECT_THAT(model_->OpenReading("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->readings().Open("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
   EXPECT_EQ(model_->history().TakePinShortage(), pins[0]->record.id());
   EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
   // The shortage may be over when it is looked at.
-  EXPECT_THAT(model_->OpenReading("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->readings().Open("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
   pins.pop_back();
   EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
 }
@@ -455,7 +455,7 @@ TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheVersionThatGoes) {
     ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
     ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
     next.join();
-    EXPECT_LE(TakenBytes(model_->device()), model_->reserved_bytes()) << "step " << step;
+    EXPECT_LE(TakenBytes(model_->device()), model_->tracks().reserved_bytes()) << "step " << step;
   }
 }
 
@@ -500,7 +500,7 @@ TEST_F(ModelTest, TheNextStepGetsTheMemoryOfTheStepThatIsBeingFolded) {
     }
     EMA_ASSERT_OK_AND_ASSIGN(
         const auto open, (round % 2 == 0 ? next : rank).Open(11, std::make_shared<PushOutcome>()));
-    EXPECT_LE(TakenBytes(model.device()), model.reserved_bytes()) << "round " << round;
+    EXPECT_LE(TakenBytes(model.device()), model.tracks().reserved_bytes()) << "round " << round;
     folding.join();
   }
 }

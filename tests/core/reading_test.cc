@@ -55,7 +55,7 @@ class ReadingTest : public testing::Test {
 
   absl::StatusOr<std::shared_ptr<Reading>> Open(const Selection& selection,
                                                 const std::string& track = "ema") {
-    return model_->OpenReading(track, 0, 0, selection);
+    return model_->readings().Open(track, 0, 0, selection);
   }
 
   static std::vector<std::byte> BytesOfReading(Reading& reading) {
@@ -215,13 +215,13 @@ TEST_F(ReadingTest, WhoReadsTheSameSharesWhatIsMade) {
 
 TEST_F(ReadingTest, WhatIsMadeCountsAsMemoryWhileItIsRead) {
   Create({{"w", Dtype::kFloat32, {1000}}});
-  const int64_t before = model_->budget().reserved_bytes();
+  const int64_t before = model_->memory().budget->reserved_bytes();
   auto reading = Open({.dtype = Dtype::kFloat16});
-  EXPECT_EQ(model_->budget().reserved_bytes(), before + 2000);
+  EXPECT_EQ(model_->memory().budget->reserved_bytes(), before + 2000);
   // Pieces outlive the reading of them.
   const auto pieces = (*reading)->Read(0, 2000);
   reading->reset();
-  EXPECT_EQ(model_->budget().reserved_bytes(), before);
+  EXPECT_EQ(model_->memory().budget->reserved_bytes(), before);
   EXPECT_EQ((*pieces)[0].bytes.size(), 2000);
 }
 

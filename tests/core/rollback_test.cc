@@ -249,9 +249,9 @@ TEST_P(RollbackFromTest, ItsBlocksCountAsNew) {
   // A reader that has one of the versions before gets everything.
   for (const int64_t base : {1, 2}) {
     EXPECT_TRUE(model_->history().FindRecord({base, 7}).has_value());
-    EXPECT_TRUE((*model_->OpenReading("ema", 0, 0, {}))->ChunkChangedSince(base, 0));
+    EXPECT_TRUE((*model_->readings().Open("ema", 0, 0, {}))->ChunkChangedSince(base, 0));
   }
-  EXPECT_FALSE((*model_->OpenReading("ema", 0, 0, {}))->ChunkChangedSince(3, 0));
+  EXPECT_FALSE((*model_->readings().Open("ema", 0, 0, {}))->ChunkChangedSince(3, 0));
 }
 
 TEST_F(RollbackTest, WaitsForTheMemoryOfTheVersionThatGoes) {
@@ -396,7 +396,7 @@ TEST_F(RollbackTest, WhenLoadingFailsOnlyTheRunHasEnded) {
 TEST_F(RollbackTest, ReadersOfOldVersionsFinishWhatTheyRead) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 3);
-  const std::shared_ptr<Reading> newest = *model_->OpenReading("ema", 3, 0, {});
+  const std::shared_ptr<Reading> newest = *model_->readings().Open("ema", 3, 0, {});
   const std::vector<std::byte> expected = *ReadAll(*model_, "ema", 3);
   // More versions than are kept.
   for (int round = 0; round < 6; ++round) {
@@ -460,7 +460,7 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   EXPECT_EQ(now->Find("ema")->track->config(), faster);
   EXPECT_EQ(record.tracks[0].config, now->Find("ema")->track->config_text());
   EXPECT_EQ(*ReadAll(*model_, "ema"), *ReadAll(*model_, "ema", 3));
-  EXPECT_EQ(GetErrorReason(model_->OpenReading("late", 0, 0, {}).status()),
+  EXPECT_EQ(GetErrorReason(model_->readings().Open("late", 0, 0, {}).status()),
             ErrorReason::kNoVersion);
   EXPECT_THAT(model_->Describe().pending_tracks, IsEmpty());
 
@@ -594,9 +594,9 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
       held.pop_back();
     }
     EXPECT_THAT(next->Open(2, outcome), IsOk());
-    EXPECT_LE(taken(), model_->reserved_bytes());
+    EXPECT_LE(taken(), model_->tracks().reserved_bytes());
     Train(*next, 2, 3);
-    EXPECT_LE(taken(), model_->reserved_bytes());
+    EXPECT_LE(taken(), model_->tracks().reserved_bytes());
   }
 }
 
@@ -615,7 +615,7 @@ TEST_F(RollbackTest, NoReaderGetsThePlaceThatASecondSaveHolds) {
   const auto next = OpenRun(model_, "next");
   EXPECT_THAT(model_->history().Pin(4), ReasonIs(ErrorReason::kTooManyPins));
   Train(*next, 2, 4);
-  EXPECT_LE(model_->device().memory_use().block_bytes, model_->reserved_bytes());
+  EXPECT_LE(model_->device().memory_use().block_bytes, model_->tracks().reserved_bytes());
   EXPECT_EQ(held[0]->record.step, 1);
 }
 
@@ -671,7 +671,7 @@ TEST_F(RollbackTest, SnapshotsThatAreKeptAreKeptAnewFromThere) {
 
 TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
   const auto is_due_by = [this](const TrainingTime& time) {
-    return model_->IsDueBy(time, model_->history().NewestStates());
+    return model_->tracks().IsDueBy(time, model_->history().NewestStates());
   };
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(1)), IsOkAndHolds(true));  // The first.
   ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "raw", "zero", "fine"}}), IsOk());
@@ -686,8 +686,8 @@ TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
   EXPECT_EQ(GetErrorReason(is_due_by(TrainingTime()).status()), ErrorReason::kBadTime);
   // After an earlier version.
   const TrackStates second = TrackStatesOf(**model_->history().Pin(2));
-  EXPECT_THAT(model_->IsDueBy(TrainingTime::AtBatch(2), second), IsOkAndHolds(false));
-  EXPECT_THAT(model_->IsDueBy(TrainingTime::AtBatch(3), second), IsOkAndHolds(true));
+  EXPECT_THAT(model_->tracks().IsDueBy(TrainingTime::AtBatch(2), second), IsOkAndHolds(false));
+  EXPECT_THAT(model_->tracks().IsDueBy(TrainingTime::AtBatch(3), second), IsOkAndHolds(true));
   ASSERT_THAT(model_->UpdateTracks({.pause = {"slow"}}), IsOk());
   Train(*rank, 5, 5);
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(6)), IsOkAndHolds(false));

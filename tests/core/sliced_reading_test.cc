@@ -67,7 +67,7 @@ class SlicedReadingTest : public testing::Test {
   }
 
   std::shared_ptr<Reading> Open(const Selection& selection) {
-    return *model_->OpenReading("ema", 0, 0, selection);
+    return *model_->readings().Open("ema", 0, 0, selection);
   }
   static std::vector<HostPiece> ReadFirstChunk(Reading& reading) {
     return *reading.Read(0, reading.ChunkEnd(0));

@@ -62,7 +62,7 @@ class StoredReadingTest : public testing::Test {
   absl::StatusOr<std::shared_ptr<Reading>> Open(const std::string& track,
                                                 std::shared_ptr<StoredTrack> stored,
                                                 const Selection& selection = {}) {
-    return model_->ReadStored(AsStored(*snapshot_, track, std::move(stored)), selection);
+    return model_->readings().OpenStored(AsStored(*snapshot_, track, std::move(stored)), selection);
   }
 
   static std::vector<std::byte> Joined(const std::vector<HostPiece>& pieces) {
@@ -109,7 +109,7 @@ class StoredReadingTest : public testing::Test {
     for (const std::string track : {"ema", "raw", "part"}) {
       for (const Selection& selection : selections) {
         SCOPED_TRACE(testing::Message() << track << ", selection " << &selection - selections);
-        const auto in_memory = model_->OpenReading(track, 0, 0, selection);
+        const auto in_memory = model_->readings().Open(track, 0, 0, selection);
         const auto stored = Open(track, Store(track), selection);
         ASSERT_THAT(in_memory, IsOk());
         ASSERT_THAT(stored, IsOk());
@@ -133,8 +133,8 @@ class FullStoredReadingTest : public StoredReadingTest {
 };
 
 TEST_F(FullStoredReadingTest, AlsoWithoutMemoryToKeepWhatIsCast) {
-  const int64_t before = model_->budget().reserved_bytes();
-  ASSERT_EQ(before, model_->budget().total_bytes());
+  const int64_t before = model_->memory().budget->reserved_bytes();
+  ASSERT_EQ(before, model_->memory().budget->total_bytes());
   ExpectEverySelectionIsTheSame();
 }
 
@@ -163,7 +163,7 @@ TEST_F(StoredReadingTest, WhoReadsTheSameVersionSharesWhatIsMade) {
   // Others are not the same: another track, another selection, what is in memory.
   EXPECT_NE(*Open("raw", Store("raw"), half), *first);
   EXPECT_NE(*Open("ema", Store("ema"), {.tensors = {"rows"}}), *first);
-  EXPECT_FALSE((*model_->OpenReading("ema", 0, 0, half))->is_stored());
+  EXPECT_FALSE((*model_->readings().Open("ema", 0, 0, half))->is_stored());
 }
 
 TEST_F(StoredReadingTest, RowsOfABoxAreNotAReadEach) {
@@ -190,7 +190,7 @@ TEST_F(StoredReadingTest, WhatTheDiskSaysIsTheReadersError) {
 
 TEST_F(StoredReadingTest, AnErrorThatHasPassedIsNotRemembered) {
   const Selection half{.dtype = Dtype::kFloat16};
-  const auto expected = (*model_->OpenReading("ema", 0, 0, half))->Read(0, 100);
+  const auto expected = (*model_->readings().Open("ema", 0, 0, half))->Read(0, 100);
   bool is_failing = true;
   const auto reading = Open(
       "ema",
@@ -211,30 +211,31 @@ TEST_F(StoredReadingTest, AnErrorThatHasPassedIsNotRemembered) {
 TEST_F(StoredReadingTest, IsFoundWhileSomebodyHoldsIt) {
   const VersionId id = snapshot_->record.id();
   const Selection half{.dtype = Dtype::kFloat16};
-  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), nullptr);
-  ASSERT_THAT(model_->OpenReading("ema", 0, 0, half), IsOk());
-  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), nullptr);
+  EXPECT_EQ(model_->readings().FindStored(id, "ema", half), nullptr);
+  ASSERT_THAT(model_->readings().Open("ema", 0, 0, half), IsOk());
+  EXPECT_EQ(model_->readings().FindStored(id, "ema", half), nullptr);
   auto reading = Open("ema", Store("ema"), half);
   ASSERT_THAT(reading, IsOk());
-  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), *reading);
-  EXPECT_EQ(model_->FindStoredReading(id, "ema", {}), nullptr);
-  EXPECT_EQ(model_->FindStoredReading(id, "raw", half), nullptr);
-  EXPECT_EQ(model_->FindStoredReading({id.version, id.incarnation + 1}, "ema", half), nullptr);
+  EXPECT_EQ(model_->readings().FindStored(id, "ema", half), *reading);
+  EXPECT_EQ(model_->readings().FindStored(id, "ema", {}), nullptr);
+  EXPECT_EQ(model_->readings().FindStored(id, "raw", half), nullptr);
+  EXPECT_EQ(model_->readings().FindStored({id.version, id.incarnation + 1}, "ema", half), nullptr);
   store_->Delete("m");
-  EXPECT_EQ(model_->FindStoredReading(id, "ema", half), nullptr);
+  EXPECT_EQ(model_->readings().FindStored(id, "ema", half), nullptr);
   reading->reset();
 }
 
 TEST_F(StoredReadingTest, OutlivesItsModel) {
   const Selection half{.dtype = Dtype::kFloat16};
   const std::vector<std::byte> expected =
-      Joined(*(*model_->OpenReading("ema", 0, 0, half))->Read(0, 100));
+      Joined(*(*model_->readings().Open("ema", 0, 0, half))->Read(0, 100));
   const auto stored = Store("ema");
   const auto reading = Open("ema", stored, half);
   ASSERT_THAT(reading, IsOk());
   const SnapshotRef again = AsStored(*snapshot_, "ema", stored);
   store_->Delete("m");
-  EXPECT_EQ(GetErrorReason(model_->ReadStored(again, {}).status()), ErrorReason::kModelNotFound);
+  EXPECT_EQ(GetErrorReason(model_->readings().OpenStored(again, {}).status()),
+            ErrorReason::kModelNotFound);
   snapshot_.reset();
   model_.reset();
   store_.reset();

@@ -24,7 +24,7 @@ TEST_F(SlowDiskTest, ManyAtOnceCostOneReadOfTheDisk) {
   };
   // Held so that the last of the readers, too, comes while somebody reads.
   const auto held =
-      model_->ReadStored(*disk_.OpenVersion(*model_, {1, 7}, "ema"), /*selection=*/{});
+      model_->readings().OpenStored(*disk_.OpenVersion(*model_, {1, 7}, "ema"), /*selection=*/{});
   ASSERT_THAT(held, IsOk());
   std::vector<std::thread> readers;
   std::atomic<int> good = 0;

@@ -74,7 +74,7 @@ TEST_F(StoredPullTest, WhatIsBeingReadIsNotOpenedAgain) {
   Pulled slow;
   std::thread reader([&] { slow = Pull(ByLabel("best")); });
   is_blocked_.notification.WaitForNotification();
-  const std::shared_ptr<Reading> reading = model_->FindStoredReading({1, 7}, "ema", {});
+  const std::shared_ptr<Reading> reading = model_->readings().FindStored({1, 7}, "ema", {});
   EXPECT_NE(reading, nullptr);
   go_on_.Notify();
   reader.join();
@@ -323,13 +323,13 @@ TEST_F(StoredPullTest, ASynthesizedAverageAlwaysComes) {
   Start();
   EMA_ASSERT_OK_AND_ASSIGN(
       const TrackRef track,
-      model_->MakeSynthesizedTrack({.name = "built", .schedule = MakeSchedule("1ba")}));
+      model_->tracks().MakeSynthesizedTrack({.name = "built", .schedule = MakeSchedule("1ba")}));
   const SnapshotRef newest = *model_->history().Pin(0);
   auto built = std::make_shared<Snapshot>();
   built->record = newest->record;
   built->tracks = {*newest->Find("ema")};
   built->tracks[0].track = track;
-  ASSERT_THAT(model_->AddSynthesized(std::move(built)), IsOk());
+  ASSERT_THAT(model_->tracks().AddSynthesized(std::move(built)), IsOk());
   v1::PullRequest request = Request();
   request.set_track("built");
   request.mutable_if_newer_than()->set_version(5);

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The tracks of a model, now and from the next commit on, and its synthesized averages.
+#ifndef EMA_SERVER_CORE_TRACK_TABLE_H_
+#define EMA_SERVER_CORE_TRACK_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "ema/manifest.h"
+#include "ema/time.h"
+#include "server/base/log_event.h"
+#include "server/core/device_memory.h"
+#include "server/core/model_config.h"
+#include "server/core/push_session.h"
+#include "server/core/run_registry.h"
+#include "server/core/snapshot.h"
+#include "server/core/track.h"
+#include "server/core/version_history.h"
+
+namespace ema {
+
+// One track for each config, for TrackTable::Admit(). RESOURCE_EXHAUSTED, MEMORY_BUDGET: `memory`
+// has no room for their tables; those of a manifest with few tensors are not counted (see
+// Model::kUncountedBytes).
+absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
+    const std::vector<TrackConfig>& configs, const Manifest& manifest, MemoryBudget& memory);
+
+// Invariant: each track and each synthesized average has a name and an id of its own, and the
+// memory of all its versions is reserved. A model has 1 to kMaxTracks tracks.
+//
+// Thread-safe. The model changes the tracks under its own lock, so that what is read under that
+// belongs together; its lock, this one's and the history's are taken in that order.
+class TrackTable {
+ public:
+  static constexpr size_t kMaxSynthesized = 4;
+
+  struct Options {
+    std::string model_name;
+    std::shared_ptr<const Manifest> manifest;
+    DeviceMemory memory;
+    std::shared_ptr<MemoryBudget> host_budget;
+    int64_t block_bytes = 0;
+    int64_t incarnation = 1;  // Of this life of the model, where plan revisions begin.
+    bool has_data_dir = false;
+    KeepAlive keep_alive;
+  };
+  // `history` is the model's, and outlives the table.
+  TrackTable(Options options, const VersionHistory* history)
+      : options_(std::move(options)), history_(history), plan_revision_(options_.incarnation) {}
+
+  // --- Queries ---
+
+  struct State {  // At one moment.
+    std::vector<TrackRef> tracks;
+    std::vector<TrackRef> pending_tracks;  // After the next commit; empty: as now.
+    int64_t plan_revision = 0;
+    int64_t revision = 0;        // Grows with each change of the tracks after the next commit.
+    int64_t reserved_bytes = 0;  // Of all tracks, pending and synthesized ones too.
+  };
+  State state() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<TrackRef> after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool AreAllPaused() const ABSL_LOCKS_EXCLUDED(mu_);
+  // NOT_FOUND, TRACK_NOT_FOUND, listing the tracks: neither the model nor its newest version has
+  // it.
+  absl::Status CheckTrack(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
+  // A track of a version. Errors as CheckTrack(). FAILED_PRECONDITION, NO_VERSION: it has no value
+  // in that version.
+  absl::StatusOr<const TrackSnapshot*> FindIn(const Snapshot& version, std::string_view name) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether a push at `time`, the first after the states `from` (nullopt: of all), would update a
+  // track that is not paused. INVALID_ARGUMENT, BAD_TIME: a track needs a unit that `time` lacks,
+  // or its last update was later.
+  absl::StatusOr<bool> IsDueBy(const TrainingTime& time,
+                               const std::optional<TrackStates>& from) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // By what pushes are planned.
+  PushPlan Plan(const Snapshot* newest, const RunRegistry& runs) const ABSL_LOCKS_EXCLUDED(mu_);
+  // What a step does with each track. FAILED_PRECONDITION, PLAN_CHANGED. INVALID_ARGUMENT:
+  // BAD_REQUEST, BAD_TIME.
+  absl::StatusOr<PushSession::StepPlan> PlanStep(const PushStart& start, const Snapshot* newest,
+                                                 const RunRegistry& runs) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Changes, by the model under its lock ---
+
+  // Puts the first tracks in. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
+  absl::Status Admit(absl::Span<const std::shared_ptr<Track>> tracks) ABSL_LOCKS_EXCLUDED(mu_);
+  // References to be dropped without a lock: they may free much.
+  using Replaced = std::vector<std::shared_ptr<const void>>;
+  // Changes the pending tracks, all or nothing; `put` is made of `changes.put`. Errors as
+  // Model::UpdateTracks().
+  absl::StatusOr<Replaced> Change(const TrackChanges& changes,
+                                  absl::Span<const std::shared_ptr<Track>> put,
+                                  const Snapshot* newest) ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes the pending tracks the present ones.
+  [[nodiscard]] Replaced ApplyPending() ABSL_LOCKS_EXCLUDED(mu_);
+  // Warnings about schedules in the record of a commit, once for each.
+  std::vector<LogEvent> NewWarnings(const Version& record) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Synthesized averages ---
+
+  // What AddSynthesized() needs of a track: one version's memory is reserved. REQUIRES:
+  // ValidateTrack() is OK. ALREADY_EXISTS, MODEL_DIFFERS: the model has a track of that name.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET. Or the model is closed.
+  absl::StatusOr<TrackRef> MakeSynthesizedTrack(const TrackConfig& config) ABSL_LOCKS_EXCLUDED(mu_);
+  // Keeps an average that does not come from pushes, under its one track's name, in memory only. It
+  // replaces one of that name, and the oldest of more than kMaxSynthesized, and goes when the model
+  // gets a track of that name. Errors as MakeSynthesizedTrack().
+  absl::Status AddSynthesized(SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  // Null: there is none of that name. The result keeps the model alive; no version counts as pinned
+  // by it.
+  SnapshotRef FindSynthesized(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+  void DropSynthesized() ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  // Reserves the memory of a new track, and gives it its id.
+  absl::Status AdmitLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<std::vector<TrackRef>> ChangedLocked(const TrackChanges& changes,
+                                                      absl::Span<const std::shared_ptr<Track>> put,
+                                                      const Snapshot* newest)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // ALREADY_EXISTS, MODEL_DIFFERS: there is a track of that name, now or from the next commit on.
+  absl::Status CheckNameIsFreeLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status UnknownTrackErrorLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  int64_t ReservedBytesLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  const Options options_;
+  const VersionHistory* const history_;
+
+  mutable absl::Mutex mu_;
+  std::vector<TrackRef> tracks_ ABSL_GUARDED_BY(mu_);
+  std::optional<std::vector<TrackRef>> pending_ ABSL_GUARDED_BY(mu_);
+  int64_t plan_revision_ ABSL_GUARDED_BY(mu_);
+  int64_t revision_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t last_track_id_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);  // Oldest first.
+  absl::flat_hash_set<std::string> warned_configs_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_TRACK_TABLE_H_
