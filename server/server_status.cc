@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/core/version_statistics.h"
 #include "server/ops/logging.h"
 #include "server/ops/status_page.h"
 #include "server/server.h"
@@ -88,9 +89,9 @@ ServerState Server::State(bool with_history) const {
   for (const std::shared_ptr<Model>& model : store_->List()) {
     ServerState::Model& shown = state.models.emplace_back();
     shown.name = model->config().name;
-    shown.overview = model->Overview();
+    shown.overview = OverviewOf(*model);
     if (checkpoints_ != nullptr) state.checkpoints.try_emplace(shown.name);
-    if (with_history) shown.history = model->StatisticsHistory(kPlottedPoints);
+    if (with_history) shown.history = StatisticsHistory(model->history(), kPlottedPoints);
   }
   return state;
 }

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "server/core/version_statistics.h"
+
 namespace ema {
 
 CommitStatistics::CommitStatistics(int64_t every_commits)
@@ -45,7 +47,7 @@ void CommitStatistics::Run() {
     if (const std::shared_ptr<Model> model = work.model.lock()) {
       // By now the version may have gone, or readers hold as many as they may: others will come. Of
       // a device that has failed its health tells.
-      model->Statistics(work.id, {}).status().IgnoreError();
+      ComputeStatistics(*model, work.id, {}).status().IgnoreError();
     }
     absl::MutexLock lock(&mu_);
     work_.pop_front();

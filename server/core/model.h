@@ -214,13 +214,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
 
-  absl::StatusOr<Version> Statistics(const VersionId& id, absl::Span<const std::string> tracks)
-      ABSL_LOCKS_EXCLUDED(mu_);
-  ModelOverview Overview() const ABSL_LOCKS_EXCLUDED(mu_);
-  std::vector<StatisticsPoint> StatisticsHistory(size_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<std::vector<const TrackSnapshot*>> AveragingTracks(
-      const Snapshot& version, absl::Span<const std::string> names) const ABSL_LOCKS_EXCLUDED(mu_);
-
  private:
   friend class RankPush;
 

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The part of Model that says how things stand.
 #include "server/core/model_overview.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "absl/time/time.h"
+#include "server/base/steady_wait.h"
 #include "server/core/model.h"
+#include "server/core/push_session.h"
 
 namespace ema {
 namespace {
@@ -35,60 +34,36 @@ bool AddFrom(const Version& record, std::vector<ModelOverview::Track>& tracks) {
 
 }  // namespace
 
-ModelOverview Model::Overview() const {
+ModelOverview OverviewOf(const Model& model) {
   // A track without statistics would have all records searched for them.
   constexpr int kSearchedRecords = 1024;
-  ModelOverview overview;
-  overview.reserved_bytes = tracks_.reserved_bytes();
-  std::shared_ptr<PushSession> session;
-  {
-    absl::MutexLock lock(&mu_);
-    if (const SnapshotRef newest = history_.newest(); newest != nullptr) {
-      overview.step = newest->record.step;
-      overview.version = newest->record.id();
-      overview.commit_time = newest->record.commit_time;
-    }
-    overview.durable_version = durable_.version();
-    overview.durable_step = durable_.step();
-    if (const std::optional<Version> record = history_.FindRecord(overview.durable_version)) {
-      overview.durable_commit_time = record->commit_time;
-    }
-    overview.begun_step = open_step_.begun_step();
-    for (const TrackRef& track : tracks_.state().tracks) {
-      overview.tracks.push_back(
-          {track->name(), track->config_text(), track->config().paused, 0, std::nullopt});
-    }
-    int searched = 0;
-    history_.VisitRecords([&](const Version& record) {
-      return ++searched <= kSearchedRecords && AddFrom(record, overview.tracks);
-    });
-    if (const TrainerRun* const run = runs_.run().get(); run != nullptr) {
-      overview.run = {run->epoch(), run->world_size(), run->MissingRanks(kNamedRanks),
-                      run->ready()};
-    }
-    session = open_step_.session();
+  const Model::Description now = model.Describe();
+  ModelOverview overview{.begun_step = now.begun_step, .reserved_bytes = now.reserved_bytes};
+  if (now.latest.has_value()) {
+    overview.step = now.latest->step;
+    overview.version = now.latest->id();
+    overview.commit_time = now.latest->commit_time;
   }
-  if (session != nullptr) {
-    const auto age = SteadyNow() - session->begin();
-    overview.session = {session->plan().step, absl::FromChrono(age),
-                        session->MissingRanks(kNamedRanks)};
+  overview.durable_version = model.durable().version();
+  overview.durable_step = model.durable().step();
+  if (const std::optional<Version> record = model.history().FindRecord(overview.durable_version)) {
+    overview.durable_commit_time = record->commit_time;
+  }
+  for (const TrackRef& track : now.tracks) {
+    overview.tracks.push_back(
+        {track->name(), track->config_text(), track->config().paused, 0, std::nullopt});
+  }
+  int searched = 0;
+  model.history().VisitRecords([&](const Version& record) {
+    return ++searched <= kSearchedRecords && AddFrom(record, overview.tracks);
+  });
+  overview.run = now.run;
+  if (now.session != nullptr) {
+    const auto age = SteadyNow() - now.session->begin();
+    overview.session = {now.session->plan().step, absl::FromChrono(age),
+                        now.session->MissingRanks(kNamedRanks)};
   }
   return overview;
-}
-
-std::vector<StatisticsPoint> Model::StatisticsHistory(size_t limit) const {
-  std::vector<StatisticsPoint> all;
-  history_.VisitRecords([&](const Version& record) {
-    if (!record.statistics.empty()) all.push_back({record.step, record.statistics});
-    return true;
-  });
-  std::reverse(all.begin(), all.end());
-  if (all.size() <= limit) return all;
-  std::vector<StatisticsPoint> thinned;
-  for (size_t i = 0; i < limit; ++i) {
-    thinned.push_back(std::move(all[(i + 1) * all.size() / limit - 1]));
-  }
-  return thinned;
 }
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a model stands, in figures.
+// A model's state in figures, for people and for metrics.
 #ifndef EMA_SERVER_CORE_MODEL_OVERVIEW_H_
 #define EMA_SERVER_CORE_MODEL_OVERVIEW_H_
 
@@ -15,6 +15,8 @@
 
 namespace ema {
 
+class Model;
+
 // Of a model at one moment.
 struct ModelOverview {
   struct Track {
@@ -24,11 +26,11 @@ struct ModelOverview {
     double update_weight = 0;                   // Of its last update; 0: none is remembered.
     std::optional<TrackStatistics> statistics;  // The newest that are remembered.
   };
-  // Ranks that push.
+  // The open run.
   struct Run {
     int64_t epoch = 0;
     int64_t world_size = 0;
-    std::vector<int64_t> missing_ranks;  // That have not joined; some of them.
+    std::vector<int64_t> missing_ranks;  // Some of those that have not joined.
     bool is_ready = false;
   };
   struct Session {
@@ -52,6 +54,9 @@ struct ModelOverview {
   std::optional<Run> run;
   std::optional<Session> session;
 };
+
+// Read at once, but never waits for a commit.
+ModelOverview OverviewOf(const Model& model);
 
 // The statistics of one version.
 struct StatisticsPoint {

@@ -166,7 +166,7 @@ std::string Tracks(const ModelOverview& overview) {
   return text + "</table></div>";
 }
 
-std::string Model(const ServerState& state, const ServerState::Model& model) {
+std::string ModelSection(const ServerState& state, const ServerState::Model& model) {
   const ModelOverview& overview = model.overview;
   const bool has_version = overview.version.version > 0;
   const int64_t lag = std::max<int64_t>(overview.begun_step - overview.step, 0);
@@ -245,7 +245,7 @@ std::string EscapeHtml(std::string_view text) {
 
 std::string StatusPage(const ServerState& state, const std::vector<Metrics::Problem>& problems) {
   std::string page = absl::StrCat(kHead, Header(state), Cards(state));
-  for (const ServerState::Model& model : state.models) page += Model(state, model);
+  for (const ServerState::Model& model : state.models) page += ModelSection(state, model);
   if (state.models.empty()) page += "<section class=\"soft\">There are no models.</section>\n";
   absl::StrAppend(&page, ProblemList(problems, state.now),
                   "<footer><a href=\"/metrics\">metrics</a><a href=\"/readyz\">readyz</a><a "

@@ -16,6 +16,7 @@
 #include "server/base/quoted.h"
 #include "server/core/attached_files.h"
 #include "server/core/trainer_run.h"
+#include "server/core/version_statistics.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/unary_call.h"
 #include "server/wire/lane_pipe.h"
@@ -336,8 +337,9 @@ absl::StatusOr<v1::GetStatisticsResponse> ModelService::GetStatistics(
     const v1::GetStatisticsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
-  EMA_ASSIGN_OR_RETURN(const Version record,
-                       model->Statistics({request.version(), request.incarnation()}, tracks));
+  EMA_ASSIGN_OR_RETURN(
+      const Version record,
+      ComputeStatistics(*model, {request.version(), request.incarnation()}, tracks));
   v1::GetStatisticsResponse response;
   *response.mutable_version() = ToProto(record);
   return response;

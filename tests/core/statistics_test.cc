@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "server/core/commit_statistics.h"
+#include "server/core/version_statistics.h"
 #include "server/device/accelerator_device.h"
 #include "tests/core/test_model.h"
 #include "tests/testutil/fake_accelerator.h"
@@ -64,7 +65,7 @@ class StatisticsTest : public testing::Test {
 
   std::vector<TrackStatistics> Statistics(int64_t version = 0,
                                           const std::vector<std::string>& tracks = {}) {
-    const auto record = model_->Statistics({.version = version}, tracks);
+    const auto record = ComputeStatistics(*model_, {.version = version}, tracks);
     EXPECT_THAT(record, IsOk());
     return record.ok() ? record->statistics : std::vector<TrackStatistics>();
   }
@@ -84,7 +85,7 @@ TEST_F(StatisticsTest, NormAndDistanceAreThoseOfTheValues) {
   Create({Track("half", "smoothing=0.5"), Track("raw", "copy"), Track("most", "smoothing=0.75")});
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   ASSERT_THAT(Push(2, {4, -8, 8}), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const Version record, model_->Statistics({}, {}));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version record, ComputeStatistics(*model_, {}, {}));
   EXPECT_EQ(record.number, 2);
   EXPECT_EQ(record.step, 2);
   // (2, -4, 4) and (1, -2, 2); the raw weights are no average.
@@ -196,7 +197,7 @@ TEST_F(StatisticsTest, TheRecordHasThemAlsoWhenTheVersionHasGone) {
   EXPECT_THAT(model_->history().latest()->statistics,
               UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
   for (int step = 2; step <= 5; ++step) ASSERT_THAT(Push(step, {0, 0, 0}), IsOk());
-  EXPECT_THAT(model_->Statistics({.version = 1}, {}),
+  EXPECT_THAT(ComputeStatistics(*model_, {.version = 1}, {}),
               AllOf(StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("version 1 is not kept")),
                     ReasonIs(ErrorReason::kVersionNotKept)));
   EXPECT_THAT(Remembered(1), UnorderedElementsAre(Are("ema", 5, 0), Are("other", 5, 0)));
@@ -207,12 +208,12 @@ TEST_F(StatisticsTest, TheRecordHasThemAlsoWhenTheVersionHasGone) {
 TEST_F(StatisticsTest, ErrorsNameTheThing) {
   Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")});
   const auto ask = [&](int64_t version, const std::string& track) {
-    return model_->Statistics({.version = version}, std::vector<std::string>{track});
+    return ComputeStatistics(*model_, {.version = version}, std::vector<std::string>{track});
   };
   EXPECT_THAT(ask(0, "ema"), ReasonIs(ErrorReason::kNoVersion));
   ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
   EXPECT_THAT(ask(2, "ema"), ReasonIs(ErrorReason::kVersionNotYet));
-  EXPECT_THAT(model_->Statistics({.version = 1, .incarnation = 6}, {}),
+  EXPECT_THAT(ComputeStatistics(*model_, {.version = 1, .incarnation = 6}, {}),
               ReasonIs(ErrorReason::kVersionNotKept));
   EXPECT_THAT(ask(0, "none"), AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("ema, raw")),
                                     ReasonIs(ErrorReason::kTrackNotFound)));

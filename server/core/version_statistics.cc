@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The part of Model that computes statistics of versions.
+#include "server/core/version_statistics.h"
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -8,7 +8,6 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/core/model.h"
 
 namespace ema {
 namespace {
@@ -88,31 +87,12 @@ std::optional<TrackStatistics> FindStatistics(const VersionHistory& history, con
   return std::nullopt;
 }
 
-}  // namespace
-
-absl::StatusOr<Version> Model::Statistics(const VersionId& id,
-                                          absl::Span<const std::string> tracks) {
-  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, history_.Pin(id.version, id.incarnation));
-  EMA_ASSIGN_OR_RETURN(const std::vector<const TrackSnapshot*> wanted,
-                       AveragingTracks(*snapshot, tracks));
-  Version record = snapshot->record;
-  for (const TrackSnapshot* const track : wanted) {
-    std::optional<TrackStatistics> statistics =
-        FindStatistics(history_, record.id(), track->track->name());
-    if (!statistics.has_value()) {
-      EMA_ASSIGN_OR_RETURN(statistics, Compute(*snapshot, *track, manifest(), device()));
-      history_.AddStatistics(record.id(), *statistics);
-    }
-    record.statistics.push_back(*std::move(statistics));
-  }
-  return record;
-}
-
-absl::StatusOr<std::vector<const TrackSnapshot*>> Model::AveragingTracks(
-    const Snapshot& version, absl::Span<const std::string> names) const {
+// The tracks that statistics are asked for.
+absl::StatusOr<std::vector<const TrackSnapshot*>> AveragingTracks(
+    const TrackTable& table, const Snapshot& version, absl::Span<const std::string> names) {
   std::vector<const TrackSnapshot*> tracks;
   for (const std::string& name : names) {
-    EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, tracks_.FindIn(version, name));
+    EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, table.FindIn(version, name));
     if (!IsAveraging(*track)) {
       return BadRequest(absl::StrCat("tracks: \"", name, "\" averages no tensor (",
                                      track->track->config_text(), ")"));
@@ -124,6 +104,42 @@ absl::StatusOr<std::vector<const TrackSnapshot*>> Model::AveragingTracks(
     if (IsAveraging(track)) tracks.push_back(&track);
   }
   return tracks;
+}
+
+}  // namespace
+
+absl::StatusOr<Version> ComputeStatistics(Model& model, const VersionId& id,
+                                          absl::Span<const std::string> tracks) {
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, model.history().Pin(id.version, id.incarnation));
+  EMA_ASSIGN_OR_RETURN(const std::vector<const TrackSnapshot*> wanted,
+                       AveragingTracks(model.tracks(), *snapshot, tracks));
+  Version record = snapshot->record;
+  for (const TrackSnapshot* const track : wanted) {
+    std::optional<TrackStatistics> statistics =
+        FindStatistics(model.history(), record.id(), track->track->name());
+    if (!statistics.has_value()) {
+      EMA_ASSIGN_OR_RETURN(statistics,
+                           Compute(*snapshot, *track, model.manifest(), model.device()));
+      model.history().AddStatistics(record.id(), *statistics);
+    }
+    record.statistics.push_back(*std::move(statistics));
+  }
+  return record;
+}
+
+std::vector<StatisticsPoint> StatisticsHistory(const VersionHistory& history, size_t limit) {
+  std::vector<StatisticsPoint> all;
+  history.VisitRecords([&](const Version& record) {
+    if (!record.statistics.empty()) all.push_back({record.step, record.statistics});
+    return true;
+  });
+  std::reverse(all.begin(), all.end());
+  if (all.size() <= limit) return all;
+  std::vector<StatisticsPoint> thinned;
+  for (size_t i = 0; i < limit; ++i) {
+    thinned.push_back(std::move(all[(i + 1) * all.size() / limit - 1]));
+  }
+  return thinned;
 }
 
 }  // namespace ema
