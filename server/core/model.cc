@@ -82,7 +82,7 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
         model->manifest_memory_,
         model->host_budget_->Reserve(absl::StrCat("the manifest of ", name), needed));
   }
-  // For all at once: a message that says what the model needs, not its second track.
+  // Reserved for all tracks together first, so that an error names the model's total.
   EMA_RETURN_IF_ERROR(model->memory_.budget->Reserve(name, bytes).status());
   EMA_RETURN_IF_ERROR(model->tracks_.Admit(tracks));
   return model;
@@ -282,8 +282,8 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   absl::StatusOr<PushSession::Taken> taken = session->TakeSnapshot();
   if (!taken.ok()) return FailSession(session, taken.status());
   if (taken->snapshot == nullptr) return;  // The session has ended meanwhile.
-  // The step is complete: all ranks have committed, and the next version exists. Nobody sees it
-  // yet. A server that has only a part of the model will wait here for the other parts.
+  // The step is complete: all ranks have committed, and the next version exists. It is not
+  // visible yet. A server that has only a part of the model will wait here for the other parts.
   Publish(session, *std::move(taken), begin);
 }
 

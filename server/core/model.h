@@ -60,21 +60,20 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t block_bytes = int64_t{32} << 20;
     // Of this life of the model; in every record, and where the epochs of its runs begin.
     int64_t incarnation = 1;
-    // Told of runs that are opened, steps that are dropped, and, once for each track, what its
-    // owner should know. Called without a lock that readers take.
+    // Logs opened runs, dropped steps and, once for each track, warnings to its owner. Called
+    // without a lock that readers take.
     LogSink log;
-    // Told of every commit, after the trainer's ranks. May be empty. Called from any thread, also
-    // from several at once, without a lock of the model's; must not block for long.
+    // Called after every commit, when the trainer's ranks have their replies; from any thread, also
+    // from several at once, without a lock of the model. Must not block for long. May be empty.
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
-    // Told what becomes of steps. Outlives the model.
+    // Counts what happens to steps. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
-    // Of host memory, for attached files, for what is read, cast or cut out for readers, and for
-    // manifests and layouts that are large. Null: the models' own budget, as blocks are host
-    // memory.
+    // Host memory for attached files, for bytes that are read, cast or sliced for readers, and for
+    // large manifests and layouts. Null: the budget of the versions, as blocks are host memory.
     std::shared_ptr<MemoryBudget> host_budget;
-    // Steps that may be pushed at once, with those of other models. Null: any number.
+    // Limits the steps of all models that are pushed at once. Null: no limit.
     std::shared_ptr<ConcurrencyLimit> sessions;
   };
 
@@ -148,19 +147,19 @@ class Model : public std::enable_shared_from_this<Model> {
   // True: that launch's run is open, so that JoinRun() joins it. Errors as
   // RunRegistry::CheckLaunch(), and what RefuseNew() or Close() was given.
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes the version `from`, which `load` gives, the model's newest again, as a version of its
-  // own: with values, step, time and state of `from`, in a run epoch of its own. The result is
+  // Publishes the version `from`, which `load` returns, again as the newest: a new version with the
+  // values, step, time and state of `from`, in a run epoch of its own. The result is
   // pinned as by VersionHistory::PinRestored(), also beyond what may be held: then, until one is
   // released, nothing can be pushed, as another version would have no memory. First it ends the
   // open run: its session ends with ABORTED, FENCED, and so do its writers' calls from then on.
   // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
-  // OpenPush() and other calls of this get UNAVAILABLE, SESSION_BUSY; readers go on. What `load`
-  // gives has its values in blocks (shared ones, perhaps), and nobody else holds it. Of its tracks,
-  // those stay that the model has, by name and in the same form (the log is told of the others);
-  // tracks of the model that it has not begin with the next push. Records, watchers and on_commit
-  // as at a commit. Errors: those of `load`, what RefuseNew() or Close() was given, or
-  // FAILED_PRECONDITION, MODEL_DIFFERS: none of its tracks would stay; the run has been ended,
-  // nothing else changed.
+  // OpenPush() and other rollbacks get UNAVAILABLE, SESSION_BUSY; readers continue. The result of
+  // `load` has its values in blocks, which may be shared, and is held by no one else. The new
+  // version keeps those of its tracks that the model has, by name and in the same form (the log
+  // names the others); tracks of the model that it lacks begin with the next push. Records,
+  // watchers and on_commit as at a commit. Errors: those of `load`, what RefuseNew() or Close() was
+  // given, or FAILED_PRECONDITION, MODEL_DIFFERS: no track would be kept; then the run has ended,
+  // and nothing else has changed.
   absl::StatusOr<SnapshotRef> RollBack(
       const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);

@@ -117,7 +117,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     result = history_.PinRestored(*loaded);
     durable_.RollBackTo((*loaded)->record);
   }
-  // Before anybody is told, who may push: the next version needs this memory.
+  // Freed before anyone learns of the version and may push: the next one needs this memory.
   dropped.clear();
   history_.Free(std::move(evicted));
   Announce(**loaded);

@@ -30,7 +30,7 @@ struct AbandonedStep {
 };
 
 // Invariant: at most one session is open, it belongs to the open run, and its step is after the
-// newest version's. Whoever takes a session out ends it, without the model's lock.
+// newest version's. The caller that takes a session out ends it, without the model's lock.
 //
 // Not thread-safe: the model locks it.
 class OpenStep {

@@ -28,9 +28,9 @@
 
 namespace ema {
 
-// Invariant: while a reading is held, whoever opens the same selection of the same track and
-// version gets the same object, so that its casts and copies are made once. The cache itself holds
-// no reading; each one keeps the model alive. Thread-safe.
+// Invariant: while a reading is held, every reader that opens the same selection of the same track
+// and version gets the same object, so that its casts and copies are made once. The cache itself
+// holds no reading; each one keeps the model alive. Thread-safe.
 class ReadingCache {
  public:
   // All outlive the cache; `keep_alive` returns their owner.

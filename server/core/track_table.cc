@@ -87,8 +87,8 @@ bool MayOmitFrozen(const std::vector<TrackRef>& tracks, const Snapshot* newest,
                    const RunRegistry& runs) {
   const TrainerRun* const run = runs.run().get();
   if (newest == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
-  // Once is a write that not all ranks have seen. Twice is a tensor of some ranks that goes on
-  // changing: each time the others would leave theirs out, and the step be lost.
+  // One mismatch is a write that not all ranks have seen. Two mean that a tensor keeps changing on
+  // some ranks: each time the others would leave theirs out, and the step would be lost.
   if (runs.has_frozen_mismatches()) return false;
   return std::all_of(tracks.begin(), tracks.end(), [&](const TrackRef& track) {
     if (track->config().paused) return true;
@@ -411,7 +411,7 @@ absl::StatusOr<TrackRef> TrackTable::MakeSynthesizedTrack(const TrackConfig& con
 }
 
 absl::Status TrackTable::AddSynthesized(SnapshotRef snapshot) {
-  SnapshotRef dropped;  // Freed after the lock is let go.
+  SnapshotRef dropped;  // Freed after the lock is released.
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(history_->closed());
   const std::string& name = snapshot->tracks[0].track->name();

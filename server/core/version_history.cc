@@ -116,7 +116,7 @@ SnapshotRef VersionHistory::PinLocked(const SnapshotRef& snapshot, int64_t Pins:
   ++(pins_[snapshot.get()].*count);
   return SnapshotRef(snapshot.get(), [this, owner = options_.keep_alive(), held = snapshot,
                                       count](const Snapshot* pinned) mutable {
-    held = nullptr;  // A commit that evicts it after Unpin() is to be the last to let go of it.
+    held = nullptr;  // So that a commit which evicts it after Unpin() drops the last reference.
     Unpin(pinned, count);
   });
 }
