@@ -67,8 +67,8 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
   const Version& record = snapshot.record;
   const SavePolicy& policy = options_.policy;
   const bool is_keep_due = IsKeepDue(snapshot, model->durable().kept_time());
-  const bool is_save_due =
-      IsSaveDue(policy, record, model->durable().version(), model->durable().step());
+  const DurableState::Saved saved = model->durable().saved();
+  const bool is_save_due = IsSaveDue(policy, record, saved.version, saved.step);
   SnapshotRef exact;
   if ((is_keep_due || is_save_due) && policy.step_multiple > 0 &&
       record.step % policy.step_multiple == 0) {
@@ -217,10 +217,10 @@ CheckpointScheduler::Outcome CheckpointScheduler::SaveVersion(Model& model,
                                                               const SnapshotRef& snapshot,
                                                               const Turn& turn) const {
   const bool keep = turn.may_keep && IsKeepDue(*snapshot, model.durable().kept_time());
-  // A save by somebody else may have come first.
-  Outcome outcome{.is_due = turn.is_asked ||
-                            IsSaveDue(options_.policy, snapshot->record, model.durable().version(),
-                                      model.durable().step())};
+  // Another save may have come first.
+  const DurableState::Saved saved = model.durable().saved();
+  Outcome outcome{.is_due = turn.is_asked || IsSaveDue(options_.policy, snapshot->record,
+                                                       saved.version, saved.step)};
   if (keep || outcome.is_due) outcome.status = options_.save(model, snapshot, keep);
   // There may still be room for one that is not kept.
   if (keep && GetErrorReason(outcome.status) == ErrorReason::kDiskFull) {

@@ -17,8 +17,8 @@ namespace ema {
 // Thread-safe.
 class CommitWatchers {
  public:
-  // Calls `on_commit` after every commit and when the model closes, from any thread. Returns the
-  // number for Unwatch().
+  // Calls `on_commit` after every commit and rollback and when the model closes, from any thread.
+  // Returns the number for Unwatch().
   int64_t Watch(std::function<void()> on_commit) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits for a running callback, so a callback must not call it.
   void Unwatch(int64_t watcher) ABSL_LOCKS_EXCLUDED(mu_);

@@ -5,29 +5,24 @@
 
 namespace ema {
 
-VersionId DurableState::version() const {
+DurableState::Saved DurableState::saved() const {
   absl::MutexLock lock(&mu_);
-  return version_;
-}
-
-int64_t DurableState::step() const {
-  absl::MutexLock lock(&mu_);
-  return step_;
+  return saved_;
 }
 
 void DurableState::SetVersion(const VersionId& id, int64_t step,
                               std::optional<int64_t> settings_revision) {
   absl::MutexLock lock(&mu_);
-  if (id < version_) return;
-  settings_revision_ = settings_revision.value_or(id == version_ ? settings_revision_ : -1);
-  version_ = id;
+  if (id < saved_.version) return;
+  settings_revision_ = settings_revision.value_or(id == saved_.version ? settings_revision_ : -1);
+  saved_.version = id;
   // A save may have begun before the rollback.
-  step_ = id < rollback_version_ ? std::min(step, rollback_step_) : step;
+  saved_.step = id < rollback_version_ ? std::min(step, rollback_step_) : step;
 }
 
 bool DurableState::HasOtherSettings(const VersionId& id, int64_t settings_revision) const {
   absl::MutexLock lock(&mu_);
-  return id == version_ && settings_revision_ != settings_revision;
+  return id == saved_.version && settings_revision_ != settings_revision;
 }
 
 std::optional<TrainingTime> DurableState::kept_time() const {
@@ -44,7 +39,7 @@ void DurableState::RollBackTo(const Version& record) {
   absl::MutexLock lock(&mu_);
   rollback_version_ = record.id();
   rollback_step_ = record.step;
-  step_ = std::min(step_, rollback_step_);
+  saved_.step = std::min(saved_.step, rollback_step_);
   if (kept_time_.has_value() && !record.time.CheckNotBefore(*kept_time_).ok()) {
     kept_time_ = record.time;
   }

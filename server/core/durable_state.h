@@ -21,8 +21,13 @@ namespace ema {
 class DurableState {
  public:
   // The newest version on the disk and its step; all zero: none.
-  VersionId version() const ABSL_LOCKS_EXCLUDED(mu_);
-  int64_t step() const ABSL_LOCKS_EXCLUDED(mu_);
+  struct Saved {
+    VersionId version;
+    int64_t step = 0;
+  };
+  Saved saved() const ABSL_LOCKS_EXCLUDED(mu_);
+  VersionId version() const { return saved().version; }
+  int64_t step() const { return saved().step; }
   // Notes that version `id` is on the disk with the settings of that revision; nullopt: with those
   // that were noted for it, or older ones. Ignores a version before version().
   void SetVersion(const VersionId& id, int64_t step, std::optional<int64_t> settings_revision)
@@ -42,8 +47,7 @@ class DurableState {
 
  private:
   mutable absl::Mutex mu_;
-  VersionId version_ ABSL_GUARDED_BY(mu_);
-  int64_t step_ ABSL_GUARDED_BY(mu_) = 0;
+  Saved saved_ ABSL_GUARDED_BY(mu_);
   int64_t settings_revision_ ABSL_GUARDED_BY(mu_) = 0;  // -1: older than any that is known.
   std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);
   // Of the last rollback.

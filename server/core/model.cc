@@ -99,6 +99,7 @@ Model::Description Model::Describe() const {
                   .run_epoch = runs_.epoch(),
                   .begun_step = open_step_.begun_step(),
                   .latest = history_.latest(),
+                  .saved = durable_.saved(),
                   .session = open_step_.session(),
                   .run = {}};
   if (const TrainerRun* const run = runs_.run().get(); run != nullptr) {
@@ -229,7 +230,7 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
               .digest = *committed_digest}};
     }
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
-                         open_step_.FindSession(start, runs_));
+                         open_step_.JoinSession(start, runs_));
     if (session != nullptr) return Joined{.session = std::move(session)};
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
@@ -298,6 +299,8 @@ void Model::Publish(const std::shared_ptr<PushSession>& session, PushSession::Ta
   {
     absl::MutexLock lock(&mu_);
     if (!open_step_.Detach(session.get())) return;  // The session has ended meanwhile.
+    // Before ApplyPending(): a track that goes now may have a value in `next`, and its name must
+    // not look free meanwhile.
     evicted = history_.Publish(next);
     open_step_.NoteCommit(*session, std::move(digests));
     replaced = tracks_.ApplyPending();

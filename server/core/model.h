@@ -52,7 +52,7 @@ namespace ema {
 // commit and a rollback each change several parts at one moment, under the model's lock.
 //
 // Thread-safe. Always held by shared_ptr. Commits are serialized; readers never wait for one and
-// never see half of one. Files: model.cc, but for rollbacks, which are in model_rollback.cc.
+// never see half of one. Files: model.cc, and model_rollback.cc for rollbacks.
 class Model : public std::enable_shared_from_this<Model> {
  public:
   struct Options {
@@ -63,8 +63,9 @@ class Model : public std::enable_shared_from_this<Model> {
     // Logs opened runs, dropped steps and, once for each track, warnings to its owner. Called
     // without a lock that readers take.
     LogSink log;
-    // Called after every commit, when the trainer's ranks have their replies; from any thread, also
-    // from several at once, without a lock of the model. Must not block for long. May be empty.
+    // Called after every commit and rollback, when the trainer's ranks have their replies; from any
+    // thread, also from several at once, without a lock of the model. Must not block for long. May
+    // be empty.
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
@@ -107,7 +108,7 @@ class Model : public std::enable_shared_from_this<Model> {
   struct Description {
     std::vector<TrackRef> tracks;
     std::vector<TrackRef> pending_tracks;  // After the next commit; empty: as now.
-    int64_t plan_revision = 0;
+    int64_t plan_revision = 0;  // Grows with each change of the tracks that pushes go by.
     // Grows with each change of what a checkpoint has beside a version: the tracks after the next
     // commit, and attached_files().
     int64_t settings_revision = 0;
@@ -115,15 +116,16 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t run_epoch = 0;
     int64_t begun_step = 0;  // The newest that has been begun in the run; 0: none.
     std::optional<Version> latest;
+    DurableState::Saved saved;
     std::shared_ptr<const PushSession> session;  // Of the open step; null: none is open.
     std::optional<ModelOverview::Run> run;       // The open one.
   };
   Description Describe() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Changes tracks, all or nothing. A track that is put keeps being paused, or not. Takes effect at
-  // the next commit, or at once before the first run, or while every track is paused. The same
-  // again is OK. INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change of
-  // what is stored of an existing track, or of the profile that its snapshots have. NOT_FOUND,
+  // Changes tracks, all or nothing. A replaced track keeps its paused state. Takes effect at the
+  // next commit; immediately if no run is open or every track is paused. Repeating a change is OK.
+  // INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change of what is
+  // stored of an existing track, or of the profile that its snapshots have. NOT_FOUND,
   // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -158,8 +160,9 @@ class Model : public std::enable_shared_from_this<Model> {
   // version keeps those of its tracks that the model has, by name and in the same form (the log
   // names the others); tracks of the model that it lacks begin with the next push. Records,
   // watchers and on_commit as at a commit. Errors: those of `load`, what RefuseNew() or Close() was
-  // given, or FAILED_PRECONDITION, MODEL_DIFFERS: no track would be kept; then the run has ended,
-  // and nothing else has changed.
+  // given, UNAVAILABLE, SESSION_BUSY: pinned versions leave no memory for another one, or
+  // FAILED_PRECONDITION, MODEL_DIFFERS: no track would be kept. After an error of `load`, or
+  // MODEL_DIFFERS, the run has ended; otherwise nothing has changed.
   absl::StatusOr<SnapshotRef> RollBack(
       const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
@@ -172,8 +175,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED.
   // ABORTED: FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST.
   // UNAVAILABLE, SESSION_BUSY: an open earlier step waits for other ranks, or the model is being
-  // rolled back, or has no memory for another version yet (see there). RESOURCE_EXHAUSTED. A rank
-  // that opens a later step without having committed the open one ends that: STEP_ABANDONED.
+  // rolled back, or has no memory for another version yet (see RollBack()). RESOURCE_EXHAUSTED. A
+  // rank that opens a later step without having committed the open one ends that: STEP_ABANDONED.
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -203,8 +206,8 @@ class Model : public std::enable_shared_from_this<Model> {
   void Drain(const absl::Status& status, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until no push is arriving, nor was one a moment ago; for at most `timeout`.
   void AwaitQuiet(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
-  // Drain() at once; then refuses readers, too, and calls the watchers. Versions that are pinned
-  // stay until they are released.
+  // Rejects readers, then new runs and sessions; ends the open session without waiting, and calls
+  // the watchers. Versions that are pinned stay until they are released.
   void Close(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // OK, or what Close() was given.
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -221,7 +224,7 @@ class Model : public std::enable_shared_from_this<Model> {
   KeepAlive keep_alive() {
     return [this] { return shared_from_this(); };
   }
-  // A push belongs to one of the two.
+  // Exactly one of the two is set.
   struct Joined {
     std::shared_ptr<PushSession> session;
     std::optional<RankPush::Committed> already_committed;
@@ -263,14 +266,15 @@ class Model : public std::enable_shared_from_this<Model> {
   mutable ReadingCache readings_;
   mutable DurableState durable_;
   mutable CommitWatchers watchers_;
-  // Of dropped steps. A trainer that has diverged drops every one, and hides none that name ranks.
+  // Throttle log lines about dropped steps. Steps that are not finite have a throttle of their own,
+  // so a trainer that has diverged suppresses no line that names ranks.
   LogThrottle non_finite_drops_;
   LogThrottle other_drops_;
 
   // Serializes OpenPush(), which allocates device memory. Readers never take it.
   absl::Mutex push_mu_ ABSL_ACQUIRED_BEFORE(mu_);
-  // Held while parts change together, and taken before the parts' own locks. Never held across a
-  // device call or a callback.
+  // Held while parts change together, and taken before the parts' own locks. Not held across a
+  // callback, nor across a device call, except where a refused rollback frees what it has loaded.
   mutable absl::Mutex mu_;
   RunRegistry runs_ ABSL_GUARDED_BY(mu_);
   OpenStep open_step_ ABSL_GUARDED_BY(mu_);

@@ -44,8 +44,8 @@ ModelOverview OverviewOf(const Model& model) {
     overview.version = now.latest->id();
     overview.commit_time = now.latest->commit_time;
   }
-  overview.durable_version = model.durable().version();
-  overview.durable_step = model.durable().step();
+  overview.durable_version = now.saved.version;
+  overview.durable_step = now.saved.step;
   if (const std::optional<Version> record = model.history().FindRecord(overview.durable_version)) {
     overview.durable_commit_time = record->commit_time;
   }

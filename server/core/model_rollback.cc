@@ -110,6 +110,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     runs_.EndRollback();
     EMA_RETURN_IF_ERROR(refused);
     left_out = NamesOf((*loaded)->record.tracks);
+    // Before Publish(): the new version keeps only tracks of the new list.
     replaced = tracks_.ApplyPending();
     dropped = BecomeNextLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);

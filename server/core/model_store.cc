@@ -107,6 +107,8 @@ bool ModelStore::Delete(std::string_view name) {
       MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound,
                 absl::StrCat("model \"", std::string(name), "\" has been deleted"));
   std::shared_ptr<Model> model;
+  Model::Description
+      last;  // Destroyed without the lock: it may hold the last reference to a track.
   {
     absl::MutexLock lock(&mu_);
     auto it = models_.find(name);
@@ -116,7 +118,8 @@ bool ModelStore::Delete(std::string_view name) {
     options_.model.observer->OnModelDeleted(name);
     // One of the same name repeats none of its run epochs either.
     model->RefuseNew(deleted);
-    next_incarnation_ = std::max(next_incarnation_, model->Describe().run_epoch + 1);
+    last = model->Describe();
+    next_incarnation_ = std::max(next_incarnation_, last.run_epoch + 1);
   }
   model->Close(deleted);
   return true;

@@ -56,7 +56,7 @@ absl::Status OpenStep::CheckNotAbandoned(int64_t step) const {
   return found == abandoned_.end() ? absl::OkStatus() : found->second.status(step);
 }
 
-absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::FindSession(const PushStart& start,
+absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushStart& start,
                                                                    RunRegistry& runs) const {
   if (session_ == nullptr) return nullptr;
   const PushSession::StepPlan& plan = session_->plan();

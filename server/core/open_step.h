@@ -39,7 +39,7 @@ class OpenStep {
 
   // Null: none is open.
   const std::shared_ptr<PushSession>& session() const { return session_; }
-  // The one before, in whose memory the next one is built; null: that is free.
+  // The previous session; the next one waits for its memory. Null: that has been freed.
   std::shared_ptr<PushSession> previous_session() const { return previous_session_.lock(); }
   SteadyTime last_end() const { return last_end_; }  // Of a session.
   // The newest that has been begun in the run; 0: none.
@@ -57,7 +57,7 @@ class OpenStep {
   // The open session if `start` belongs to it; null: a new one must be made, which ends the open
   // one. ABORTED, STALE_STEP. FAILED_PRECONDITION, PLAN_MISMATCH; if it is about frozen tensors,
   // `runs` notes it. UNAVAILABLE, SESSION_BUSY: the open step still waits for other ranks.
-  absl::StatusOr<std::shared_ptr<PushSession>> FindSession(const PushStart& start,
+  absl::StatusOr<std::shared_ptr<PushSession>> JoinSession(const PushStart& start,
                                                            RunRegistry& runs) const;
   // The digest of what the rank has pushed, if that is the last committed step of the run.
   std::optional<uint32_t> CommittedDigest(int64_t run_epoch, int64_t step, int64_t rank) const;
@@ -70,8 +70,8 @@ class OpenStep {
   bool Detach(const PushSession* session);
   // The step of `session` has been committed; `digests`: by rank.
   void NoteCommit(const PushSession& session, std::vector<uint32_t> digests);
-  // Notes that a step can never be completed; of many steps, only the latest. Ignores steps that
-  // are not after `newest`.
+  // Notes that a step can never be completed; of more than 16 steps, only the highest 16. Ignores
+  // steps that are not after `newest`.
   void NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest);
   // Forgets the steps of the run, which has been fenced, and takes its session out.
   std::shared_ptr<PushSession> EndRun();

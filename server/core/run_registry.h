@@ -21,14 +21,14 @@
 
 namespace ema {
 
-// One life of a trainer. All its ranks give the same `id`.
+// Identifies one start of a trainer. All its ranks give the same `id`, also when they rejoin.
 struct Launch {
   std::string id;
   int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
 };
 
-// Invariant: at most one run is open, none during a rollback; run epochs only grow; a launch whose
-// run was fenced never has an open run again.
+// Invariant: at most one run is open, none during a rollback; run epochs only grow; a fenced
+// launch is rejected as long as it is one of the last 64 of them, or reports its last run epoch.
 //
 // The first rank with a new launch id opens a run, and so fences the run that was open: that
 // launch cannot join again, and its pushes get ABORTED, FENCED. A rollback fences, too, and leaves
@@ -39,14 +39,14 @@ class RunRegistry {
   RunRegistry(std::string model_name, int64_t incarnation)
       : model_name_(std::move(model_name)), epoch_(incarnation) {}
 
-  // Of the newest run or rollback.
+  // The epoch of the newest run or rollback.
   int64_t epoch() const { return epoch_; }
   // Null: none is open. A run is replaced, never changed, once it is ready; fenced ones live on in
   // their sessions.
   const std::shared_ptr<TrainerRun>& run() const { return run_; }
 
   // OK: the launch's run is open or may be opened. ABORTED, FENCED. INVALID_ARGUMENT: its
-  // last_run_epoch.
+  // last_run_epoch is out of range.
   absl::Status CheckLaunch(const Launch& launch) const;
   bool IsOpen(const Launch& launch) const;
   // Joins a rank to the open run. REQUIRES: IsOpen(launch). Errors as TrainerRun::Join().
@@ -87,8 +87,8 @@ class RunRegistry {
   std::shared_ptr<TrainerRun> run_;
   bool is_rolling_back_ = false;
   std::vector<std::string> fenced_launches_;
-  // Launches whose last run is older have been fenced: the epoch of `run_`, or the one that it had
-  // when it was opened first, before a restart. Without a run: that of the restored version.
+  // A launch whose last run epoch is below this is fenced. The first epoch of the open run's
+  // launch, or the epoch of the last rollback, or that of the restored version.
   int64_t fence_epoch_ = 0;
   std::optional<int64_t> frozen_mismatch_;  // The last such step of `run_`.
   bool has_frozen_mismatches_ = false;

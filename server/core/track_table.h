@@ -81,16 +81,16 @@ class TrackTable {
   // in that version.
   absl::StatusOr<const TrackSnapshot*> FindIn(const Snapshot& version, std::string_view name) const
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Whether a push at `time`, the first after the states `from` (nullopt: of all), would update a
-  // track that is not paused. INVALID_ARGUMENT, BAD_TIME: a track needs a unit that `time` lacks,
-  // or its last update was later.
+  // Whether a push at `time` would update a track that is not paused. `from`: the states of the
+  // tracks before it; nullopt: nothing was pushed before. INVALID_ARGUMENT, BAD_TIME: a track needs
+  // a unit that `time` lacks, or its last update was later.
   absl::StatusOr<bool> IsDueBy(const TrainingTime& time,
                                const std::optional<TrackStates>& from) const
       ABSL_LOCKS_EXCLUDED(mu_);
-  // By what pushes are planned.
+  // The plan that clients get.
   PushPlan Plan(const Snapshot* newest, const RunRegistry& runs) const ABSL_LOCKS_EXCLUDED(mu_);
-  // What a step does with each track. FAILED_PRECONDITION, PLAN_CHANGED. INVALID_ARGUMENT:
-  // BAD_REQUEST, BAD_TIME.
+  // Decides for each track whether the step updates it, and its update weight. FAILED_PRECONDITION,
+  // PLAN_CHANGED. INVALID_ARGUMENT: BAD_REQUEST, BAD_TIME.
   absl::StatusOr<PushSession::StepPlan> PlanStep(const PushStart& start, const Snapshot* newest,
                                                  const RunRegistry& runs) const
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -27,11 +27,11 @@
 
 namespace ema {
 
-// Invariant: besides the newest version at most max_older_count() are kept, all pinned ones among
-// them; a rollback may have pinned its own in excess of that, and then no other version is made.
+// Invariant: keeps the newest version and at most max_older_count() older ones, all pinned versions
+// among them. A rollback may pin its version in excess of that; then no other version is built.
 //
 // Thread-safe, and never waits for a commit: its lock is not held while memory is freed. The model
-// changes it under its own lock, so that what is read under that belongs together.
+// changes it under its own lock, so reads under the model's lock are consistent.
 class VersionHistory {
  public:
   struct Options {
@@ -55,8 +55,8 @@ class VersionHistory {
   // Or what Close() was given.
   absl::StatusOr<SnapshotRef> Pin(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // As Pin(), for a caller who may hold the version for long: fails unless one more version could
-  // still be pinned after this one. REQUIRES: `version` is not 0.
+  // As Pin(), for a caller who may hold the version for long: fails unless one more pin remains
+  // available after this one. REQUIRES: `version` is not 0.
   absl::StatusOr<SnapshotRef> PinSpare(int64_t version, int64_t incarnation)
       ABSL_LOCKS_EXCLUDED(mu_);
   // As Pin(), for a save to the data directory: one version that is being saved has room beside
@@ -79,7 +79,7 @@ class VersionHistory {
   // OK, or what Close() was given.
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
   // The newest version without a pin; null: there is none. REQUIRES: no commit can happen while the
-  // result is held, which would have its memory for the next version: the caller holds the model's
+  // result is held, which would reuse its memory: the caller holds the model's
   // lock, or has drained the model.
   SnapshotRef newest() const ABSL_LOCKS_EXCLUDED(mu_);
   // The record of the newest version, with its statistics.
