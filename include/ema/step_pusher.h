@@ -38,40 +38,39 @@ namespace ema {
 //     pusher->AfterStep(read);
 //   }
 //
-// Between the ends of two AfterStep() calls it lets the training wait at most Options::max_wait,
-// and of that some seconds at most for a server that is away or hangs, unless Options::on_error
-// says kWait. A step that cannot be pushed is skipped and counted: the next update counts the
-// longer time, so the half-life stays right; the other ranks are told, and do not wait for this
-// one. When the server is away, a thread joins the run again, on every rank, and pushes start again
-// when all have; a server that has forgotten the model gets it made anew. A forked child must not
-// use or destroy it.
+// One step delays the training by at most Options::max_wait, and by a few seconds if the server is
+// unreachable or hangs; kWait may take longer. A step that cannot be pushed is skipped and counted:
+// the next update accounts for the longer time, so the half-life stays right; the other ranks are
+// told, and do not wait for this one. While the server is unreachable, a thread on each rank tries
+// to rejoin the run; pushes start again when all ranks have rejoined. If the server has lost the
+// model, rank 0 creates it again. A forked child must not use or destroy it.
 class StepPusher {
  public:
-  // What a step means to the training that cannot be pushed.
+  // What happens when a step cannot be pushed.
   enum class OnError {
-    kSkip,  // Nothing: it is counted.
-    // Each WaitReleased() waits until the push before it is a version, as long as that may take
-    // (Options::timeout), and pushes the same weights again after an outage: of the server, or of
-    // another rank. For that it waits Options::max_outage at most; then TakeError() says so, and
-    // until a push has succeeded steps are skipped.
+    kSkip,  // The step is skipped and counted.
+    // Each WaitReleased() waits until the previous push is a version, at most Options::timeout.
+    // After an outage of the server or of another rank it pushes the same weights again. After
+    // Options::max_outage it stops waiting, TakeError() returns the error, and steps are skipped
+    // until a push succeeds.
     kWait,
     kRaise,  // TakeError() gives its error.
   };
   struct Options {
     std::vector<TrackConfig> tracks;  // Tensors that all of them ignore are not sent.
     Client::ModelOptions model;
-    // Of several ranks that all hold the same parameters (data parallel), see Client::RunOptions.
+    // Set these if several ranks hold the same parameters (data parallel); see Client::RunOptions.
     // Each sends an even share of the bytes; rank 0 the buffers, which count in its share.
     std::string launch_id;
     int64_t rank = 0;
     int64_t world_size = 1;
     WireDtype wire_dtype = WireDtype::kAsPushed;
-    int64_t max_staging_bytes = Client::RunOptions().max_staging_bytes;  // As there; of this rank.
+    int64_t max_staging_bytes = Client::RunOptions().max_staging_bytes;  // Per rank; as there.
     // Steps done before. Absent: goes on after the model's newest version.
     std::optional<int64_t> start_step;
-    // Instead: brings the model back to where the trainer stands, the same on all ranks. What a
-    // trainer's checkpoint needs for it: step(), and number and incarnation of what WaitPushed()
-    // gave, which Client::CreateCheckpoint() makes durable.
+    // Alternative to start_step, the same on all ranks: rolls the model back to the trainer's
+    // position. For it, a trainer's checkpoint saves step(), and the number and incarnation of the
+    // version that WaitPushed() returned, which Client::CreateCheckpoint() makes durable.
     std::optional<Client::ResumePoint> resume;
     // The training time after so many steps, the same on all ranks. Null: steps are batches.
     std::function<TrainingTime(int64_t step)> time;
@@ -79,10 +78,12 @@ class StepPusher {
     absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call of the set-up.
     OnError on_error = OnError::kSkip;
     absl::Duration max_outage = absl::Minutes(2);  // For kWait.
-    // Told of each push that fails, in the thread that trains. Null: stats() has the last error.
+    // Called by the training thread when a push fails, and when an outage or a late reply first
+    // makes a step be skipped; later steps skipped for that cause are only counted in
+    // Stats::skipped. Null: stats() has the last error.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
-    // Given each text that a person should read, such as the start and end of an outage. Called by
-    // the thread that trains and by the one that rejoins the run. Null: nobody is told.
+    // Receives warnings, such as the start and end of an outage, from the training thread and from
+    // the one that rejoins the run. May be null.
     std::function<void(const std::string& text)> on_warning;
   };
 
@@ -94,7 +95,7 @@ class StepPusher {
     // Of bytes in a GPU's memory, where they are pushed: the GPU, and the stream on which the
     // trainer works; as GpuWeights::streams. Absent: they are in host memory.
     std::optional<GpuStream> gpu = std::nullopt;
-    // Of what is only looked at: instead of bytes. Other values, another sum.
+    // Instead of `bytes`, if Piece::is_pushed is false. Differs if the values differ.
     std::optional<uint64_t> checksum = std::nullopt;
   };
   // The elements [first, first + count), in row-major order, of a tensor of the manifest.
@@ -114,7 +115,7 @@ class StepPusher {
   static absl::StatusOr<std::unique_ptr<StepPusher>> Create(Client& client, std::string_view model,
                                                             const Manifest& manifest,
                                                             TensorSet frozen, Options options);
-  // Close(); for an exception that nobody has caught yet, it waits a second at most for the push.
+  // Calls Close(). While an exception propagates, it waits at most one second for the push.
   ~StepPusher();
   StepPusher(const StepPusher&) = delete;
   StepPusher& operator=(const StepPusher&) = delete;
@@ -128,14 +129,13 @@ class StepPusher {
   // kWait until the next WaitReleased() returns, too); where it fails, the step is skipped.
   void AfterStep(const ReadWeights& read);
 
-  // With kRaise and kWait: why a step was lost since the last call, the last of several; then it is
-  // over. The training may go on, or end for it. OK: none was, or only steps of an outage that has
-  // been told of: those that are skipped until the server is back, and with kWait until a push has
-  // succeeded; with kSkip always.
+  // Returns and clears the error of the last lost step. OK if no step was lost since the last call,
+  // if all lost steps belong to an outage that was returned before, or with kSkip. The training may
+  // continue after an error.
   absl::Status TakeError();
 
-  // Waits for the end of the running push, at most `timeout`; zero: the options'; with kWait an
-  // outage may take longer. As version(). DEADLINE_EXCEEDED: it has not ended, and goes on.
+  // Waits for the end of the running push, at most `timeout` (zero: Options::timeout); with kWait
+  // an outage may take longer. Returns version(). DEADLINE_EXCEEDED: the push is still running.
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration());
 
   // Waits for the last push, at most Options::timeout, and leaves the run. After this nothing is
@@ -147,12 +147,12 @@ class StepPusher {
     // Of these, those that the server has no more: it came back without the model, or from an older
     // checkpoint. The averages go on from what it has.
     int64_t gone = 0;
-    // Steps that were due and did not. One of which only the reply was lost does not count any more
-    // when the run has been joined again.
+    // Due steps that did not become a version. A step of which only the reply was lost is
+    // subtracted when the run has been rejoined.
     int64_t skipped = 0;
     int64_t sent_bytes = 0;   // By this rank.
     absl::Duration waited;    // That the training has waited, in all.
-    bool is_away = false;     // Not joined now.
+    bool is_away = false;     // The run is not open now.
     absl::Status last_error;  // Of the last push that failed, or of joining again. OK: none has.
   };
   Stats stats();

@@ -12,11 +12,11 @@
 
 namespace ema::client_internal {
 
-// A push has ended so: the server is away, or has come back and does not know the run.
+// True if the error of a push means that the server is unreachable or has lost the run.
 bool IsAway(const absl::Status& error);
-// A step whose push has ended so may succeed later: an outage, here or of another rank.
+// True if a retry of the step may succeed: after an outage, here or of another rank.
 bool IsWorthWaiting(const absl::Status& error);
-// This rank cannot push the step, now or later, and the others do not know.
+// True if this rank cannot push the step, now or later, and the other ranks do not know.
 bool IsFinal(const absl::Status& error);
 
 // How much longer a trainer waits for a server that is away, in all of one outage.
@@ -26,10 +26,10 @@ class Patience {
 
   // When it ends; of an outage that has not begun, as if it did now.
   SteadyTime until() const;
-  // Whether a step may be tried again whose push has ended so; the first one begins the outage.
+  // Whether a step whose push failed with `error` may be pushed again. The first such error begins
+  // the outage.
   bool LastsAfter(const absl::Status& error);
-  // It has ended before the outage, as until() or the server said; no step is waited for until a
-  // push has succeeded.
+  // Stops waiting until a push has succeeded.
   void GiveUp() { is_over_ = true; }
   bool is_over() const { return is_over_; }
   // A push has succeeded.

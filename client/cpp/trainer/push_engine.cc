@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -38,6 +39,17 @@ absl::Status WrittenError(const std::string& model, int64_t step, std::string_vi
                    names.empty() ? "some, which have been put back" : std::string(names)));
 }
 
+// The result of `function`. Where there is no memory, that is its error, so that the training goes
+// on.
+template <typename Function>
+absl::Status WithoutMemory(const Function& function) {
+  try {
+    return function();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("this rank has no memory for the push");
+  }
+}
+
 }  // namespace
 
 void StepWeights::Append(StepWeights more) {
@@ -58,9 +70,11 @@ void StepWeights::Append(StepWeights more) {
 PushEngine::PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner,
                        std::unique_ptr<Run> run, int64_t step)
     : options_(std::move(options)),
+      model_(joiner->model()),
       joiner_(std::move(joiner)),
       rank_(run->rank()),
-      log_(joiner_->model(), /*warns_of_all=*/options_.on_error != OnError::kSkip, options_.log),
+      log_(std::make_shared<TrainerLog>(
+          model_, /*warns_of_all=*/options_.on_error != OnError::kSkip, options_.log)),
       step_(step),
       run_(std::move(run)),
       run_epoch_(run_->run_epoch()),
@@ -83,12 +97,13 @@ PushEngine::Progress PushEngine::progress() const {
 void PushEngine::WaitReleased(absl::Span<const GpuStream> streams) {
   const SteadyTime start = SteadyNow();
   Settle(SteadyTime::max());
-  if (push_ != nullptr && !push_->WaitReleased(wait_left_, streams) && !IsInterrupted()) {
+  const std::shared_ptr<PendingPush> push = push_;
+  if (push != nullptr && !push->WaitReleased(wait_left_, streams) && !IsInterrupted()) {
     const absl::Duration waited = Since(start);
     // The wait is shorter where the server is gone or hangs, or ranks have not joined.
-    Drop(absl::StrFormat("%sits bytes had not left after %.1f s",
-                         waited < wait_left_ ? "the server was away, or a rank, and " : "",
-                         absl::ToDoubleSeconds(waited)));
+    Drop(push, absl::StrFormat("%sits bytes had not left after %.1f s",
+                               waited < wait_left_ ? "the server was away, or a rank, and " : "",
+                               absl::ToDoubleSeconds(waited)));
   }
   pushed_.reset();
   AbandonRetry();
@@ -103,7 +118,8 @@ void PushEngine::CountWait(SteadyTime start) {
   wait_left_ = std::max(wait_left_ - waited, absl::ZeroDuration());
 }
 
-void PushEngine::AfterStep(int64_t step, std::shared_ptr<TrainingStep> training_step) {
+void PushEngine::AfterStep(int64_t step, const absl::StatusOr<TrainingTime>& now,
+                           std::shared_ptr<TrainingStep> training_step) {
   if (is_closed_) return;
   const SteadyTime start = SteadyNow();
   step_.store(step, std::memory_order_relaxed);
@@ -111,25 +127,34 @@ void PushEngine::AfterStep(int64_t step, std::shared_ptr<TrainingStep> training_
   pushed_.reset();
   AbandonRetry();
   Poll();
-  if (const absl::Status status = PushIfDue(training_step); !status.ok()) Skip(step, status);
+  const absl::Status status =
+      now.ok() ? WithoutMemory([&] { return PushIfDue(*now, training_step); }) : now.status();
+  if (!status.ok() && !IsInterrupted()) Skip(step, status);
   CountWait(start);
   wait_left_ = options_.max_wait;
 }
 
-absl::Status PushEngine::PushIfDue(const std::shared_ptr<TrainingStep>& training_step) {
-  EMA_ASSIGN_OR_RETURN(const TrainingTime now, training_step->Time());
+bool PushEngine::IsIdleAt(const absl::StatusOr<TrainingTime>& now) const {
+  if (!is_idle() || !now.ok()) return false;
+  const absl::StatusOr<std::vector<DueTracks::Due>> due = due_.At(*now);
+  return due.ok() && due->empty();
+}
+
+absl::Status PushEngine::PushIfDue(const TrainingTime& now,
+                                   const std::shared_ptr<TrainingStep>& training_step) {
   EMA_ASSIGN_OR_RETURN(std::vector<DueTracks::Due> due, DueAt(now));
   if (due.empty()) return absl::OkStatus();
   const bool can_push = IsBack() && HasPreviousEnded();
   if (IsInterrupted()) return absl::OkStatus();
+  if (can_push && run_ == nullptr) return AwayError();  // A signal handler has closed it.
   // All ranks have the reply to the push before by now, and go by its plan from this step on.
   if (can_push) due_.Adopt(run_->plan());
   // A single rank may have adopted the plan when the reply came.
   EMA_ASSIGN_OR_RETURN(due, DueAt(now));
   due_.Count(due, now);
   if (due_.ArePaused(due)) {
-    if (can_push && !due.empty()) {
-      const absl::Status status = run_->RefreshPlan(kRefreshTimeout);
+    if (const std::shared_ptr<Run> run = run_; can_push && run != nullptr && !due.empty()) {
+      const absl::Status status = run->RefreshPlan(kRefreshTimeout);
       // An error changes nothing: the plan is asked for again when the next update is due.
       if (!status.ok()) Log(LogLevel::kDebug, absl::StrCat("no new plan: ", ErrorText(status)));
     }
@@ -155,7 +180,7 @@ absl::StatusOr<std::vector<DueTracks::Due>> PushEngine::DueAt(const TrainingTime
   const std::optional<Version> version = progress().version;
   const bool is_behind = version.has_value() && step() < version->step;
   return MakeError(due.status().code(), GetErrorReason(due.status()),
-                   absl::StrCat("model \"", joiner_->model(), "\": ", track, due.status().message(),
+                   absl::StrCat("model \"", model_, "\": ", track, due.status().message(),
                                 is_behind ? "" : kBadTimeHint));
 }
 
@@ -174,11 +199,11 @@ bool PushEngine::IsBack() {
 
 bool PushEngine::HasPreviousEnded() {
   // Once: if the reply has not come by then, the steps that are due meanwhile are skipped at once.
-  if (push_ != nullptr && !has_waited_) {
+  if (const std::shared_ptr<PendingPush> push = push_; push != nullptr && !has_waited_) {
     has_waited_ = true;
     const absl::Duration limit = in_step_ ? wait_left_ : std::min(wait_left_, kOutOfStepWait);
     const SteadyTime start = SteadyNow();
-    if (!push_->WaitDone(limit) && !IsInterrupted()) {
+    if (!push->WaitDone(limit) && !IsInterrupted()) {
       ReportSkip(step(), absl::DeadlineExceededError(
                              absl::StrFormat("the push of step %d had not ended after %.1f s",
                                              pending_step_, absl::ToDoubleSeconds(Since(start)))));
@@ -190,17 +215,19 @@ bool PushEngine::HasPreviousEnded() {
 
 absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
                                       std::shared_ptr<TrainingStep> training_step) {
+  const std::shared_ptr<Run> run = run_;
   EMA_ASSIGN_OR_RETURN(std::string digest, training_step->FrozenDigest());
   const bool frozen_changed = has_pushed_ && served_frozen_ != digest;
   // Until the reply says that the server has these values, it may have others.
   served_frozen_.reset();
   pushed_frozen_ = std::move(digest);
   has_pushed_ = true;
-  const bool omits_frozen = !frozen_changed && run_->plan().may_omit_frozen;
+  const bool omits_frozen = !frozen_changed && run->plan().may_omit_frozen;
 
-  const RankLayout& layout = run_->layout();
+  const RankLayout& layout = run->layout();
   const size_t count = layout.shards().size() - (omits_frozen ? layout.frozen_shards().size() : 0);
-  EMA_ASSIGN_OR_RETURN(StepWeights weights, training_step->Read(*run_, 0, count));
+  EMA_ASSIGN_OR_RETURN(StepWeights weights, training_step->Read(*run, 0, count));
+  if (run != run_ || push_ != nullptr) return AwayError();  // A signal handler has changed it.
   return Start({.step = step(),
                 .time = now,
                 .frozen_changed = frozen_changed,
@@ -235,10 +262,10 @@ void PushEngine::Poll(bool leaves_failure) {
   Harvest(leaves_failure);
 }
 
-std::unique_ptr<PendingPush> PushEngine::TakePush() {
+std::shared_ptr<PendingPush> PushEngine::TakePush() {
   const int64_t sent_bytes = push_->stats().sent_bytes;
   UpdateProgress([&](Progress& progress) { progress.stats.sent_bytes += sent_bytes; });
-  return std::move(push_);
+  return std::exchange(push_, nullptr);
 }
 
 void PushEngine::Harvest(bool leaves_failure, const absl::Status& because) {
@@ -250,7 +277,7 @@ void PushEngine::Harvest(bool leaves_failure, const absl::Status& because) {
   if (!version.ok()) {
     absl::Status error = because.ok() ? version.status() : because;
     if (because.ok() && options_.check && GetErrorReason(error) == ErrorReason::kDigestMismatch) {
-      error = WrittenError(joiner_->model(), pending_step_, "");
+      error = WrittenError(model_, pending_step_, "");
       if (error_.ok()) error_ = error;
     }
     return Skip(pending_step_, error);
@@ -264,17 +291,19 @@ void PushEngine::Harvest(bool leaves_failure, const absl::Status& because) {
 }
 
 void PushEngine::AdoptRejoinedRun(SteadyTime until) {
-  if (rejoiner_ == nullptr) return;
+  const std::shared_ptr<Rejoiner> rejoiner = rejoiner_;
+  if (rejoiner == nullptr) return;
   std::optional<Rejoiner::Joined> joined;
   do {
-    rejoiner_->Await(std::min(until, After(SteadyNow(), kPollInterval)));
-    joined = rejoiner_->Take();
-  } while (!joined.has_value() && !is_fenced() && !absl::IsCancelled(rejoiner_->problem()) &&
-           SteadyNow() < until && !IsInterrupted());
+    rejoiner->Await(std::min(until, After(SteadyNow(), kPollInterval)));
+    joined = rejoiner->Take();
+  } while (!joined.has_value() && !is_fenced() && !absl::IsCancelled(rejoiner->problem()) &&
+           SteadyNow() < until && !IsInterrupted() && rejoiner == rejoiner_);
   if (!joined.has_value()) return;
   run_ = std::move(joined->run);
   run_epoch_ = run_->run_epoch();
   rejoiner_ = nullptr;
+  rejoiner->Stop(SteadyTime::max());  // The thread is about to end.
   due_.GoOn();
   // By the version that it had when it was rejoined: the next step to be pushed may be later.
   CountLostUpdates();
@@ -325,14 +354,14 @@ void PushEngine::WarnOfLostUpdates(int64_t next_step) {
 }
 
 void PushEngine::CountPushed(Version version) {
-  log_.PushSucceeded();
+  log_->PushSucceeded();
   served_frozen_ = std::move(pushed_frozen_);
   patience_.EndOutage();
   if (skipped_before_.has_value()) {
     const int64_t lost = progress().stats.skipped - *std::exchange(skipped_before_, std::nullopt);
     Log(LogLevel::kWarning, absl::StrCat("pushing again, ", lost, " steps were lost"));
   }
-  if (rank_ == 0) log_.WarnOfStalledTracks(version);
+  if (rank_ == 0) log_->WarnOfStalledTracks(version);
   UpdateProgress([&](Progress& progress) {
     progress.version = std::move(version);
     ++progress.stats.pushes;
@@ -347,13 +376,15 @@ void PushEngine::Settle(SteadyTime until) {
       PushAgain(until);
       continue;
     }
+    const std::shared_ptr<PendingPush> push = push_;
     const SteadyTime start = SteadyNow();
     // As long as the push has itself, or one that takes long would be begun again for ever.
-    if (push_->WaitDone(std::min(options_.timeout + kEndGrace, Until(until)))) {
+    if (push->WaitDone(std::min(options_.timeout + kEndGrace, Until(until)))) {
       Harvest();
     } else if (!IsInterrupted()) {
-      push_->WaitReleased(absl::ZeroDuration());
-      Drop(absl::StrFormat("it had not ended after %.1f s", absl::ToDoubleSeconds(Since(start))));
+      push->WaitReleased(absl::ZeroDuration());
+      Drop(push,
+           absl::StrFormat("it had not ended after %.1f s", absl::ToDoubleSeconds(Since(start))));
     }
   }
 }
@@ -369,17 +400,19 @@ void PushEngine::PushAgain(SteadyTime until) {
   WarnOfLostUpdates(retry_->step);
   Push push = *std::exchange(retry_, std::nullopt);
   const int64_t step = push.step;
-  absl::Status status;
-  const size_t have = push.weights.bytes.size();
-  const size_t need = run_->layout().shards().size();
-  // A server that has forgotten the model needs the frozen tensors, too.
-  if (have < need && !run_->plan().may_omit_frozen) {
-    absl::StatusOr<StepWeights> frozen = push.training_step->Read(*run_, have, need);
-    status = frozen.status();
-    if (frozen.ok()) push.weights.Append(*std::move(frozen));
-  }
-  if (status.ok()) status = Start(std::move(push));
-  if (!status.ok()) Skip(step, status);
+  const absl::Status status = WithoutMemory([&]() -> absl::Status {
+    const std::shared_ptr<Run> run = run_;
+    const size_t have = push.weights.bytes.size();
+    const size_t need = run->layout().shards().size();
+    // A server that has forgotten the model needs the frozen tensors, too.
+    if (have < need && !run->plan().may_omit_frozen) {
+      EMA_ASSIGN_OR_RETURN(StepWeights frozen, push.training_step->Read(*run, have, need));
+      push.weights.Append(std::move(frozen));
+    }
+    if (run != run_ || push_ != nullptr) return AwayError();  // A signal handler has changed it.
+    return Start(std::move(push));
+  });
+  if (!status.ok() && !IsInterrupted()) Skip(step, status);
 }
 
 void PushEngine::AbandonRetry() {
@@ -409,7 +442,7 @@ bool PushEngine::is_fenced() const { return GetErrorReason(RejoinError()) == Err
 
 absl::Status PushEngine::AwayError() const {
   const absl::Status problem = RejoinError();
-  const std::string model = absl::StrCat("model \"", joiner_->model(), "\": ");
+  const std::string model = absl::StrCat("model \"", model_, "\": ");
   if (GetErrorReason(problem) == ErrorReason::kFenced) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                      absl::StrCat(model, "this run does not push any more: ", problem.message()));
@@ -424,15 +457,15 @@ absl::Status PushEngine::TakeError() {
 }
 
 void PushEngine::AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises) {
-  const absl::Status error = WrittenError(joiner_->model(), pending_step_, names);
+  const absl::Status error = WrittenError(model_, pending_step_, names);
   if (options_.log)
     options_.log(LogLevel::kWarning, absl::StrCat(error.message(), std::string(hint)));
   pushed_.reset();
   AbandonRetry();
-  if (push_ != nullptr && !push_->done()) {
-    push_->WaitReleased(absl::ZeroDuration());
+  if (const std::shared_ptr<PendingPush> push = push_; push != nullptr && !push->done()) {
+    push->WaitReleased(absl::ZeroDuration());
     // No outage, as far as is known: the next step is pushed to the same run.
-    push_->Abandon();
+    push->Abandon();
     Harvest(/*leaves_failure=*/false, error);
   } else if (raises) {
     Harvest();  // The push may have found the write, too.
@@ -440,11 +473,13 @@ void PushEngine::AbandonWrittenPush(std::string_view names, std::string_view hin
   if (raises) error_ = error;
 }
 
-void PushEngine::Drop(const std::string& problem) {
-  Skip(pending_step_, absl::DeadlineExceededError(problem), TakePush());
+void PushEngine::Drop(const std::shared_ptr<PendingPush>& push, const std::string& problem) {
+  if (push_ != push) return;
+  TakePush();
+  Skip(pending_step_, absl::DeadlineExceededError(problem), push);
 }
 
-void PushEngine::Skip(int64_t step, const absl::Status& error, std::unique_ptr<PendingPush> lost) {
+void PushEngine::Skip(int64_t step, const absl::Status& error, std::shared_ptr<PendingPush> lost) {
   in_step_ = false;
   const bool is_away = IsAway(error);
   if (is_away && !skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
@@ -462,7 +497,8 @@ void PushEngine::Skip(int64_t step, const absl::Status& error, std::unique_ptr<P
   }
   pushed_.reset();
   if (is_closed_ || run_ == nullptr || !is_away) return;
-  rejoiner_ = std::make_unique<Rejoiner>(joiner_, &log_, step, std::move(lost), std::move(run_));
+  rejoiner_ = std::make_shared<Rejoiner>(joiner_, log_, step, std::move(lost),
+                                         std::exchange(run_, nullptr));
   // Where there is no thread for it, the next step tries again.
   (void)rejoiner_->Start();
 }
@@ -474,12 +510,13 @@ void PushEngine::ReportSkip(int64_t step, const absl::Status& error) {
   const bool is_waited = waits() && !patience_.is_over() && IsWorthWaiting(error);
   if (is_waited || options_.on_error == OnError::kRaise) error_ = error;
   if (options_.on_skip) options_.on_skip(step, error);
-  log_.SkippedStep(step, error);
+  log_->SkippedStep(step, error);
 }
 
 absl::Status PushEngine::WaitPushed(absl::Duration timeout) {
   Settle(SteadyTime::max());
-  if (push_ != nullptr && !push_->WaitDone(timeout)) {
+  if (const std::shared_ptr<PendingPush> push = push_;
+      push != nullptr && !push->WaitDone(timeout)) {
     return absl::DeadlineExceededError(
         absl::StrCat("the push of step ", pending_step_, " has not ended"));
   }
@@ -493,22 +530,29 @@ void PushEngine::EndPushes(absl::Duration timeout) {
   const SteadyTime until = After(start, timeout);
   Settle(until);
   is_closed_ = true;
-  if (push_ != nullptr) {
-    if (push_->WaitDone(Until(until))) {
+  if (const std::shared_ptr<PendingPush> push = push_; push != nullptr) {
+    if (push->WaitDone(Until(until))) {
       Harvest();
     } else if (!IsInterrupted()) {
-      Drop(absl::StrFormat("it had not ended %.1f s after the last step",
-                           absl::ToDoubleSeconds(Since(start))));
+      Drop(push, absl::StrFormat("it had not ended %.1f s after the last step",
+                                 absl::ToDoubleSeconds(Since(start))));
     }
   }
 }
 
-void PushEngine::Leave() {
+void PushEngine::Leave(absl::Duration timeout) {
   is_closed_ = true;
+  // An interrupted call of this thread may hold it, and waits for its end.
+  if (push_ != nullptr) push_->Abandon();
   push_ = nullptr;
+  pushed_.reset();
+  retry_.reset();
   owners_.clear();
-  rejoiner_ = nullptr;
+  if (const auto rejoiner = std::exchange(rejoiner_, nullptr); rejoiner != nullptr) {
+    rejoiner->Stop(After(SteadyNow(), timeout));
+  }
   run_ = nullptr;
+  joiner_ = nullptr;  // And with it the client.
 }
 
 }  // namespace ema::client_internal

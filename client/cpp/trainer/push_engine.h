@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The protocol of a trainer: which steps are pushed, and what happens to those that cannot be. The
-// only implementation: StepPusher (C++) and attach() (Python) are faces of it.
+// The protocol of a trainer: decides which steps are pushed, and handles failed pushes. StepPusher
+// (C++) and attach() (Python) wrap it; there is no other implementation.
 #ifndef EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
 #define EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
 
@@ -48,13 +48,11 @@ struct StepWeights {
   void Append(StepWeights more);
 };
 
-// What the engine asks a training loop at a step. Called by the training thread only.
+// What the engine asks a training loop at a step that is due. Called by the training thread only.
 class TrainingStep {
  public:
   virtual ~TrainingStep() = default;
 
-  // The training time at this step.
-  virtual absl::StatusOr<TrainingTime> Time() = 0;
   // A digest of the values of all frozen tensors; equal values give equal digests on every rank.
   // Called once, before Read().
   virtual absl::StatusOr<std::string> FrozenDigest() = 0;
@@ -63,7 +61,11 @@ class TrainingStep {
   virtual absl::StatusOr<StepWeights> Read(const Run& run, size_t begin, size_t end) = 0;
 };
 
-// One rank of a trainer. For one thread, the training thread; progress() and step() are for any.
+// One rank of a trainer. Calls must not overlap, and all but Poll(true) come from the training
+// thread; progress() and step() may be called at any time by any thread.
+//
+// In a wait, and while it asks for weights, a signal handler of the training thread may call it
+// again: the outer call then continues with what the inner one has left.
 //
 // A push reads the weights in place from AfterStep() to WaitReleased(). A step that cannot be
 // pushed is skipped and counted, or pushed again (OnError::kWait). While the server is unreachable
@@ -79,29 +81,38 @@ class PushEngine {
     absl::Duration timeout = absl::Seconds(60);
     OnError on_error = OnError::kSkip;
     absl::Duration max_outage = absl::Minutes(2);
-    // As PushOptions::check. A push that it refuses raises, whatever `on_error` says.
+    // As PushOptions::check. A push that fails this check sets the error of TakeError(), whatever
+    // `on_error` is.
     bool check = false;
-    // Called by the training thread for each skipped push. May be null.
+    // As StepPusher::Options::on_skip.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
     // May be null. Called by the training thread and by the one that rejoins.
     LogFunction log;
-    // Polled by the training thread in waits for a rejoined run; true ends the wait. May be null.
+    // Polled by the training thread in waits; true ends the wait. May run signal handlers. May be
+    // null.
     std::function<bool()> is_interrupted;
   };
 
   // `step`: steps that the trainer has done before. All ranks have joined `run`.
   PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner, std::unique_ptr<Run> run,
              int64_t step);
+  ~PushEngine() { Leave(); }
   PushEngine(const PushEngine&) = delete;
   PushEngine& operator=(const PushEngine&) = delete;
 
   // As StepPusher::WaitReleased().
   void WaitReleased(absl::Span<const GpuStream> streams);
-  // The training has done `step` steps. Pushes the last one if an update is due.
-  void AfterStep(int64_t step, std::shared_ptr<TrainingStep> training_step);
-  // Ends the pending push, because something has written weights that it reads in place: `names` of
-  // them, empty if they are unknown. `raises`: TakeError() gives the error. `hint` is appended to
-  // the warning.
+  // The training has done `step` steps, the last one at `now`. Pushes it if an update is due. An
+  // error in `now`: the step is skipped.
+  void AfterStep(int64_t step, const absl::StatusOr<TrainingTime>& now,
+                 std::shared_ptr<TrainingStep> training_step);
+  // True: AfterStep() at `now`, WaitReleased() and TakeError() would neither wait nor ask for
+  // weights.
+  bool IsIdleAt(const absl::StatusOr<TrainingTime>& now) const;
+  bool is_idle() const { return push_ == nullptr && !retry_.has_value() && rejoiner_ == nullptr; }
+  // Abandons the pending push, because something has written weights that it reads in place:
+  // `names`, empty if they are unknown. `raises`: TakeError() gives the error. `hint` is appended
+  // to the warning.
   void AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises);
   // As StepPusher::TakeError().
   absl::Status TakeError();
@@ -109,15 +120,13 @@ class PushEngine {
   absl::Status WaitPushed(absl::Duration timeout);
   // Waits for the last push, at most `timeout`. After this nothing is pushed or counted.
   void EndPushes(absl::Duration timeout);
-  // Leaves the run; abandons a push that has not ended. Waits for a call that rejoins the run,
-  // which takes two seconds at most.
-  void Leave();
+  // Leaves the run; abandons a push that has not ended. Waits at most `timeout` for a call that
+  // rejoins the run; a longer call ends by itself.
+  void Leave(absl::Duration timeout = absl::InfiniteDuration());
 
-  // Takes the result of the pending push if it has ended, and a rejoined run.
-  // `leaves_failure`: takes a version only; the training thread handles failures, since that may
-  // take a second.
+  // Takes the result of the pending push if it has ended, and a rejoined run. `leaves_failure`: a
+  // failure stays for the training thread, since handling it may take a second.
   void Poll(bool leaves_failure = false);
-  bool has_pending_push() const { return push_ != nullptr; }
   bool is_pending_push_done() const { return push_ == nullptr || push_->done(); }
 
   int64_t rank() const { return rank_; }
@@ -154,9 +163,10 @@ class PushEngine {
   bool waits() const { return options_.on_error == OnError::kWait; }
   bool IsInterrupted() const { return options_.is_interrupted && options_.is_interrupted(); }
   void UpdateProgress(absl::FunctionRef<void(Progress&)> update) ABSL_LOCKS_EXCLUDED(progress_mu_);
-  void Log(LogLevel level, std::string_view text) const { log_.Write(level, text); }
+  void Log(LogLevel level, std::string_view text) const { log_->Write(level, text); }
 
-  absl::Status PushIfDue(const std::shared_ptr<TrainingStep>& training_step);
+  absl::Status PushIfDue(const TrainingTime& now,
+                         const std::shared_ptr<TrainingStep>& training_step);
   // The tracks that a push at `now` would update.
   absl::StatusOr<std::vector<DueTracks::Due>> DueAt(const TrainingTime& now) const;
   absl::Status ReadAndStart(const TrainingTime& now, std::shared_ptr<TrainingStep> training_step);
@@ -164,8 +174,7 @@ class PushEngine {
   // Whether there is a run to push step `next_step` to; with kWait, waits for one.
   bool IsBack();
   bool HasPreviousEnded();
-  // Takes the result of the pending push if it has ended. `because`: the error that counts in place
-  // of the push's own.
+  // Takes the result of the pending push if it has ended. `because`: replaces the push's own error.
   void Harvest(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());
   // Takes the run that has been rejoined; waits for it until then.
   void AdoptRejoinedRun(SteadyTime until);
@@ -182,31 +191,32 @@ class PushEngine {
   void AbandonRetry();
   // Tells the server that this rank will not push the step, so that no other rank waits for it.
   void ReportAbandonedStep(int64_t step, const absl::Status& why) const;
-  // Ends the pending push, which reads no weights any more.
-  void Drop(const std::string& problem);
-  std::unique_ptr<PendingPush> TakePush();
+  // Ends `push`, if it is still the pending one; it reads no weights any more.
+  void Drop(const std::shared_ptr<PendingPush>& push, const std::string& problem);
+  std::shared_ptr<PendingPush> TakePush();
   // Counts a step that was not pushed, or keeps it to push it again; starts to rejoin if the error
   // means an outage.
-  void Skip(int64_t step, const absl::Status& error, std::unique_ptr<PendingPush> lost = nullptr);
+  void Skip(int64_t step, const absl::Status& error, std::shared_ptr<PendingPush> lost = nullptr);
   void ReportSkip(int64_t step, const absl::Status& error);
   void CountWait(SteadyTime start);
 
   const Options options_;
-  const std::shared_ptr<const RunJoiner> joiner_;
+  const std::string model_;
+  std::shared_ptr<const RunJoiner> joiner_;  // Null after Leave().
   const int64_t rank_;
-  TrainerLog log_;
+  const std::shared_ptr<TrainerLog> log_;
   DueTracks due_;
   bool is_closed_ = false;
   std::atomic<int64_t> step_;
-  std::unique_ptr<Run> run_;  // Null while the server is unreachable, and after Leave().
+  // Shared with calls that a signal handler has interrupted, as the next two below.
+  std::shared_ptr<Run> run_;  // Null while the server is unreachable, and after Leave().
   int64_t run_epoch_;
   // What is left of max_wait until the end of the next AfterStep().
   absl::Duration wait_left_;
   // False: the last push failed, so the ranks may push at different steps.
   bool in_step_ = true;
 
-  // The digest of the frozen tensors that the server has, if this rank knows: of its last push, if
-  // that succeeded. Before the first push the run has none.
+  // The digest of the frozen tensors in the last push, if that succeeded; absent: unknown.
   std::optional<std::string> served_frozen_;
   std::string pushed_frozen_;
   bool has_pushed_ = false;
@@ -214,11 +224,11 @@ class PushEngine {
   std::vector<std::shared_ptr<const void>> owners_;  // Of the memory that the push reads.
   bool reads_gpu_ = false;
   int64_t pending_step_ = 0;
-  bool has_waited_ = false;  // For the reply to the pending push.
-  std::unique_ptr<PendingPush> push_;
+  bool has_waited_ = false;  // The training thread has waited for the pending push's reply once.
+  std::shared_ptr<PendingPush> push_;
   // Not null while the server is unreachable, and after this run was fenced.
-  std::unique_ptr<Rejoiner> rejoiner_;
-  // What the server has lost, until WarnOfLostUpdates(): the text before and after the next step.
+  std::shared_ptr<Rejoiner> rejoiner_;
+  // Updates that the server has lost, until WarnOfLostUpdates().
   struct LostUpdates {
     std::optional<int64_t> from_step;  // Absent: the server has forgotten the model.
     int64_t to_step = 0;

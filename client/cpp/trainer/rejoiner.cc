@@ -2,6 +2,7 @@
 #include "client/cpp/trainer/rejoiner.h"
 
 #include <algorithm>
+#include <exception>
 #include <new>
 #include <system_error>
 #include <utility>
@@ -38,35 +39,57 @@ bool NeedsAPerson(const absl::Status& error) {
 
 }  // namespace
 
-Rejoiner::Rejoiner(std::shared_ptr<const RunJoiner> joiner, const TrainerLog* log,
-                   int64_t lost_step, std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run)
+Rejoiner::Rejoiner(std::shared_ptr<const RunJoiner> joiner, std::shared_ptr<const TrainerLog> log,
+                   int64_t lost_step, std::shared_ptr<PendingPush> push, std::shared_ptr<Run> run)
     : joiner_(std::move(joiner)),
-      log_(*log),
+      log_(std::move(log)),
       lost_step_(lost_step),
       lost_run_epoch_(run->run_epoch()),
       lost_push_(std::move(push)),
       lost_run_(std::move(run)) {}
 
 Rejoiner::~Rejoiner() {
-  {
-    absl::MutexLock lock(&mu_);
-    is_stopped_ = true;
-    wait_.WakeAll();
-  }
-  if (thread_.joinable()) thread_.join();
+  // The thread itself may let the last reference go.
+  if (thread_.joinable()) thread_.detach();
 }
 
 bool Rejoiner::Start() {
   if (thread_.joinable()) return true;
+  absl::Status problem;
   try {
-    thread_ = std::thread([this] { Work(); });
+    {
+      absl::MutexLock lock(&mu_);
+      is_done_ = false;
+    }
+    thread_ = std::thread([self = shared_from_this()] { self->Work(); });
+    return true;
   } catch (const std::system_error& error) {
-    absl::MutexLock lock(&mu_);
-    problem_ =
+    problem =
         absl::UnavailableError(absl::StrCat("no thread to join the run again: ", error.what()));
-    return false;
+  } catch (const std::bad_alloc&) {
+    problem = absl::UnavailableError("no thread to join the run again: out of memory");
   }
-  return true;
+  absl::MutexLock lock(&mu_);
+  is_done_ = true;
+  problem_ = problem;
+  return false;
+}
+
+void Rejoiner::Stop(SteadyTime until) {
+  bool is_done = false;
+  {
+    const auto done = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_done_; };
+    absl::MutexLock lock(&mu_);
+    is_stopped_ = true;
+    wait_.WakeAll();
+    is_done = wait_.AwaitUntil(mu_, until, done);
+  }
+  if (!thread_.joinable()) return;
+  if (is_done) {
+    thread_.join();
+  } else {
+    thread_.detach();
+  }
 }
 
 void Rejoiner::Await(SteadyTime until) {
@@ -87,6 +110,7 @@ bool Rejoiner::IsSettledLocked() const {
 
 std::optional<Rejoiner::Joined> Rejoiner::Take() {
   absl::MutexLock lock(&mu_);
+  has_been_taken_ |= joined_.has_value();
   return std::exchange(joined_, std::nullopt);
 }
 
@@ -102,30 +126,49 @@ bool Rejoiner::AwaitStop(absl::Duration max_wait) {
 }
 
 void Rejoiner::Work() {
+  // Also where the training thread still waits for the push.
+  if (lost_push_ != nullptr) lost_push_->Abandon();
   lost_push_.reset();
   lost_run_.reset();
-  Backoff backoff(kFirstPause, kLongestPause);
   absl::Duration pause;  // None before the first try.
-  while (!AwaitStop(pause)) {
-    bool is_reachable = false;
-    absl::StatusOr<Joined> joined;
+  std::optional<Backoff> backoff;
+  while (!AwaitStop(pause) && !HasEnded()) {
+    // Memory that is short now may be there later.
+    pause = kFirstPause;
     try {
-      joined = Join(is_reachable);
-    } catch (const std::bad_alloc&) {
-      joined = absl::ResourceExhaustedError("no memory to join the run again");
+      if (!backoff.has_value()) backoff.emplace(kFirstPause, kLongestPause);
+      pause = Try(*backoff);
+    } catch (const std::exception&) {
+      absl::MutexLock lock(&mu_);
+      problem_ = absl::ResourceExhaustedError("this rank has no memory to join the run again");
     }
-    const absl::Status problem = joined.status();
-    // From here on the other ranks are waited for, and they may come soon.
-    if (is_reachable) backoff.Reset();
-    pause = backoff.Next(problem);
-    LogProblem(problem, this->problem());
-    absl::MutexLock lock(&mu_);
-    problem_ = problem;
-    if (joined.ok()) joined_ = *std::move(joined);
-    wait_.WakeAll();
-    // FENCED: the server knows this launch, and a newer one has taken over.
-    if (joined_.has_value() || GetErrorReason(problem) == ErrorReason::kFenced) return;
   }
+  std::optional<Joined> late;  // Destroyed without the lock.
+  absl::MutexLock lock(&mu_);
+  // A run that was joined too late is left at once.
+  if (is_stopped_) late = std::exchange(joined_, std::nullopt);
+  is_done_ = true;
+  wait_.WakeAll();
+}
+
+absl::Duration Rejoiner::Try(Backoff& backoff) {
+  bool is_reachable = false;
+  absl::StatusOr<Joined> joined = Join(is_reachable);
+  const absl::Status problem = joined.status();
+  // From here on the other ranks are waited for, and they may come soon.
+  if (is_reachable) backoff.Reset();
+  LogProblem(problem, this->problem());
+  absl::MutexLock lock(&mu_);
+  problem_ = problem;
+  if (joined.ok()) joined_ = *std::move(joined);
+  wait_.WakeAll();
+  return backoff.Next(problem);
+}
+
+bool Rejoiner::HasEnded() const {
+  absl::MutexLock lock(&mu_);
+  // FENCED: the server knows this launch, and a newer one has taken over.
+  return joined_.has_value() || has_been_taken_ || GetErrorReason(problem_) == ErrorReason::kFenced;
 }
 
 absl::StatusOr<Rejoiner::Joined> Rejoiner::Join(bool& is_reachable) {
@@ -143,16 +186,17 @@ absl::StatusOr<Rejoiner::Joined> Rejoiner::Join(bool& is_reachable) {
 
 void Rejoiner::LogProblem(const absl::Status& problem, const absl::Status& previous) {
   if (problem.ok()) {
-    log_.Write(LogLevel::kInfo, "joined again");
+    log_->Write(LogLevel::kInfo, "joined again");
   } else if (GetErrorReason(problem) == ErrorReason::kFenced) {
-    log_.Write(LogLevel::kWarning,
-               absl::StrCat("this run does not push any more: ", problem.message()));
+    log_->Write(LogLevel::kWarning,
+                absl::StrCat("this run does not push any more: ", problem.message()));
   } else if (NeedsAPerson(problem) && !has_warned_) {
     has_warned_ = true;
-    log_.Write(LogLevel::kWarning, absl::StrCat("pushes do not start again before this is mended: ",
-                                                ErrorText(problem)));
+    log_->Write(
+        LogLevel::kWarning,
+        absl::StrCat("pushes do not start again before this is mended: ", ErrorText(problem)));
   } else if (problem.message() != previous.message() && !absl::IsCancelled(problem)) {
-    log_.Write(LogLevel::kInfo, absl::StrCat("not pushing yet: ", ErrorText(problem)));
+    log_->Write(LogLevel::kInfo, absl::StrCat("not pushing yet: ", ErrorText(problem)));
   }
 }
 

@@ -16,14 +16,15 @@
 #include "absl/synchronization/mutex.h"
 #include "client/cpp/trainer/run_joiner.h"
 #include "client/cpp/trainer/trainer_log.h"
+#include "client/cpp/transport/retry.h"
 #include "ema/client.h"
 #include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
-// Releases a push (may be null) and its run, then tries to rejoin until all ranks have, and asks
-// the server whether the lost step became a version. For the training thread.
-class Rejoiner {
+// Releases a push (may be null) and its run, then opens the run again until all ranks have joined,
+// and asks whether the lost step was committed. For the training thread.
+class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
  public:
   struct Joined {
     std::unique_ptr<Run> run;
@@ -31,10 +32,10 @@ class Rejoiner {
     std::optional<Version> lost_version;
   };
 
-  // `log` outlives this object, and may be called by the thread.
-  Rejoiner(std::shared_ptr<const RunJoiner> joiner, const TrainerLog* log, int64_t lost_step,
-           std::unique_ptr<PendingPush> push, std::unique_ptr<Run> run);
-  // Waits for the call that is being made, which takes two seconds at most.
+  // The thread calls `log`.
+  Rejoiner(std::shared_ptr<const RunJoiner> joiner, std::shared_ptr<const TrainerLog> log,
+           int64_t lost_step, std::shared_ptr<PendingPush> push, std::shared_ptr<Run> run);
+  // REQUIRES: Stop() was called if Start() was.
   ~Rejoiner();
   Rejoiner(const Rejoiner&) = delete;
   Rejoiner& operator=(const Rejoiner&) = delete;
@@ -42,17 +43,24 @@ class Rejoiner {
   // Starts the thread, unless it runs already. False: the system has no thread for it now, as
   // problem() says.
   bool Start() ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until Take() has a run, or no other try follows, or it is `until`. If the thread could
+  // Waits until Take() has a run, no other try follows, or `until`. If the thread could
   // not be started, it is started as soon as the system has one.
   void Await(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // The run, once; absent: it has not been rejoined yet.
   std::optional<Joined> Take() ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends the tries. Waits until `until` for the call that is being made (each takes two seconds at
+  // most); if that takes longer, the thread ends by itself later, and releases its run.
+  void Stop(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // The error of the last try. ABORTED, FENCED: a newer run pushes, so no other try follows.
   // CANCELLED: Client::Options::is_interrupted.
   absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   void Work() ABSL_LOCKS_EXCLUDED(mu_);
+  // Tries once. Returns the pause before the next try.
+  absl::Duration Try(Backoff& backoff) ABSL_LOCKS_EXCLUDED(mu_);
+  // No other try follows.
+  bool HasEnded() const ABSL_LOCKS_EXCLUDED(mu_);
   // True: the thread is to end. Waits for that.
   bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets `is_reachable` once the server has opened the run.
@@ -61,17 +69,19 @@ class Rejoiner {
   bool IsSettledLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const std::shared_ptr<const RunJoiner> joiner_;
-  const TrainerLog& log_;
+  const std::shared_ptr<const TrainerLog> log_;
   const int64_t lost_step_;
   const int64_t lost_run_epoch_;
   // These belong to the thread once it runs.
-  std::unique_ptr<PendingPush> lost_push_;
-  std::unique_ptr<Run> lost_run_;
+  std::shared_ptr<PendingPush> lost_push_;
+  std::shared_ptr<Run> lost_run_;
   bool has_warned_ = false;
   mutable absl::Mutex mu_;
   SteadyWait wait_;  // Woken when one of these changes.
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_done_ ABSL_GUARDED_BY(mu_) = true;  // The thread does not run, or is about to end.
   std::optional<Joined> joined_ ABSL_GUARDED_BY(mu_);
+  bool has_been_taken_ ABSL_GUARDED_BY(mu_) = false;  // By Take().
   absl::Status problem_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };

@@ -20,7 +20,7 @@
 
 namespace ema::client_internal {
 
-// Immutable. One thread at a time may use it.
+// Has no state that changes. Thread-safe as Client is.
 class RunJoiner {
  public:
   struct Options {

@@ -188,10 +188,7 @@ class StepPusher::Impl {
 class StepPusher::Impl::Step : public client_internal::TrainingStep {
  public:
   // `impl` outlives this object.
-  Step(const Impl* impl, int64_t step, ReadWeights read)
-      : impl_(*impl), step_(step), read_(std::move(read)) {}
-
-  absl::StatusOr<TrainingTime> Time() override { return TimeAt(impl_.options_, step_); }
+  Step(const Impl* impl, ReadWeights read) : impl_(*impl), read_(std::move(read)) {}
 
   absl::StatusOr<std::string> FrozenDigest() override {
     std::string digest;
@@ -234,13 +231,12 @@ class StepPusher::Impl::Step : public client_internal::TrainingStep {
   }
 
   const Impl& impl_;
-  const int64_t step_;
   const ReadWeights read_;
 };
 
 void StepPusher::Impl::AfterStep(const ReadWeights& read) {
   const int64_t step = engine_->step() + 1;
-  engine_->AfterStep(step, std::make_shared<Step>(this, step, read));
+  engine_->AfterStep(step, TimeAt(options_, step), std::make_shared<Step>(this, read));
 }
 
 absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,

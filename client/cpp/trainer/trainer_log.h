@@ -33,7 +33,7 @@ const char* OutlookAfter(const absl::Status& error);
 // a warning. For one thread; Write() is for any.
 class TrainerLog {
  public:
-  // `warns_of_all`: of every skipped step that has its cause outside of this rank.
+  // `warns_of_all`: warns of every step that is skipped because of the server or another rank.
   TrainerLog(std::string_view model, bool warns_of_all, LogFunction function);
 
   void Write(LogLevel level, std::string_view text) const;
@@ -54,7 +54,7 @@ class TrainerLog {
   const bool warns_of_all_;
   const LogFunction function_;
   std::map<Cause, int64_t> skip_counts_;
-  // Causes that a push that succeeds does not end, such as weights that are not finite.
+  // Causes that persist after a successful push, such as weights that are not finite.
   std::set<Cause> lasting_causes_;
   // Track, pattern of the rule, and schedule.
   std::set<std::tuple<std::string, std::string, std::string>> stalled_;

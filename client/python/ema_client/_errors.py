@@ -161,7 +161,9 @@ def from_status(code: str, reason: str, message: bytes) -> EmaError:
 def to_status(error: Exception) -> tuple[str, str, str]:
     """The code, reason and message of the status of an exception; called by the extension module."""
     failure = failure_of(error)
-    return failure.code, failure.reason, str(failure.args[0]) if failure.args else ""
+    message = str(failure.args[0]) if failure.args else ""
+    # A file's name may have lone surrogates.
+    return failure.code, failure.reason, message.encode("utf-8", "replace").decode()
 
 
 def log_wait(message: bytes) -> None:

@@ -11,8 +11,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -70,7 +72,8 @@ class PyTrainingStep : public client_internal::TrainingStep {
     step_.reset();
   }
 
-  absl::StatusOr<TrainingTime> Time() override {
+  // The training time at this step.
+  absl::StatusOr<TrainingTime> Time() {
     return Call<TrainingTime>("time",
                               [](nb::handle time) { return ToTime(nb::cast<nb::dict>(time)); });
   }
@@ -120,13 +123,18 @@ class PyTrainingStep : public client_internal::TrainingStep {
       return convert(result);
     } catch (nb::python_error& raised) {
       return StatusOf(raised);
+    } catch (const std::bad_alloc&) {
+      return absl::ResourceExhaustedError("this rank has no memory for the push");
+    } catch (const std::exception& error) {  // Of a result of another type, for example.
+      return absl::InternalError(error.what());
     }
   }
 
   nb::object step_;
 };
 
-// Under the GIL, and used by one thread at a time: the attachment has a lock for that.
+// Used by one thread at a time, since its methods let the GIL go: whoever calls anything but
+// `step`, `stats` and `version` holds the attachment's lock.
 class PyPushEngine {
  public:
   PyPushEngine(const nb::object& client, const nb::object& run, const std::string& model,
@@ -179,19 +187,29 @@ class PyPushEngine {
     engine_.reset();
   }
 
+  // These three keep the GIL where they have nothing to wait for, as at most steps: another Python
+  // thread may keep it for milliseconds before it gives it back.
   void WaitReleased(const std::vector<StreamTuple>& streams) {
+    if (engine_->is_idle()) return;
     const std::vector<GpuStream> waiting = ToStreams(streams);
     Call([&] { engine_->WaitReleased(waiting); });
   }
   void AfterStep(int64_t step, nb::object training_step) {
-    auto shared = std::make_shared<PyTrainingStep>(std::move(training_step));
-    Call([&] { engine_->AfterStep(step, std::move(shared)); });
+    const auto shared = std::make_shared<PyTrainingStep>(std::move(training_step));
+    const absl::StatusOr<TrainingTime> now = shared->Time();
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    if (engine_->IsIdleAt(now)) {
+      engine_->AfterStep(step, now, shared);
+    } else {
+      Call([&] { engine_->AfterStep(step, now, shared); });
+    }
+  }
+  void RaiseError() {
+    if (engine_->is_idle()) return ThrowIfError(engine_->TakeError());
+    CallWithoutGil([&] { return engine_->TakeError(); });
   }
   void AbandonWrittenPush(const std::string& names, const std::string& hint, bool raises) {
     Call([&] { engine_->AbandonWrittenPush(names, hint, raises); });
-  }
-  void RaiseError() {
-    CallWithoutGil([&] { return engine_->TakeError(); });
   }
   void WaitPushed(double timeout_s) {
     const absl::Duration timeout = ToDuration(timeout_s);
@@ -201,8 +219,9 @@ class PyPushEngine {
     const absl::Duration timeout = ToDuration(timeout_s);
     Call([&] { engine_->EndPushes(timeout); });
   }
-  void Leave() {
-    Call([&] { engine_->Leave(); });
+  void Leave(double timeout_s) {
+    const absl::Duration timeout = ToDuration(timeout_s);
+    Call([&] { engine_->Leave(timeout); });
   }
   void Poll(bool leaves_failure) {
     Call([&] { engine_->Poll(leaves_failure); });
@@ -264,7 +283,7 @@ void BindEngine(nb::module_& module) {
       .def("raise_error", &PyPushEngine::RaiseError)
       .def("wait_pushed", &PyPushEngine::WaitPushed, "timeout_s"_a)
       .def("end_pushes", &PyPushEngine::EndPushes, "timeout_s"_a)
-      .def("leave", &PyPushEngine::Leave)
+      .def("leave", &PyPushEngine::Leave, "timeout_s"_a)
       .def("poll", &PyPushEngine::Poll, "leaves_failure"_a)
       .def("away_error",
            [](const PyPushEngine& self) { return ExceptionOf(self.engine().AwayError()); })

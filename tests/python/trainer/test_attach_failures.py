@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -347,6 +348,10 @@ def test_all_that_close_waits_for_has_one_deadline(server, model, monkeypatch):
             waits.append(("push", timeout_s))
             clock.now += timeout_s - 1
 
+        def leave(self, timeout_s: float) -> None:
+            waits.append(("leave", timeout_s))
+            engine.leave(timeout_s)
+
     engine = ema._pusher.engine
     ema._pusher.engine = SlowEngine()
     ema._ema_model._copy = object()
@@ -357,4 +362,41 @@ def test_all_that_close_waits_for_has_one_deadline(server, model, monkeypatch):
         lambda raises, timeout_s: waits.append(("copy", timeout_s)),
     )
     ema.close(timeout_s=10)
-    assert waits == [("push", 10), ("copy", 1)]
+    assert waits == [("push", 10), ("copy", 1), ("leave", 1)]
+
+
+@pytest.mark.parametrize("call", ["state_dict", "close"])
+@pytest.mark.parametrize("fault", ["server is gone", "server hangs"])
+def test_a_signal_handler_may_use_the_attachment_while_it_waits(tmp_path, model, fault, call):
+    """As a scheduler's signal that makes a framework save its checkpoint."""
+    net, optimizer = trainer_of(24 << 20)
+    calls = []
+
+    def on_alarm(*_: object) -> None:
+        calls.append(call)
+        with contextlib.suppress(ema_client.EmaError):
+            getattr(ema, call)(timeout_s=0.1)
+
+    with ServerProcess(tmp_path) as server:
+        ema = ema_client.attach(
+            net, optimizer, server.url(model), half_life="3ba", on_error="wait", max_outage_s=4
+        )
+        optimizer.step()
+        ema.wait_pushed()
+        if fault == "server hangs":
+            os.kill(server.pid, signal.SIGSTOP)
+        else:
+            server.kill()
+        optimizer.step()
+        before = signal.signal(signal.SIGALRM, on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+        try:
+            with contextlib.suppress(ema_client.EmaError):
+                optimizer.step()  # Waits for the push before it.
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            if fault == "server hangs":
+                os.kill(server.pid, signal.SIGCONT)
+        assert calls == [call]
+        assert ema.stats.pushes >= 1
+        ema.close(timeout_s=1)

@@ -387,7 +387,7 @@ def test_whoever_goes_on_unasked_with_an_earlier_runs_average_is_told(
         trainer.step(2)
     told = [record.getMessage() for record in caplog.records]
     assert [
-        f'model "{model}": its averages go on from version 2 (step 2)' in text for text in told
+        f'model "{model}": its averages continue from version 2 (step 2)' in text for text in told
     ] == [True] * (how == "anew")
 
 

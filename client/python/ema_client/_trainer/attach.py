@@ -287,7 +287,7 @@ def attach(
             keep_resumable=keep_resumable,
         )
         undo.callback(attachment._detach)
-        undo.callback(attachment._pusher.engine.leave)
+        undo.callback(attachment._pusher.engine.leave, 0.0)
         options.apply(attachment, ranks)
         undo.pop_all()
     if optimizers is not None and hold_none_of(optimizers, module.parameters()):

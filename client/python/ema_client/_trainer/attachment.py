@@ -66,7 +66,7 @@ class Attachment:
     ) -> None:
         weights = PushedWeights(optimizers, frozen.names)
         self._pusher = pusher = Pusher(options, joined, weights, frozen)
-        # Of the entrances.
+        # The entrances take the lock in the process that trains.
         self._lock = pusher.lock
         self._pid = pusher.pid
         self._state = ResumableState(pusher, client, join_at, keep=keep_resumable)
@@ -354,7 +354,7 @@ class Attachment:
             self._detach()
             if pusher.is_in_this_process:
                 try:
-                    pusher.engine.leave()
+                    pusher.engine.leave(left_s())
                 finally:
                     self._client.close()
 
@@ -397,7 +397,7 @@ class Attachment:
     def _end_at_exit(self) -> None:
         """Without the last push, if it takes long."""
         self._pusher.engine.end_pushes(EXIT_WAIT_S)
-        self._pusher.engine.leave()
+        self._pusher.engine.leave(EXIT_WAIT_S)
 
     def _detach(self) -> None:
         self._pusher.is_closed = True
@@ -466,5 +466,7 @@ def _at_exit() -> None:
     for attachment in list(attachments):
         # A daemon thread may be in a hook, and not come out any more.
         if attachment._pid == os.getpid() and attachment._lock.acquire(timeout=EXIT_WAIT_S):
-            attachment._end_at_exit()
-            attachment._lock.release()
+            try:
+                attachment._end_at_exit()
+            finally:
+                attachment._lock.release()

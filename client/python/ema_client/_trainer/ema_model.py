@@ -230,12 +230,12 @@ class EmaModel:
         """Of the track whose average it has."""
         return only_average(
             f'model "{self._pusher.options.model_name}": ',
-            {track.name: track.schedule.is_copy for track in self._pusher.engine.tracks},
+            {track.name: track.schedule.is_copy for track in self._pusher.tracks},
         )
 
     def _bring_up_to_date(self, *, raises: bool, timeout_s: float | None = None) -> None:
-        """`raises` False: what fails is a warning, if there is a copy already, and it is of one version.
-        `timeout_s`: one that will hardly come to the newest version in so long stays as it is."""
+        """`raises` False: an error is a warning if there is a copy of one version. `timeout_s`: a copy whose
+        last update took longer stays as it is."""
         pusher = self._pusher
         model_name = pusher.options.model_name
         try:
@@ -247,9 +247,9 @@ class EmaModel:
             copied = self._copy
             is_whole = copied is not None and not copied.problem
             if copied is not None and is_whole and version_id(copied.version) == version_id(newest):
-                return  # Nobody else pushes.
-            if pusher.engine.is_away:
-                raise pusher.engine.away_error()
+                return  # Only this run pushes.
+            if pusher.is_away:
+                raise pusher.away_error()
             if copied is None:
                 self._copy = AveragedCopy(
                     self._module,

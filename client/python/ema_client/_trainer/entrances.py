@@ -62,8 +62,7 @@ def uncompiled(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 @functools.cache
 def keep_uncompiled(owner: type[Any]) -> None:
-    """Makes the entrances of a class, and of those that it is made of, `uncompiled`."""
-    for part in owner.__mro__:
-        for name, method in list(vars(part).items()):
-            if getattr(method, "_is_entrance", False):
-                setattr(part, name, uncompiled(method))
+    """Makes the entrances of a class `uncompiled`."""
+    for name, method in list(vars(owner).items()):
+        if getattr(method, "_is_entrance", False):
+            setattr(owner, name, uncompiled(method))

@@ -37,6 +37,8 @@ class FrozenTensors:
         # Checksums of the values at the last look, and what tells that these may be others.
         self._seen = {name: (mark, sums[name]) for name, mark in _marks(self._of(tensors)).items()}
 
+        self._digest: str | None = None  # Of `_seen`; None: not computed.
+
     @property
     def names(self) -> frozenset[str]:
         return self._names
@@ -44,7 +46,9 @@ class FrozenTensors:
     def digest(self, tensors: NamedTensors) -> str:
         """Of the values of all of them: equal for equal values."""
         self._look(self._of(tensors))
-        return " ".join(str(self._seen[name][1]) for name in sorted(self._seen))
+        if self._digest is None:
+            self._digest = " ".join(str(self._seen[name][1]) for name in sorted(self._seen))
+        return self._digest
 
     def _of(self, tensors: NamedTensors) -> dict[str, torch.Tensor]:
         return {name: tensors.parameters[name] for name in self._names & tensors.parameters.keys()}
@@ -57,6 +61,9 @@ class FrozenTensors:
                 seen[name] = self._seen[name]
             else:
                 unseen[name] = mark
+        if not unseen and seen.keys() == self._seen.keys():
+            return
+        self._digest = None
         sums = checksums(local_of(tensors[name]) for name in unseen)
         seen |= {name: (unseen[name], value) for name, value in zip(unseen, sums)}
         self._seen = seen

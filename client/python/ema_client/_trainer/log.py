@@ -7,7 +7,7 @@ import logging
 
 _logger = logging.getLogger(__name__)
 
-# As the engine numbers them.
+# Indexed by the engine's LogLevel.
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `attach` was asked to push."""
+"""The arguments of `attach` that concern pushes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from ema_client._client.types import TimeLike
 from ema_client._model.torch_model import NamedTensors
 
-#: Of `attach`.
+#: The default of `attach(max_outage_s=)`.
 MAX_OUTAGE_S = 120.0
 
 OnError = Literal["skip", "wait", "raise"]
@@ -18,7 +18,7 @@ OnError = Literal["skip", "wait", "raise"]
 
 @dataclasses.dataclass(frozen=True)
 class PushOptions:
-    """The arguments of `attach` that concern pushes."""
+    """As `attach` describes them."""
 
     model_name: str
     tensors_of: Callable[[], NamedTensors]

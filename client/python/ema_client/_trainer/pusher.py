@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's pushes: reads the weights for the engine, and notices who writes them meanwhile."""
+"""One rank's pushes: reads the weights for the engine, and detects writes to weights that a push reads."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from ema_client import _ema
 from ema_client._client.arrays import read_all, some
 from ema_client._client.gpu import current_streams, is_capturing
-from ema_client._client.pieces import BoxCache
+from ema_client._client.pieces import BoxCache, HeldWeights
 from ema_client._client.types import Stats, Version, time_after, version_from
 from ema_client._errors import EmaError, failure_of
 from ema_client._trainer.changes import Changes
@@ -25,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# How long an interpreter that ends without close(), and an exception, wait for the last push.
+# How long an exit without close(), or an exception, waits for the last push.
 EXIT_WAIT_S = 1.0
 
 
@@ -39,12 +40,12 @@ class Pusher:
         pid: of the process that trains; a forked child does nothing.
         engine: the protocol.
         has_stepped: a step was counted.
-        is_closed: nothing is counted any more.
+        is_closed: steps are no longer counted.
         resumed_unasked: the version from which the averages continue, though the trainer has not said
             that it resumes; None: there is none.
         follow: called when a step has been counted, and pushed if it was due.
         error: raised by `raise_error`, beside the engine's.
-        more_wait_seconds: that the training has waited for something else than pushes.
+        other_wait_seconds: time that the training has waited for anything but pushes.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Pusher:
         self.is_closed = False
         self.follow: Callable[[], None] | None = None
         self.error: EmaError | None = None
-        self.more_wait_seconds = 0.0
-        # The training thread, by what it did last.
+        self.other_wait_seconds = 0.0
+        # The thread that called `advance` last.
         self._trainer = threading.get_ident()
         self._changes = Changes(options.model_name, options.tensors_of())
         self._weights = weights
@@ -68,12 +69,12 @@ class Pusher:
         self._boxes = BoxCache()
         # GPUs that the last push reads from.
         self._gpus: frozenset[int] = frozenset()
-        # What reading the weights has failed with last: the engine has its text only.
+        # The last exception from reading the weights; the engine keeps only its text.
         self._read_failure: EmaError | None = None
         self.adopt(joined)
 
     def adopt(self, joined: Joined) -> None:
-        """Pushes to a run that no step has been pushed to."""
+        """Starts to push to a newly joined run."""
         options = self.options
         self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
         self.engine = joined.make_engine(
@@ -91,25 +92,52 @@ class Pusher:
     def version(self) -> Version | None:
         self.look()
         fields = self.engine.version
-        if fields is None:
-            self._version = None
-        else:
-            version = version_from(fields)
-            # The same object for the same version.
-            if self._version != version:
-                self._version = version
-        return self._version
+        version = None if fields is None else version_from(fields)
+        # The same object for the same version.
+        known = self._version
+        if known is not None and known == version:
+            return known
+        self._version = version
+        return version
 
     @property
     def stats(self) -> Stats:
         self.look()
         fields = self.engine.stats
-        fields["wait_seconds"] += self.more_wait_seconds
+        fields["wait_seconds"] += self.other_wait_seconds
         return Stats(**fields)
 
     @property
     def step(self) -> int:
         return self.engine.step
+
+    @property
+    def is_away(self) -> bool:
+        """The server is unreachable, or this run was fenced: nothing can be pushed now."""
+        with self.lock:
+            return self.engine.is_away
+
+    @property
+    def is_fenced(self) -> bool:
+        """A newer run pushes, or the model was rolled back: nothing is pushed any more."""
+        with self.lock:
+            return self.engine.is_fenced
+
+    @property
+    def run_epoch(self) -> int:
+        with self.lock:
+            return self.engine.run_epoch
+
+    @property
+    def tracks(self) -> list[_ema.Track]:
+        """Of the plan that pushes go by."""
+        with self.lock:
+            return self.engine.tracks
+
+    def away_error(self) -> EmaError:
+        """Why nothing can be pushed now."""
+        with self.lock:
+            return self.engine.away_error()
 
     @property
     def is_in_this_process(self) -> bool:
@@ -126,7 +154,7 @@ class Pusher:
         return self.is_active and self._trainer == threading.get_ident()
 
     def training_time(self, step: int) -> dict[str, float]:
-        """After so many steps."""
+        """The training time after `step` steps."""
         return time_after(self.options.time_of, step)
 
     def reads_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
@@ -140,11 +168,11 @@ class Pusher:
         self.give_up_written()
         self.engine.wait_released(current_streams(self._gpus))
         if self.options.on_error == "wait":
-            # A push that was made again has marked what it reads; the caller is about to write it.
+            # A repeated push has marked its weights again; the caller is about to write them.
             self._weights.unmark()
 
     def wait_pushed(self, timeout_s: float) -> Version | None:
-        """DeadlineExceededError: the running push has not ended in so long."""
+        """DeadlineExceededError: the push is still running after `timeout_s`."""
         if self.is_in_this_process:
             with self.lock:
                 self.give_up_written()
@@ -157,6 +185,7 @@ class Pusher:
         """The training has done `step` steps: pushes the last one if it is due. Leaves what it fails with
         for `raise_error`."""
         self._trainer = threading.get_ident()
+        self._read_failure = None  # It keeps the memory that reading has taken.
         if not self.has_stepped:
             self._warn_of_old_weights()
         self.has_stepped = True
@@ -185,7 +214,7 @@ class Pusher:
             self.engine.poll(False)
 
     def raise_error(self) -> None:
-        """Raises what a step was lost for, as on_error asks, or what following a step has failed with."""
+        """Raises the error of a lost step, as on_error says, or of `follow`."""
         with self.lock:
             error, self.error = self.error, None
             try:
@@ -198,9 +227,8 @@ class Pusher:
             raise error
 
     def look(self) -> None:
-        """Takes the result of the pending push, unless another thread may be about to. What failed only
-        the thread that trains: it may tell the server, while the next hook would wait for this one.
-        """
+        """Takes the result of a finished push, if the lock is free. Only the training thread handles failures,
+        because that can call the server."""
         if not self.is_in_this_process:
             return
         if self.lock.acquire(blocking=False):
@@ -213,10 +241,9 @@ class Pusher:
         old = self.resumed_unasked
         if old is not None and self.engine.rank == 0:
             _logger.warning(
-                'model "%s": its averages go on from version %d (step %d), which an earlier run has '
-                "made, with this run's weights. To begin anew, take another name or delete the model; "
-                "to go on where this trainer stands, attach(..., resume=) with the state_dict() in its "
-                "checkpoint",
+                'model "%s": its averages continue from version %d (step %d) of an earlier run, with this '
+                "run's weights. To start over, use another name or delete the model; to resume, pass "
+                "attach(..., resume=) the state_dict() in the trainer's checkpoint",
                 self.options.model_name,
                 old.number,
                 old.step,
@@ -230,24 +257,27 @@ class Pusher:
     def _read(
         self, trained: bool, frozen: bool
     ) -> tuple[Sequence[_ema.Array], Sequence[tuple[int, int]]]:
-        names = self._pushed_names
-        if not frozen:
-            names -= self._frozen.names
-        elif not trained:
-            names &= self._frozen.names
+        names = self._pushed_names if frozen else self._pushed_names - self._frozen.names
+        # All that the push reads, also where some of it has been read for it before.
         weights = self._weights.take(self.options.tensors_of(), names)
         if trained and self._watched is not None:
             self._watched.watch(weights)
+        if not trained:
+            weights = HeldWeights(
+                (name, value) for name, value in weights.items() if name in self._frozen.names
+            )
         arrays = read_all(weights, self._boxes)
-        self._gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
-        return arrays, current_streams(self._gpus)
+        gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
+        self._gpus = gpus if trained else self._gpus | gpus
+        return arrays, current_streams(gpus)
 
 
 class _Step:
-    """What the engine asks for at one step: the time of each, the rest only if an update is due."""
+    """Answers the engine's questions about one step: its time, and the rest only if an update is due."""
 
     def __init__(self, pusher: Pusher, step: int) -> None:
-        self._pusher = pusher
+        # The engine may keep this object, and Python does not see that.
+        self._pusher: Pusher = weakref.proxy(pusher)
         self._step = step
         self.has_read = False
 

@@ -37,7 +37,7 @@ class ResumableState:
         self._join_at = join_at
         self._keep = keep
         self._model_name = pusher.options.model_name
-        # The label that a state from before the first step has made; of rank 0.
+        # The label of a state saved before the first step, on rank 0.
         self._template: str | None = None
 
     def save(self, timeout_s: float | None) -> dict[str, int | str] | None:
@@ -51,9 +51,11 @@ class ResumableState:
             return self._state(timeout_s).to_dict()
         except (UnavailableError, DeadlineExceededError) as error:
             problem: EmaError = error
-            if pusher.engine.is_away:
-                problem = pusher.engine.away_error()
-            elif not error.reason:  # Not the server's own word, such as one about its disk.
+            if pusher.is_away:
+                problem = pusher.away_error()
+            elif (
+                not error.reason
+            ):  # The error does not come from the server, as one of its disk does.
                 problem = type(error)(
                     f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}'
                 )
@@ -63,18 +65,17 @@ class ResumableState:
         return None
 
     def _state(self, timeout_s: float) -> State:
-        """Where it stands, saved by rank 0."""
+        """The current state; rank 0 saves it."""
         pusher = self._pusher
-        engine = pusher.engine
         pusher.wait_pushed(timeout_s)
         pusher.raise_error()
-        if engine.is_away and not engine.is_fenced and pusher.options.on_error != "wait":
-            raise engine.away_error()
+        if pusher.is_away and not pusher.is_fenced and pusher.options.on_error != "wait":
+            raise pusher.away_error()
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
-        # To look takes some time, also where the push is given none.
+        # The lookup needs a timeout, even if the caller gave 0 for the push.
         latest = self._client.model(self._model_name, timeout_s=timeout_s or None).latest
-        if engine.is_fenced or (latest is not None and latest.run_epoch > engine.run_epoch):
+        if pusher.is_fenced or (latest is not None and latest.run_epoch > pusher.run_epoch):
             raise AbortedError(
                 f'model "{self._model_name}": the average is not this run\'s any more: a newer one has '
                 "begun, or it was rolled back",
@@ -92,12 +93,12 @@ class ResumableState:
             version=0 if latest is None else latest.number,
             incarnation=0 if latest is None else latest.incarnation,
         )
-        if latest is not None and engine.rank == 0:
+        if latest is not None and pusher.engine.rank == 0:
             if pusher.has_stepped:
                 save(self._client, state, latest)
                 trim(self._client, self._model_name, keep=self._keep)
             else:
-                # It may be but the template of what is loaded next (by dcp.load): nothing goes for it.
+                # dcp.load may use this only as a template, so no older label is removed.
                 is_new = state.label not in self._client.labels(self._model_name)
                 save(self._client, state, latest)
                 self._template = state.label if is_new else self._template
@@ -116,9 +117,10 @@ class ResumableState:
         loaded: str | None = None
         if joined is not None and state is not None:
             loaded = State.from_dict(state, model=self._model_name).label
-            before = pusher.engine
-            pusher.adopt(joined)
-            before.leave()
+            with pusher.lock:
+                before = pusher.engine
+                pusher.adopt(joined)
+                before.leave(pusher.options.timeout_s)
         template, self._template = self._template, None
         if template is not None and template != loaded:
             with labels_stay(self._model_name):

@@ -197,7 +197,7 @@ class Switch:
                 error,
             )
         finally:
-            attachment._pusher.more_wait_seconds += time.monotonic() - start
+            attachment._pusher.other_wait_seconds += time.monotonic() - start
 
     def _write(self, batch: int, failure: EmaError | None) -> None:
         import torch
