@@ -42,6 +42,7 @@ def test_train_bench_runs(ranks: int) -> None:
     assert "| ours, four tracks, every 10 |" in result.stdout
 
 
+@pytest.mark.timeout(280)
 def test_train_gpu_bench_runs(tmp_path: pathlib.Path) -> None:
     table = tmp_path / "table.md"
     command = [sys.executable, FOLDER / "train_gpu_bench.py", "--server", server_binary()]
