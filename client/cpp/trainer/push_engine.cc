@@ -96,14 +96,15 @@ PushEngine::Progress PushEngine::progress() const {
 
 void PushEngine::WaitReleased(absl::Span<const GpuStream> streams) {
   const SteadyTime start = SteadyNow();
-  Settle(SteadyTime::max());
+  AwaitCommit(SteadyTime::max());
   const std::shared_ptr<PendingPush> push = push_;
   if (push != nullptr && !push->WaitReleased(wait_left_, streams) && !IsInterrupted()) {
     const absl::Duration waited = Since(start);
     // The wait is shorter where the server is gone or hangs, or ranks have not joined.
-    Drop(push, absl::StrFormat("%sits bytes had not left after %.1f s",
-                               waited < wait_left_ ? "the server was away, or a rank, and " : "",
-                               absl::ToDoubleSeconds(waited)));
+    AbandonPush(push,
+                absl::StrFormat("%sits bytes had not left after %.1f s",
+                                waited < wait_left_ ? "the server was away, or a rank, and " : "",
+                                absl::ToDoubleSeconds(waited)));
   }
   pushed_.reset();
   AbandonRetry();
@@ -144,7 +145,7 @@ absl::Status PushEngine::PushIfDue(const TrainingTime& now,
                                    const std::shared_ptr<TrainingStep>& training_step) {
   EMA_ASSIGN_OR_RETURN(std::vector<DueTracks::Due> due, DueAt(now));
   if (due.empty()) return absl::OkStatus();
-  const bool can_push = IsBack() && HasPreviousEnded();
+  const bool can_push = AwaitRun() && AwaitPreviousPush();
   if (IsInterrupted()) return absl::OkStatus();
   if (can_push && run_ == nullptr) return AwayError();  // A signal handler has closed it.
   // All ranks have the reply to the push before by now, and go by its plan from this step on.
@@ -184,7 +185,7 @@ absl::StatusOr<std::vector<DueTracks::Due>> PushEngine::DueAt(const TrainingTime
                                 is_behind ? "" : kBadTimeHint));
 }
 
-bool PushEngine::IsBack() {
+bool PushEngine::AwaitRun() {
   AdoptRejoinedRun(SteadyNow());
   if (waits() && run_ == nullptr && !patience_.is_over()) {
     AdoptRejoinedRun(patience_.until());
@@ -197,7 +198,7 @@ bool PushEngine::IsBack() {
   return run_ != nullptr;
 }
 
-bool PushEngine::HasPreviousEnded() {
+bool PushEngine::AwaitPreviousPush() {
   // Once: if the reply has not come by then, the steps that are due meanwhile are skipped at once.
   if (const std::shared_ptr<PendingPush> push = push_; push != nullptr && !has_waited_) {
     has_waited_ = true;
@@ -209,7 +210,7 @@ bool PushEngine::HasPreviousEnded() {
                                              pending_step_, absl::ToDoubleSeconds(Since(start)))));
     }
   }
-  Harvest();
+  CollectResult();
   return push_ == nullptr && run_ != nullptr;
 }
 
@@ -259,7 +260,7 @@ absl::Status PushEngine::Start(Push push) {
 
 void PushEngine::Poll(bool leaves_failure) {
   AdoptRejoinedRun(SteadyNow());
-  Harvest(leaves_failure);
+  CollectResult(leaves_failure);
 }
 
 std::shared_ptr<PendingPush> PushEngine::TakePush() {
@@ -268,7 +269,7 @@ std::shared_ptr<PendingPush> PushEngine::TakePush() {
   return std::exchange(push_, nullptr);
 }
 
-void PushEngine::Harvest(bool leaves_failure, const absl::Status& because) {
+void PushEngine::CollectResult(bool leaves_failure, const absl::Status& because) {
   if (push_ == nullptr || !push_->done()) return;
   absl::StatusOr<Version> version = push_->Wait();
   if (!version.ok() && leaves_failure) return;
@@ -368,7 +369,7 @@ void PushEngine::CountPushed(Version version) {
   });
 }
 
-void PushEngine::Settle(SteadyTime until) {
+void PushEngine::AwaitCommit(SteadyTime until) {
   if (!waits() || is_closed_) return;
   while (retry_.has_value() || (push_ != nullptr && !patience_.is_over())) {
     if (IsInterrupted()) return AbandonRetry();
@@ -380,11 +381,11 @@ void PushEngine::Settle(SteadyTime until) {
     const SteadyTime start = SteadyNow();
     // As long as the push has itself, or one that takes long would be begun again for ever.
     if (push->WaitDone(std::min(options_.timeout + kEndGrace, Until(until)))) {
-      Harvest();
+      CollectResult();
     } else if (!IsInterrupted()) {
       push->WaitReleased(absl::ZeroDuration());
-      Drop(push,
-           absl::StrFormat("it had not ended after %.1f s", absl::ToDoubleSeconds(Since(start))));
+      AbandonPush(push, absl::StrFormat("it had not ended after %.1f s",
+                                        absl::ToDoubleSeconds(Since(start))));
     }
   }
 }
@@ -466,14 +467,14 @@ void PushEngine::AbandonWrittenPush(std::string_view names, std::string_view hin
     push->WaitReleased(absl::ZeroDuration());
     // No outage, as far as is known: the next step is pushed to the same run.
     push->Abandon();
-    Harvest(/*leaves_failure=*/false, error);
+    CollectResult(/*leaves_failure=*/false, error);
   } else if (raises) {
-    Harvest();  // The push may have found the write, too.
+    CollectResult();  // The push may have found the write, too.
   }
   if (raises) error_ = error;
 }
 
-void PushEngine::Drop(const std::shared_ptr<PendingPush>& push, const std::string& problem) {
+void PushEngine::AbandonPush(const std::shared_ptr<PendingPush>& push, const std::string& problem) {
   if (push_ != push) return;
   TakePush();
   Skip(pending_step_, absl::DeadlineExceededError(problem), push);
@@ -514,7 +515,7 @@ void PushEngine::ReportSkip(int64_t step, const absl::Status& error) {
 }
 
 absl::Status PushEngine::WaitPushed(absl::Duration timeout) {
-  Settle(SteadyTime::max());
+  AwaitCommit(SteadyTime::max());
   if (const std::shared_ptr<PendingPush> push = push_;
       push != nullptr && !push->WaitDone(timeout)) {
     return absl::DeadlineExceededError(
@@ -528,14 +529,14 @@ void PushEngine::EndPushes(absl::Duration timeout) {
   if (is_closed_) return;
   const SteadyTime start = SteadyNow();
   const SteadyTime until = After(start, timeout);
-  Settle(until);
+  AwaitCommit(until);
   is_closed_ = true;
   if (const std::shared_ptr<PendingPush> push = push_; push != nullptr) {
     if (push->WaitDone(Until(until))) {
-      Harvest();
+      CollectResult();
     } else if (!IsInterrupted()) {
-      Drop(push, absl::StrFormat("it had not ended %.1f s after the last step",
-                                 absl::ToDoubleSeconds(Since(start))));
+      AbandonPush(push, absl::StrFormat("it had not ended %.1f s after the last step",
+                                        absl::ToDoubleSeconds(Since(start))));
     }
   }
 }

@@ -172,10 +172,10 @@ class PushEngine {
   absl::Status ReadAndStart(const TrainingTime& now, std::shared_ptr<TrainingStep> training_step);
   absl::Status Start(Push push);
   // Whether there is a run to push step `next_step` to; with kWait, waits for one.
-  bool IsBack();
-  bool HasPreviousEnded();
+  bool AwaitRun();
+  bool AwaitPreviousPush();
   // Takes the result of the pending push if it has ended. `because`: replaces the push's own error.
-  void Harvest(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());
+  void CollectResult(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());
   // Takes the run that has been rejoined; waits for it until then.
   void AdoptRejoinedRun(SteadyTime until);
   // Counts the updates that the server of the rejoined run has lost.
@@ -186,13 +186,13 @@ class PushEngine {
   // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
   // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
   // a push has succeeded, since the ranks may be at different steps.
-  void Settle(SteadyTime until);
+  void AwaitCommit(SteadyTime until);
   void PushAgain(SteadyTime until);
   void AbandonRetry();
   // Tells the server that this rank will not push the step, so that no other rank waits for it.
   void ReportAbandonedStep(int64_t step, const absl::Status& why) const;
   // Ends `push`, if it is still the pending one; it reads no weights any more.
-  void Drop(const std::shared_ptr<PendingPush>& push, const std::string& problem);
+  void AbandonPush(const std::shared_ptr<PendingPush>& push, const std::string& problem);
   std::shared_ptr<PendingPush> TakePush();
   // Counts a step that was not pushed, or keeps it to push it again; starts to rejoin if the error
   // means an outage.
