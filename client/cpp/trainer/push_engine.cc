@@ -237,24 +237,26 @@ absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
 }
 
 absl::Status PushEngine::Start(Push push) {
+  std::optional<Push> kept;
+  if (waits()) kept = push;
+  StepWeights& weights = push.weights;
   // Omitted shards are empty.
   const size_t count = run_->layout().shards().size();
-  std::vector<std::span<const std::byte>> shards = push.weights.bytes;
-  shards.resize(count);
+  weights.bytes.resize(count);
+  weights.devices.resize(count, -1);
+  weights.strides.resize(count);
+  owners_ = std::move(weights.owners);
+  reads_gpu_ = !weights.streams.empty();
   PushOptions options = {
       .frozen_changed = push.frozen_changed,
-      .gpu_weights = {.devices = push.weights.devices, .streams = push.weights.streams},
-      .strides = push.weights.strides,
+      .gpu_weights = {.devices = std::move(weights.devices), .streams = std::move(weights.streams)},
+      .strides = std::move(weights.strides),
       .check = options_.check};
-  options.gpu_weights.devices.resize(count, -1);
-  options.strides.resize(count);
-  owners_ = push.weights.owners;
-  reads_gpu_ = !push.weights.streams.empty();
-  EMA_ASSIGN_OR_RETURN(push_, run_->StartPush(push.step, push.time, std::move(shards),
+  EMA_ASSIGN_OR_RETURN(push_, run_->StartPush(push.step, push.time, std::move(weights.bytes),
                                               options_.timeout, std::move(options)));
   pending_step_ = push.step;
   has_waited_ = false;
-  if (waits()) pushed_ = std::move(push);
+  pushed_ = std::move(kept);
   return absl::OkStatus();
 }
 
@@ -379,7 +381,7 @@ void PushEngine::AwaitCommit(SteadyTime until) {
     }
     const std::shared_ptr<PendingPush> push = push_;
     const SteadyTime start = SteadyNow();
-    // As long as the push has itself, or one that takes long would be begun again for ever.
+    // As long as the push has itself, or a push that takes long would be repeated without end.
     if (push->WaitDone(std::min(options_.timeout + kEndGrace, Until(until)))) {
       CollectResult();
     } else if (!IsInterrupted()) {
@@ -459,8 +461,10 @@ absl::Status PushEngine::TakeError() {
 
 void PushEngine::AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises) {
   const absl::Status error = WrittenError(model_, pending_step_, names);
-  if (options_.log)
+  // The error begins with the model's name, as each line of the log does.
+  if (options_.log) {
     options_.log(LogLevel::kWarning, absl::StrCat(error.message(), std::string(hint)));
+  }
   pushed_.reset();
   AbandonRetry();
   if (const std::shared_ptr<PendingPush> push = push_; push != nullptr && !push->done()) {

@@ -38,8 +38,8 @@ namespace ema::client_internal {
 // Some of a rank's shards, in the order of its layout.
 struct StepWeights {
   std::vector<std::span<const std::byte>> bytes;
-  std::vector<int> devices;      // As GpuWeights::devices; one for each shard.
-  std::vector<Strides> strides;  // As PushOptions::strides; one for each shard.
+  std::vector<int> devices;      // One for each shard; see GpuWeights.
+  std::vector<Strides> strides;  // One for each shard; see PushOptions.
   std::vector<GpuStream> streams;
   // These keep the memory valid. They may be destroyed by any thread.
   std::vector<std::shared_ptr<const void>> owners;
@@ -48,7 +48,7 @@ struct StepWeights {
   void Append(StepWeights more);
 };
 
-// What the engine asks a training loop at a step that is due. Called by the training thread only.
+// Answers the engine's questions about a step that is due. Called by the training thread only.
 class TrainingStep {
  public:
   virtual ~TrainingStep() = default;
@@ -77,14 +77,15 @@ class PushEngine {
 
   struct Options {
     bool is_only_rank = true;
-    absl::Duration max_wait = absl::Seconds(30);  // As StepPusher::Options, like the next three.
+    // These four: see StepPusher::Options.
+    absl::Duration max_wait = absl::Seconds(30);
     absl::Duration timeout = absl::Seconds(60);
     OnError on_error = OnError::kSkip;
     absl::Duration max_outage = absl::Minutes(2);
-    // As PushOptions::check. A push that fails this check sets the error of TakeError(), whatever
+    // See PushOptions::check. A push that fails this check sets the error of TakeError(), whatever
     // `on_error` is.
     bool check = false;
-    // As StepPusher::Options::on_skip.
+    // See StepPusher::Options::on_skip.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
     // May be null. Called by the training thread and by the one that rejoins.
     LogFunction log;
@@ -100,7 +101,7 @@ class PushEngine {
   PushEngine(const PushEngine&) = delete;
   PushEngine& operator=(const PushEngine&) = delete;
 
-  // As StepPusher::WaitReleased().
+  // See StepPusher::WaitReleased().
   void WaitReleased(absl::Span<const GpuStream> streams);
   // The training has done `step` steps, the last one at `now`. Pushes it if an update is due. An
   // error in `now`: the step is skipped.
@@ -114,9 +115,9 @@ class PushEngine {
   // `names`, empty if they are unknown. `raises`: TakeError() gives the error. `hint` is appended
   // to the warning.
   void AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises);
-  // As StepPusher::TakeError().
+  // See StepPusher::TakeError().
   absl::Status TakeError();
-  // As StepPusher::WaitPushed().
+  // See StepPusher::WaitPushed().
   absl::Status WaitPushed(absl::Duration timeout);
   // Waits for the last push, at most `timeout`. After this nothing is pushed or counted.
   void EndPushes(absl::Duration timeout);
@@ -146,7 +147,7 @@ class PushEngine {
   int64_t step() const { return step_.load(std::memory_order_relaxed); }
   struct Progress {
     Stats stats;
-    std::optional<Version> version;  // As StepPusher::version().
+    std::optional<Version> version;  // See StepPusher::version().
   };
   Progress progress() const ABSL_LOCKS_EXCLUDED(progress_mu_);
 
@@ -171,8 +172,9 @@ class PushEngine {
   absl::StatusOr<std::vector<DueTracks::Due>> DueAt(const TrainingTime& now) const;
   absl::Status ReadAndStart(const TrainingTime& now, std::shared_ptr<TrainingStep> training_step);
   absl::Status Start(Push push);
-  // Whether there is a run to push step `next_step` to; with kWait, waits for one.
+  // Whether there is a run to push to; with kWait, waits for one.
   bool AwaitRun();
+  // Whether the previous push has ended and the run is still there; waits for the reply once.
   bool AwaitPreviousPush();
   // Takes the result of the pending push if it has ended. `because`: replaces the push's own error.
   void CollectResult(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());

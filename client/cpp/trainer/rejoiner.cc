@@ -110,7 +110,6 @@ bool Rejoiner::IsSettledLocked() const {
 
 std::optional<Rejoiner::Joined> Rejoiner::Take() {
   absl::MutexLock lock(&mu_);
-  has_been_taken_ |= joined_.has_value();
   return std::exchange(joined_, std::nullopt);
 }
 
@@ -130,15 +129,14 @@ void Rejoiner::Work() {
   if (lost_push_ != nullptr) lost_push_->Abandon();
   lost_push_.reset();
   lost_run_.reset();
-  absl::Duration pause;  // None before the first try.
+  std::optional<absl::Duration> pause = absl::ZeroDuration();  // None before the first try.
   std::optional<Backoff> backoff;
-  while (!AwaitStop(pause) && !HasEnded()) {
-    // Memory that is short now may be there later.
-    pause = kFirstPause;
+  while (pause.has_value() && !AwaitStop(*pause)) {
     try {
       if (!backoff.has_value()) backoff.emplace(kFirstPause, kLongestPause);
       pause = Try(*backoff);
     } catch (const std::exception&) {
+      pause = kFirstPause;  // Memory that is short now may be there later.
       absl::MutexLock lock(&mu_);
       problem_ = absl::ResourceExhaustedError("this rank has no memory to join the run again");
     }
@@ -151,24 +149,21 @@ void Rejoiner::Work() {
   wait_.WakeAll();
 }
 
-absl::Duration Rejoiner::Try(Backoff& backoff) {
+std::optional<absl::Duration> Rejoiner::Try(Backoff& backoff) {
   bool is_reachable = false;
   absl::StatusOr<Joined> joined = Join(is_reachable);
   const absl::Status problem = joined.status();
   // From here on the other ranks are waited for, and they may come soon.
   if (is_reachable) backoff.Reset();
   LogProblem(problem, this->problem());
+  // FENCED: the server knows this launch, and a newer one has taken over.
+  const bool is_last = problem.ok() || GetErrorReason(problem) == ErrorReason::kFenced;
   absl::MutexLock lock(&mu_);
   problem_ = problem;
   if (joined.ok()) joined_ = *std::move(joined);
   wait_.WakeAll();
+  if (is_last) return std::nullopt;
   return backoff.Next(problem);
-}
-
-bool Rejoiner::HasEnded() const {
-  absl::MutexLock lock(&mu_);
-  // FENCED: the server knows this launch, and a newer one has taken over.
-  return joined_.has_value() || has_been_taken_ || GetErrorReason(problem_) == ErrorReason::kFenced;
 }
 
 absl::StatusOr<Rejoiner::Joined> Rejoiner::Join(bool& is_reachable) {

@@ -57,10 +57,8 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
 
  private:
   void Work() ABSL_LOCKS_EXCLUDED(mu_);
-  // Tries once. Returns the pause before the next try.
-  absl::Duration Try(Backoff& backoff) ABSL_LOCKS_EXCLUDED(mu_);
-  // No other try follows.
-  bool HasEnded() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Tries once. Returns the pause before the next try; nullopt: no other try follows.
+  std::optional<absl::Duration> Try(Backoff& backoff) ABSL_LOCKS_EXCLUDED(mu_);
   // True: the thread is to end. Waits for that.
   bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets `is_reachable` once the server has opened the run.
@@ -81,7 +79,6 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   bool is_done_ ABSL_GUARDED_BY(mu_) = true;  // The thread does not run, or is about to end.
   std::optional<Joined> joined_ ABSL_GUARDED_BY(mu_);
-  bool has_been_taken_ ABSL_GUARDED_BY(mu_) = false;  // By Take().
   absl::Status problem_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };
