@@ -5,171 +5,28 @@
 #include <string>
 #include <string_view>
 #include <utility>
-#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "include/ema/internal/schedule_parts.h"
 
 namespace ema {
 namespace {
 
-template <class... Visitors>
-struct Overloaded : Visitors... {
-  using Visitors::operator()...;
-};
-template <class... Visitors>
-Overloaded(Visitors...) -> Overloaded<Visitors...>;
+using ScheduleProto = google::protobuf::Map<std::string, std::string>;
 
-// Collects what a message sets; of those that cannot be absent, zero and empty are the default.
-class FieldsWriter {
- public:
-  void Add(const char* name, const std::string& text) {
-    if (!text.empty()) fields_.emplace_back(name, text);
-  }
-  void AddNumber(const char* name, double value) {
-    if (value != 0) fields_.emplace_back(name, NumberText(value));
-  }
-  void AddFlag(const char* name, bool value) {
-    if (value) fields_.emplace_back(name, "true");
-  }
-  Schedule::Fields Take() { return std::move(fields_); }
-
- private:
-  Schedule::Fields fields_;
-};
-
-template <class WarmUp>
-void AddDecayLimits(const WarmUp& proto, FieldsWriter& fields) {
-  if (proto.has_min_decay()) fields.Add("min_decay", NumberText(proto.min_decay()));
-  if (proto.has_max_decay()) fields.Add("max_decay", NumberText(proto.max_decay()));
+absl::StatusOr<Schedule> FromProto(const ScheduleProto& proto) {
+  return Schedule::FromFields({proto.begin(), proto.end()});
 }
 
-void AddRule(const v1::Schedule& proto, FieldsWriter& fields) {
-  switch (proto.rule_case()) {
-    case v1::Schedule::kHalfLife:
-      fields.Add("half_life", proto.half_life().half_life());
-      fields.AddNumber("ramp_ratio", proto.half_life().ramp_ratio());
-      fields.AddFlag("debias", proto.half_life().debias());
-      break;
-    case v1::Schedule::kConstantDecay: {
-      const v1::Schedule::ConstantDecay& rule = proto.constant_decay();
-      // 0 is a decay as good as any.
-      fields.Add("smoothing", NumberText(rule.smoothing()));
-      if (rule.zero_init() == v1::Schedule::ConstantDecay::ZERO_INIT_PLAIN) {
-        fields.Add("zero_init", "plain");
-      } else if (rule.zero_init() == v1::Schedule::ConstantDecay::ZERO_INIT_DEBIASED) {
-        fields.Add("zero_init", "debias");
-      } else if (rule.zero_init() != v1::Schedule::ConstantDecay::ZERO_INIT_UNSPECIFIED) {
-        fields.Add("zero_init", absl::StrCat(static_cast<int>(rule.zero_init())));
-      }
-      break;
-    }
-    case v1::Schedule::kInverseGamma:
-      fields.Add("inv_gamma", NumberText(proto.inverse_gamma().inv_gamma()));
-      if (proto.inverse_gamma().has_power()) {
-        fields.Add("power", NumberText(proto.inverse_gamma().power()));
-      }
-      AddDecayLimits(proto.inverse_gamma(), fields);
-      break;
-    case v1::Schedule::kRamp:
-      fields.Add("ramp", NumberText(proto.ramp().ramp()));
-      AddDecayLimits(proto.ramp(), fields);
-      break;
-    case v1::Schedule::kPowerFunction:
-      fields.Add("sigma_rel", NumberText(proto.power_function().sigma_rel()));
-      fields.AddNumber("age_offset", proto.power_function().age_offset());
-      break;
-    case v1::Schedule::kUniform:
-      fields.AddFlag("uniform", true);
-      break;
-    case v1::Schedule::kCopy:
-      fields.AddFlag("copy", true);
-      break;
-    case v1::Schedule::RULE_NOT_SET:
-      break;
-  }
-}
-
-absl::StatusOr<Schedule> FromProto(const v1::Schedule& proto) {
-  FieldsWriter fields;
-  AddRule(proto, fields);
-  fields.Add("update_interval", proto.update_interval());
-  if (proto.interval_phase() != 0) {
-    fields.Add("interval_phase", absl::StrCat(proto.interval_phase()));
-  }
-  fields.Add("ema_start", proto.ema_start());
-  switch (proto.before_start()) {
-    case v1::Schedule::BEFORE_START_UNSPECIFIED:
-    case v1::Schedule::BEFORE_START_REINIT:
-      break;
-    case v1::Schedule::BEFORE_START_COPY:
-      fields.Add("before_start", "copy");
-      break;
-    case v1::Schedule::BEFORE_START_HOLD:
-      fields.Add("before_start", "hold");
-      break;
-    default:
-      fields.Add("before_start", absl::StrCat(static_cast<int>(proto.before_start())));
-  }
-  fields.Add("ema_end", proto.ema_end());
-  return Schedule::FromFields(fields.Take());
-}
-
-void ToProto(const Schedule& schedule, v1::Schedule* proto) {
-  using ZeroInit = ConstantDecayRule::ZeroInit;
-  std::visit(Overloaded{[&](const HalfLifeRule& rule) {
-                          v1::Schedule::HalfLife& out = *proto->mutable_half_life();
-                          if (std::isfinite(rule.half_life.value)) {
-                            out.set_half_life(rule.half_life.ToString());
-                          }
-                          out.set_ramp_ratio(rule.ramp_ratio);
-                          out.set_debias(rule.debias);
-                        },
-                        [&](const ConstantDecayRule& rule) {
-                          v1::Schedule::ConstantDecay& out = *proto->mutable_constant_decay();
-                          out.set_smoothing(rule.smoothing);
-                          if (rule.zero_init == ZeroInit::kPlain) {
-                            out.set_zero_init(v1::Schedule::ConstantDecay::ZERO_INIT_PLAIN);
-                          } else if (rule.zero_init == ZeroInit::kDebiased) {
-                            out.set_zero_init(v1::Schedule::ConstantDecay::ZERO_INIT_DEBIASED);
-                          }
-                        },
-                        [&](const InverseGammaRule& rule) {
-                          v1::Schedule::InverseGamma& out = *proto->mutable_inverse_gamma();
-                          out.set_inv_gamma(rule.inv_gamma);
-                          out.set_power(rule.power);
-                          out.set_min_decay(rule.min_decay);
-                          out.set_max_decay(rule.max_decay);
-                        },
-                        [&](const RampRule& rule) {
-                          v1::Schedule::Ramp& out = *proto->mutable_ramp();
-                          out.set_ramp(rule.ramp);
-                          out.set_min_decay(rule.min_decay);
-                          out.set_max_decay(rule.max_decay);
-                        },
-                        [&](const PowerFunctionRule& rule) {
-                          proto->mutable_power_function()->set_sigma_rel(rule.sigma_rel);
-                          proto->mutable_power_function()->set_age_offset(rule.age_offset);
-                        },
-                        [&](const UniformRule&) { proto->mutable_uniform(); },
-                        [&](const CopyRule&) { proto->mutable_copy(); }},
-             schedule.rule());
-  // "At every push" is what an absent interval means where it can stand; no text says it.
+void ToProto(const Schedule& schedule, ScheduleProto* proto) {
+  for (auto& [name, text] : schedule.ToFields()) (*proto)[name] = std::move(text);
+  // Also where it is the default: a tensor rule without an interval would get the track's. An interval
+  // of 0 (at every push) has no text, and is always the default.
   if (const TrainingDuration interval = schedule.update_interval(); interval.value > 0) {
-    proto->set_update_interval(interval.ToString());
+    (*proto)["update_interval"] = interval.ToString();
   }
-  const Schedule::Options& options = schedule.options();
-  proto->set_interval_phase(options.interval_phase);
-  if (options.start.value > 0) proto->set_ema_start(options.start.ToString());
-  if (options.before_start == Schedule::BeforeStart::kCopy) {
-    proto->set_before_start(v1::Schedule::BEFORE_START_COPY);
-  } else if (options.before_start == Schedule::BeforeStart::kHold) {
-    proto->set_before_start(v1::Schedule::BEFORE_START_HOLD);
-  }
-  if (options.end.has_value()) proto->set_ema_end(options.end->ToString());
 }
 
 absl::StatusOr<TensorAction> FromProto(v1::TensorAction action, std::string_view what) {
@@ -268,7 +125,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
         const TensorAction action,
         FromProto(rule.action(), absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\"")));
     track.tensor_rules.push_back({rule.pattern(), action});
-    if (!rule.has_schedule()) continue;
+    if (rule.schedule().empty()) continue;
     schedule = FromProto(rule.schedule());
     if (schedule.ok()) schedule = RuleSchedule(*schedule, track.schedule);
     if (!schedule.ok()) {

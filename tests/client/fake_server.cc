@@ -152,8 +152,8 @@ v1::PushPlan FakeServer::MakePlan(const v1::VersionRecord& latest) const {
   v1::PushPlan::Entry* const entry = result.add_tracks();
   v1::Track* const track = entry->mutable_track();
   track->set_name("ema");
-  track->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
-  track->mutable_schedule()->set_update_interval("10ba");
+  (*track->mutable_schedule())["half_life"] = "100ba";
+  (*track->mutable_schedule())["update_interval"] = "10ba";
   if (latest.version() != 0) {
     v1::ScheduleState* const state = entry->add_states();
     state->set_update_count(latest.version());

@@ -729,8 +729,8 @@ TEST_F(PushTest, IsDueFollowsThePlanOfTheLastReply) {
   plan.set_revision(2);
   v1::PushPlan::Entry* const entry = plan.add_tracks();
   entry->mutable_track()->set_name("slow");
-  entry->mutable_track()->mutable_schedule()->mutable_half_life()->set_half_life("100ba");
-  entry->mutable_track()->mutable_schedule()->set_update_interval("20ba");
+  (*entry->mutable_track()->mutable_schedule())["half_life"] = "100ba";
+  (*entry->mutable_track()->mutable_schedule())["update_interval"] = "20ba";
   v1::ScheduleState* const state = entry->add_states();
   state->set_update_count(4);
   state->mutable_last_update()->set_batch(30);

@@ -40,7 +40,7 @@ class TrainerTraceTest : public testing::Test {
     plan.set_revision(1);
     v1::Track* const track = plan.add_tracks()->mutable_track();
     track->set_name("ema");
-    track->mutable_schedule()->mutable_copy();
+    (*track->mutable_schedule())["copy"] = "true";
     server_.plan = plan;
   }
 

@@ -277,7 +277,7 @@ TEST_F(HostileClientTest, MillionsOfEmptyEntriesAreRejectedBeforeAnythingIsMadeO
   for (int i = 0; i < kCount; ++i) tensors.mutable_manifest()->add_tensors();
   EXPECT_THAT(create(tensors).status.error_message(), testing::HasSubstr("1000001 tensors"));
   v1::CreateModelRequest tracks = CreateRequest("n");
-  for (int i = 0; i < kCount; ++i) tracks.add_tracks()->mutable_schedule()->mutable_copy();
+  for (int i = 0; i < kCount; ++i) (*tracks.add_tracks()->mutable_schedule())["copy"] = "true";
   const CallResult result = create(tracks);
   EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_BAD_REQUEST);
   EXPECT_THAT(result.status.error_message(), testing::HasSubstr("1000002 given"));

@@ -77,10 +77,10 @@ class RpcFixture : public testing::Test {
     tensor->add_shape(kElements);
     v1::Track* track = request.add_tracks();
     track->set_name("ema");
-    track->mutable_schedule()->mutable_half_life()->set_half_life("1ba");
+    (*track->mutable_schedule())["half_life"] = "1ba";
     track = request.add_tracks();
     track->set_name("raw");
-    track->mutable_schedule()->mutable_copy();
+    (*track->mutable_schedule())["copy"] = "true";
     return request;
   }
 

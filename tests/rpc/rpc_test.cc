@@ -212,7 +212,7 @@ TEST_F(RpcTest, StatisticsAreComputedWhenAskedForAndThenInTheRecord) {
 TEST_F(RpcTest, BadSchedulesAreRefusedAtCreateModelWithTheFieldAndARightExample) {
   for (const std::string half_life : {"0ba", "inf", "-1ba", "1000", "", "nanba", "10 parsecs"}) {
     v1::CreateModelRequest request = CreateRequest();
-    request.mutable_tracks(0)->mutable_schedule()->mutable_half_life()->set_half_life(half_life);
+    (*request.mutable_tracks(0)->mutable_schedule())["half_life"] = half_life;
     grpc::ClientContext context;
     v1::CreateModelResponse response;
     const CallResult result = Result(stub_->CreateModel(&context, request, &response), context);
@@ -238,7 +238,7 @@ TEST_F(RpcTest, ModelsAreListedDescribedAndDeleted) {
   v1::GetModelResponse model;
   ASSERT_TRUE(stub_->GetModel(&get_context, get, &model).ok());
   EXPECT_EQ(model.model().manifest().tensors(0).shape(0), kElements);
-  EXPECT_EQ(model.model().tracks(0).schedule().half_life().half_life(), "1ba");
+  EXPECT_EQ(model.model().tracks(0).schedule().at("half_life"), "1ba");
   EXPECT_EQ(model.model().partitions_size(), 1);
   EXPECT_EQ(model.model().reserved_bytes(), 4 * 2 * 4 * kElements);
   for (int i = 0; i < 2; ++i) {

@@ -29,12 +29,10 @@ absl::StatusOr<TensorSpec> CheckedSpec(const v1::TensorSpec& proto) {
 }
 
 absl::StatusOr<TrackConfig> CheckedTrack(const v1::Track& proto) {
-  if (proto.schedule().rule_case() == v1::Schedule::RULE_NOT_SET) {
-    return absl::UnimplementedError(
-        absl::StrCat("track \"", proto.name(),
-                     "\": a schedule that this client does not know; use a newer client"));
-  }
   absl::StatusOr<TrackConfig> track = ema::FromProto(proto);
+  if (GetErrorReason(track.status()) == ErrorReason::kBadSchedule) {
+    return absl::UnimplementedError(absl::StrCat(track.status().message(), "; use a newer client"));
+  }
   if (!track.ok()) return Malformed("a track", track.status());
   return track;
 }

@@ -36,11 +36,11 @@ def stub(server):
 def manifest_digest(stub, model):
     """Of a model that was just made, with a track of which snapshots are kept."""
     schedules = {
-        "ema": types.Schedule(half_life=types.Schedule.HalfLife(half_life="1ba")),
-        "raw": types.Schedule(copy=types.Schedule.Copy()),
-        "wide": types.Schedule(power_function=types.Schedule.PowerFunction(sigma_rel=0.1)),
+        "ema": {"half_life": "1ba"},
+        "raw": {"copy": "true"},
+        "wide": {"sigma_rel": "0.1"},
     }
-    tracks = [types.Track(name=name, schedule=rule) for name, rule in schedules.items()]
+    tracks = [types.Track(name=name, schedule=schedule) for name, schedule in schedules.items()]
     tracks[-1].snapshot_interval = "1ba"
     spec = types.TensorSpec(name="w", dtype=types.DTYPE_FLOAT32, shape=[2, 3])
     request = ema.CreateModelRequest(

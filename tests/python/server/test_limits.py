@@ -46,7 +46,7 @@ class Caller:
         return services.EmaServiceStub(channel)
 
     def create(self, model: str) -> Any:
-        schedule = types.Schedule(copy=types.Schedule.Copy())
+        schedule = {"copy": "true"}
         spec = types.TensorSpec(name="w", dtype=types.DTYPE_FLOAT32, shape=[ELEMENTS])
         return self.stub.CreateModel(
             ema.CreateModelRequest(
