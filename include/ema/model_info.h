@@ -87,8 +87,8 @@ struct RunPlan {
   };
   int64_t revision = 0;  // Grows with every change of the tracks, also over restarts.
   std::vector<Entry> tracks;
-  // The server has the values of the run's frozen tensors in every track that is not paused (bit
-  // for bit but for the sign of 0): pushes leave them out, unless they are said to have changed.
+  // Pushes omit the run's frozen tensors, unless PushOptions::frozen_changed: every track that is
+  // not paused equals the values that the run pushed last.
   bool may_omit_frozen = false;
 };
 

@@ -73,8 +73,8 @@ using Strides = std::vector<int64_t>;
 
 // How a push differs from one of contiguous weights in host memory.
 struct PushOptions {
-  // The frozen tensors are not as they were at this run's pushes before, or that is not known,
-  // because one of these has failed. One rank's word is enough, but then none may leave them out.
+  // Frozen tensors may have changed since the run's last successful push, so this push has them.
+  // All ranks must set it for the same step.
   bool frozen_changed = false;
   // Of which shards the spans are addresses on a GPU. These are copied to pinned memory of the host
   // (of this run, kept; RunOptions::max_staging_bytes) on a stream of our own.

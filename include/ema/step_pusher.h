@@ -95,23 +95,22 @@ class StepPusher {
     // Of bytes in a GPU's memory, where they are pushed: the GPU, and the stream on which the
     // trainer works; as GpuWeights::streams. Absent: they are in host memory.
     std::optional<GpuStream> gpu = std::nullopt;
-    // Instead of `bytes`, if Piece::is_pushed is false. Differs if the values differ.
-    std::optional<uint64_t> checksum = std::nullopt;
   };
   // The elements [first, first + count), in row-major order, of a tensor of the manifest.
   struct Piece {
     int64_t tensor_index = 0;
     int64_t first = 0;
     int64_t count = 0;
-    bool is_pushed = true;  // False: only looked at, before AfterStep() returns.
   };
   using ReadWeights = std::function<absl::StatusOr<Weights>(const Piece& piece)>;
+  // Whether a frozen tensor may have been written since the last call.
+  using FrozenChanged = std::function<absl::StatusOr<bool>()>;
 
   // Makes the model on `client`'s server if it is not there, joins its run, and waits until all
-  // ranks have. `client` outlives the result. `frozen`: tensors that do not change, or seldom: they
-  // are sent until every track has their values, then only when a checksum, taken at each push,
-  // says that they have changed. INVALID_ARGUMENT: an option is wrong; or as
-  // Client::CreateModel(). Other errors as CreateModel(), OpenRun() and Run::WaitReady().
+  // ranks have. `client` outlives the result. `frozen`: tensors that change seldom or never. They
+  // are pushed until every track equals them, and again after AfterStep() learns that they have
+  // changed. INVALID_ARGUMENT: an option is wrong; or as Client::CreateModel(). Other errors as
+  // CreateModel(), OpenRun() and Run::WaitReady().
   static absl::StatusOr<std::unique_ptr<StepPusher>> Create(Client& client, std::string_view model,
                                                             const Manifest& manifest,
                                                             TensorSet frozen, Options options);
@@ -127,7 +126,9 @@ class StepPusher {
 
   // A step is done: counts it, and starts a push if one is due. `read` is called now only (with
   // kWait until the next WaitReleased() returns, too); where it fails, the step is skipped.
-  void AfterStep(const ReadWeights& read);
+  // `frozen_changed` is called first, if the step is pushed; it must say the same on all ranks.
+  // Null: the frozen tensors have not changed.
+  void AfterStep(const ReadWeights& read, const FrozenChanged& frozen_changed = nullptr);
 
   // Returns and clears the error of the last lost step. OK if no step was lost since the last call,
   // if all lost steps belong to an outage that was returned before, or with kSkip. The training may

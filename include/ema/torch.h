@@ -34,7 +34,7 @@
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "ema/internal/torch_sums.h"
+#include "ema/internal/torch_writes.h"
 #include "ema/manifest.h"
 #include "ema/step_pusher.h"
 #include "ema/track.h"
@@ -197,7 +197,6 @@ class Attachment {
   struct Reading {
     NamedTensors own;
     std::optional<std::unordered_set<const void*>> held;  // By the optimizer, if there is one.
-    std::map<int64_t, uint64_t> frozen_sums;
     int64_t copied_bytes = 0;
     // Something is read in place that may change before the next step.
     bool must_wait = false;
@@ -229,21 +228,28 @@ class Attachment {
 
   // `optimizer`: changes its parameters only after WaitReleased(); null: so does everybody.
   void PushIfDue(const torch::optim::Optimizer* optimizer) {
-    // Shared by the copies of the function, some of which the pusher may keep.
+    // Shared by the copies of both functions, some of which the pusher may keep.
     const auto reading = std::make_shared<std::optional<Reading>>();
-    pusher_->AfterStep([this, reading, optimizer](
-                           const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
+    const auto read =
+        [this, reading](const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
       try {
         const c10::NoGradGuard no_grad;
-        if (!reading->has_value()) {
-          EMA_ASSIGN_OR_RETURN(*reading, Begin(optimizer));
-        }
-        if (piece.is_pushed) return Elements(piece, **reading);
-        return StepPusher::Weights{.checksum = (*reading)->frozen_sums.at(piece.tensor_index)};
+        return Elements(piece, **reading);
       } catch (const c10::Error& error) {
         return absl::InternalError(error.what_without_backtrace());
       }
-    });
+    };
+    const auto frozen_changed = [this, reading, optimizer]() -> absl::StatusOr<bool> {
+      try {
+        EMA_ASSIGN_OR_RETURN(*reading, Begin(optimizer));
+        std::vector<at::Tensor> frozen;
+        for (const int64_t i : frozen_) frozen.push_back((*reading)->own.tensors[i]);
+        return frozen_writes_.HaveChanged(frozen);
+      } catch (const c10::Error& error) {
+        return absl::InternalError(error.what_without_backtrace());
+      }
+    };
+    pusher_->AfterStep(read, frozen_changed);
     if (reading->has_value() && (*reading)->must_wait) WaitReleased();
   }
 
@@ -252,9 +258,6 @@ class Attachment {
     EMA_ASSIGN_OR_RETURN(reading.own, NamedTensors::Of(module_));
     EMA_RETURN_IF_ERROR(CheckSame(reading.own));
     if (optimizer != nullptr) reading.held = HeldBy(*optimizer);
-    std::map<int64_t, at::Tensor> frozen;
-    for (const int64_t i : frozen_) frozen.emplace(i, reading.own.tensors[i]);
-    reading.frozen_sums = known_sums_.Of(frozen);
     return reading;
   }
 
@@ -315,7 +318,7 @@ class Attachment {
   const torch::nn::Module& module_;
   const Manifest manifest_;
   const std::set<int64_t> frozen_;  // Those that are sent.
-  torch_internal::KnownSums known_sums_;
+  torch_internal::WriteMarks frozen_writes_;
   std::set<int> gpus_;  // Those that weights have been pushed from.
   // The last one: its end may push a step again, which reads all of the above.
   const std::unique_ptr<StepPusher> pusher_;

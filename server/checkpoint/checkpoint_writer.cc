@@ -215,7 +215,8 @@ absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
 absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& snapshot) {
   CheckpointTrack result{.config = snapshot.track->config(),
                          .state = snapshot.state,
-                         .last_steps = snapshot.last_steps};
+                         .last_steps = snapshot.last_steps,
+                         .frozen_digest = snapshot.frozen_digest};
   const std::string directory = TrackPath(job.path, snapshot.track->name());
   EMA_RETURN_IF_ERROR(job.file_system.CreateDirectory(directory));
   EMA_ASSIGN_OR_RETURN(result.weights,

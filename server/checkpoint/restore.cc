@@ -55,7 +55,8 @@ absl::StatusOr<TrackSnapshot> RestoreTrack(const Job& job, const CheckpointTrack
   TrackSnapshot snapshot{.track = track,
                          .block_versions = std::vector<int64_t>(track->block_count()),
                          .state = saved.state,
-                         .last_steps = saved.last_steps};
+                         .last_steps = saved.last_steps,
+                         .frozen_digest = saved.frozen_digest};
   EMA_ASSIGN_OR_RETURN(snapshot.blocks,
                        RestoreBlocks(job, *track, TensorKind::kWeights, *saved.weights));
   if (saved.low_parts.has_value()) {

@@ -150,7 +150,6 @@ std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const Versi
     // It may have been configured otherwise since.
     found->track = track;
     found->block_versions.assign(found->blocks.size(), record.number);
-    found->frozen_run_epoch = 0;
     record.tracks.push_back(RestoredRecord(*found));
     kept.push_back(std::move(*found));
     loaded.tracks.erase(found);

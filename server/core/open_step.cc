@@ -20,8 +20,6 @@ absl::Status PlanMismatch(std::string message) {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch, message);
 }
 
-bool OmitsFrozen(FrozenTensors frozen) { return frozen == FrozenTensors::kOmitted; }
-
 }  // namespace
 
 absl::Status AbandonedStep::status(int64_t step) const {
@@ -44,7 +42,7 @@ absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& sta
                                   " is committed already, as version ", last.number,
                                   " of an earlier run"));
   }
-  if (OmitsFrozen(start.frozen) == last_commit_.omits_frozen) return digest;
+  if (start.omits_frozen == last_commit_.omits_frozen) return digest;
   return PlanMismatch(
       absl::StrCat("frozen: step ", start.step, " is committed already, ",
                    last_commit_.omits_frozen ? "without them" : "with the frozen tensors",
@@ -82,15 +80,19 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
         absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.imported_updates,
                      " imported_updates, but the step was opened with ", plan.imported_updates));
   }
-  if (OmitsFrozen(start.frozen) != OmitsFrozen(plan.frozen)) {
-    runs.NoteFrozenMismatch(start.step);
-    return PlanMismatch(
-        absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
-                     OmitsFrozen(start.frozen)
-                         ? " leaves the frozen tensors out, but the step was opened with them"
-                         : " has the frozen tensors, but the step was opened without them"));
+  if (start.omits_frozen != plan.omits_frozen) {
+    runs.set_requires_frozen(true);
+    if (start.omits_frozen) {
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+          absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
+                       " omits the frozen tensors, but the step was opened with them"));
+    }
+    return PlanMismatch(absl::StrCat(
+        "frozen: step ", plan.step, ": rank ", start.rank,
+        " has the frozen tensors, but the step was opened without them; all ranks must change them "
+        "at the same step"));
   }
-  if (start.frozen == FrozenTensors::kChanged) session_->NoteFrozenChanged();
   return session_;
 }
 
@@ -125,7 +127,7 @@ void OpenStep::NoteCommit(const PushSession& session, std::vector<uint32_t> dige
   const PushSession::StepPlan& plan = session.plan();
   last_commit_ = {.run_epoch = session.run().epoch(),
                   .step = plan.step,
-                  .omits_frozen = OmitsFrozen(plan.frozen),
+                  .omits_frozen = plan.omits_frozen,
                   .digests = std::move(digests)};
   abandoned_.erase(abandoned_.begin(), abandoned_.upper_bound(plan.step));
 }

@@ -31,9 +31,8 @@ bool GoesOn(const FoldTarget& before, const FoldTarget& next, int64_t count, int
     return at == nullptr ? to == nullptr : at + bytes == to;
   };
   return next.kind == before.kind && next.update_weight == before.update_weight &&
-         next.differs == before.differs && is_after(before.next, next.next) &&
-         is_after(before.current, next.current) && is_after(before.next_low, next.next_low) &&
-         is_after(before.current_low, next.current_low);
+         is_after(before.next, next.next) && is_after(before.current, next.current) &&
+         is_after(before.next_low, next.next_low) && is_after(before.current_low, next.current_low);
 }
 
 }  // namespace
@@ -45,6 +44,7 @@ class PushSession::ChunkFolder {
  public:
   struct Result {
     uint32_t crc32c = 0;                       // If it was asked for.
+    uint32_t frozen_crc32c = 0;                // To be XORed to the rank's.
     std::vector<NonFiniteElement> non_finite;  // By tensor, the first of each.
   };
 
@@ -53,8 +53,8 @@ class PushSession::ChunkFolder {
     for (size_t t = 0; t < session.memory_.next.size(); ++t) {
       if (!session.memory_.next[t].blocks.empty()) changing_tracks_.push_back(t);
     }
-    // Each tensor that is not finite must be found, and of a run the device tells only one; and
-    // what is done with frozen tensors differs.
+    // With kSkipTensor every non-finite tensor must be found, and the device reports only one of a
+    // run; and the digest of frozen tensors is taken by tensor.
     is_each_alone_ =
         session.model_.non_finite == NonFinitePolicy::kSkipTensor || session.run_->has_frozen();
     targets_.reserve(changing_tracks_.size());
@@ -165,7 +165,24 @@ class PushSession::ChunkFolder {
               .first_element = place.element};
     }
     run_.element_count += count;
+    if (session_.run_->is_frozen(place.tensor_index)) {
+      AddToFrozenDigest(place, {source, static_cast<size_t>(count * DtypeSize(dtype))});
+    }
     return count;
+  }
+
+  // Adds the bytes of the elements from `place` on to the digest of all frozen bytes. That is a
+  // CRC32C without its inversions, and so linear: each piece is shifted to its position in an
+  // imaginary byte string of all tensors, and XORed, in any order. In that string an element has 8
+  // bytes, whatever its dtype.
+  void AddToFrozenDigest(const Place& place, std::span<const std::byte> bytes) {
+    constexpr int64_t kElementBytes = 8;
+    constexpr int64_t kTensorBytes = int64_t{1} << 40;
+    const TensorSpec& spec = session_.model_.manifest->tensor(place.tensor_index);
+    const int64_t bytes_behind = place.tensor_index * kTensorBytes - std::ssize(bytes) +
+                                 (spec.element_count() - place.element) * kElementBytes;
+    const uint32_t crc32c = ~Crc32c(~uint32_t{0}, bytes);
+    result_.frozen_crc32c ^= Crc32cCombine(crc32c, 0, bytes_behind);
   }
 
   // Of an element, in the bytes of track `t`.
@@ -246,9 +263,6 @@ class PushSession::ChunkFolder {
               update.from_zero ? target.current : plan.base->low_blocks[block]->data() + in_block;
         }
       }
-      if (session_.run_->is_frozen(tensor_index)) {
-        target.differs = &session_.memory_.frozen_differs[t];
-      }
     } else if (source_dtype != entry.dtype) {
       target.kind = FoldTarget::Kind::kAssign;  // It was rounded for the wire.
     }
@@ -278,10 +292,10 @@ absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader
                                  " bytes given, expected 1 to ", kMaxChunkBytes));
   }
   if (header.offset < 0 || header.offset > PushedBytes(layout) - header.data_bytes) {
-    return BadChunk(absl::StrCat(
-        "chunk at offset ", header.offset, " with ", header.data_bytes,
-        " bytes is not inside the rank's ", PushedBytes(layout),
-        plan_.frozen == FrozenTensors::kOmitted ? " bytes without its frozen tensors" : " bytes"));
+    return BadChunk(
+        absl::StrCat("chunk at offset ", header.offset, " with ", header.data_bytes,
+                     " bytes is not inside the rank's ", PushedBytes(layout),
+                     plan_.omits_frozen ? " bytes without its frozen tensors" : " bytes"));
   }
   for (const int64_t end : {header.offset, header.offset + header.data_bytes}) {
     if (!layout.IsElementBoundary(end)) {
@@ -357,6 +371,7 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     return status;
   }
   coverage.Cover(range, header.crc32c);
+  ranks_[rank].frozen_crc32c ^= folded->frozen_crc32c;
   last_progress_ = SteadyNow();
   return ended_.has_value() ? *ended_ : absl::OkStatus();
 }

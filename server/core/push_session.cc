@@ -28,7 +28,6 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
     : model_(std::move(model)),
       run_(std::move(run)),
       plan_(std::move(plan)),
-      frozen_changed_(plan_.frozen == FrozenTensors::kChanged),
       memory_{.end = {&freed_, [](absl::Notification* freed) { freed->Notify(); }},
               .base = std::move(base),
               .next = {},
@@ -67,13 +66,13 @@ absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
 }
 
 int64_t PushSession::PushedBytes(const RankLayout& layout) const {
-  return plan_.frozen == FrozenTensors::kOmitted ? layout.live_bytes() : layout.total_bytes();
+  return plan_.omits_frozen ? layout.live_bytes() : layout.total_bytes();
 }
 
 bool PushSession::Changes(const TrackPlan& plan, int64_t tensor_index) const {
   const TensorAction action = plan.track->action(tensor_index);
   if (action == TensorAction::kIgnore) return false;
-  if (plan_.frozen == FrozenTensors::kOmitted && run_->is_frozen(tensor_index)) return false;
+  if (plan_.omits_frozen && run_->is_frozen(tensor_index)) return false;
   const Schedule::Update& update = plan.updates[plan.track->schedule_index(tensor_index)];
   // By nothing the average stays, and where it is held; what is copied is the newest there is.
   return update.due && (update.update_weight != 0 || action == TensorAction::kCopy);

@@ -58,10 +58,6 @@ struct PushResult {
 // Called once, from any thread. It may take locks of its own, but not call its model.
 using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
 
-// What a push has of the run's frozen tensors. Numbers are those of ema.v1.PushHeader.Frozen, which
-// says what each means.
-enum class FrozenTensors : int { kPushed = 0, kOmitted = 1, kChanged = 2 };
-
 // What the header of a push says.
 struct PushStart {
   int64_t run_epoch = 0;
@@ -70,7 +66,7 @@ struct PushStart {
   int64_t step = 0;
   TrainingTime time;
   int64_t plan_revision = 0;  // 0: any.
-  FrozenTensors frozen = FrozenTensors::kPushed;
+  bool omits_frozen = false;  // As ema.v1.PushHeader has it.
   // The streams by which the rank pushes at once; as ema.v1.PushHeader has them.
   int64_t stream_group = 0;
   int64_t stream_count = 0;
@@ -105,7 +101,7 @@ class PushSession {
   struct StepPlan {
     int64_t step = 0;
     TrainingTime time;
-    FrozenTensors frozen = FrozenTensors::kPushed;
+    bool omits_frozen = false;
     int64_t imported_updates = 0;
     std::vector<TrackPlan> tracks;
   };
@@ -126,8 +122,6 @@ class PushSession {
                                                              ConcurrencyLimit::Permit permit);
 
   const StepPlan& plan() const { return plan_; }
-  // A rank has found that the frozen tensors, which it pushes, are not as before.
-  void NoteFrozenChanged() { frozen_changed_.store(true, std::memory_order_relaxed); }
   const TrainerRun& run() const { return *run_; }
   SteadyTime begin() const { return begin_; }
 
@@ -198,6 +192,7 @@ class PushSession {
   struct RankState {
     RankState(int64_t pushed_bytes, int64_t max_chunks) : coverage(pushed_bytes, max_chunks) {}
     Coverage coverage;
+    uint32_t frozen_crc32c = 0;  // Of the frozen bytes that are covered: see FrozenDigest().
     // Those that may add: this one and later ones. 0: none yet.
     int64_t first_stream = 0;
     int64_t stream_group = 0;
@@ -240,8 +235,6 @@ class PushSession {
     // Stands for each piece of an average that begins with zeros: small, as no budget has it. Null:
     // none does.
     std::shared_ptr<Block> zeros;
-    // By track: an element of a frozen tensor is not what was pushed. Set by any stream.
-    std::shared_ptr<std::atomic<bool>[]> frozen_differs;
     Writers writers;  // Goes first.
   };
 
@@ -266,8 +259,11 @@ class PushSession {
                                    DeviceStream& stream);
   // The same of tensors, for all tracks.
   absl::Status RestoreTensors(const Memory& memory, const absl::btree_set<int64_t>& tensors) const;
-  // As TrackSnapshot::frozen_run_epoch.
-  int64_t FrozenRunEpoch(const TrackPlan& plan, bool differs,
+  // Identifies the values of the run's frozen tensors, however ranks cut them; never 0. Of a step
+  // that omits them, that of the base. 0: the run has none. REQUIRES: all ranks have committed.
+  int64_t FrozenDigest() const ABSL_LOCKS_EXCLUDED(mu_);
+  // As TrackSnapshot::frozen_digest. `pushed`: FrozenDigest().
+  int64_t FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
                          const absl::btree_set<int64_t>& skipped) const;
   TrackVersion RecordOf(const TrackPlan& plan) const;
   // What the `i`-th schedule of the track did.
@@ -298,7 +294,6 @@ class PushSession {
   const std::shared_ptr<const TrainerRun> run_;
   const StepPlan plan_;
   const SteadyTime begin_ = SteadyNow();
-  std::atomic<bool> frozen_changed_;  // Relaxed: set before that rank commits.
   absl::Notification freed_;
   Memory memory_;  // Emptied under mu_ when the session has ended and no fold is running.
 

@@ -25,6 +25,13 @@ double Quotient(double dividend, double divisor) {
   return std::min(dividend / divisor, std::numeric_limits<double>::max());
 }
 
+// The track's values of the tensor become those that are pushed.
+bool IsAssigned(const Track& track, int64_t tensor_index, const Schedule::Update& update) {
+  if (track.action(tensor_index) == TensorAction::kCopy) return true;
+  return track.config().compensated ? update.update_weight == 1
+                                    : static_cast<float>(update.update_weight) == 1;
+}
+
 // The new blocks, and the base's (null: there is none) where there are none. References are moved:
 // to count those of a thousand blocks up and down took most of a commit.
 Blocks TakeBlocks(std::vector<std::shared_ptr<Block>>& next, const Blocks* base) {
@@ -41,10 +48,6 @@ Blocks TakeBlocks(std::vector<std::shared_ptr<Block>>& next, const Blocks* base)
 absl::Status PushSession::Allocate() {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
   memory_.next.resize(plan_.tracks.size());
-  if (run_->has_frozen()) {
-    memory_.frozen_differs =
-        std::shared_ptr<std::atomic<bool>[]>(new std::atomic<bool>[plan_.tracks.size()]());
-  }
   bool needs_zeros = false;
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
     const TrackPlan& plan = plan_.tracks[t];
@@ -275,6 +278,7 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
     if (record.skipped_tensors.size() == kNamedTensors) break;
     record.skipped_tensors.push_back(model_.manifest->tensor(tensor).name);
   }
+  snapshot->frozen_digest = FrozenDigest();
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
     const TrackPlan& plan = plan_.tracks[t];
     if (plan.base == nullptr && !IsDue(plan.updates)) continue;
@@ -291,9 +295,7 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
     for (size_t i = 0; i < plan.updates.size(); ++i) {
       if (plan.updates[i].due) track.last_steps[i] = plan_.step;
     }
-    const bool differs = memory_.frozen_differs != nullptr &&
-                         memory_.frozen_differs[t].load(std::memory_order_relaxed);
-    track.frozen_run_epoch = FrozenRunEpoch(plan, differs, skipped);
+    track.frozen_digest = FrozenDigestOf(plan, snapshot->frozen_digest, skipped);
     track.block_versions.resize(std::max(track.block_versions.size(), next.blocks.size()));
     for (size_t i = 0; i < next.blocks.size(); ++i) {
       if (next.blocks[i] != nullptr) track.block_versions[i] = record.number;
@@ -306,20 +308,28 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
   return Taken{memory_.end, std::move(snapshot)};
 }
 
-int64_t PushSession::FrozenRunEpoch(const TrackPlan& plan, bool differs,
+int64_t PushSession::FrozenDigest() const {
+  if (!run_->has_frozen()) return 0;
+  if (plan_.omits_frozen) return memory_.base->frozen_digest;
+  uint32_t crc32c = run_->frozen_set_digest();
+  absl::MutexLock lock(&mu_);
+  for (const RankState& rank : ranks_) crc32c ^= rank.frozen_crc32c;
+  return int64_t{crc32c} + 1;
+}
+
+int64_t PushSession::FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
                                     const absl::btree_set<int64_t>& skipped) const {
-  if (!run_->has_frozen() || differs) return 0;
-  bool is_compared = plan_.frozen != FrozenTensors::kOmitted;
+  // An average that equals a value stays equal to it, unless it begins with zeros.
+  const bool is_equal = plan.base != nullptr && plan.base->frozen_digest == pushed;
   for (int64_t i = 0; i < model_.manifest->tensor_count(); ++i) {
     if (!run_->is_frozen(i) || plan.track->action(i) == TensorAction::kIgnore) continue;
     if (skipped.contains(i)) return 0;
-    is_compared &= Changes(plan, i);
+    const Schedule::Update& update = plan.updates[plan.track->schedule_index(i)];
+    const bool changes = Changes(plan, i);
+    if (changes && IsAssigned(*plan.track, i, update)) continue;
+    if (!is_equal || (changes && update.from_zero)) return 0;
   }
-  if (is_compared) return run_->epoch();
-  // Neither these nor the track's values of them have changed.
-  return plan.base != nullptr && !frozen_changed_.load(std::memory_order_relaxed)
-             ? plan.base->frozen_run_epoch
-             : 0;
+  return pushed;
 }
 
 TrackVersion PushSession::ScheduleRecord(const TrackPlan& plan, size_t i) const {

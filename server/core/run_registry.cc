@@ -66,8 +66,7 @@ absl::Status RunRegistry::Open(const Launch& launch, int64_t rank, int64_t world
   run_ = std::move(run);
   epoch_ = run_->epoch();
   fence_epoch_ = launch.last_run_epoch > 0 ? launch.last_run_epoch : epoch_;
-  frozen_mismatch_.reset();
-  has_frozen_mismatches_ = false;
+  requires_frozen_ = false;
   return absl::OkStatus();
 }
 
@@ -111,11 +110,6 @@ absl::Status RunRegistry::CheckMayPush(const PushStart& start, const Snapshot* n
                      " opened the run with ", run_->layout(start.rank)->digest()));
   }
   return absl::OkStatus();
-}
-
-void RunRegistry::NoteFrozenMismatch(int64_t step) {
-  has_frozen_mismatches_ |= frozen_mismatch_.value_or(step) != step;
-  frozen_mismatch_ = step;
 }
 
 absl::Status RunRegistry::CheckNotRollingBack() const {

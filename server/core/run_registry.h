@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -63,10 +62,10 @@ class RunRegistry {
   // CheckRank(), and FAILED_PRECONDITION, RUN_INCOMPLETE or LAYOUT_MISMATCH.
   absl::Status CheckMayPush(const PushStart& start, const Snapshot* newest) const;
 
-  // A step was lost because ranks did not agree whether frozen tensors have changed.
-  void NoteFrozenMismatch(int64_t step);
-  // This has happened to more than one step of the run.
-  bool has_frozen_mismatches() const { return has_frozen_mismatches_; }
+  // The run's next push must have its frozen tensors: a step was lost because some ranks omitted
+  // them and others did not.
+  bool requires_frozen() const { return requires_frozen_; }
+  void set_requires_frozen(bool required) { requires_frozen_ = required; }
 
   // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
   absl::Status CheckNotRollingBack() const;
@@ -90,8 +89,7 @@ class RunRegistry {
   // A launch whose last run epoch is below this is fenced. The first epoch of the open run's
   // launch, or the epoch of the last rollback, or that of the restored version.
   int64_t fence_epoch_ = 0;
-  std::optional<int64_t> frozen_mismatch_;  // The last such step of `run_`.
-  bool has_frozen_mismatches_ = false;
+  bool requires_frozen_ = false;
 };
 
 }  // namespace ema

@@ -60,8 +60,9 @@ struct TrackSnapshot {
   TrackState state;
   // The trainer's step of the last update, by each schedule.
   std::vector<int64_t> last_steps;
-  // The run whose frozen tensors it equals, as FoldTarget::differs means it; 0: none.
-  int64_t frozen_run_epoch = 0;
+  // The digest of the frozen tensors that the average equals bit for bit, but for the sign of 0.
+  // See PushSession::FrozenDigest(). 0: none.
+  int64_t frozen_digest = 0;
 };
 
 // All tracks of a model at one version; a track that has no value yet is not among them. Immutable,
@@ -70,6 +71,8 @@ struct TrackSnapshot {
 struct Snapshot {
   Version record;
   std::vector<TrackSnapshot> tracks;
+  // The digest of the frozen tensors that the run record.run_epoch pushed last; 0: none.
+  int64_t frozen_digest = 0;
 
   // Null: there is no such track.
   const TrackSnapshot* Find(std::string_view name) const;

@@ -87,13 +87,12 @@ bool MayOmitFrozen(const std::vector<TrackRef>& tracks, const Snapshot* newest,
                    const RunRegistry& runs) {
   const TrainerRun* const run = runs.run().get();
   if (newest == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
-  // One mismatch is a write that not all ranks have seen. Two mean that a tensor keeps changing on
-  // some ranks: each time the others would leave theirs out, and the step would be lost.
-  if (runs.has_frozen_mismatches()) return false;
+  if (newest->record.run_epoch != run->epoch() || newest->frozen_digest == 0) return false;
+  if (runs.requires_frozen()) return false;
   return std::all_of(tracks.begin(), tracks.end(), [&](const TrackRef& track) {
     if (track->config().paused) return true;
     const TrackSnapshot* const now = newest->FindId(track->id());
-    return now != nullptr && now->frozen_run_epoch == run->epoch() &&
+    return now != nullptr && now->frozen_digest == newest->frozen_digest &&
            !WillBeginWithZeros(*track, now->state);
   });
 }
@@ -251,15 +250,13 @@ absl::StatusOr<PushSession::StepPlan> TrackTable::PlanStep(const PushStart& star
                                   options_.model_name, "\" has ", plan_revision_,
                                   ": its tracks have changed; OpenRun gives the new plan"));
   }
-  if (start.frozen == FrozenTensors::kOmitted && !MayOmitFrozen(tracks_, newest, runs)) {
+  if (start.omits_frozen && !MayOmitFrozen(tracks_, newest, runs)) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-        absl::StrCat("frozen: step ", start.step, " leaves the frozen tensors out, but model \"",
+        absl::StrCat("frozen: step ", start.step, " omits the frozen tensors, but model \"",
                      options_.model_name,
-                     runs.has_frozen_mismatches()
-                         ? "\" needs them in each step: ranks did not agree whether they change"
-                         : "\" has not the values of this run's in all of its tracks; push them "
-                           "until PushPlan.may_omit_frozen is true"));
+                     "\" does not have this run's values in all of its tracks; push them until "
+                     "PushPlan.may_omit_frozen is true"));
   }
   constexpr int64_t kMaxUpdates = int64_t{1} << 53;
   if (start.imported_updates < 0 ||
@@ -268,7 +265,8 @@ absl::StatusOr<PushSession::StepPlan> TrackTable::PlanStep(const PushStart& star
                                    options_.model_name, "\" expects ",
                                    newest == nullptr ? "0 to 2^53" : "0: it has a version"));
   }
-  PushSession::StepPlan plan{start.step, start.time, start.frozen, start.imported_updates, {}};
+  PushSession::StepPlan plan{
+      start.step, start.time, start.omits_frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const base = newest != nullptr ? newest->FindId(track->id()) : nullptr;
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());

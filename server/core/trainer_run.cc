@@ -2,11 +2,14 @@
 #include "server/core/trainer_run.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
 
 namespace ema {
 namespace {
@@ -79,6 +82,11 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     EMA_RETURN_IF_ERROR(coverage.CheckComplete());
     frozen_ = coverage.FrozenTensors();
     if (std::find(frozen_.begin(), frozen_.end(), true) == frozen_.end()) frozen_.clear();
+    std::vector<int64_t> frozen_set = {static_cast<int64_t>(joining->wire_dtype())};
+    for (size_t i = 0; i < frozen_.size(); ++i) {
+      if (frozen_[i]) frozen_set.push_back(static_cast<int64_t>(i));
+    }
+    frozen_set_digest_ = Crc32c(0, std::as_bytes(std::span(frozen_set)));
     coverage_.reset();
   }
   if (joined_count_ == 0) first_joined_ = rank;

@@ -48,6 +48,8 @@ class TrainerRun {
   // Tensors that do not change while the run lasts. REQUIRES: ready().
   bool has_frozen() const { return !frozen_.empty(); }
   bool is_frozen(int64_t tensor_index) const { return has_frozen() && frozen_[tensor_index]; }
+  // Identifies the set of frozen tensors and the dtype in which they are pushed.
+  uint32_t frozen_set_digest() const { return frozen_set_digest_; }
 
  private:
   TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
@@ -61,6 +63,7 @@ class TrainerRun {
   int64_t layout_bytes_ = 0;                                          // That they take.
   std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // Of these.
   std::vector<bool> frozen_;  // By tensor, once ready; empty: none.
+  uint32_t frozen_set_digest_ = 0;
   int64_t joined_count_ = 0;
   int64_t first_joined_ = 0;   // In time, if any has.
   int64_t first_missing_ = 0;  // By number. With many ranks, to look for it takes long.

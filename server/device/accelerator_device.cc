@@ -2,8 +2,6 @@
 #include "server/device/accelerator_device.h"
 
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
@@ -39,8 +37,7 @@ class AcceleratorStream : public DeviceStream {
     EMA_RETURN_IF_ERROR(feeds_->health.status());
     if (feed_->ring == nullptr) EMA_RETURN_IF_ERROR(feeds_->RingOf(*feed_).status());
     for (int64_t first = 0; first < op.element_count;) {
-      first += batch().Add(op, first, launch_bytes_,
-                           [this](std::atomic<bool>* differs) { return FlagOf(differs); });
+      first += batch().Add(op, first, launch_bytes_);
       if (first == op.element_count) break;
       EMA_RETURN_IF_ERROR(Launch());
       launch_bytes_ = std::min(2 * launch_bytes_, feeds_->options.slab_bytes);
@@ -73,13 +70,7 @@ class AcceleratorStream : public DeviceStream {
     EMA_RETURN_IF_ERROR(WaitForAll());
     if (feed_->ring != nullptr) {
       for (Ring::Slab& slab : feed_->ring->slabs) TakeNonFinite(slab.batch);
-      std::array<uint32_t, Ring::kMaxFlags> flags;
-      std::memcpy(flags.data(), feed_->ring->host_flags, Ring::kFlagBytes);
-      for (size_t i = 0; i < differs_.size(); ++i) {
-        if (flags[i] != 0) differs_[i]->store(true, std::memory_order_relaxed);
-      }
     }
-    differs_.clear();
     launch_bytes_ = FirstLaunchBytes();
     std::vector<NonFiniteElement> elements;
     for (const auto& [source_id, element] : non_finite_) elements.push_back({source_id, element});
@@ -94,24 +85,10 @@ class AcceleratorStream : public DeviceStream {
   // REQUIRES: there is a ring.
   FoldBatch& batch() { return feed_->ring->slabs[slab_].batch; }
 
-  uint32_t* FlagOf(std::atomic<bool>* differs) {
-    const auto it = std::find(differs_.begin(), differs_.end(), differs);
-    const int64_t index = it - differs_.begin();
-    if (it == differs_.end()) differs_.push_back(differs);
-    return reinterpret_cast<uint32_t*>(feed_->ring->device_flags) + index;
-  }
-
-  // Waits for everything that is queued, and brings the flags, if there are any, to the host; they
-  // are 0 after it.
+  // Waits for everything that is queued.
   absl::Status WaitForAll() {
     Queue& queue = *feed_->queue;
-    absl::Status status;
-    if (!differs_.empty()) {
-      const Ring& ring = *feed_->ring;
-      status = queue.CopyToHost(ring.host_flags, ring.device_flags, Ring::kFlagBytes);
-      if (status.ok()) status = queue.Zero(ring.device_flags, Ring::kFlagBytes);
-    }
-    if (status.ok()) status = queue.Mark(slab_);
+    absl::Status status = queue.Mark(slab_);
     if (status.ok()) status = queue.Wait(slab_);
     return feeds_->health.Check(status);
   }
@@ -160,7 +137,6 @@ class AcceleratorStream : public DeviceStream {
   const std::string name_;
   int slab_ = 0;                                  // That is being filled.
   int64_t launch_bytes_ = FirstLaunchBytes();     // It is on its way when it has so many.
-  std::vector<std::atomic<bool>*> differs_;       // By their flags.
   absl::btree_map<int64_t, int64_t> non_finite_;  // The first element of each source.
 };
 

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -131,57 +130,11 @@ absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateHost(const std::share
                    usage->used_bytes(), " of ", usage->limit_bytes(), " bytes"));
 }
 
-// True if the floats are the same bits, or both 0.
-bool SameFloats(const std::byte* a, const std::byte* b, int64_t count) {
-  if (std::memcmp(a, b, static_cast<size_t>(count) * sizeof(float)) == 0) return true;
-  for (int64_t offset = 0; offset < count * int64_t{sizeof(float)}; offset += sizeof(float)) {
-    uint32_t a_bits = 0;
-    uint32_t b_bits = 0;
-    std::memcpy(&a_bits, a + offset, sizeof(a_bits));
-    std::memcpy(&b_bits, b + offset, sizeof(b_bits));
-    // Without the sign.
-    if (a_bits != b_bits && ((a_bits | b_bits) << 1) != 0) return false;
-  }
-  return true;
-}
-
-// As FoldTarget::differs, the other way round.
-bool HoldsSource(const FoldOp& op, const FoldTarget& target) {
-  using Kind = FoldTarget::Kind;
-  if (target.kind == Kind::kAssign || target.kind == Kind::kAssignCompensated) return true;
-  constexpr int64_t kElements = 1024;  // At a time, on the stack.
-  alignas(64) std::array<std::byte, kElements * sizeof(float)> high;
-  alignas(64) std::array<std::byte, kElements * sizeof(float)> low;
-  FoldTarget assigned = {.kind = FoldTarget::Kind::kAssign, .next = high.data()};
-  if (target.next_low != nullptr) {
-    assigned.kind = FoldTarget::Kind::kAssignCompensated;
-    assigned.next_low = low.data();
-  }
-  for (int64_t begin = 0; begin < op.element_count; begin += kElements) {
-    const int64_t count = std::min(kElements, op.element_count - begin);
-    FoldOnCpu({op.source_dtype, op.source + begin * DtypeSize(op.source_dtype), count,
-               std::span(&assigned, 1)});
-    const int64_t offset = begin * int64_t{sizeof(float)};
-    if (!SameFloats(target.next + offset, high.data(), count)) return false;
-    if (target.next_low != nullptr && !SameFloats(target.next_low + offset, low.data(), count)) {
-      return false;
-    }
-  }
-  return true;
-}
-
 class CpuStream : public DeviceStream {
  public:
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
     EMA_RETURN_IF_ERROR(CheckFold(op, "cpu"));
-    const std::optional<int64_t> non_finite = FoldOnCpu(op);
-    for (const FoldTarget& target : op.targets) {
-      if (target.differs != nullptr && !target.differs->load(std::memory_order_relaxed) &&
-          !HoldsSource(op, target)) {
-        target.differs->store(true, std::memory_order_relaxed);
-      }
-    }
-    return non_finite;
+    return FoldOnCpu(op);
   }
 
   absl::Status Zero(std::byte* data, int64_t size_bytes) override {

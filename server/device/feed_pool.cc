@@ -53,33 +53,29 @@ absl::StatusOr<Ring*> FeedPool::RingOf(Feed& feed) {
     feed.ring = TakeLast(idle_rings);
   }
   if (feed.ring == nullptr) {
-    absl::StatusOr<std::unique_ptr<Ring>> ring = MakeRing(*feed.queue);
+    absl::StatusOr<std::unique_ptr<Ring>> ring = MakeRing();
     if (absl::IsResourceExhausted(ring.status()) && blocks.free_bytes() > 0) {
       blocks.Trim(0);
-      ring = MakeRing(*feed.queue);
+      ring = MakeRing();
     }
     EMA_ASSIGN_OR_RETURN(feed.ring, std::move(ring));
   }
   return feed.ring.get();
 }
 
-absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing(Accelerator::Queue& queue) {
+absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing() {
   const int64_t size_bytes = Ring::SizeBytes(options.slab_bytes);
   auto ring = std::make_unique<Ring>();
   EMA_ASSIGN_OR_RETURN(ring->device, AllocateDevice(size_bytes));
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> host = accelerator->AllocatePinned(size_bytes);
   if (!host.ok()) return health.Check(host.status());
   ring->host = *std::move(host);
-  int64_t offset = 0;
-  for (; offset < Accelerator::Queue::kSlots * options.slab_bytes; offset += options.slab_bytes) {
+  for (int64_t offset = 0; offset < size_bytes; offset += options.slab_bytes) {
     std::byte* const host_slab = ring->host->data() + offset;
     std::byte* const device_slab = ring->device->data() + offset;
     ring->slabs.push_back(
         {host_slab, device_slab, FoldBatch(host_slab, device_slab, options.slab_bytes)});
   }
-  ring->host_flags = ring->host->data() + offset;
-  ring->device_flags = ring->device->data() + offset;
-  EMA_RETURN_IF_ERROR(health.Check(queue.Zero(ring->device_flags, Ring::kFlagBytes)));
   return ring;
 }
 

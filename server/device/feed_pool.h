@@ -48,24 +48,17 @@ class DeviceHealth {
 };
 
 // By which bytes come from the host and go there: two slabs, each in pinned memory and on the
-// device, and flags.
+// device.
 struct Ring {
   using Memory = BlockPool::Memory;
-  // Flags in device memory, which say which tracks differ. A model has at most 64.
-  static constexpr int64_t kMaxFlags = 64;
-  static constexpr int64_t kFlagBytes = kMaxFlags * static_cast<int64_t>(sizeof(uint32_t));
-  static int64_t SizeBytes(int64_t slab_bytes) {
-    return Accelerator::Queue::kSlots * slab_bytes + kFlagBytes;
-  }
+  static int64_t SizeBytes(int64_t slab_bytes) { return Accelerator::Queue::kSlots * slab_bytes; }
 
   struct Slab {
     std::byte* host;
     std::byte* device;
     FoldBatch batch;
   };
-  std::vector<Slab> slabs;  // Queue::kSlots.
-  std::byte* host_flags = nullptr;
-  std::byte* device_flags = nullptr;
+  std::vector<Slab> slabs;       // Queue::kSlots.
   std::unique_ptr<Memory> host;  // Of all that.
   std::unique_ptr<Memory> device;
 };
@@ -109,7 +102,7 @@ struct FeedPool {
 
  private:
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes);
-  absl::StatusOr<std::unique_ptr<Ring>> MakeRing(Accelerator::Queue& queue);
+  absl::StatusOr<std::unique_ptr<Ring>> MakeRing();
 };
 
 }  // namespace ema

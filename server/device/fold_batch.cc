@@ -56,7 +56,7 @@ std::optional<int64_t> FoldBatch::FindInShared(const FoldOp& op, int64_t first) 
   for (size_t i = 0; i < op.targets.size(); ++i) {
     const FoldTarget& is = op.targets[i];
     const FoldTarget& was = shared_.targets[i];
-    if (is.kind != was.kind || is.update_weight != was.update_weight || is.differs != was.differs) {
+    if (is.kind != was.kind || is.update_weight != was.update_weight) {
       return std::nullopt;
     }
     const int64_t stored = is.StoredBytes(element_bytes);
@@ -74,7 +74,7 @@ std::optional<int64_t> FoldBatch::FindInShared(const FoldOp& op, int64_t first) 
   return shift.value_or(0);
 }
 
-void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf differs_of) {
+void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase) {
   const int64_t element_bytes = DtypeSize(op.source_dtype);
   shared_ = {.element_bytes = element_bytes,
              .first_target = static_cast<int32_t>(targets_.size()),
@@ -91,18 +91,16 @@ void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf
     move(target.next);
     move(target.current_low);
     move(target.next_low);
-    targets_.push_back(
-        {.current = target.current,
-         .next = target.next,
-         .update_weight = target.update_weight,
-         .kind = target.kind,
-         .current_low = target.current_low,
-         .next_low = target.next_low,
-         .differs = target.differs != nullptr ? differs_of(target.differs) : nullptr});
+    targets_.push_back({.current = target.current,
+                        .next = target.next,
+                        .update_weight = target.update_weight,
+                        .kind = target.kind,
+                        .current_low = target.current_low,
+                        .next_low = target.next_low});
   }
 }
 
-int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, DiffersOf differs_of) {
+int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes) {
   const int64_t element_bytes = DtypeSize(op.source_dtype);
   const auto target_count = static_cast<int64_t>(op.targets.size());
   std::optional<int64_t> shift = FindInShared(op, first);
@@ -139,7 +137,7 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes, Dif
     tiled += tile.end - tile.begin;
   } else {
     if (!shift.has_value()) {
-      AddTargets(op, first, phase, differs_of);
+      AddTargets(op, first, phase);
       shift = 0;
     }
     tile = {.source = device_ + lane_0,

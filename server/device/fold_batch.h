@@ -24,12 +24,10 @@ class FoldBatch {
   FoldBatch(std::byte* host, std::byte* device, int64_t capacity_bytes)
       : host_(host), device_(device), capacity_bytes_(capacity_bytes) {}
 
-  // Where in device memory a target notes that it differs.
-  using DiffersOf = absl::FunctionRef<uint32_t*(std::atomic<bool>*)>;
   // Takes elements of `op` from `first` on, as many as there is room for in `limit_bytes`, or what
   // there is if that is less; copies them. How many; 0: the batch is full (an op without elements
   // takes no room and gives 0, too).
-  int64_t Add(const FoldOp& op, int64_t first, int64_t limit_bytes, DiffersOf differs_of);
+  int64_t Add(const FoldOp& op, int64_t first, int64_t limit_bytes);
 
   bool empty() const { return runs_.empty(); }
 
@@ -69,7 +67,7 @@ class FoldBatch {
   // Where element `first` of `op` is in these: so many elements behind their first, in all of them.
   std::optional<int64_t> FindInShared(const FoldOp& op, int64_t first) const;
   // Gives `op` targets of its own, from element `first` on.
-  void AddTargets(const FoldOp& op, int64_t first, int phase, DiffersOf differs_of);
+  void AddTargets(const FoldOp& op, int64_t first, int phase);
 
   std::byte* const host_;
   std::byte* const device_;

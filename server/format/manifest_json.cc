@@ -26,6 +26,7 @@ Json EncodeTrack(const CheckpointTrack& track, const Manifest& manifest) {
     states.back()["last_step"] = track.last_steps[i];
   }
   Json json = {{"config", EncodeConfig(track.config)}, {"states", std::move(states)}};
+  if (track.frozen_digest != 0) json["frozen_digest"] = track.frozen_digest;
   if (track.weights.has_value()) json["weights"] = EncodeTensorFiles(*track.weights, manifest);
   if (track.low_parts.has_value()) {
     json["low_parts"] = EncodeTensorFiles(*track.low_parts, manifest);
@@ -75,6 +76,9 @@ absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, const Manifest&
     EMA_ASSIGN_OR_RETURN(track.last_steps.emplace_back(), state.Integer("last_step", 0));
     return absl::OkStatus();
   }));
+  if (fields.Has("frozen_digest")) {
+    EMA_ASSIGN_OR_RETURN(track.frozen_digest, fields.Integer("frozen_digest", 0));
+  }
   // Without weights it had no updates, and states are of updates.
   const size_t state_count = fields.Has("weights") ? SchedulesOf(track.config).size() : 0;
   if (track.state.size() != state_count) {

@@ -65,6 +65,7 @@ struct CheckpointTrack {
   TrackConfig config;
   TrackState state;
   std::vector<int64_t> last_steps;  // As `state`.
+  int64_t frozen_digest = 0;        // As TrackSnapshot has it.
   std::optional<TensorFiles> weights;
   std::optional<TensorFiles> low_parts;  // Of a compensated track.
 

@@ -4,7 +4,6 @@
 #ifndef EMA_SERVER_KERNEL_FOLD_OP_H_
 #define EMA_SERVER_KERNEL_FOLD_OP_H_
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -26,10 +25,6 @@ struct FoldTarget {
   // Of the compensated kinds: the low parts.
   const std::byte* current_low = nullptr;
   std::byte* next_low = nullptr;
-  // Not for kCopy; may be null. Set to true if an element of `next` (and its low part) is not what
-  // assigning the source would have given, bit for bit but for the sign of 0, which averaging does
-  // not keep; final after Synchronize().
-  std::atomic<bool>* differs = nullptr;
 
   // Of one element that is stored, if one of the source takes `source_bytes`.
   int64_t StoredBytes(int64_t source_bytes) const {

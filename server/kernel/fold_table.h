@@ -35,7 +35,6 @@ struct alignas(16) DeviceFoldTarget {
   FoldKind kind = FoldKind::kCopy;
   const std::byte* current_low = nullptr;
   std::byte* next_low = nullptr;
-  uint32_t* differs = nullptr;  // Set to 1; may be null. As FoldTarget::differs.
 };
 
 // Neighbouring elements of one op, or of several that are neighbours themselves: lanes [begin, end)
@@ -139,27 +138,19 @@ EMA_HOST_DEVICE inline double DoubleOf(SourceFormat format, const Bits& bits) {
   return LoadDouble(format, reinterpret_cast<const std::byte*>(&bits));
 }
 
-// As FoldTarget::differs: in other bits than those of the sign of 0.
-EMA_HOST_DEVICE inline bool Differs(float a, float b) {
-  return BitsAs<uint32_t>(a) != BitsAs<uint32_t>(b) && !(a == 0 && b == 0);
-}
-
-// What becomes of one average; true if assigning would have given another.
-EMA_HOST_DEVICE inline bool FoldPlain(FoldKind kind, float update_weight, float param,
+// Updates one average in place.
+EMA_HOST_DEVICE inline void FoldPlain(FoldKind kind, float update_weight, float param,
                                       float& average) {
   average = kind == FoldKind::kAssign ? param : UpdatedAverage(average, param, update_weight);
-  return Differs(average, param);
 }
-EMA_HOST_DEVICE inline bool FoldCompensated(FoldKind kind, double update_weight, double param,
+EMA_HOST_DEVICE inline void FoldCompensated(FoldKind kind, double update_weight, double param,
                                             float& high, float& low) {
-  const CompensatedAverage assigned = Compensated(param);
   const CompensatedAverage next =
       kind == FoldKind::kAssignCompensated
-          ? assigned
+          ? Compensated(param)
           : UpdatedAverage(CompensatedAverage{high, low}, param, update_weight);
   high = next.high;
   low = next.low;
-  return Differs(next.high, assigned.high) || Differs(next.low, assigned.low);
 }
 
 EMA_HOST_DEVICE constexpr bool IsCompensated(FoldKind kind) {
@@ -169,11 +160,6 @@ EMA_HOST_DEVICE constexpr bool IsAverage(FoldKind kind) {
   return kind == FoldKind::kAverage || kind == FoldKind::kAverageCompensated;
 }
 
-// All threads that write it write the same; who sees it written need not, which spares the memory
-// a write of every thread to one address.
-EMA_HOST_DEVICE inline void Note(uint32_t* flag) {
-  if (flag != nullptr && *flag == 0) *flag = 1;
-}
 EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile& tile) {
   if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
 }
@@ -223,28 +209,25 @@ EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t fir
                                      const Pushed& pushed) {
   const int64_t offset = first * static_cast<int64_t>(sizeof(float));
   std::byte* const next = target.next + offset;
-  uint32_t* const noted = target.differs;
   Vectors<float, Pushed::kElements / kFoldVector> average;
   if constexpr (IsAverage(kKind)) average.Load(target.current + offset);
-  bool differs = false;
   if constexpr (IsCompensated(kKind)) {
     Vectors<float, Pushed::kElements / kFoldVector> low;
     if constexpr (IsAverage(kKind)) low.Load(target.current_low + offset);
     EMA_UNROLL
     for (int i = 0; i < Pushed::kElements; ++i) {
-      differs |= FoldCompensated(kKind, target.update_weight, DoubleOf(kFormat, pushed[i]),
-                                 average[i], low[i]);
+      FoldCompensated(kKind, target.update_weight, DoubleOf(kFormat, pushed[i]), average[i],
+                      low[i]);
     }
     low.Store(target.next_low + offset);
   } else {
     const auto update_weight = static_cast<float>(target.update_weight);
     EMA_UNROLL
     for (int i = 0; i < Pushed::kElements; ++i) {
-      differs |= FoldPlain(kKind, update_weight, FloatOf(kFormat, pushed[i]), average[i]);
+      FoldPlain(kKind, update_weight, FloatOf(kFormat, pushed[i]), average[i]);
     }
   }
   average.Store(next);
-  if (differs) Note(noted);
 }
 
 // Whole vectors from lane `lane` on, aligned; in registers throughout.
@@ -317,17 +300,15 @@ EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldTile& 
       continue;
     }
     float average = IsAverage(target.kind) ? LoadAs<float>(target.current + offset) : 0;
-    bool differs = false;
     if (!IsCompensated(target.kind)) {
       const auto update_weight = static_cast<float>(target.update_weight);
-      differs = FoldPlain(target.kind, update_weight, rounded, average);
+      FoldPlain(target.kind, update_weight, rounded, average);
     } else {
       float low = IsAverage(target.kind) ? LoadAs<float>(target.current_low + offset) : 0;
-      differs = FoldCompensated(target.kind, target.update_weight, exact, average, low);
+      FoldCompensated(target.kind, target.update_weight, exact, average, low);
       std::memcpy(target.next_low + offset, &low, sizeof(low));
     }
     std::memcpy(target.next + offset, &average, sizeof(average));
-    if (differs) Note(target.differs);
   }
 }
 

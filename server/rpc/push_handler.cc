@@ -34,11 +34,7 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
   start.stream_group = header.stream_group();
   start.stream_count = header.stream_count();
   start.imported_updates = header.imported_updates();
-  if (!v1::PushHeader::Frozen_IsValid(header.frozen())) {
-    return BadRequest(absl::StrCat("frozen: ", static_cast<int>(header.frozen()),
-                                   " given, expected PUSHED (0), OMITTED (1) or CHANGED (2)"));
-  }
-  start.frozen = static_cast<FrozenTensors>(header.frozen());
+  start.omits_frozen = header.omits_frozen();
   EMA_ASSIGN_OR_RETURN(push_, model_->OpenPush(start, std::move(on_end)));
   return absl::OkStatus();
 }

@@ -200,7 +200,7 @@ TEST(ManyTensorsTest, AStepIsFewPiecesOfWork) {
     TestRank rank(created->model, "launch", 0, 1, shards, /*whole=*/false);
     ASSERT_THAT(rank.Join(kTensors - kLive), IsOk());
     ASSERT_THAT(rank.Push(1, BytesOf(std::vector<float>(kTensors * kSmall, 1))), IsOk());
-    rank.SetFrozen(FrozenTensors::kOmitted);
+    rank.SetOmitsFrozen(true);
     const std::vector<std::byte> live = BytesOf(std::vector<float>(kLive * kSmall, 2));
     ASSERT_THAT(rank.Push(2, live), IsOk());
     const int64_t before = accelerator->work_count();

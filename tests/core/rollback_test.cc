@@ -244,7 +244,6 @@ TEST_P(RollbackFromTest, ItsBlocksCountAsNew) {
   const SnapshotRef now = *model_->history().Pin(0);
   for (const TrackSnapshot& track : now->tracks) {
     EXPECT_EQ(track.block_versions, std::vector<int64_t>(track.blocks.size(), 3));
-    EXPECT_EQ(track.frozen_run_epoch, 0);
   }
   // A reader that has one of the versions before gets everything.
   for (const int64_t base : {1, 2}) {
@@ -628,7 +627,7 @@ TEST_F(RollbackTest, FrozenTensorsMustBePushedOnceMore) {
   TestRank next(model_, "next");
   ASSERT_THAT(next.Join(/*frozen_shard_count=*/1), IsOk());
   EXPECT_FALSE(next.plan().may_omit_frozen);
-  next.SetFrozen(FrozenTensors::kOmitted);
+  next.SetOmitsFrozen(true);
   EXPECT_EQ(GetErrorReason(next.Push(2, Weights(2)).status()), ErrorReason::kPlanChanged);
 }
 

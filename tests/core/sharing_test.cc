@@ -3,6 +3,7 @@
 // What does not change costs nothing: frozen tensors, and tensors whose own schedule is not due,
 // are shared by the versions.
 #include <limits>
+#include <optional>
 
 #include "tests/core/test_model.h"
 
@@ -40,11 +41,12 @@ class SharingTest : public testing::Test {
     ASSERT_THAT(rank_->Join(frozen_shard_count), IsOk());
   }
 
-  absl::StatusOr<PushResult> Push(int64_t step, float live, float frozen,
-                                  FrozenTensors what = FrozenTensors::kPushed) {
+  // Without `frozen` the push omits the frozen tensor.
+  absl::StatusOr<PushResult> Push(int64_t step, float live,
+                                  std::optional<float> frozen = std::nullopt) {
     std::vector<float> values(live_count_, live);
-    if (what != FrozenTensors::kOmitted) values.resize(live_count_ + frozen_count_, frozen);
-    rank_->SetFrozen(what);
+    if (frozen.has_value()) values.resize(live_count_ + frozen_count_, *frozen);
+    rank_->SetOmitsFrozen(!frozen.has_value());
     return rank_->Push(step, BytesOf(values));
   }
 
@@ -91,7 +93,7 @@ TEST_F(SharingTest, FrozenTensorsArePushedOnceAndSharedFromThen) {
   OpenRun("launch");
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult first, Push(1, 2, 7));
   EXPECT_TRUE(first.plan.may_omit_frozen);
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult second, Push(2, 4, 0, FrozenTensors::kOmitted));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult second, Push(2, 4));
   EXPECT_TRUE(second.plan.may_omit_frozen);
   EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 7, 7));
   EXPECT_THAT(Read("raw"), ElementsAre(4, 4, 7, 7));
@@ -108,7 +110,7 @@ TEST_F(SharingTest, SmallFrozenTensorsAreCarriedAlong) {
   Create({compensated}, /*live_count=*/3, /*frozen_count=*/2);
   OpenRun("launch");
   ASSERT_THAT(Push(1, 2, 0.1f), IsOk());
-  ASSERT_THAT(Push(2, 4, 0, FrozenTensors::kOmitted), IsOk());
+  ASSERT_THAT(Push(2, 4), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(3, 3, 0.1f, 0.1f));
   ASSERT_THAT(Push(3, 5, 0.1f), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(4, 4, 0.1f, 0.1f));
@@ -119,8 +121,8 @@ TEST_F(SharingTest, ATrackWhoseAverageDiffersGetsThemPushed) {
   OpenRun("launch");
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult first, Push(1, 2, 8));
   EXPECT_FALSE(first.plan.may_omit_frozen);
-  EXPECT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("frozen: step 2 leaves")));
+  EXPECT_THAT(Push(2, 2),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("frozen: step 2 omits")));
   ASSERT_THAT(Push(2, 2, 8), IsOk());
   EXPECT_THAT(Read("zero"), ElementsAre(1.5, 1.5, 6, 6));
 }
@@ -131,9 +133,8 @@ TEST_F(SharingTest, ANewRunPushesThemOnceAgain) {
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   OpenRun("second");
   EXPECT_FALSE(rank_->plan().may_omit_frozen);
-  EXPECT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted),
-              StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("push them until PushPlan.may_omit_frozen")));
+  EXPECT_THAT(Push(2, 2), StatusIs(absl::StatusCode::kFailedPrecondition,
+                                   HasSubstr("push them until PushPlan.may_omit_frozen")));
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult same, Push(2, 2, 7));
   EXPECT_TRUE(same.plan.may_omit_frozen);
   // Other values than in the run before: averaged, until the average equals them.
@@ -144,19 +145,80 @@ TEST_F(SharingTest, ANewRunPushesThemOnceAgain) {
 }
 
 TEST_F(SharingTest, ATrackThatWasNotDueHasThemStill) {
-  Create({{.name = "often", .schedule = MakeSchedule("smoothing=0.5")},
-          {.name = "seldom", .schedule = MakeSchedule("smoothing=0.5, update_interval=3ba")}});
+  Create({{.name = "often", .schedule = MakeSchedule("copy")},
+          {.name = "seldom", .schedule = MakeSchedule("copy, update_interval=3ba")}});
   OpenRun("launch");
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(2, 2, 7));
   EXPECT_TRUE(pushed.plan.may_omit_frozen);
-  // Changed: the one that is not due has the old values.
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(4, 2, 7, FrozenTensors::kChanged));
-  EXPECT_TRUE(changed.plan.may_omit_frozen);  // Both were due, and they are the same.
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, Push(5, 2, 7, FrozenTensors::kChanged));
+  // Changed: the track that is not due has the old values.
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(4, 2, 8));
+  EXPECT_TRUE(changed.plan.may_omit_frozen);  // Both were due.
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, Push(5, 2, 9));
   EXPECT_FALSE(again.plan.may_omit_frozen);
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult both, Push(6, 2, 7));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult both, Push(6, 2, 9));
   EXPECT_TRUE(both.plan.may_omit_frozen);
+}
+
+// The same values in other boxes, pushed in chunks of other sizes.
+TEST_F(SharingTest, TheDigestOfFrozenTensorsDoesNotDependOnHowRanksCutThem) {
+  constexpr int64_t kRows = 6;
+  constexpr int64_t kColumns = 5;
+  const auto created =
+      store_.Create({.name = "matrix",
+                     .manifest = MakeManifest({{"live", Dtype::kFloat32, {1}},
+                                               {"f", Dtype::kFloat64, {2}},
+                                               {"g", Dtype::kFloat32, {kRows, kColumns}}}),
+                     .tracks = {{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}}});
+  ASSERT_THAT(created, IsOk());
+  const auto value = [](int64_t row, int64_t column) {
+    return static_cast<float>(row * kColumns + column) + 0.25f;
+  };
+  const auto push = [&](const std::string& launch, int64_t step, int64_t split_column,
+                        int64_t chunk_bytes, float change = 0) -> absl::StatusOr<PushResult> {
+    // Rank 0 has the columns before `split_column`.
+    std::vector<std::unique_ptr<TestRank>> ranks;
+    for (int64_t r = 0; r < 2; ++r) {
+      std::vector<Shard> shards;
+      if (r == 0) shards = {{0, {0}, {1}}, {1, {0}, {2}}};
+      const int64_t begin = r == 0 ? 0 : split_column;
+      const int64_t end = r == 0 ? split_column : kColumns;
+      shards.push_back({2, {0, begin}, {kRows, end - begin}});
+      ranks.push_back(
+          std::make_unique<TestRank>(created->model, launch, r, 2, shards, /*whole=*/false));
+      EXPECT_THAT(ranks.back()->Join(r == 0 ? 2 : 1), IsOk());
+    }
+    absl::StatusOr<PushResult> result = absl::UnknownError("no rank");
+    for (int64_t r = 0; r < 2; ++r) {
+      std::vector<std::byte> bytes;
+      const auto add = [&bytes](const auto& number) {
+        const auto* const data = reinterpret_cast<const std::byte*>(&number);
+        bytes.insert(bytes.end(), data, data + sizeof(number));
+      };
+      if (r == 0) {
+        add(static_cast<float>(step));
+        add(0.1);
+        add(0.2);
+      }
+      for (int64_t row = 0; row < kRows; ++row) {
+        for (int64_t column = r == 0 ? 0 : split_column;
+             column < (r == 0 ? split_column : kColumns); ++column) {
+          add(value(row, column) + (row == 3 && column == 2 ? change : 0));
+        }
+      }
+      result = ranks[r]->Push(step, bytes, chunk_bytes);
+    }
+    return result;
+  };
+  const absl::StatusOr<PushResult> first = push("a", 1, 2, 4);
+  ASSERT_THAT(first, IsOk());
+  EXPECT_TRUE(first->plan.may_omit_frozen);
+  const absl::StatusOr<PushResult> same = push("b", 2, 3, 1 << 20);
+  ASSERT_THAT(same, IsOk());
+  EXPECT_TRUE(same->plan.may_omit_frozen);
+  const absl::StatusOr<PushResult> changed = push("c", 3, 3, 12, 1e-3f);
+  ASSERT_THAT(changed, IsOk());
+  EXPECT_FALSE(changed->plan.may_omit_frozen);
 }
 
 TEST_F(SharingTest, ATrackThatIsAddedGetsThem) {
@@ -166,7 +228,7 @@ TEST_F(SharingTest, ATrackThatIsAddedGetsThem) {
   ASSERT_THAT(
       model_->UpdateTracks({.put = {{.name = "new", .schedule = MakeSchedule("smoothing=0.25")}}}),
       IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pending, Push(2, 2, 0, FrozenTensors::kOmitted));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pending, Push(2, 2));
   EXPECT_FALSE(pending.plan.may_omit_frozen);
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(3, 2, 7));
   EXPECT_TRUE(pushed.plan.may_omit_frozen);
@@ -181,11 +243,11 @@ TEST_F(SharingTest, RanksMustSayTheSameOfThem) {
   ASSERT_THAT(one.Join(), IsOk());
   auto outcome = std::make_shared<PushOutcome>();
   EMA_ASSERT_OK_AND_ASSIGN(const auto push, zero.Open(1, outcome));
-  one.SetFrozen(FrozenTensors::kOmitted);
+  one.SetOmitsFrozen(true);
   EXPECT_THAT(one.Open(1, outcome).status(),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("rank 1 leaves the frozen tensors out, but the step was opened "
-                                 "with them")));
+                       HasSubstr("rank 1 omits the frozen tensors, but the step was opened with "
+                                 "them")));
 }
 
 // Of two live elements and two frozen ones, each kind on a rank of its own.
@@ -205,36 +267,35 @@ struct LiveAndFrozenRanks {
   TestRank frozen;
 };
 
-TEST_F(SharingTest, RanksThatDoNotAgreeOfThemTwicePushThemFromThenOn) {
+TEST_F(SharingTest, ARankThatOmitsThemWhileOthersPushThemGetsANewPlan) {
   Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}}, /*live_count=*/2,
          /*frozen_count=*/2);
   LiveAndFrozenRanks ranks(model_);
-  const auto differ = [&](int64_t step) {
-    const auto outcome = std::make_shared<PushOutcome>();
-    EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(step, outcome));
-    ranks.frozen.SetFrozen(FrozenTensors::kOmitted);
-    for (int i = 0; i < 2; ++i) {  // Its streams.
-      EXPECT_THAT(ranks.frozen.Open(step, outcome).status(), ReasonIs(ErrorReason::kPlanMismatch));
-    }
-    ranks.frozen.SetFrozen(FrozenTensors::kChanged);
-  };
   EXPECT_TRUE(ranks.Push(1)->plan.may_omit_frozen);
-  differ(2);
+  const auto outcome = std::make_shared<PushOutcome>();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(2, outcome));
+  ranks.frozen.SetOmitsFrozen(true);
+  EXPECT_THAT(ranks.frozen.Open(2, outcome).status(), ReasonIs(ErrorReason::kPlanChanged));
+  ASSERT_THAT(ranks.frozen.Join(1), IsOk());
+  EXPECT_FALSE(ranks.frozen.plan().may_omit_frozen);
+  ranks.frozen.SetOmitsFrozen(false);
   EXPECT_TRUE(ranks.Push(3)->plan.may_omit_frozen);
-  differ(4);
-  EXPECT_FALSE(ranks.Push(5)->plan.may_omit_frozen);
-  EXPECT_FALSE(ranks.Push(6)->plan.may_omit_frozen);
 }
 
-TEST_F(SharingTest, OneRankIsEnoughToSayThatTheyHaveChanged) {
-  Create({{.name = "often", .schedule = MakeSchedule("smoothing=0.5")},
-          {.name = "seldom", .schedule = MakeSchedule("smoothing=0.5, update_interval=100ba")}},
-         /*live_count=*/2, /*frozen_count=*/2);
+TEST_F(SharingTest, ARankThatPushesThemWhileOthersOmitThemLosesOneStep) {
+  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}}, /*live_count=*/2,
+         /*frozen_count=*/2);
   LiveAndFrozenRanks ranks(model_);
   EXPECT_TRUE(ranks.Push(1)->plan.may_omit_frozen);
-  EXPECT_TRUE(ranks.Push(2)->plan.may_omit_frozen);
-  ranks.frozen.SetFrozen(FrozenTensors::kChanged);
-  EXPECT_FALSE(ranks.Push(3)->plan.may_omit_frozen);  // "seldom" was not compared.
+  const auto outcome = std::make_shared<PushOutcome>();
+  ranks.live.SetOmitsFrozen(true);
+  {
+    EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(2, outcome));
+    EXPECT_THAT(ranks.frozen.Open(2, outcome).status(), ReasonIs(ErrorReason::kPlanMismatch));
+  }
+  EXPECT_THAT(ranks.live.Open(3, outcome).status(), ReasonIs(ErrorReason::kPlanChanged));
+  ranks.live.SetOmitsFrozen(false);
+  EXPECT_TRUE(ranks.Push(3)->plan.may_omit_frozen);
 }
 
 TEST_F(SharingTest, AnAverageThatIsToBeginWithZerosGetsThemPushed) {
@@ -254,24 +315,24 @@ TEST_F(SharingTest, ACommittedStepIsNotTakenForTheSameWithoutThem) {
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, Push(1, 2, 7));
   EXPECT_TRUE(again.duplicate);
-  EXPECT_THAT(Push(1, 2, 0, FrozenTensors::kOmitted),
+  EXPECT_THAT(Push(1, 2),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("step 1 is committed already, with the frozen tensors")));
 }
 
 TEST_F(SharingTest, APausedTrackThatIsResumedHasWhatChangedMeanwhile) {
-  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")},
-          {.name = "paused", .schedule = MakeSchedule("smoothing=0.5")}});
+  Create({{.name = "ema", .schedule = MakeSchedule("copy")},
+          {.name = "paused", .schedule = MakeSchedule("copy")}});
   OpenRun("launch");
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   ASSERT_THAT(model_->UpdateTracks({.pause = {"paused"}}), IsOk());
-  ASSERT_THAT(Push(2, 2, 0, FrozenTensors::kOmitted), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(3, 2, 7, FrozenTensors::kChanged));
+  ASSERT_THAT(Push(2, 2), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult changed, Push(3, 2, 8));
   EXPECT_TRUE(changed.plan.may_omit_frozen);  // Of the one that is not paused.
   ASSERT_THAT(model_->UpdateTracks({.resume = {"paused"}}), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult resumed, Push(4, 2, 0, FrozenTensors::kOmitted));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult resumed, Push(4, 2));
   EXPECT_FALSE(resumed.plan.may_omit_frozen);
-  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(5, 2, 7));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(5, 2, 8));
   EXPECT_TRUE(pushed.plan.may_omit_frozen);
 }
 
@@ -283,15 +344,15 @@ TEST_F(SharingTest, ACompensatedTrackSharesBothOfItsParts) {
   Create({ema}, /*live_count=*/kLarge);
   OpenRun("launch");
   ASSERT_THAT(Push(1, 1, 1), IsOk());
-  ASSERT_THAT(Push(2, 1.1f, 0, FrozenTensors::kOmitted), IsOk());
-  ASSERT_THAT(Push(3, 1.2f, 0, FrozenTensors::kOmitted), IsOk());
+  ASSERT_THAT(Push(2, 1.1f), IsOk());
+  ASSERT_THAT(Push(3, 1.2f), IsOk());
   {
     const SnapshotRef second = *model_->history().Pin(2);
     const SnapshotRef third = *model_->history().Pin(3);
     EXPECT_EQ(second->tracks[0].blocks, third->tracks[0].blocks);
     EXPECT_EQ(second->tracks[0].low_blocks, third->tracks[0].low_blocks);
   }
-  ASSERT_THAT(Push(4, 1.3f, 0, FrozenTensors::kOmitted), IsOk());
+  ASSERT_THAT(Push(4, 1.3f), IsOk());
   const double expected = 1 + 0.25 * (1.1f - 1.0);
   const float fourth = static_cast<float>(expected + 0.25 * (1.3f - expected));
   EXPECT_THAT(Read("ema"), ElementsAre(fourth, fourth, 1, 1));

@@ -129,7 +129,7 @@ TEST_F(StatisticsTest, FrozenTensorsCount) {
          {{"live", Dtype::kFloat32, {1}}, {"frozen", Dtype::kFloat32, {1}}},
          /*frozen_shard_count=*/1);
   ASSERT_THAT(Push(1, {0, 4}), IsOk());
-  rank_->SetFrozen(FrozenTensors::kOmitted);
+  rank_->SetOmitsFrozen(true);
   ASSERT_THAT(Push(2, {6}), IsOk());
   EXPECT_THAT(Statistics(), ElementsAre(Are("ema", 5, 3)));
 }

@@ -79,8 +79,8 @@ class TestRank {
   const PushPlan& plan() const { return joined_.plan; }
   // What the next pushes say of the time at their step.
   void SetTime(std::function<TrainingTime(int64_t step)> time) { time_ = std::move(time); }
-  // What the next pushes say of frozen shards.
-  void SetFrozen(FrozenTensors frozen) { frozen_ = frozen; }
+  // Whether the next pushes omit the frozen shards.
+  void SetOmitsFrozen(bool omits_frozen) { omits_frozen_ = omits_frozen; }
   // The streams that are opened next push side by side.
   void SetStreams(int64_t group, int64_t count) {
     stream_group_ = group;
@@ -95,7 +95,7 @@ class TestRank {
             .layout_digest = joined_.layout_digest,
             .step = step,
             .time = time_(step),
-            .frozen = frozen_,
+            .omits_frozen = omits_frozen_,
             .stream_group = stream_group_,
             .stream_count = stream_count_};
   }
@@ -143,7 +143,7 @@ class TestRank {
   std::function<TrainingTime(int64_t)> time_ = [](int64_t step) {
     return TrainingTime::AtBatch(step);
   };
-  FrozenTensors frozen_ = FrozenTensors::kPushed;
+  bool omits_frozen_ = false;
   int64_t stream_group_ = 0;
   int64_t stream_count_ = 0;
   Model::JoinResult joined_;

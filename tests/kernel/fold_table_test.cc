@@ -154,7 +154,7 @@ class FoldTableTest : public testing::Test {
 
   void AddToBatch(const FoldOp& op) {
     for (int64_t first = 0; first < op.element_count;) {
-      const int64_t count = batch_.Add(op, first, kCapacity, [](auto*) { return nullptr; });
+      const int64_t count = batch_.Add(op, first, kCapacity);
       if (count == 0) Launch();
       first += count;
     }
@@ -413,33 +413,6 @@ TEST_F(FoldTableTest, WhatIsNotFiniteIsNoticedWhereverItIs) {
   AddToBatch({Dtype::kFloat64, reinterpret_cast<const std::byte*>(&large), 1, {}});
   Launch();
   EXPECT_EQ(found_, std::vector<NonFiniteElement>({{0, 0}}));
-}
-
-TEST_F(FoldTableTest, NotesWhatAssigningWouldNotHaveGiven) {
-  const std::vector<float> values = {1, -2, 0, 4, 5};
-  std::atomic<bool> flag;
-  for (const bool differs : {false, true}) {
-    std::vector<float> current = values;
-    current[2] = -0.0f;  // As 0.
-    if (differs) current[4] = std::nextafter(current[4], 6.0f);
-    std::vector<float> next(values.size());
-    uint32_t noted = 0;
-    const FoldTarget target{.kind = FoldKind::kAverage,
-                            .update_weight = 1e-3,
-                            .current = reinterpret_cast<const std::byte*>(current.data()),
-                            .next = reinterpret_cast<std::byte*>(next.data()),
-                            .differs = &flag};
-    ASSERT_EQ(batch_.Add({Dtype::kFloat32, reinterpret_cast<const std::byte*>(values.data()), 5,
-                          std::span(&target, 1)},
-                         0, kCapacity,
-                         [&](std::atomic<bool>* of) {
-                           EXPECT_EQ(of, &flag);
-                           return &noted;
-                         }),
-              5);
-    Launch();
-    EXPECT_EQ(noted, differs ? 1u : 0u);
-  }
 }
 
 TEST_F(FoldTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {

@@ -194,14 +194,11 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   if (has_begun_ && begun_epoch_ == run_->run_epoch()) return absl::OkStatus();
   const RankLayout& layout = run_->layout();
   const bool omits_frozen = !options_.frozen_changed && run_->may_omit_frozen();
-  frozen_ = omits_frozen              ? v1::PushHeader::FROZEN_OMITTED
-            : options_.frozen_changed ? v1::PushHeader::FROZEN_CHANGED
-                                      : v1::PushHeader::FROZEN_PUSHED;
+  omits_frozen_ = omits_frozen;
   if (!omits_frozen && !HasFrozen()) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-                     absl::StrCat(Name(),
-                                  ": the server has not the values of the frozen tensors "
-                                  "(any more), and they were not given"));
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
+        absl::StrCat(Name(), ": the server needs the frozen tensors, and they were not given"));
   }
   total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
   EMA_RETURN_IF_ERROR(PrepareStaging());
@@ -261,7 +258,7 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   ToProto(time_, header.mutable_time());
   // A server that was restarted has a plan of its own.
   header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
-  header.set_frozen(frozen_);
+  header.set_omits_frozen(omits_frozen_);
   header.set_stream_group(NextStreamGroup());
   header.set_stream_count(1);
   header.set_report_timing(run_->client().options().report_timing);

@@ -168,7 +168,7 @@ class PendingPush::Impl {
   std::atomic<Lane> lane_ = Lane::kGrpc;
 
   // The thread's own.
-  v1::PushHeader::Frozen frozen_ = v1::PushHeader::FROZEN_PUSHED;
+  bool omits_frozen_ = false;
   std::optional<client_internal::StagedChunks> staged_;
   std::optional<client_internal::ChunkWriter> writer_;
   std::vector<uint32_t> expected_crc32c_;  // By chunk, as far as is checked. Set before the thread.

@@ -217,13 +217,9 @@ bool PushEngine::AwaitPreviousPush() {
 absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
                                       std::shared_ptr<TrainingStep> training_step) {
   const std::shared_ptr<Run> run = run_;
-  EMA_ASSIGN_OR_RETURN(std::string digest, training_step->FrozenDigest());
-  const bool frozen_changed = has_pushed_ && served_frozen_ != digest;
-  // Until the reply says that the server has these values, it may have others.
-  served_frozen_.reset();
-  pushed_frozen_ = std::move(digest);
-  has_pushed_ = true;
-  const bool omits_frozen = !frozen_changed && run->plan().may_omit_frozen;
+  EMA_ASSIGN_OR_RETURN(const bool changed, training_step->FrozenChanged());
+  frozen_changed_ |= changed;
+  const bool omits_frozen = !frozen_changed_ && run->plan().may_omit_frozen;
 
   const RankLayout& layout = run->layout();
   const size_t count = layout.shards().size() - (omits_frozen ? layout.frozen_shards().size() : 0);
@@ -231,7 +227,7 @@ absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
   if (run != run_ || push_ != nullptr) return AwayError();  // A signal handler has changed it.
   return Start({.step = step(),
                 .time = now,
-                .frozen_changed = frozen_changed,
+                .frozen_changed = frozen_changed_,
                 .weights = std::move(weights),
                 .training_step = std::move(training_step)});
 }
@@ -358,7 +354,7 @@ void PushEngine::WarnOfLostUpdates(int64_t next_step) {
 
 void PushEngine::CountPushed(Version version) {
   log_->PushSucceeded();
-  served_frozen_ = std::move(pushed_frozen_);
+  frozen_changed_ = false;
   patience_.EndOutage();
   if (skipped_before_.has_value()) {
     const int64_t lost = progress().stats.skipped - *std::exchange(skipped_before_, std::nullopt);

@@ -53,9 +53,9 @@ class TrainingStep {
  public:
   virtual ~TrainingStep() = default;
 
-  // A digest of the values of all frozen tensors; equal values give equal digests on every rank.
+  // Whether a frozen tensor may have been written since the last call, by whatever step's object.
   // Called once, before Read().
-  virtual absl::StatusOr<std::string> FrozenDigest() = 0;
+  virtual absl::StatusOr<bool> FrozenChanged() = 0;
   // The weights of the shards [begin, end) of the run's layout. They must not change until
   // PushEngine::WaitReleased() has returned.
   virtual absl::StatusOr<StepWeights> Read(const Run& run, size_t begin, size_t end) = 0;
@@ -218,10 +218,8 @@ class PushEngine {
   // False: the last push failed, so the ranks may push at different steps.
   bool in_step_ = true;
 
-  // The digest of the frozen tensors in the last push, if that succeeded; absent: unknown.
-  std::optional<std::string> served_frozen_;
-  std::string pushed_frozen_;
-  bool has_pushed_ = false;
+  // Frozen tensors may have been written since the last push that succeeded.
+  bool frozen_changed_ = false;
 
   std::vector<std::shared_ptr<const void>> owners_;  // Of the memory that the push reads.
   bool reads_gpu_ = false;

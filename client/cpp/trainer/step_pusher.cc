@@ -14,7 +14,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/track.h"
-#include "server/base/crc32c.h"
 #include "server/base/random_hex.h"
 
 namespace ema {
@@ -82,7 +81,7 @@ absl::StatusOr<SentTensors> ChooseTensors(const Manifest& given, TensorSet froze
   for (int64_t i = 0; i < given.tensor_count(); ++i) {
     if (ignored[i]) continue;
     const TensorSpec& spec = given.tensor(i);
-    // A buffer comes from one rank, whose word about it is enough.
+    // A buffer may differ between ranks, and comes from one of them.
     if (!frozen.empty() && frozen[i] && !spec.is_buffer) {
       result.frozen.push_back(static_cast<int64_t>(specs.size()));
     }
@@ -170,7 +169,7 @@ class StepPusher::Impl {
 
   PushEngine& engine() { return *engine_; }
   const Options& options() const { return options_; }
-  void AfterStep(const ReadWeights& read);
+  void AfterStep(const ReadWeights& read, const FrozenChanged& frozen_changed);
   void Close(absl::Duration timeout) {
     engine_->EndPushes(timeout);
     engine_->Leave();
@@ -188,25 +187,17 @@ class StepPusher::Impl {
 class StepPusher::Impl::Step : public client_internal::TrainingStep {
  public:
   // `impl` outlives this object.
-  Step(const Impl* impl, ReadWeights read) : impl_(*impl), read_(std::move(read)) {}
+  Step(const Impl* impl, ReadWeights read, StepPusher::FrozenChanged frozen_changed)
+      : impl_(*impl), read_(std::move(read)), frozen_changed_(std::move(frozen_changed)) {}
 
-  absl::StatusOr<std::string> FrozenDigest() override {
-    std::string digest;
-    for (const int64_t i : impl_.sent_.frozen) {
-      // All of the tensor, not this rank's share: all ranks must find the same.
-      EMA_ASSIGN_OR_RETURN(const Weights weights, ReadShard(WholeTensor(impl_.sent_.manifest, i),
-                                                            /*is_pushed=*/false));
-      absl::StrAppend(&digest,
-                      weights.checksum.has_value() ? *weights.checksum : Crc32c(0, weights.bytes),
-                      " ");
-    }
-    return digest;
+  absl::StatusOr<bool> FrozenChanged() override {
+    return frozen_changed_ ? frozen_changed_() : absl::StatusOr<bool>(false);
   }
 
   absl::StatusOr<StepWeights> Read(const Run& run, size_t begin, size_t end) override {
     StepWeights result;
     for (const Shard& shard : run.layout().shards().subspan(begin, end - begin)) {
-      EMA_ASSIGN_OR_RETURN(Weights weights, ReadShard(shard, /*is_pushed=*/true));
+      EMA_ASSIGN_OR_RETURN(Weights weights, ReadShard(shard));
       StepWeights one;
       one.bytes = {weights.bytes};
       one.owners = {std::move(weights.keep_alive)};
@@ -220,23 +211,24 @@ class StepPusher::Impl::Step : public client_internal::TrainingStep {
 
  private:
   // REQUIRES: the shard is contiguous in its tensor, as those of EvenShare() are.
-  absl::StatusOr<Weights> ReadShard(const Shard& shard, bool is_pushed) {
+  absl::StatusOr<Weights> ReadShard(const Shard& shard) {
     const TensorSpec& spec = impl_.sent_.manifest.tensor(shard.tensor_index);
     int64_t first = 0;
     for (size_t d = 0; d < spec.shape.size(); ++d) first = first * spec.shape[d] + shard.offsets[d];
     return read_({.tensor_index = impl_.sent_.given_indices[shard.tensor_index],
                   .first = first,
-                  .count = shard.element_count(),
-                  .is_pushed = is_pushed});
+                  .count = shard.element_count()});
   }
 
   const Impl& impl_;
   const ReadWeights read_;
+  const StepPusher::FrozenChanged frozen_changed_;
 };
 
-void StepPusher::Impl::AfterStep(const ReadWeights& read) {
+void StepPusher::Impl::AfterStep(const ReadWeights& read, const FrozenChanged& frozen_changed) {
   const int64_t step = engine_->step() + 1;
-  engine_->AfterStep(step, TimeAt(options_, step), std::make_shared<Step>(this, read));
+  engine_->AfterStep(step, TimeAt(options_, step),
+                     std::make_shared<Step>(this, read, frozen_changed));
 }
 
 absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
@@ -277,7 +269,9 @@ StepPusher::~StepPusher() {
 void StepPusher::WaitReleased(absl::Span<const GpuStream> streams) {
   impl_->engine().WaitReleased(streams);
 }
-void StepPusher::AfterStep(const ReadWeights& read) { impl_->AfterStep(read); }
+void StepPusher::AfterStep(const ReadWeights& read, const FrozenChanged& frozen_changed) {
+  impl_->AfterStep(read, frozen_changed);
+}
 absl::Status StepPusher::TakeError() { return impl_->engine().TakeError(); }
 absl::StatusOr<std::optional<Version>> StepPusher::WaitPushed(absl::Duration timeout) {
   if (timeout == absl::ZeroDuration()) timeout = impl_->options().timeout;

@@ -27,12 +27,9 @@ const char* OutlookAfter(const absl::Status& error) {
       return "and no step can be pushed until the model is as it was at attach() (to go on with "
              "another, attach anew, to a model of another name)";
     case ErrorReason::kPlanMismatch:
-      // One reason for both; only the advice depends on the text.
-      return absl::StartsWith(error.message(), "frozen: ")
-                 ? "the average goes on with the next (a step is lost when frozen tensors change "
-                   "on some ranks only; after two they are pushed with each step, until attach() "
-                   "opens another run)"
-                 : "the average goes on when attach(time=) gives the same on all ranks";
+      return "the average continues when attach(time=) gives the same on all ranks, and frozen "
+             "tensors "
+             "change on all ranks at the same step";
     default:
       return "the average goes on with the next";
   }

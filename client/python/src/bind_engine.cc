@@ -78,9 +78,8 @@ class PyTrainingStep : public client_internal::TrainingStep {
                               [](nb::handle time) { return ToTime(nb::cast<nb::dict>(time)); });
   }
 
-  absl::StatusOr<std::string> FrozenDigest() override {
-    return Call<std::string>("frozen_digest",
-                             [](nb::handle digest) { return nb::cast<std::string>(digest); });
+  absl::StatusOr<bool> FrozenChanged() override {
+    return Call<bool>("frozen_changed", [](nb::handle changed) { return nb::cast<bool>(changed); });
   }
 
   absl::StatusOr<StepWeights> Read(const Run& run, size_t begin, size_t end) override {

@@ -76,9 +76,7 @@ def test_a_trainer_sends_frozen_tensors_once(server, client, model):
         assert ema.stats.sent_bytes == 3 * live + frozen
 
 
-@pytest.mark.parametrize(
-    "how", ["written", "data", "data of all", "assigned", "permuted", "unfrozen"]
-)
+@pytest.mark.parametrize("how", ["written", "data", "assigned", "permuted", "unfrozen"])
 def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
     module, optimizer, step = adapter_trainer()
     live, frozen = byte_counts(module)
@@ -88,7 +86,7 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
         step()
         logged[number] = {name: p.detach().clone() for name, p in module.named_parameters()}
 
-    # No version counter sees what is written through `.data`, and no sample one element of many.
+    # PyTorch does not count writes through `.data`.
     checks = how == "data"
     with ema_client.attach(
         module, optimizer, server.url(model), tracks={"ema": HALF}, check=checks
@@ -102,8 +100,6 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
                 module.base.weight[7, 9] += 1
         elif how == "data":
             module.base.weight.data[7, 9] += 1
-        elif how == "data of all":  # As DINO's teacher follows its student.
-            module.base.weight.data.mul_(0.9).add_(0.1 * torch.randn(600, 600))
         elif how == "assigned":
             module.base.weight.data = before + 1
         elif how == "permuted":
@@ -120,29 +116,18 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
     assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
 
 
-def test_their_values_are_read_only_after_a_write(server, client, model, monkeypatch):
-    """A write of what was there (averaged() on one rank) changes nothing for the server."""
+def test_a_counted_write_of_the_same_values_pushes_them_once_more(server, client, model):
     module, optimizer, step = adapter_trainer()
     live, frozen = byte_counts(module)
-    read = []
-
-    def recorded(tensors):
-        given = list(tensors)
-        read.extend(tuple(tensor.shape) for tensor in given)
-        return checksums(given)
-
     with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
-        monkeypatch.setattr("ema_client._trainer.frozen.checksums", recorded)
         for _ in range(3):
             step()
-        assert read == []
         with torch.no_grad():
             module.base.weight.mul_(1)
         step()
         step()
-        assert read == [(600, 600)]
         ema.close()
-        assert ema.stats.sent_bytes == 5 * live + frozen
+        assert ema.stats.sent_bytes == 5 * live + 2 * frozen
 
 
 def resident_bytes(field):
@@ -178,29 +163,6 @@ def test_frozen_and_foreign_tensors_are_not_copied(server, client, model):
             raw = client.pull(model, track="raw")
             assert (raw["foreign"] == step).all()
             assert (raw["frozen"] == 2 - step).all()
-
-
-def test_after_a_push_that_failed_they_are_shown_again(server, client, model):
-    """Nobody knows what became of it."""
-    module, optimizer, step = adapter_trainer()
-    live, frozen = byte_counts(module)
-    with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
-        for _ in range(2):
-            step()
-        ema.wait_released()
-        with torch.no_grad():
-            kept = module.up.weight.clone()
-            module.up.weight.fill_(float("nan"))
-        optimizer.zero_grad()
-        optimizer.step()
-        ema.wait_released()
-        with torch.no_grad():
-            module.up.weight.copy_(kept)
-        step()
-        step()
-        ema.close()
-        assert (ema.stats.pushes, ema.stats.skipped) == (4, 1)
-        assert ema.stats.sent_bytes == 5 * live + 2 * frozen
 
 
 def test_frozen_parameters_that_go_or_have_no_values(server, client, model):

@@ -249,10 +249,10 @@ class Pusher:
                 old.step,
             )
 
-    def _frozen_digest(self) -> str:
+    def _frozen_changed(self) -> bool:
         tensors = self.options.tensors_of()
         self._changes.look(tensors)
-        return self._frozen.digest(tensors)
+        return self._frozen.have_changed(tensors)
 
     def _read(
         self, trained: bool, frozen: bool
@@ -284,8 +284,8 @@ class _Step:
     def time(self) -> dict[str, float]:
         return self._kept(lambda: self._pusher.training_time(self._step))
 
-    def frozen_digest(self) -> str:
-        return self._kept(self._pusher._frozen_digest)
+    def frozen_changed(self) -> bool:
+        return self._kept(self._pusher._frozen_changed)
 
     def read(
         self, trained: bool, frozen: bool

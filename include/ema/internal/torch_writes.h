@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Whether tensors have been written, for ema/torch.h.
+#ifndef EMA_INTERNAL_TORCH_WRITES_H_
+#define EMA_INTERNAL_TORCH_WRITES_H_
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace ema::torch_internal {
+
+// Remembers LibTorch's count of writes to some tensors, and where their memory is. LibTorch counts
+// no writes through data_ptr(), and none to inference tensors. For one thread.
+class WriteMarks {
+ public:
+  // Whether one of `tensors` has been written, or has other memory, since the last call, which had
+  // as many tensors. False in the first call.
+  bool HaveChanged(const std::vector<at::Tensor>& tensors) {
+    std::vector<Mark> marks;
+    marks.reserve(tensors.size());
+    for (const at::Tensor& tensor : tensors) {
+      marks.push_back({tensor.storage().getWeakStorageImpl(), tensor.const_data_ptr(),
+                       tensor.strides().vec(), tensor.is_inference() ? 0 : tensor._version()});
+    }
+    const bool have_changed = !marks_.empty() && marks != marks_;
+    marks_ = std::move(marks);
+    return have_changed;
+  }
+
+ private:
+  struct Mark {
+    // Weak, so that the memory can be freed; another storage can never equal it.
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    const void* data;
+    std::vector<int64_t> strides;
+    int64_t writes;
+
+    bool operator==(const Mark& other) const {
+      return storage == other.storage && data == other.data && strides == other.strides &&
+             writes == other.writes;
+    }
+  };
+
+  std::vector<Mark> marks_;
+};
+
+}  // namespace ema::torch_internal
+
+#endif  // EMA_INTERNAL_TORCH_WRITES_H_
