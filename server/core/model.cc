@@ -214,7 +214,7 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
   std::shared_ptr<PushSession> last;
   std::shared_ptr<TrainerRun> run;
   SnapshotRef base;
-  PushSession::StepPlan plan;
+  StepPlan plan;
   {
     absl::MutexLock lock(&mu_);
     const SnapshotRef newest = history_.newest();

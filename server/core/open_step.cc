@@ -57,7 +57,7 @@ absl::Status OpenStep::CheckNotAbandoned(int64_t step) const {
 absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushStart& start,
                                                                    RunRegistry& runs) const {
   if (session_ == nullptr) return nullptr;
-  const PushSession::StepPlan& plan = session_->plan();
+  const StepPlan& plan = session_->plan();
   if (start.step < plan.step) {
     return StaleStep(absl::StrCat("model \"", model_name_, "\": step ", start.step,
                                   " is before the open step ", plan.step));
@@ -124,7 +124,7 @@ bool OpenStep::Detach(const PushSession* session) {
 }
 
 void OpenStep::NoteCommit(const PushSession& session, std::vector<uint32_t> digests) {
-  const PushSession::StepPlan& plan = session.plan();
+  const StepPlan& plan = session.plan();
   last_commit_ = {.run_epoch = session.run().epoch(),
                   .step = plan.step,
                   .omits_frozen = plan.omits_frozen,

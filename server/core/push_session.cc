@@ -4,12 +4,22 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/crc32c.h"
+#include "server/core/chunk_folder.h"
 
 namespace ema {
 namespace {
+
+constexpr int64_t kMaxChunkBytes = int64_t{4} << 20;
+
+absl::Status BadChunk(std::string message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk, message);
+}
 
 // Chunks that a rank may send in a step: its bytes in ones of 64 KiB, one for each of its shards,
 // and a share of so many. Their records are in no budget; the shards' are.
@@ -23,15 +33,12 @@ int64_t MaxChunks(const RankLayout& layout, int64_t world_size) {
 
 }  // namespace
 
-PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base,
-                         StepPlan plan, ConcurrencyLimit::Permit permit)
+PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, StepPlan plan,
+                         ConcurrencyLimit::Permit permit)
     : model_(std::move(model)),
       run_(std::move(run)),
       plan_(std::move(plan)),
-      memory_{.end = {&freed_, [](absl::Notification* freed) { freed->Notify(); }},
-              .base = std::move(base),
-              .next = {},
-              .zeros = nullptr},
+      memory_(std::shared_ptr<void>(&freed_, [this](void*) { freed_.Notify(); })),
       last_progress_(begin_),
       permit_(std::move(permit)) {
   ranks_.reserve(run_->world_size());
@@ -41,41 +48,19 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
   }
 }
 
-NonFiniteElement PushSession::Locate(NonFiniteElement element) const {
-  for (const TrackPlan& plan : plan_.tracks) {
-    if (!Changes(plan, element.source_id)) continue;
-    const StorageLayout& layout = plan.track->layout();
-    while (true) {
-      const StorageLayout::Entry& entry = layout.entry(element.source_id);
-      const int64_t count = entry.length_bytes / DtypeSize(entry.dtype);
-      if (element.element < count) return element;
-      element.element -= count;
-      ++element.source_id;
-    }
-  }
-  return element;
-}
-
 absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
     ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base, StepPlan plan,
     ConcurrencyLimit::Permit permit) {
-  std::shared_ptr<PushSession> session(new PushSession(
-      std::move(model), std::move(run), std::move(base), std::move(plan), std::move(permit)));
-  EMA_RETURN_IF_ERROR(session->Allocate());
+  std::shared_ptr<PushSession> session(
+      new PushSession(std::move(model), std::move(run), std::move(plan), std::move(permit)));
+  EMA_ASSIGN_OR_RETURN(
+      session->memory_.next,
+      NextSnapshot::Create(session->model_, *session->run_, session->plan_, std::move(base)));
   return session;
 }
 
 int64_t PushSession::PushedBytes(const RankLayout& layout) const {
   return plan_.omits_frozen ? layout.live_bytes() : layout.total_bytes();
-}
-
-bool PushSession::Changes(const TrackPlan& plan, int64_t tensor_index) const {
-  const TensorAction action = plan.track->action(tensor_index);
-  if (action == TensorAction::kIgnore) return false;
-  if (plan_.omits_frozen && run_->is_frozen(tensor_index)) return false;
-  const Schedule::Update& update = plan.updates[plan.track->schedule_index(tensor_index)];
-  // By nothing the average stays, and where it is held; what is copied is the newest there is.
-  return update.due && (update.update_weight != 0 || action == TensorAction::kCopy);
 }
 
 absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCallback on_end) {
@@ -116,7 +101,7 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
 }
 
 void PushSession::AwaitStream(int64_t rank, int64_t stream) {
-  // Of an error the rank's commit tells.
+  // CommitRank() returns the error.
   AwaitDevice(rank, stream).IgnoreError();
 }
 
@@ -145,13 +130,156 @@ absl::Status PushSession::FencedByNewerStream(int64_t rank) const {
                                 " has taken over from this one"));
 }
 
+PushSession::Memory::~Memory() {
+  for (const std::shared_ptr<DeviceStream>& stream : writers) {
+    stream->Synchronize().status().IgnoreError();
+  }
+}
+
 PushSession::Memory PushSession::TakeUnusedMemoryLocked() {
   if (!ended_.has_value() || work_count_ > 0) return {};
   for (auto& [stream, device_stream] : queued_) {
-    memory_.writers.streams.push_back(std::move(device_stream));
+    memory_.writers.push_back(std::move(device_stream));
   }
   queued_.clear();
   return std::exchange(memory_, {});
+}
+
+void PushSession::BeginWorkLocked(int64_t rank) {
+  ++work_count_;
+  ++ranks_[rank].work_count;
+}
+
+PushSession::Memory PushSession::EndWorkLocked(int64_t rank) {
+  --work_count_;
+  --ranks_[rank].work_count;
+  return TakeUnusedMemoryLocked();
+}
+
+absl::Status PushSession::CheckRange(const RankLayout& layout, const ChunkHeader& header) const {
+  if (header.data_bytes <= 0 || header.data_bytes > kMaxChunkBytes) {
+    return BadChunk(absl::StrCat("chunk at offset ", header.offset, ": ", header.data_bytes,
+                                 " bytes given, expected 1 to ", kMaxChunkBytes));
+  }
+  if (header.offset < 0 || header.offset > PushedBytes(layout) - header.data_bytes) {
+    return BadChunk(
+        absl::StrCat("chunk at offset ", header.offset, " with ", header.data_bytes,
+                     " bytes is not inside the rank's ", PushedBytes(layout),
+                     plan_.omits_frozen ? " bytes without its frozen tensors" : " bytes"));
+  }
+  for (const int64_t end : {header.offset, header.offset + header.data_bytes}) {
+    if (!layout.IsElementBoundary(end)) {
+      const int64_t tensor = layout.shards()[layout.FindShard(end)].tensor_index;
+      return BadChunk(absl::StrCat("chunk at offset ", header.offset, " with ", header.data_bytes,
+                                   " bytes cuts an element of tensor \"",
+                                   model_.manifest->tensor(tensor).name, "\""));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHeader& header,
+                                   absl::Span<const std::span<const std::byte>> pieces,
+                                   const std::shared_ptr<DeviceStream>& device_stream) {
+  const RankLayout& layout = *run_->layout(rank);
+  EMA_RETURN_IF_ERROR(CheckRange(layout, header));
+  const Coverage::Range range{header.offset, header.data_bytes};
+  const auto corrupt = [&](uint32_t crc32c) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, ErrorReason::kChunkCorrupt,
+        absl::StrCat("chunk at offset ", header.offset, " of rank ", rank, ", step ", plan_.step,
+                     ": its CRC32C is ", crc32c, ", expected ", header.crc32c));
+  };
+
+  const auto checksum = [&pieces] {
+    uint32_t crc32c = 0;
+    for (const std::span<const std::byte> piece : pieces) crc32c = Crc32c(crc32c, piece);
+    return crc32c;
+  };
+  Coverage::ClaimResult claim;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
+    queued_.try_emplace({rank, stream}, device_stream);
+    EMA_ASSIGN_OR_RETURN(claim, ranks_[rank].coverage.Claim(range, header.crc32c));
+    if (claim == Coverage::ClaimResult::kClaimed) BeginWorkLocked(rank);
+  }
+  if (claim == Coverage::ClaimResult::kDuplicate) {
+    if (header.is_undamaged) return absl::OkStatus();
+    const uint32_t crc32c = checksum();
+    return crc32c == header.crc32c ? absl::OkStatus() : corrupt(crc32c);
+  }
+
+  bool is_undamaged = header.is_undamaged;
+  if (!is_undamaged && !model_.device->is_host()) {
+    // What has been queued cannot be taken back.
+    if (const uint32_t crc32c = checksum(); crc32c != header.crc32c) {
+      Memory unused;
+      absl::MutexLock lock(&mu_);
+      unused = EndWorkLocked(rank);
+      ranks_[rank].coverage.Release(range);
+      return corrupt(crc32c);
+    }
+    is_undamaged = true;
+  }
+  // An exception must not leave the range claimed, nor the work begun.
+  const absl::StatusOr<ChunkFolder::Result> folded = CatchExceptions([&] {
+    return ChunkFolder(*memory_.next, *device_stream).Fold(layout, range, pieces, !is_undamaged);
+  });
+
+  Memory unused;
+  absl::MutexLock lock(&mu_);
+  unused = EndWorkLocked(rank);
+  Coverage& coverage = ranks_[rank].coverage;
+  const bool is_damaged = folded.ok() && !is_undamaged && folded->crc32c != header.crc32c;
+  if (!folded.ok() || is_damaged) {
+    coverage.Release(range);
+    return is_damaged ? corrupt(folded->crc32c) : folded.status();
+  }
+  if (absl::Status status = TakeNonFiniteLocked(rank, folded->non_finite); !status.ok()) {
+    coverage.Release(range);
+    return status;
+  }
+  coverage.Cover(range, header.crc32c);
+  ranks_[rank].frozen_crc32c ^= folded->frozen_crc32c;
+  last_progress_ = SteadyNow();
+  return ended_.has_value() ? *ended_ : absl::OkStatus();
+}
+
+absl::Status PushSession::AwaitDevice(int64_t rank, std::optional<int64_t> stream) {
+  std::vector<std::shared_ptr<DeviceStream>> awaited;
+  {
+    absl::MutexLock lock(&mu_);
+    RankState& state = ranks_[rank];
+    const auto is_idle = [&state]() { return state.work_count == 0; };
+    if (!stream.has_value()) mu_.Await(absl::Condition(&is_idle));
+    for (auto it = queued_.lower_bound({rank, stream.value_or(0)});
+         it != queued_.end() && it->first.first == rank;) {
+      if (stream.value_or(it->first.second) != it->first.second) break;
+      awaited.push_back(std::move(it->second));
+      it = queued_.erase(it);
+    }
+    if (awaited.empty()) return state.device_status;
+    BeginWorkLocked(rank);
+  }
+  absl::Status status;
+  std::vector<NonFiniteElement> non_finite;
+  for (const std::shared_ptr<DeviceStream>& device_stream : awaited) {
+    const auto told = CatchExceptions([&] { return device_stream->Synchronize(); });
+    status.Update(told.status());
+    if (told.ok()) non_finite.insert(non_finite.end(), told->begin(), told->end());
+  }
+  Memory unused;
+  absl::MutexLock lock(&mu_);
+  unused = EndWorkLocked(rank);
+  RankState& state = ranks_[rank];
+  for (const NonFiniteElement& told : non_finite) {
+    const auto [tensor, element] = memory_.next->Locate(told);
+    int64_t& first = state.non_finite.try_emplace(tensor, element).first->second;
+    first = std::min(first, element);
+  }
+  state.device_status.Update(status);
+  return state.device_status;
 }
 
 absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest) {
@@ -203,6 +331,45 @@ absl::StatusOr<bool> PushSession::TakeCommit(int64_t rank, int64_t stream, uint3
   return true;
 }
 
+absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
+                                              absl::Span<const NonFiniteElement> elements) {
+  if (elements.empty() || model_.non_finite == NonFinitePolicy::kAllow) return absl::OkStatus();
+  // A tensor can be skipped where it has a value that it may keep.
+  const bool has_base = std::all_of(
+      plan_.tracks.begin(), plan_.tracks.end(),
+      [](const TrackPlan& plan) { return plan.base != nullptr || !IsDue(plan.updates); });
+  if (model_.non_finite == NonFinitePolicy::kReject || !has_base) {
+    const NonFiniteElement& first = elements.front();
+    const TensorSpec& tensor = model_.manifest->tensor(first.source_id);
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
+        absl::StrCat("step ", plan_.step, ": tensor \"", tensor.name, "\" holds NaN or infinity",
+                     tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can," : "",
+                     " at element ", first.element, ", pushed by rank ", rank,
+                     "; the step is dropped",
+                     // Such as an attention mask: no later step is any better.
+                     tensor.is_buffer ? "; if the buffer is meant to hold them, make the model "
+                                        "anew with tracks that ignore it, and do not push it"
+                                      : ""));
+  }
+  for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);
+  return absl::OkStatus();
+}
+
+absl::Status PushSession::CheckFiniteLocked(int64_t rank) {
+  absl::btree_map<int64_t, int64_t> found = ranks_[rank].non_finite;
+  std::vector<NonFiniteElement> elements;
+  // In the order in which a device that tells at once tells of them, so that both name the same.
+  for (const Shard& shard : run_->layout(rank)->shards()) {
+    if (found.empty()) break;
+    const auto it = found.find(shard.tensor_index);
+    if (it == found.end()) continue;
+    elements.push_back({it->first, it->second});
+    found.erase(it);
+  }
+  return TakeNonFiniteLocked(rank, elements);
+}
+
 bool PushSession::RankCommitted(int64_t rank) const {
   absl::MutexLock lock(&mu_);
   return ranks_[rank].digest.has_value();
@@ -235,6 +402,28 @@ std::vector<uint32_t> PushSession::Digests() const {
 SteadyTime PushSession::last_progress() const {
   absl::MutexLock lock(&mu_);
   return last_progress_;
+}
+
+absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
+  absl::btree_set<int64_t> skipped;
+  uint32_t frozen_crc32c = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    if (ended_.has_value()) return Taken();
+    ++work_count_;  // So that an End() meanwhile does not free the memory.
+    skipped = skipped_tensors_;
+    for (const RankState& rank : ranks_) frozen_crc32c ^= rank.frozen_crc32c;
+  }
+  const absl::Cleanup end_work = [this] {
+    Memory unused;  // Destroyed without the lock.
+    absl::MutexLock lock(&mu_);
+    --work_count_;
+    unused = TakeUnusedMemoryLocked();
+  };
+  // All ranks have committed: no chunk is folded any more.
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Snapshot> snapshot,
+                       memory_.next->Finish(skipped, frozen_crc32c));
+  return Taken{memory_.freed, std::move(snapshot)};
 }
 
 bool PushSession::End(const absl::StatusOr<PushResult>& result) {

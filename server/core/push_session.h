@@ -29,6 +29,7 @@
 #include "server/base/steady_wait.h"
 #include "server/core/concurrency_limit.h"
 #include "server/core/coverage.h"
+#include "server/core/next_snapshot.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/trainer_run.h"
@@ -81,38 +82,15 @@ struct PushTotals {
   uint32_t digest = 0;
 };
 
-// All shards of one step. Made and ended by its Model; held by the streams that feed it. Folds each
-// chunk at once into the next snapshot's blocks; the base snapshot cannot change, so folding a
-// chunk again gives the same bits.
+// The push of one step by all ranks. Made and ended by its Model; held by the streams that feed it.
+// Folds each chunk into the next snapshot when it arrives.
 //
-// Thread-safe: any number of streams add chunks at once, to ranges that they have claimed. No lock
-// is held while folding. Files: push_chunk.cc takes chunks; push_session.cc commits;
-// push_snapshot.cc makes the next snapshot, and waits for the device that writes it.
+// Invariant: a range of a rank's bytes is folded by one stream, which has claimed it, and is
+// covered only after its checksum matched; the next version exists once every rank has committed
+// all of its bytes. Thread-safe: any number of streams add chunks at once. No lock is held while
+// folding.
 class PushSession {
  public:
-  // What the step does with one track.
-  struct TrackPlan {
-    TrackRef track;
-    const TrackSnapshot* base = nullptr;    // In the base snapshot. Null: it has no value yet.
-    TrackState state;                       // Before this step.
-    std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
-  };
-  // What is fixed when the step's first header arrives.
-  struct StepPlan {
-    int64_t step = 0;
-    TrainingTime time;
-    bool omits_frozen = false;
-    int64_t imported_updates = 0;
-    std::vector<TrackPlan> tracks;
-  };
-  struct ModelView {  // What a session reads of its model.
-    std::string name;
-    std::shared_ptr<const Manifest> manifest;
-    std::shared_ptr<Device> device;
-    NonFinitePolicy non_finite = NonFinitePolicy::kReject;
-    ServerObserver* observer = &ServerObserver::None();
-  };
-
   // Allocates the next blocks of the tracks that change. `base`, null before the first commit, is
   // what the plan's bases are in. The session holds `permit` until it ends.
   // RESOURCE_EXHAUSTED: no memory; none stays allocated.
@@ -138,9 +116,9 @@ class PushSession {
   // or all of the group's streams have been opened already.
   absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until the device has folded what the stream has added. What it tells, CommitRank() says.
+  // Waits until the device has folded the stream's chunks. CommitRank() returns its error, if any.
   void AwaitStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
-  // Forgets the stream's `on_end`. What it covered stays; waits as AwaitStream().
+  // Waits as AwaitStream(), and drops the stream's `on_end`. Its covered ranges stay covered.
   void CloseStream(int64_t rank, int64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Folds one chunk, whose data are `pieces` end to end (any alignment; elements may span pieces).
@@ -155,45 +133,44 @@ class PushSession {
                         const std::shared_ptr<DeviceStream>& device_stream)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Notes that a stream has sent all it has to, once for each stream, and marks the rank as
-  // committed when its last one has. True if it was the last rank: the caller then publishes. Again
+  // Handles a stream's commit message: once for each stream. With the last stream of a rank the
+  // rank is committed. True if it was the last rank: the caller then publishes. A repeated call
   // with the same digest is OK. FAILED_PRECONDITION, PUSH_INCOMPLETE: bytes are missing; the
   // message names the first tensor. DATA_LOSS, DIGEST_MISMATCH. ABORTED, INTERNAL, NON_FINITE: as
-  // AddChunk(); a device that works on its own tells only now.
+  // AddChunk(): an asynchronous device reports them only now.
   absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   bool RankCommitted(int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
   // Ranks that have not committed, at most `limit`.
   std::vector<int64_t> MissingRanks(int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
-  // What of `rank`'s bytes is not covered, at most `limit` ranges.
+  // At most `limit` ranges of `rank`'s bytes that are not covered.
   std::vector<Coverage::Range> Missing(int64_t rank, int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
   // Digest of each rank's bytes. REQUIRES: all ranks have committed.
   std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
   SteadyTime last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Taken {
-    std::shared_ptr<void> hold;  // AwaitFreed() waits until this has gone, too.
+    std::shared_ptr<void> hold;  // AwaitFreed() also waits until this is destroyed.
     std::shared_ptr<Snapshot> snapshot;
   };
   // The next snapshot, its record without incarnation and commit time. Null: the session has ended.
   // REQUIRES: all ranks have committed. INTERNAL: the device failed.
   absl::StatusOr<Taken> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Ends the session; the first call wins, later ones do nothing and return false. Gives the blocks
-  // and the base back, or leaves that to the folds that are running. Then tells the observer and
+  // Ends the session; the first call wins, later ones do nothing and return false. Frees the blocks
+  // and the base, or leaves that to the folds that are running. Then reports to the observer and
   // calls every open stream's `on_end`.
   bool End(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
-  // Blocks until it has ended, and the blocks and the base have come back, or have become a
-  // version.
+  // Blocks until the session has ended and its blocks and base are freed, or have become a version.
   void AwaitFreed() const { freed_.WaitForNotification(); }
 
  private:
   struct RankState {
     RankState(int64_t pushed_bytes, int64_t max_chunks) : coverage(pushed_bytes, max_chunks) {}
     Coverage coverage;
-    uint32_t frozen_crc32c = 0;  // Of the frozen bytes that are covered: see FrozenDigest().
-    // Those that may add: this one and later ones. 0: none yet.
+    uint32_t frozen_crc32c = 0;  // Of the covered frozen bytes: see ChunkFolder::Result.
+    // This stream and later ones may add chunks. 0: there is none yet.
     int64_t first_stream = 0;
     int64_t stream_group = 0;
     int64_t stream_count = 0;
@@ -202,7 +179,7 @@ class PushSession {
     int64_t uncommitted_streams = 0;       // Of the group.
     std::optional<uint32_t> digest;        // Once committed.
     int64_t work_count = 0;                // As PushSession::work_count_.
-    // By tensor: the first element that is not finite, as the device has told afterwards.
+    // By tensor: the first non-finite element that an asynchronous device has reported.
     absl::btree_map<int64_t, int64_t> non_finite;
     absl::Status device_status;
   };
@@ -211,79 +188,41 @@ class PushSession {
     int64_t stream = 0;
     PushCallback on_end;
   };
-  class ChunkFolder;
-  struct TrackBlocks {
-    // Null: none of its bytes change, the base's block stays.
-    std::vector<std::shared_ptr<Block>> blocks;
-    std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
-  };
-  // Streams that have work queued; waited for.
-  struct Writers {
-    Writers() = default;
-    Writers(Writers&&) = default;
-    Writers& operator=(Writers&&) = default;
-    ~Writers();
-    std::vector<std::shared_ptr<DeviceStream>> streams;
-  };
-  // What the folds work on.
+  // What folds write to. Destroyed from the last member to the first.
   struct Memory {
-    std::shared_ptr<void> end;  // Tells `freed_` when it goes, which is last.
-    SnapshotRef base;
-    // As the plan's tracks; empty for those that do not change. Each element is written by the
-    // stream that has claimed its range.
-    std::vector<TrackBlocks> next;
-    // Stands for each piece of an average that begins with zeros: small, as no budget has it. Null:
-    // none does.
-    std::shared_ptr<Block> zeros;
-    Writers writers;  // Goes first.
+    std::shared_ptr<void> freed;  // Notifies `freed_` when it is destroyed.
+    std::unique_ptr<NextSnapshot> next;
+    // Streams that have queued work on it; waited for.
+    std::vector<std::shared_ptr<DeviceStream>> writers;
+
+    Memory() = default;
+    explicit Memory(std::shared_ptr<void> on_freed) : freed(std::move(on_freed)) {}
+    Memory(Memory&&) = default;
+    Memory& operator=(Memory&&) = default;
+    ~Memory();
   };
 
-  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, SnapshotRef base,
-              StepPlan plan, ConcurrencyLimit::Permit permit);
+  PushSession(ModelView model, std::shared_ptr<const TrainerRun> run, StepPlan plan,
+              ConcurrencyLimit::Permit permit);
 
-  // What of a rank's layout is pushed.
+  // The part of a rank's layout that is pushed.
   int64_t PushedBytes(const RankLayout& layout) const;
-  // True if the pushed values of a tensor go into the track.
-  bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
-  // What the device names by the first tensor of a run, by its own tensor.
-  NonFiniteElement Locate(NonFiniteElement element) const;
-  absl::Status Allocate();
-  absl::Status AllocateTrack(const TrackPlan& plan, TrackBlocks& next, DeviceStream& stream) const;
-  // Bytes of a track.
-  struct Range {
-    int64_t begin = 0;
-    int64_t end = 0;
-  };
-  // Gives a track its base's values there, in those blocks that are not the base's own.
-  static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
-                                   DeviceStream& stream);
-  // The same of tensors, for all tracks.
-  absl::Status RestoreTensors(const Memory& memory, const absl::btree_set<int64_t>& tensors) const;
-  // Identifies the values of the run's frozen tensors, however ranks cut them; never 0. Of a step
-  // that omits them, that of the base. 0: the run has none. REQUIRES: all ranks have committed.
-  int64_t FrozenDigest() const ABSL_LOCKS_EXCLUDED(mu_);
-  // As TrackSnapshot::frozen_digest. `pushed`: FrozenDigest().
-  int64_t FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
-                         const absl::btree_set<int64_t>& skipped) const;
-  TrackVersion RecordOf(const TrackPlan& plan) const;
-  // What the `i`-th schedule of the track did.
-  TrackVersion ScheduleRecord(const TrackPlan& plan, size_t i) const;
-  // The blocks, if nobody needs them any more; to be destroyed without the lock.
+  // The memory, if the session has ended and nothing uses it; to be destroyed without the lock.
   Memory TakeUnusedMemoryLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void BeginWorkLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // As TakeUnusedMemoryLocked().
   Memory EndWorkLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Waits until what a stream has queued is done; without a stream, what all of the rank have.
-  // REQUIRES: nobody else uses them. INTERNAL: the device has failed, for one of the rank.
+  // Waits for the queued work of a stream; without a stream, of all streams of the rank. REQUIRES:
+  // no other thread uses them. INTERNAL: the device has failed, for one of the rank's streams.
   absl::Status AwaitDevice(int64_t rank, std::optional<int64_t> stream) ABSL_LOCKS_EXCLUDED(mu_);
-  // Looks at a commit message; true: with it all of the rank's bytes are there.
+  // Checks a commit message. True: all streams of the rank have committed, and its bytes are
+  // complete.
   absl::StatusOr<bool> TakeCommit(int64_t rank, int64_t stream, uint32_t digest)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Does what the model says about elements (by tensor, the first of each). NON_FINITE.
+  // Applies the model's NonFinitePolicy to `elements`, the first of each tensor. NON_FINITE.
   absl::Status TakeNonFiniteLocked(int64_t rank, absl::Span<const NonFiniteElement> elements)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The same of what the device has told afterwards. REQUIRES: AwaitDevice() has returned for the
-  // rank.
+  // The same for RankState::non_finite. REQUIRES: AwaitDevice() has returned for the rank.
   absl::Status CheckFiniteLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckStreamLocked(int64_t rank, int64_t stream) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -303,9 +242,9 @@ class PushSession {
   int64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t committed_count_ ABSL_GUARDED_BY(mu_) = 0;
   SteadyTime last_progress_ ABSL_GUARDED_BY(mu_);
-  // Folds that run now, and whoever else uses memory_ or a stream without the lock.
+  // Running folds, and other work on memory_ or on streams without the lock.
   int64_t work_count_ ABSL_GUARDED_BY(mu_) = 0;
-  // By rank and stream: those that have folded since they were waited for.
+  // By rank and stream: those with work that has not been waited for.
   absl::btree_map<std::pair<int64_t, int64_t>, std::shared_ptr<DeviceStream>> queued_
       ABSL_GUARDED_BY(mu_);
   absl::btree_set<int64_t> skipped_tensors_ ABSL_GUARDED_BY(mu_);  // NonFinitePolicy::kSkipTensor.

@@ -240,9 +240,8 @@ PushPlan TrackTable::Plan(const Snapshot* newest, const RunRegistry& runs) const
   return plan;
 }
 
-absl::StatusOr<PushSession::StepPlan> TrackTable::PlanStep(const PushStart& start,
-                                                           const Snapshot* newest,
-                                                           const RunRegistry& runs) const {
+absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snapshot* newest,
+                                              const RunRegistry& runs) const {
   absl::MutexLock lock(&mu_);
   if (start.plan_revision != 0 && start.plan_revision != plan_revision_) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
@@ -265,8 +264,7 @@ absl::StatusOr<PushSession::StepPlan> TrackTable::PlanStep(const PushStart& star
                                    options_.model_name, "\" expects ",
                                    newest == nullptr ? "0 to 2^53" : "0: it has a version"));
   }
-  PushSession::StepPlan plan{
-      start.step, start.time, start.omits_frozen, start.imported_updates, {}};
+  StepPlan plan{start.step, start.time, start.omits_frozen, start.imported_updates, {}};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const base = newest != nullptr ? newest->FindId(track->id()) : nullptr;
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());

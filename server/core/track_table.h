@@ -91,9 +91,8 @@ class TrackTable {
   PushPlan Plan(const Snapshot* newest, const RunRegistry& runs) const ABSL_LOCKS_EXCLUDED(mu_);
   // Decides for each track whether the step updates it, and its update weight. FAILED_PRECONDITION,
   // PLAN_CHANGED. INVALID_ARGUMENT: BAD_REQUEST, BAD_TIME.
-  absl::StatusOr<PushSession::StepPlan> PlanStep(const PushStart& start, const Snapshot* newest,
-                                                 const RunRegistry& runs) const
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<StepPlan> PlanStep(const PushStart& start, const Snapshot* newest,
+                                    const RunRegistry& runs) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Changes, by the model under its lock ---
 

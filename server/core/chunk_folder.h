@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Folds a pushed chunk into the next snapshot.
+#ifndef EMA_SERVER_CORE_CHUNK_FOLDER_H_
+#define EMA_SERVER_CORE_CHUNK_FOLDER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/shard.h"
+#include "server/core/coverage.h"
+#include "server/core/next_snapshot.h"
+#include "server/device/device.h"
+#include "server/kernel/fold_op.h"
+
+namespace ema {
+
+// Walks the pieces of one chunk and the stretches of its rank's layout together. Tensors that are
+// neighbours, in the layout and in all tracks, are walked as one and are one run for the device:
+// folding small tensors one by one would cost more than reading their bytes. For one chunk, on one
+// thread.
+class ChunkFolder {
+ public:
+  struct Result {
+    uint32_t crc32c = 0;  // Of the chunk, if it was asked for.
+    // Of the frozen tensors' bytes; the XOR over all chunks of a step identifies their values,
+    // however ranks cut them.
+    uint32_t frozen_crc32c = 0;
+    std::vector<NonFiniteElement> non_finite;  // By tensor, the first of each.
+  };
+
+  // Both outlive the folder.
+  ChunkFolder(const NextSnapshot& next, DeviceStream& device_stream);
+
+  // `pieces`, end to end, are the bytes `range` of a rank with that layout. INTERNAL: the device
+  // failed.
+  absl::StatusOr<Result> Fold(const RankLayout& layout, const Coverage::Range& range,
+                              absl::Span<const std::span<const std::byte>> pieces,
+                              bool with_checksum);
+
+ private:
+  // An element of a tensor.
+  struct Place {
+    int64_t tensor_index = 0;
+    int64_t element = 0;
+  };
+
+  // Continues with the next piece that is not empty. The checksum is computed here, so that the
+  // fold finds the bytes in the cache.
+  void NextPiece();
+  absl::Status FoldStretch(const RankLayout& layout, const RankLayout::Stretch& stretch);
+  // Adds up to `count` elements, which may reach beyond the tensor's end, to the run; returns how
+  // many.
+  absl::StatusOr<int64_t> FoldElements(const Place& place, Dtype dtype, const std::byte* source,
+                                       int64_t count);
+  // Adds the bytes of the elements from `place` on to frozen_crc32c.
+  void AddToFrozenDigest(const Place& place, std::span<const std::byte> bytes);
+  // Of an element, in the bytes of track `t`.
+  int64_t StoredOffset(size_t t, const Place& place) const;
+  // Points `target` at an element of track `t`; returns how many elements follow there, of tensors
+  // before `end_tensor`.
+  int64_t SetTarget(size_t t, const Place& place, int64_t end_tensor, Dtype source_dtype,
+                    FoldTarget& target) const;
+  // Whether `targets_`, for the bytes at `source`, continue where `run_` ends, in memory and in the
+  // tracks. `offset`: of the first element in its track.
+  bool ContinuesRun(Dtype dtype, const std::byte* source, int64_t offset) const;
+  // Gives the run to the device.
+  absl::Status EndRun();
+
+  const NextSnapshot& next_;
+  DeviceStream& device_stream_;
+  std::vector<size_t> changing_tracks_;
+  bool folds_tensors_separately_ = false;
+  // Of the current elements, one per track that they change.
+  std::vector<FoldTarget> targets_;
+  std::vector<size_t> tracks_;
+  FoldOp run_;              // Not folded yet.
+  int64_t run_offset_ = 0;  // Of its first element, in the bytes of its first track.
+  std::vector<FoldTarget> run_targets_;
+  std::vector<size_t> run_tracks_;
+  absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
+  std::span<const std::byte> piece_;                     // The rest of the current one.
+  bool with_checksum_ = true;
+  Result result_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_CHUNK_FOLDER_H_

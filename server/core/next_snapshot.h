@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The next version of a model, while the chunks of a step are folded into it.
+#ifndef EMA_SERVER_CORE_NEXT_SNAPSHOT_H_
+#define EMA_SERVER_CORE_NEXT_SNAPSHOT_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "absl/status/statusor.h"
+#include "ema/manifest.h"
+#include "server/base/observer.h"
+#include "server/core/snapshot.h"
+#include "server/core/track.h"
+#include "server/core/trainer_run.h"
+#include "server/device/device.h"
+
+namespace ema {
+
+// What a step does with one track.
+struct TrackPlan {
+  TrackRef track;
+  const TrackSnapshot* base = nullptr;    // In the base snapshot. Null: it has no value yet.
+  TrackState state;                       // Before this step.
+  std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
+};
+
+// What the first header of a step fixes.
+struct StepPlan {
+  int64_t step = 0;
+  TrainingTime time;
+  bool omits_frozen = false;  // As ema.v1.PushHeader has it.
+  int64_t imported_updates = 0;
+  std::vector<TrackPlan> tracks;
+};
+
+// What a session reads of its model.
+struct ModelView {
+  std::string name;
+  std::shared_ptr<const Manifest> manifest;
+  std::shared_ptr<Device> device;
+  NonFinitePolicy non_finite = NonFinitePolicy::kReject;
+  ServerObserver* observer = &ServerObserver::None();
+};
+
+// Invariant: the base snapshot never changes, and each element of the new blocks is written only by
+// the stream that has claimed its range; so folding a chunk again gives the same bits. Knows no
+// ranks and no streams. Methods may be called at once; the session orders folds before Finish().
+class NextSnapshot {
+ public:
+  // Of one track.
+  struct TrackBlocks {
+    // Null: none of the block's bytes change, so the base's block stays.
+    std::vector<std::shared_ptr<Block>> blocks;
+    std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
+  };
+
+  // Allocates the blocks of the tracks that change. `base`, null before the first commit, holds the
+  // plan's bases. `model`, `run` and `plan` outlive the result. RESOURCE_EXHAUSTED: no memory; none
+  // stays allocated.
+  static absl::StatusOr<std::unique_ptr<NextSnapshot>> Create(const ModelView& model,
+                                                              const TrainerRun& run,
+                                                              const StepPlan& plan,
+                                                              SnapshotRef base);
+
+  const ModelView& model() const { return model_; }
+  const TrainerRun& run() const { return run_; }
+  const StepPlan& plan() const { return plan_; }
+  // Of plan().tracks[t]; empty if the track does not change.
+  const TrackBlocks& next(size_t t) const { return next_[t]; }
+  // A block of zeros, smaller than the others: the current values of an average that begins with
+  // zeros. Null: no average does.
+  const Block* zeros() const { return zeros_.get(); }
+
+  // Whether the pushed values of a tensor go into the track.
+  bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
+  // Whether they replace the track's values, because the weight is 1. REQUIRES: Changes().
+  static bool IsAssigned(const TrackPlan& plan, int64_t tensor_index);
+  // A device names an element by the first tensor of a run; this gives it by its own tensor.
+  NonFiniteElement Locate(NonFiniteElement element) const;
+
+  // The snapshot, its record without incarnation and commit time. The `skipped` tensors keep their
+  // base's values. `frozen_crc32c`: of all pushed frozen bytes, see ChunkFolder. To be called once,
+  // after the last fold. INTERNAL: the device failed.
+  absl::StatusOr<std::shared_ptr<Snapshot>> Finish(const absl::btree_set<int64_t>& skipped,
+                                                   uint32_t frozen_crc32c);
+
+ private:
+  // Bytes of a track.
+  struct Range {
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+
+  NextSnapshot(const ModelView& model, const TrainerRun& run, const StepPlan& plan,
+               SnapshotRef base)
+      : model_(model), run_(run), plan_(plan), base_(std::move(base)) {}
+
+  absl::Status Allocate();
+  absl::Status AllocateTrack(const TrackPlan& plan, TrackBlocks& next, DeviceStream& stream) const;
+  // Copies the base's values of a range into the new blocks.
+  static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
+                                   DeviceStream& stream);
+  // The same for whole tensors, in all tracks.
+  absl::Status RestoreTensors(const absl::btree_set<int64_t>& tensors) const;
+  Version NewRecord(const absl::btree_set<int64_t>& skipped) const;
+  TrackVersion RecordOf(const TrackPlan& plan) const;
+  // What the `i`-th schedule of the track did.
+  TrackVersion ScheduleRecord(const TrackPlan& plan, size_t i) const;
+  TrackSnapshot TakeTrack(size_t t, int64_t version, int64_t frozen_digest,
+                          const absl::btree_set<int64_t>& skipped);
+  // Identifies the values of the run's frozen tensors; never 0. Of a step that omits them, that of
+  // the base. 0: the run has none.
+  int64_t FrozenDigest(uint32_t frozen_crc32c) const;
+  // As TrackSnapshot::frozen_digest, if FrozenDigest() is `pushed`.
+  int64_t FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
+                         const absl::btree_set<int64_t>& skipped) const;
+
+  const ModelView& model_;
+  const TrainerRun& run_;
+  const StepPlan& plan_;
+  const SnapshotRef base_;
+  std::vector<TrackBlocks> next_;  // As plan_.tracks.
+  std::shared_ptr<Block> zeros_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CORE_NEXT_SNAPSHOT_H_
