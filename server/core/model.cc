@@ -194,7 +194,7 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
   absl::Status refused;
   // A session that ends just now, by its commit perhaps, is seen as ended by the second look.
   for (int look = 0; look < 2; ++look) {
-    EMA_ASSIGN_OR_RETURN(Joined joined, GetSession(start));
+    EMA_ASSIGN_OR_RETURN(StepSession joined, GetSession(start));
     if (joined.already_committed.has_value()) {
       return std::make_unique<RankPush>(*std::move(joined.already_committed), std::move(on_end));
     }
@@ -209,7 +209,7 @@ absl::StatusOr<std::unique_ptr<RankPush>> Model::OpenPush(const PushStart& start
   return refused;
 }
 
-absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
+absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
   std::shared_ptr<PushSession> abandoned;
   std::shared_ptr<PushSession> last;
   std::shared_ptr<TrainerRun> run;
@@ -224,14 +224,14 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
     EMA_ASSIGN_OR_RETURN(const std::optional<uint32_t> committed_digest,
                          open_step_.CheckStep(start, newest.get()));
     if (committed_digest.has_value()) {
-      return Joined{
+      return StepSession{
           .already_committed = RankPush::Committed{
               .result = {newest->record, /*duplicate=*/true, tracks_.Plan(newest.get(), runs_)},
               .digest = *committed_digest}};
     }
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
                          open_step_.JoinSession(start, runs_));
-    if (session != nullptr) return Joined{.session = std::move(session)};
+    if (session != nullptr) return StepSession{.session = std::move(session)};
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
     EMA_ASSIGN_OR_RETURN(plan, tracks_.PlanStep(start, newest.get(), runs_));
@@ -265,7 +265,7 @@ absl::StatusOr<Model::Joined> Model::GetSession(const PushStart& start) {
   }
   EMA_RETURN_IF_ERROR(open_step_.CheckNotAbandoned(start.step));
   open_step_.Begin(session);
-  return Joined{.session = std::move(session)};
+  return StepSession{.session = std::move(session)};
 }
 
 absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {

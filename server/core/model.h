@@ -224,13 +224,13 @@ class Model : public std::enable_shared_from_this<Model> {
   KeepAlive keep_alive() {
     return [this] { return shared_from_this(); };
   }
-  // Exactly one of the two is set.
-  struct Joined {
+  // The session of a step, or what it has become: exactly one is set.
+  struct StepSession {
     std::shared_ptr<PushSession> session;
     std::optional<RankPush::Committed> already_committed;
   };
   // Finds the session of the step, or makes it.
-  absl::StatusOr<Joined> GetSession(const PushStart& start) ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_)
+  absl::StatusOr<StepSession> GetSession(const PushStart& start) ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_)
       ABSL_LOCKS_EXCLUDED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
   absl::StatusOr<ConcurrencyLimit::Permit> AcquireSessionPermit() const;

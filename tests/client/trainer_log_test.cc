@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/trainer/patience.h"
+#include "client/cpp/trainer/outage_timer.h"
 #include "ema/error_reason.h"
 
 namespace ema::client_internal {
@@ -81,11 +81,11 @@ TEST(OutlookTest, SaysWhetherTheNextStepIsAnyBetter) {
 }
 
 TEST(OutageTest, OwnGpuThatHangsIsNone) {
-  EXPECT_TRUE(IsAway(absl::DeadlineExceededError("late")));
-  EXPECT_TRUE(IsAway(absl::UnavailableError("away")));
-  EXPECT_TRUE(IsAway(MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "restarted")));
+  EXPECT_TRUE(IsOutage(absl::DeadlineExceededError("late")));
+  EXPECT_TRUE(IsOutage(absl::UnavailableError("away")));
+  EXPECT_TRUE(IsOutage(MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "restarted")));
   for (const auto code : {absl::StatusCode::kDeadlineExceeded, absl::StatusCode::kUnavailable}) {
-    EXPECT_FALSE(IsAway(MakeError(code, ErrorReason::kDevice, "copy")));
+    EXPECT_FALSE(IsOutage(MakeError(code, ErrorReason::kDevice, "copy")));
   }
 }
 

@@ -138,7 +138,7 @@ void PendingPush::Impl::RunThread() {
     run_->OnCommit(begun_epoch_, result->version, std::move(result->plan));
     result_ = std::move(result->version);
   } else {
-    result_ = WithWhatIsLost(result.status());
+    result_ = AnnotateLostMemory(result.status());
   }
   wait_.WakeAll();
 }
@@ -166,7 +166,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
   EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
   EMA_RETURN_IF_ERROR(ChooseBytes());
   if (has_begun_) {
-    EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, FindWhatIsMissing());
+    EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, QueryMissingChunks());
     if (committed.has_value()) return *std::move(committed);
   }
   EMA_RETURN_IF_ERROR(Stage());
@@ -208,7 +208,7 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::FindWhatIsMissing() {
+absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::QueryMissingChunks() {
   EMA_ASSIGN_OR_RETURN(PushProgress progress,
                        run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline_,
                                        &interrupt_, /*retry=*/true));

@@ -90,7 +90,7 @@ class PendingPush::Impl {
   absl::Status Stage();
   absl::Status StagingStatus() const;
   // What a push ends with, and what it has not freed, because a GPU hangs.
-  absl::Status WithWhatIsLost(const absl::Status& error) const;
+  absl::Status AnnotateLostMemory(const absl::Status& error) const;
   // After the release: the streams go on when what is being copied has been.
   void LeadStreams(absl::Span<const GpuStream> streams);
   // True: the frozen tensors' values were given, or there are none.
@@ -119,7 +119,7 @@ class PendingPush::Impl {
   bool MayRetry(const absl::Status& error);
   // Asks what has arrived, and sets `chunks_to_send_`. The version, if the step has been committed.
   // ABORTED, STEP_ABANDONED: what is missing may not be read any more, and is in no pinned memory.
-  absl::StatusOr<std::optional<Committed>> FindWhatIsMissing();
+  absl::StatusOr<std::optional<Committed>> QueryMissingChunks();
   // True: gRPC has slices of the weights, or of where they are staged.
   bool HasSlices() const;
   // After an error: waits until gRPC holds no slice; gives the connection up if that takes long.

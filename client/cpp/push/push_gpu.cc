@@ -91,7 +91,7 @@ absl::Status PendingPush::Impl::StagingStatus() const {
   return WithPlace(staged_->status(), absl::StrCat(Name(), ": "));
 }
 
-absl::Status PendingPush::Impl::WithWhatIsLost(const absl::Status& error) const {
+absl::Status PendingPush::Impl::AnnotateLostMemory(const absl::Status& error) const {
   const int64_t lost_bytes = run_->ring().lost_bytes();
   if (lost_bytes == 0 || error.ok()) return error;
   return MakeError(

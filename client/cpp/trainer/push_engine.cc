@@ -79,7 +79,7 @@ PushEngine::PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner,
       run_(std::move(run)),
       run_epoch_(run_->run_epoch()),
       wait_left_(options_.max_wait),
-      patience_(options_.max_outage) {
+      outage_(options_.max_outage) {
   due_.Adopt(run_->plan());
   UpdateProgress([this](Progress& progress) { progress.version = run_->latest(); });
 }
@@ -187,11 +187,11 @@ absl::StatusOr<std::vector<DueTracks::Due>> PushEngine::DueAt(const TrainingTime
 
 bool PushEngine::AwaitRun() {
   AdoptRejoinedRun(SteadyNow());
-  if (waits() && run_ == nullptr && !patience_.is_over()) {
-    AdoptRejoinedRun(patience_.until());
+  if (waits() && run_ == nullptr && !outage_.has_stopped_waiting()) {
+    AdoptRejoinedRun(outage_.deadline());
     if (run_ == nullptr && !IsInterrupted()) {
       ReportSkip(step(), AwayError());
-      patience_.GiveUp();
+      outage_.StopWaiting();
     }
   }
   if (run_ != nullptr) WarnOfLostUpdates(step());
@@ -292,7 +292,7 @@ void PushEngine::CollectResult(bool leaves_failure, const absl::Status& because)
 void PushEngine::AdoptRejoinedRun(SteadyTime until) {
   const std::shared_ptr<Rejoiner> rejoiner = rejoiner_;
   if (rejoiner == nullptr) return;
-  std::optional<Rejoiner::Joined> joined;
+  std::optional<Rejoiner::RejoinedRun> joined;
   do {
     rejoiner->Await(std::min(until, After(SteadyNow(), kPollInterval)));
     joined = rejoiner->Take();
@@ -355,7 +355,7 @@ void PushEngine::WarnOfLostUpdates(int64_t next_step) {
 void PushEngine::CountPushed(Version version) {
   log_->PushSucceeded();
   frozen_changed_ = false;
-  patience_.EndOutage();
+  outage_.EndOutage();
   if (skipped_before_.has_value()) {
     const int64_t lost = progress().stats.skipped - *std::exchange(skipped_before_, std::nullopt);
     Log(LogLevel::kWarning, absl::StrCat("pushing again, ", lost, " steps were lost"));
@@ -369,7 +369,7 @@ void PushEngine::CountPushed(Version version) {
 
 void PushEngine::AwaitCommit(SteadyTime until) {
   if (!waits() || is_closed_) return;
-  while (retry_.has_value() || (push_ != nullptr && !patience_.is_over())) {
+  while (retry_.has_value() || (push_ != nullptr && !outage_.has_stopped_waiting())) {
     if (IsInterrupted()) return AbandonRetry();
     if (retry_.has_value()) {
       PushAgain(until);
@@ -389,12 +389,12 @@ void PushEngine::AwaitCommit(SteadyTime until) {
 }
 
 void PushEngine::PushAgain(SteadyTime until) {
-  until = std::min(until, patience_.until());
+  until = std::min(until, outage_.deadline());
   AdoptRejoinedRun(until);
   if (!retry_.has_value() || IsInterrupted()) return;
   if (run_ == nullptr || SteadyNow() >= until) {
     AbandonRetry();
-    return patience_.GiveUp();
+    return outage_.StopWaiting();
   }
   WarnOfLostUpdates(retry_->step);
   Push push = *std::exchange(retry_, std::nullopt);
@@ -482,9 +482,9 @@ void PushEngine::AbandonPush(const std::shared_ptr<PendingPush>& push, const std
 
 void PushEngine::Skip(int64_t step, const absl::Status& error, std::shared_ptr<PendingPush> lost) {
   in_step_ = false;
-  const bool is_away = IsAway(error);
+  const bool is_away = IsOutage(error);
   if (is_away && !skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
-  if (pushed_.has_value() && !is_closed_ && patience_.LastsAfter(error)) {
+  if (pushed_.has_value() && !is_closed_ && outage_.ShouldRetry(error)) {
     retry_ = *std::exchange(pushed_, std::nullopt);
     retry_error_ = error;
     UpdateProgress([&](Progress& progress) { progress.stats.last_error = error; });
@@ -508,7 +508,7 @@ void PushEngine::ReportSkip(int64_t step, const absl::Status& error) {
   UpdateProgress([&](Progress& progress) { progress.stats.last_error = error; });
   // Once the outage has lasted too long it raises no more: the ranks may notice it at different
   // steps, and an error that not all of them raise would keep them apart.
-  const bool is_waited = waits() && !patience_.is_over() && IsWorthWaiting(error);
+  const bool is_waited = waits() && !outage_.has_stopped_waiting() && IsRetryableStep(error);
   if (is_waited || options_.on_error == OnError::kRaise) error_ = error;
   if (options_.on_skip) options_.on_skip(step, error);
   log_->SkippedStep(step, error);

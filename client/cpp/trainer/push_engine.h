@@ -24,7 +24,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/push/due_tracks.h"
-#include "client/cpp/trainer/patience.h"
+#include "client/cpp/trainer/outage_timer.h"
 #include "client/cpp/trainer/rejoiner.h"
 #include "client/cpp/trainer/run_joiner.h"
 #include "client/cpp/trainer/trainer_log.h"
@@ -240,7 +240,7 @@ class PushEngine {
 
   absl::Status error_;  // For TakeError().
   // For kWait.
-  Patience patience_;
+  OutageTimer outage_;
   std::optional<Push> pushed_;  // The step of `push_`, while the weights are the same.
   std::optional<Push> retry_;   // A step that failed and will be pushed again.
   absl::Status retry_error_;

@@ -108,7 +108,7 @@ bool Rejoiner::IsSettledLocked() const {
          GetErrorReason(problem_) == ErrorReason::kFenced;
 }
 
-std::optional<Rejoiner::Joined> Rejoiner::Take() {
+std::optional<Rejoiner::RejoinedRun> Rejoiner::Take() {
   absl::MutexLock lock(&mu_);
   return std::exchange(joined_, std::nullopt);
 }
@@ -141,7 +141,7 @@ void Rejoiner::Work() {
       problem_ = absl::ResourceExhaustedError("this rank has no memory to join the run again");
     }
   }
-  std::optional<Joined> late;  // Destroyed without the lock.
+  std::optional<RejoinedRun> late;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
   // A run that was joined too late is left at once.
   if (is_stopped_) late = std::exchange(joined_, std::nullopt);
@@ -151,7 +151,7 @@ void Rejoiner::Work() {
 
 std::optional<absl::Duration> Rejoiner::Try(Backoff& backoff) {
   bool is_reachable = false;
-  absl::StatusOr<Joined> joined = Join(is_reachable);
+  absl::StatusOr<RejoinedRun> joined = Join(is_reachable);
   const absl::Status problem = joined.status();
   // From here on the other ranks are waited for, and they may come soon.
   if (is_reachable) backoff.Reset();
@@ -166,7 +166,7 @@ std::optional<absl::Duration> Rejoiner::Try(Backoff& backoff) {
   return backoff.Next(problem);
 }
 
-absl::StatusOr<Rejoiner::Joined> Rejoiner::Join(bool& is_reachable) {
+absl::StatusOr<Rejoiner::RejoinedRun> Rejoiner::Join(bool& is_reachable) {
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joiner_->Reopen(lost_run_epoch_, kRejoinTimeout));
   is_reachable = true;
   if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
@@ -176,7 +176,7 @@ absl::StatusOr<Rejoiner::Joined> Rejoiner::Join(bool& is_reachable) {
       run->QueryPush(lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
   // FENCED, too: by a newer run, which the next try meets, or by another restart.
   if (!progress.ok()) return absl::UnavailableError(progress.status().message());
-  return Joined{std::move(run), std::move(progress->version)};
+  return RejoinedRun{std::move(run), std::move(progress->version)};
 }
 
 void Rejoiner::LogProblem(const absl::Status& problem, const absl::Status& previous) {

@@ -26,7 +26,7 @@ namespace ema::client_internal {
 // and asks whether the lost step was committed. For the training thread.
 class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
  public:
-  struct Joined {
+  struct RejoinedRun {
     std::unique_ptr<Run> run;
     // The version that the lost step became after all: only the reply was lost. Absent: none.
     std::optional<Version> lost_version;
@@ -47,7 +47,7 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   // not be started, it is started as soon as the system has one.
   void Await(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // The run, once; absent: it has not been rejoined yet.
-  std::optional<Joined> Take() ABSL_LOCKS_EXCLUDED(mu_);
+  std::optional<RejoinedRun> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the tries. Waits until `until` for the call that is being made (each takes two seconds at
   // most); if that takes longer, the thread ends by itself later, and releases its run.
   void Stop(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
@@ -62,7 +62,7 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   // True: the thread is to end. Waits for that.
   bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets `is_reachable` once the server has opened the run.
-  absl::StatusOr<Joined> Join(bool& is_reachable);
+  absl::StatusOr<RejoinedRun> Join(bool& is_reachable);
   void LogProblem(const absl::Status& problem, const absl::Status& previous);
   bool IsSettledLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
@@ -78,7 +78,7 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   SteadyWait wait_;  // Woken when one of these changes.
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   bool is_done_ ABSL_GUARDED_BY(mu_) = true;  // The thread does not run, or is about to end.
-  std::optional<Joined> joined_ ABSL_GUARDED_BY(mu_);
+  std::optional<RejoinedRun> joined_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;
 };

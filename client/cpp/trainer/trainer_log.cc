@@ -4,7 +4,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "client/cpp/trainer/patience.h"
+#include "client/cpp/trainer/outage_timer.h"
 
 namespace ema::client_internal {
 namespace {
@@ -46,7 +46,7 @@ void TrainerLog::Write(LogLevel level, std::string_view text) const {
 
 void TrainerLog::SkippedStep(int64_t step, const absl::Status& error) {
   int64_t count = 1;
-  if (!IsAway(error) && (!warns_of_all_ || IsFinal(error))) {
+  if (!IsOutage(error) && (!warns_of_all_ || IsFinal(error))) {
     const Cause cause(error.code(), GetErrorReason(error));
     if (IsFinal(error)) lasting_causes_.insert(cause);
     count = ++skip_counts_[cause];

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/trainer/patience.h"
+#include "client/cpp/trainer/outage_timer.h"
 
 #include "ema/error_reason.h"
 
 namespace ema::client_internal {
 
-bool IsAway(const absl::Status& error) {
+bool IsOutage(const absl::Status& error) {
   switch (GetErrorReason(error)) {
     // What a push ends with that has found the server restarted.
     case ErrorReason::kFenced:
@@ -19,27 +19,27 @@ bool IsAway(const absl::Status& error) {
   }
 }
 
-bool IsWorthWaiting(const absl::Status& error) {
+bool IsRetryableStep(const absl::Status& error) {
   const ErrorReason reason = GetErrorReason(error);
-  return IsAway(error) || reason == ErrorReason::kStepAbandoned ||
+  return IsOutage(error) || reason == ErrorReason::kStepAbandoned ||
          reason == ErrorReason::kSessionExpired;
 }
 
 bool IsFinal(const absl::Status& error) {
-  return !IsWorthWaiting(error) && !absl::IsAborted(error);
+  return !IsRetryableStep(error) && !absl::IsAborted(error);
 }
 
-SteadyTime Patience::until() const { return After(since_.value_or(SteadyNow()), max_outage_); }
+SteadyTime OutageTimer::deadline() const { return After(since_.value_or(SteadyNow()), max_outage_); }
 
-bool Patience::LastsAfter(const absl::Status& error) {
-  if (is_over_ || !IsWorthWaiting(error)) return false;
+bool OutageTimer::ShouldRetry(const absl::Status& error) {
+  if (has_stopped_waiting_ || !IsRetryableStep(error)) return false;
   if (!since_.has_value()) since_ = SteadyNow();
   return true;
 }
 
-void Patience::EndOutage() {
+void OutageTimer::EndOutage() {
   since_.reset();
-  is_over_ = false;
+  has_stopped_waiting_ = false;
 }
 
 }  // namespace ema::client_internal
