@@ -36,6 +36,31 @@ absl::StatusOr<Gpu*> PinnedRing::Open(int index) {
   return gpu.get();
 }
 
+absl::StatusOr<std::vector<Gpu*>> PinnedRing::Follow(const GpuWeights& weights) {
+  // Before the side stream gets more work: later it would be busy as long as the trainer's is.
+  if (!TryRecover(absl::ZeroDuration())) {
+    return MakeError(
+        absl::StatusCode::kInternal, ErrorReason::kDevice,
+        absl::StrCat(
+            "copies of an earlier push have not ended: the GPU, or the work that the trainer "
+            "had queued on it, hangs; ",
+            lost_bytes(), " bytes of pinned memory wait for them"));
+  }
+  for (const GpuStream& stream : weights.streams) {
+    EMA_ASSIGN_OR_RETURN(Gpu* const gpu, Open(stream.device));
+    EMA_RETURN_IF_ERROR(gpu->Follow(stream.handle));
+  }
+  std::vector<Gpu*> gpus;
+  for (const int device : weights.devices) {
+    Gpu* gpu = nullptr;
+    if (device >= 0) {
+      EMA_ASSIGN_OR_RETURN(gpu, Open(device));
+    }
+    gpus.push_back(gpu);
+  }
+  return gpus;
+}
+
 absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots) {
   if (memory_ != nullptr) return absl::OkStatus();
   int64_t count = std::min(max_bytes_ / slot_bytes, max_slots);

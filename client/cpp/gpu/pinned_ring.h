@@ -18,6 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "client/cpp/gpu/gpu.h"
+#include "ema/run.h"
 
 namespace ema::client_internal {
 
@@ -41,6 +42,11 @@ class PinnedRing {
 
   // The GPU of this index; it lives as long as the ring. Errors as Gpu::Open().
   absl::StatusOr<Gpu*> Open(int index) ABSL_LOCKS_EXCLUDED(gpus_mu_);
+  // Makes the side streams start after the trainer's. Returns the GPU of each shard; null: it is in
+  // host memory. INTERNAL, DEVICE: copies of an earlier push have not ended. Errors as Open() and
+  // Gpu::Follow().
+  absl::StatusOr<std::vector<Gpu*>> Follow(const GpuWeights& weights)
+      ABSL_LOCKS_EXCLUDED(mu_, gpus_mu_);
 
   // Once, before buffers are taken: as many of `slot_bytes` as fit into `max_bytes`, `max_slots` at
   // most, or half as many, and so on, down to what fits into kMinRingBytes, where there is no

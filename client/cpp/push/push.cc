@@ -2,6 +2,7 @@
 #include "client/cpp/push/push.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <tuple>
 #include <utility>
@@ -9,6 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "client/cpp/push/lane_sender.h"
+#include "client/cpp/push/push_messages.h"
 #include "client/cpp/transport/convert.h"
 #include "client/cpp/transport/grpc_time.h"
 #include "client/cpp/transport/retry.h"
@@ -17,7 +20,9 @@
 
 namespace ema {
 
-using client_internal::Connection;
+using client_internal::Gpu;
+using client_internal::PinnedRing;
+using client_internal::StagedChunks;
 
 namespace {
 
@@ -84,7 +89,8 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t s
       gpus_(std::move(gpus)),
       plan_revision_(run_->plan_revision()),
       start_(SteadyNow()),
-      deadline_(deadline) {}
+      deadline_(deadline),
+      sender_(run_.get()) {}
 
 PendingPush::Impl::~Impl() {
   if (thread_.joinable()) thread_.join();
@@ -132,7 +138,7 @@ void PendingPush::Impl::RunThread() {
   if (!result.ok()) result = DropStep(result.status());
   // To compare checksums it may have staged something once more.
   if (staged_.has_value()) staged_->Drop();
-  connections_.clear();
+  sender_.DropConnections();
   absl::MutexLock lock(&mu_);
   if (result.ok()) {
     run_->OnCommit(begun_epoch_, result->version, std::move(result->plan));
@@ -182,6 +188,84 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
   return committed;
 }
 
+// Time that is spent on staging does not count as time without a server.
+class PendingPush::Impl::CutOffPause {
+ public:
+  explicit CutOffPause(Impl* push) : push_(push) {
+    absl::MutexLock lock(&push_->mu_);
+    since_ = std::exchange(push_->cut_off_since_, SteadyTime::max());
+  }
+  ~CutOffPause() {
+    absl::MutexLock lock(&push_->mu_);
+    if (since_ != SteadyTime::max()) push_->cut_off_since_ = since_ + (SteadyNow() - start_);
+  }
+
+ private:
+  Impl* const push_;
+  const SteadyTime start_ = SteadyNow();
+  SteadyTime since_;
+};
+
+absl::Status PendingPush::Impl::PrepareStaging() {
+  if (gpus_.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
+    return absl::OkStatus();
+  }
+  const CutOffPause pause(this);
+  PinnedRing& ring = run_->ring();
+  const auto any = [](Gpu* gpu) { return gpu != nullptr; };
+  const int64_t slot_bytes = StagedChunks::SlotBytes(run_->layout(), run_->chunks());
+  // Frozen tensors are seldom pushed: more than the minimum is allocated for the others only.
+  const int64_t max_slots =
+      std::max(run_->chunks().ChunksBefore(run_->layout().live_bytes()),
+               std::min(run_->chunks().chunk_count(), PinnedRing::kMinRingBytes / slot_bytes));
+  EMA_RETURN_IF_ERROR(
+      ring.Allocate(**std::find_if(gpus_.begin(), gpus_.end(), any), slot_bytes, max_slots));
+  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, gpus_, &ring, &gate_, options_.strides,
+                  deadline_, &interrupt_);
+  return absl::OkStatus();
+}
+
+absl::Status PendingPush::Impl::Stage() {
+  if (!staged_.has_value()) return absl::OkStatus();
+  const CutOffPause pause(this);
+  // Chunks that are not staged yet have to be read.
+  if (!staged_->Holds(chunks_to_send_)) (void)gate_.WantToRead();
+  staged_->Stage(chunks_to_send_).IgnoreError();
+  return StagingStatus();
+}
+
+absl::Status PendingPush::Impl::StagingStatus() const {
+  if (!staged_.has_value()) return absl::OkStatus();
+  return WithPlace(staged_->status(), absl::StrCat(Name(), ": "));
+}
+
+absl::Status PendingPush::Impl::AnnotateLostMemory(const absl::Status& error) const {
+  const int64_t lost_bytes = run_->ring().lost_bytes();
+  if (lost_bytes == 0 || error.ok()) return error;
+  return MakeError(
+      error.code(), GetErrorReason(error),
+      absl::StrCat(error.message(), "; copies from the GPU had not ended: ", lost_bytes,
+                   " bytes of pinned memory are not freed until they have"));
+}
+
+void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) {
+  has_led_ = true;
+  // What has ended copies nothing, unless the GPU hangs.
+  if (gpus_.empty() || (done() && run_->ring().lost_bytes() == 0)) return;
+  const auto lead = [this](const GpuStream& stream) {
+    const absl::StatusOr<Gpu*> gpu = run_->ring().Open(stream.device);
+    // Where the stream cannot wait, the trainer does.
+    if (gpu.ok() && !(*gpu)->Lead(stream.handle).ok()) (*gpu)->AwaitIdle(deadline_, interrupt_);
+  };
+  const std::vector<GpuStream>& started_with = options_.gpu_weights.streams;
+  for (const GpuStream& stream : started_with) lead(stream);
+  for (const GpuStream& stream : streams) {
+    if (std::find(started_with.begin(), started_with.end(), stream) == started_with.end()) {
+      lead(stream);
+    }
+  }
+}
+
 bool PendingPush::Impl::HasFrozen() const {
   const RankLayout& layout = run_->layout();
   return std::none_of(
@@ -208,7 +292,8 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::QueryMissingChunks() {
+absl::StatusOr<std::optional<PendingPush::Impl::Committed>>
+PendingPush::Impl::QueryMissingChunks() {
   EMA_ASSIGN_OR_RETURN(PushProgress progress,
                        run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline_,
                                        &interrupt_, /*retry=*/true));
@@ -236,11 +321,36 @@ absl::StatusOr<std::optional<PendingPush::Impl::Committed>> PendingPush::Impl::Q
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
+  std::unique_ptr<LanePipe> lane;
   if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes) {
-    std::unique_ptr<LanePipe> lane = run_->client().TakeLane(deadline_, &interrupt_);
-    if (lane != nullptr) return SendByLane(std::move(lane));
+    lane = run_->client().TakeLane(deadline_, &interrupt_);
   }
-  return SendByGrpc();
+  const bool is_by_lane = lane != nullptr;
+  const client_internal::PushMessages messages = {
+      .begin = [&] { return BeginStream(is_by_lane ? Lane::kSharedMemory : Lane::kGrpc); },
+      .chunks = chunks_to_send_,
+      .plan = &run_->chunks(),
+      .writer = &*writer_,
+      .digest = [this] { return CheckedDigest(); },
+      .gate = &gate_,
+      .sent_bytes = &sent_bytes_,
+      .deadline = deadline_,
+      .interrupt = &interrupt_};
+  absl::StatusOr<v1::PushResponse> response;
+  if (is_by_lane) {
+    response = client_internal::SendByLane(messages, run_->client(), std::move(lane));
+    // A broken lane is not tried again; an error with a reason is the server's.
+    avoids_lanes_ =
+        !response.ok() && GetErrorReason(response.status()) == ErrorReason::kUnspecified;
+  } else {
+    response = sender_.Send(
+        messages, {.max_connections = staged_.has_value() ? staged_->max_senders()
+                                                          : std::numeric_limits<int64_t>::max(),
+                   .is_first_try = !has_begun_,
+                   .is_staged = staged_.has_value()});
+  }
+  EMA_RETURN_IF_ERROR(response.status());
+  return FromResponse(*response);
 }
 
 v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
@@ -264,12 +374,6 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   header.set_report_timing(run_->client().options().report_timing);
   if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
   return header;
-}
-
-int64_t PendingPush::Impl::BytesToSend() const {
-  int64_t total_bytes = 0;
-  for (const int64_t chunk : chunks_to_send_) total_bytes += run_->chunks().length_bytes(chunk);
-  return total_bytes;
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
@@ -328,10 +432,7 @@ bool PendingPush::Impl::HasSlices() const {
 void PendingPush::Impl::DropSlices() {
   const SteadyTime give_up = After(SteadyNow(), kDropSlicesGrace);
   while (HasSlices()) {
-    if (SteadyNow() >= give_up) {
-      for (const auto& connection : connections_) connection->Break();
-      connections_.clear();
-    }
+    if (SteadyNow() >= give_up) sender_.BreakConnections();
     // gRPC works in the threads that wait for it only.
     void* tag = nullptr;
     bool ok = false;
@@ -483,7 +584,7 @@ PendingPush::Stats PendingPush::Impl::stats() const {
   return {.total_bytes = total_bytes_,
           .sent_bytes = sent_bytes_.load(std::memory_order_relaxed),
           .stream_count = stream_count_.load(std::memory_order_relaxed),
-          .connection_count = connection_count_.load(std::memory_order_relaxed),
+          .connection_count = sender_.connection_count(),
           .send_time = absl::FromChrono(std::min(left, SteadyNow()) - start_),
           .lane = lane_.load(std::memory_order_relaxed),
           .server_time = server_time_};

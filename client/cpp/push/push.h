@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/gpu/pinned_ring.h"
 #include "client/cpp/push/chunk_plan.h"
+#include "client/cpp/push/grpc_sender.h"
 #include "client/cpp/push/run_core.h"
 #include "client/cpp/push/staged_chunks.h"
 #include "client/cpp/push/weights_gate.h"
@@ -39,12 +40,8 @@ namespace ema {
 // good, wait until gRPC holds no slice, and drop the step on the server.
 class PendingPush::Impl {
  public:
-  // Makes side streams begin after the trainer's. Returns the GPU of each shard; null: it is in
-  // host memory. Errors as PinnedRing::Open() and Gpu::Follow().
-  static absl::StatusOr<std::vector<client_internal::Gpu*>> Follow(
-      client_internal::PinnedRing& ring, const GpuWeights& weights);
-
-  // `gpus`: what Follow() has returned for `options.gpu_weights`; empty: no shard is on a GPU.
+  // `gpus`: what PinnedRing::Follow() has returned for `options.gpu_weights`; empty: no shard is on
+  // a GPU.
   Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
        std::vector<std::span<const std::byte>> shards, SteadyTime deadline, PushOptions options,
        std::vector<client_internal::Gpu*> gpus);
@@ -99,21 +96,9 @@ class PendingPush::Impl {
   std::optional<uint32_t> CheckedDigest();
   // Header, `chunks_to_send_`, commit: through a same-host lane, if there is one, else by gRPC.
   absl::StatusOr<Committed> Send();
-  absl::StatusOr<Committed> SendByLane(std::unique_ptr<LanePipe> lane);
-  absl::StatusOr<Committed> SendByGrpc();
-  // One of the streams by which the rank pushes at once, and what they share.
-  struct Part;
-  struct Sending;
   class CutOffPause;
-  // Sets `connections_`, at most `count`.
-  absl::Status ChooseConnections(int64_t count);
-  // The header, and chunks while there are any that no part has taken. From any thread, each for
-  // another part.
-  void SendChunks(Sending& sending, Part& part);
-  static void FinishPart(Sending& sending, Part& part);
-  // Notes that a stream begins, and gives its first message.
+  // Notes that a stream begins. Returns its first message.
   v1::PushHeader BeginStream(Lane lane);
-  int64_t BytesToSend() const;
   absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) ABSL_LOCKS_EXCLUDED(mu_);
   // True: what failed with `error` may succeed next time.
   bool MayRetry(const absl::Status& error);
@@ -164,7 +149,6 @@ class PendingPush::Impl {
   std::atomic<int64_t> total_bytes_ = 0;
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> stream_count_ = 0;
-  std::atomic<int64_t> connection_count_ = 0;
   std::atomic<Lane> lane_ = Lane::kGrpc;
 
   // The thread's own.
@@ -174,8 +158,7 @@ class PendingPush::Impl {
   std::vector<uint32_t> expected_crc32c_;  // By chunk, as far as is checked. Set before the thread.
   bool was_written_ = false;               // Something has been sent that is not what was expected.
   grpc::CompletionQueue queue_;
-  // Of the last try. Empty: none has begun.
-  std::vector<std::shared_ptr<client_internal::Connection>> connections_;
+  client_internal::GrpcSender sender_;
   std::vector<int64_t> chunks_to_send_;
   bool has_begun_ = false;   // The server may know of the step,
   int64_t begun_epoch_ = 0;  // as one of this run epoch.

@@ -123,7 +123,7 @@ absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
   const std::vector<int>& devices = options.gpu_weights.devices;
   std::vector<client_internal::Gpu*> gpus;
   if (std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; })) {
-    EMA_ASSIGN_OR_RETURN(gpus, PendingPush::Impl::Follow(core_->ring(), options.gpu_weights));
+    EMA_ASSIGN_OR_RETURN(gpus, core_->ring().Follow(options.gpu_weights));
   }
   auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), deadline,
                                                   std::move(options), std::move(gpus));

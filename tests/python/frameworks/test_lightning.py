@@ -428,9 +428,9 @@ def test_forward_and_backward_run_while_a_push_reads_the_weights(server, client,
 
     class Watcher(lightning.Callback):
         def on_train_start(self, trainer, pl_module):
-            attachment = callback.attachment
-            wait = attachment._wait_released
-            attachment._wait_released = lambda max_wait_s: (order.append("wait"), wait(max_wait_s))
+            pusher = callback.attachment._pusher
+            wait = pusher.wait_released
+            pusher.wait_released = lambda: (order.append("wait"), wait())
 
     make_trainer(callback, Watcher(), max_steps=3).fit(module, loader())
     assert order == ["forward", "wait"] * 3

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/push/lane_sender.h"
+
+#include <optional>
+#include <utility>
+
+#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/lanes.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+namespace {
+
+absl::Status Unreadable() {
+  return absl::CancelledError("the weights were released, or cannot be read");
+}
+
+}  // namespace
+
+absl::StatusOr<v1::PushResponse> SendByLane(const PushMessages& messages, Client::Impl& client,
+                                            std::unique_ptr<LanePipe> lane) {
+  const auto stop = [&] { return messages.interrupt->fired() || SteadyNow() >= messages.deadline; };
+  const auto failure = [&](const absl::Status& error) {
+    if (messages.interrupt->fired()) return absl::CancelledError("interrupted");
+    if (SteadyNow() >= messages.deadline) {
+      return absl::DeadlineExceededError("the lane did not end in time");
+    }
+    return WhyFailed(*lane, error);
+  };
+
+  v1::LaneRequest message;
+  *message.mutable_push() = messages.begin();
+  message.set_authorization(client.token().Authorization());
+  absl::Status sent = SendRequest(*lane, message, stop);
+  if (!sent.ok()) return failure(sent);
+  for (const int64_t chunk : messages.chunks) {
+    if (lane->HasIncoming()) {
+      return failure(absl::UnavailableError("the server has ended the same-host lane"));
+    }
+    const absl::StatusOr<std::byte*> slot = lane->ReserveChunk(stop);
+    if (!slot.ok()) return failure(slot.status());
+    const std::optional<uint32_t> crc32c = messages.writer->Copy(chunk, *slot);
+    if (!crc32c.has_value()) return Unreadable();
+    const int64_t length_bytes = messages.plan->length_bytes(chunk);
+    lane->SendChunk(messages.plan->offset(chunk), length_bytes, *crc32c);
+    messages.sent_bytes->fetch_add(length_bytes, std::memory_order_relaxed);
+  }
+  const std::optional<uint32_t> digest = messages.digest();
+  if (!digest.has_value()) return Unreadable();
+  messages.gate->HaveRead();
+  v1::PushCommit& commit = *message.mutable_commit();
+  commit.set_chunk_count(static_cast<int64_t>(messages.chunks.size()));
+  commit.set_total_bytes(messages.total_bytes());
+  commit.set_digest(*digest);
+  sent = SendRequest(*lane, message, stop);
+  if (!sent.ok()) return failure(sent);
+  const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);
+  if (!frame.ok()) return failure(frame.status());
+  EMA_ASSIGN_OR_RETURN(v1::LaneResponse response, ParseResponse(*frame));
+  if (!response.has_pushed() || !response.pushed().has_version()) {
+    return MalformedReply("Push without a version");
+  }
+  client.GiveBackLane(std::move(lane));
+  return std::move(*response.mutable_pushed());
+}
+
+}  // namespace ema::client_internal

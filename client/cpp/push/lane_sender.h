@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sends a push through a same-host lane.
+#ifndef EMA_CLIENT_CPP_PUSH_LANE_SENDER_H_
+#define EMA_CLIENT_CPP_PUSH_LANE_SENDER_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "client/cpp/client_impl.h"
+#include "client/cpp/push/push_messages.h"
+#include "ema/v1/ema_service.pb.h"
+#include "server/wire/lane_pipe.h"
+
+namespace ema::client_internal {
+
+// Sends `messages`, waits for the reply, and gives the lane back to `client`. Blocks. CANCELLED:
+// the interrupt fired, or the weights were released or cannot be read. DEADLINE_EXCEEDED. Other
+// errors with a reason are the server's; without one the lane has broken.
+absl::StatusOr<v1::PushResponse> SendByLane(const PushMessages& messages, Client::Impl& client,
+                                            std::unique_ptr<LanePipe> lane);
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_PUSH_LANE_SENDER_H_

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What one try of a push sends, by whatever transport.
+#ifndef EMA_CLIENT_CPP_PUSH_PUSH_MESSAGES_H_
+#define EMA_CLIENT_CPP_PUSH_PUSH_MESSAGES_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "absl/types/span.h"
+#include "client/cpp/push/chunk_plan.h"
+#include "client/cpp/push/weights_gate.h"
+#include "client/cpp/transport/interrupt.h"
+#include "ema/v1/ema_service.pb.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+
+// A header, chunks, and a commit. All pointers outlive it.
+struct PushMessages {
+  // Returns the header. To be called once, when a stream to the server is open: from then on the
+  // server may know of the step.
+  std::function<v1::PushHeader()> begin;
+  absl::Span<const int64_t> chunks;  // Of `plan`, in the order in which they are sent.
+  const ChunkPlan* plan = nullptr;
+  ChunkWriter* writer = nullptr;
+  // CRC32C of all bytes of the push, also those of earlier tries. To be called after the last
+  // chunk. Absent: the push must stop.
+  std::function<std::optional<uint32_t>()> digest;
+  WeightsGate* gate = nullptr;                 // Its HaveRead() is called after the last chunk.
+  std::atomic<int64_t>* sent_bytes = nullptr;  // Counted up.
+  SteadyTime deadline;
+  Interrupt* interrupt = nullptr;
+
+  int64_t total_bytes() const {
+    int64_t total = 0;
+    for (const int64_t chunk : chunks) total += plan->length_bytes(chunk);
+    return total;
+  }
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_PUSH_PUSH_MESSAGES_H_
