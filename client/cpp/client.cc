@@ -76,7 +76,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
 Client::Client(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Client::~Client() {
-  if (impl_->fork_guard().forked()) client_internal::LeakAfterFork(std::move(impl_));
+  if (impl_->fork_guard().forked()) client_internal::LeakForever(std::move(impl_));
 }
 
 absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view model,

@@ -31,8 +31,8 @@ Shard WholeTensor(const Manifest& manifest, int64_t tensor_index);
 
 // What one rank pushes at each step: shards in order, their elements (row-major), in the dtypes in
 // which they travel, laid end to end without padding. Offsets in chunks are offsets in these bytes.
-// The last shards may be of frozen tensors, which do not change while the run lasts: they can be
-// left out where the server has their values already. Immutable once made; safe to read from any
+// The last shards may be of frozen tensors, which change seldom or never while the run lasts: a
+// push can omit them if the server has their values. Immutable once made; safe to read from any
 // thread. Keeps no reference to the manifest.
 class RankLayout {
  public:

@@ -108,8 +108,8 @@ class StepPusher {
 
   // Makes the model on `client`'s server if it is not there, joins its run, and waits until all
   // ranks have. `client` outlives the result. `frozen`: tensors that change seldom or never. They
-  // are pushed until every track equals them, and again after AfterStep() learns that they have
-  // changed. INVALID_ARGUMENT: an option is wrong; or as Client::CreateModel(). Other errors as
+  // are pushed until every track equals them, and again when AfterStep()'s `frozen_changed` returns
+  // true. INVALID_ARGUMENT: an option is wrong; or as Client::CreateModel(). Other errors as
   // CreateModel(), OpenRun() and Run::WaitReady().
   static absl::StatusOr<std::unique_ptr<StepPusher>> Create(Client& client, std::string_view model,
                                                             const Manifest& manifest,

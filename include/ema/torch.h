@@ -241,6 +241,7 @@ class Attachment {
     };
     const auto frozen_changed = [this, reading, optimizer]() -> absl::StatusOr<bool> {
       try {
+        const c10::NoGradGuard no_grad;
         EMA_ASSIGN_OR_RETURN(*reading, Begin(optimizer));
         std::vector<at::Tensor> frozen;
         for (const int64_t i : frozen_) frozen.push_back((*reading)->own.tensors[i]);

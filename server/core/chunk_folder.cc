@@ -35,8 +35,8 @@ ChunkFolder::ChunkFolder(const NextSnapshot& next, DeviceStream& device_stream)
   }
   // With kSkipTensor every non-finite tensor must be found, and the device reports only one of a
   // run; and the digest of frozen tensors is taken by tensor.
-  folds_tensors_separately_ =
-      next.model().non_finite == NonFinitePolicy::kSkipTensor || next.run().has_frozen();
+  folds_tensors_separately_ = next.model().non_finite == NonFinitePolicy::kSkipTensor ||
+                              (next.run().has_frozen() && !next.plan().omits_frozen);
   targets_.reserve(changing_tracks_.size());
   run_targets_.reserve(changing_tracks_.size());
 }
@@ -136,20 +136,21 @@ absl::StatusOr<int64_t> ChunkFolder::FoldElements(const Place& place, Dtype dtyp
   }
   run_.element_count += count;
   if (next_.run().is_frozen(place.tensor_index)) {
-    AddToFrozenDigest(place, {source, static_cast<size_t>(count * DtypeSize(dtype))});
+    AddToFrozenDigest(place, DtypeSize(dtype), source, count);
   }
   return count;
 }
 
-// A CRC32C without its inversions, and so linear: each piece is shifted to its position in an
-// imaginary byte string of all tensors, and XORed, in any order. In that string an element has 8
-// bytes, whatever its dtype.
-void ChunkFolder::AddToFrozenDigest(const Place& place, std::span<const std::byte> bytes) {
-  constexpr int64_t kElementBytes = 8;
-  constexpr int64_t kTensorBytes = int64_t{1} << 40;
+// A CRC32C without its inversions, and so linear: each piece is shifted to its position in the byte
+// string of all tensors, and XORed, in any order. A CRC32C cannot tell positions apart that differ
+// by 2^31 - 1 bytes; so tensors begin at multiples of a number without structure, and may overlap.
+void ChunkFolder::AddToFrozenDigest(const Place& place, int64_t element_size,
+                                    const std::byte* source, int64_t count) {
+  constexpr int64_t kTensorBytes = 0x5bd1e995;
   const TensorSpec& spec = next_.model().manifest->tensor(place.tensor_index);
-  const int64_t bytes_behind = place.tensor_index * kTensorBytes - std::ssize(bytes) +
-                               (spec.element_count() - place.element) * kElementBytes;
+  const int64_t bytes_behind = place.tensor_index * kTensorBytes +
+                               (spec.element_count() - place.element - count) * element_size;
+  const std::span<const std::byte> bytes(source, static_cast<size_t>(count * element_size));
   const uint32_t crc32c = ~Crc32c(~uint32_t{0}, bytes);
   result_.frozen_crc32c ^= Crc32cCombine(crc32c, 0, bytes_behind);
 }

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "ema/shard.h"
@@ -26,7 +27,7 @@ namespace ema {
 class ChunkFolder {
  public:
   struct Result {
-    uint32_t crc32c = 0;  // Of the chunk, if it was asked for.
+    uint32_t crc32c = 0;  // CRC32C of the chunk. 0 without `with_checksum`.
     // Of the frozen tensors' bytes; the XOR over all chunks of a step identifies their values,
     // however ranks cut them.
     uint32_t frozen_crc32c = 0;
@@ -57,9 +58,10 @@ class ChunkFolder {
   // many.
   absl::StatusOr<int64_t> FoldElements(const Place& place, Dtype dtype, const std::byte* source,
                                        int64_t count);
-  // Adds the bytes of the elements from `place` on to frozen_crc32c.
-  void AddToFrozenDigest(const Place& place, std::span<const std::byte> bytes);
-  // Of an element, in the bytes of track `t`.
+  // Adds the `count` elements from `place` on, whose bytes are at `source`, to frozen_crc32c.
+  void AddToFrozenDigest(const Place& place, int64_t element_size, const std::byte* source,
+                         int64_t count);
+  // The offset of an element in the bytes of track `t`.
   int64_t StoredOffset(size_t t, const Place& place) const;
   // Points `target` at an element of track `t`; returns how many elements follow there, of tensors
   // before `end_tensor`.

@@ -303,7 +303,6 @@ void Model::Publish(const std::shared_ptr<PushSession>& session, PushSession::Ta
     // not look free meanwhile.
     evicted = history_.Publish(next);
     open_step_.NoteCommit(*session, std::move(digests));
-    if (!session->plan().omits_frozen) runs_.set_requires_frozen(false);
     replaced = tracks_.ApplyPending();
     plan = tracks_.Plan(next.get(), runs_);
     warnings = tracks_.NewWarnings(next->record);

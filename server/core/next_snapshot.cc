@@ -255,7 +255,9 @@ int64_t NextSnapshot::FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
     const Schedule::Update& update = plan.updates[plan.track->schedule_index(i)];
     const bool changes = Changes(plan, i);
     if (changes && IsAssigned(plan, i)) continue;
-    if (!is_equal || (changes && update.from_zero)) return 0;
+    // Infinity minus infinity is no number.
+    const bool stays_equal = !update.from_zero && model_.non_finite != NonFinitePolicy::kAllow;
+    if (!is_equal || (changes && !stays_equal)) return 0;
   }
   return pushed;
 }

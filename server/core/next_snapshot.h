@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/btree_set.h"
@@ -48,7 +49,7 @@ struct ModelView {
 
 // Invariant: the base snapshot never changes, and each element of the new blocks is written only by
 // the stream that has claimed its range; so folding a chunk again gives the same bits. Knows no
-// ranks and no streams. Methods may be called at once; the session orders folds before Finish().
+// ranks and no streams. Folds may run concurrently; the session calls Finish() after the last one.
 class NextSnapshot {
  public:
   // Of one track.
@@ -72,7 +73,8 @@ class NextSnapshot {
   // Of plan().tracks[t]; empty if the track does not change.
   const TrackBlocks& next(size_t t) const { return next_[t]; }
   // A block of zeros, smaller than the others: the current values of an average that begins with
-  // zeros. Null: no average does.
+  // zeros. Null: no average begins
+  // with zeros.
   const Block* zeros() const { return zeros_.get(); }
 
   // Whether the pushed values of a tensor go into the track.
@@ -104,7 +106,7 @@ class NextSnapshot {
   // Copies the base's values of a range into the new blocks.
   static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
                                    DeviceStream& stream);
-  // The same for whole tensors, in all tracks.
+  // Copies the base's values of whole tensors, in all tracks.
   absl::Status RestoreTensors(const absl::btree_set<int64_t>& tensors) const;
   Version NewRecord(const absl::btree_set<int64_t>& skipped) const;
   TrackVersion RecordOf(const TrackPlan& plan) const;
@@ -112,10 +114,10 @@ class NextSnapshot {
   TrackVersion ScheduleRecord(const TrackPlan& plan, size_t i) const;
   TrackSnapshot TakeTrack(size_t t, int64_t version, int64_t frozen_digest,
                           const absl::btree_set<int64_t>& skipped);
-  // Identifies the values of the run's frozen tensors; never 0. Of a step that omits them, that of
-  // the base. 0: the run has none.
+  // Identifies the values of the run's frozen tensors. A step that omits them has the digest of its
+  // base. 0: the run has no frozen tensors.
   int64_t FrozenDigest(uint32_t frozen_crc32c) const;
-  // As TrackSnapshot::frozen_digest, if FrozenDigest() is `pushed`.
+  // The value of TrackSnapshot::frozen_digest. `pushed`: FrozenDigest().
   int64_t FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
                          const absl::btree_set<int64_t>& skipped) const;
 

@@ -81,17 +81,12 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
                      " imported_updates, but the step was opened with ", plan.imported_updates));
   }
   if (start.omits_frozen != plan.omits_frozen) {
-    runs.set_requires_frozen(true);
-    if (start.omits_frozen) {
-      return MakeError(
-          absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-          absl::StrCat("frozen: step ", plan.step, ": rank ", start.rank,
-                       " omits the frozen tensors, but the step was opened with them"));
-    }
+    runs.RequireFrozen();
     return PlanMismatch(absl::StrCat(
         "frozen: step ", plan.step, ": rank ", start.rank,
-        " has the frozen tensors, but the step was opened without them; all ranks must change them "
-        "at the same step"));
+        start.omits_frozen ? " omits the frozen tensors, but the step was opened with them"
+                           : " has the frozen tensors, but the step was opened without them",
+        "; frozen tensors must change on all ranks at the same step"));
   }
   return session_;
 }

@@ -2,6 +2,7 @@
 #include "server/core/push_session.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"

@@ -4,14 +4,12 @@
 #ifndef EMA_SERVER_CORE_PUSH_SESSION_H_
 #define EMA_SERVER_CORE_PUSH_SESSION_H_
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -62,10 +62,10 @@ class RunRegistry {
   // CheckRank(), and FAILED_PRECONDITION, RUN_INCOMPLETE or LAYOUT_MISMATCH.
   absl::Status CheckMayPush(const PushStart& start, const Snapshot* newest) const;
 
-  // The run's next push must have its frozen tensors: a step was lost because some ranks omitted
-  // them and others did not.
+  // All later pushes of the run must have its frozen tensors: a step was lost because some ranks
+  // omitted them and others did not.
+  void RequireFrozen() { requires_frozen_ = true; }
   bool requires_frozen() const { return requires_frozen_; }
-  void set_requires_frozen(bool required) { requires_frozen_ = required; }
 
   // UNAVAILABLE, SESSION_BUSY: the model is being rolled back.
   absl::Status CheckNotRollingBack() const;

@@ -61,7 +61,7 @@ struct TrackSnapshot {
   // The trainer's step of the last update, by each schedule.
   std::vector<int64_t> last_steps;
   // The digest of the frozen tensors that the average equals bit for bit, but for the sign of 0.
-  // See PushSession::FrozenDigest(). 0: none.
+  // See NextSnapshot::FrozenDigest(). 0: none.
   int64_t frozen_digest = 0;
 };
 

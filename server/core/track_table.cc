@@ -252,10 +252,13 @@ absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snap
   if (start.omits_frozen && !MayOmitFrozen(tracks_, newest, runs)) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-        absl::StrCat("frozen: step ", start.step, " omits the frozen tensors, but model \"",
-                     options_.model_name,
-                     "\" does not have this run's values in all of its tracks; push them until "
-                     "PushPlan.may_omit_frozen is true"));
+        absl::StrCat(
+            "frozen: step ", start.step, " omits the frozen tensors, but model \"",
+            options_.model_name,
+            runs.requires_frozen()
+                ? "\" requires them for the rest of the run: ranks disagreed whether they changed"
+                : "\" does not have this run's values in all of its tracks; push them "
+                  "until PushPlan.may_omit_frozen is true"));
   }
   constexpr int64_t kMaxUpdates = int64_t{1} << 53;
   if (start.imported_updates < 0 ||

@@ -45,7 +45,7 @@ class TrainerRun {
   std::vector<int64_t> MissingRanks(int64_t limit) const;
   // Null before the rank has joined.
   const RankLayout* layout(int64_t rank) const { return layouts_[rank].get(); }
-  // Tensors that do not change while the run lasts. REQUIRES: ready().
+  // Tensors that change seldom or never while the run lasts. REQUIRES: ready().
   bool has_frozen() const { return !frozen_.empty(); }
   bool is_frozen(int64_t tensor_index) const { return has_frozen() && frozen_[tensor_index]; }
   // Identifies the set of frozen tensors and the dtype in which they are pushed.

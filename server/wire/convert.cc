@@ -22,8 +22,8 @@ absl::StatusOr<Schedule> FromProto(const ScheduleProto& proto) {
 
 void ToProto(const Schedule& schedule, ScheduleProto* proto) {
   for (auto& [name, text] : schedule.ToFields()) (*proto)[name] = std::move(text);
-  // Also where it is the default: a tensor rule without an interval would get the track's. An interval
-  // of 0 (at every push) has no text, and is always the default.
+  // ToFields() omits a default interval, but a tensor rule without one gets the track's. An
+  // interval of 0 (at every push) has no text, and is always the default.
   if (const TrainingDuration interval = schedule.update_interval(); interval.value > 0) {
     (*proto)["update_interval"] = interval.ToString();
   }

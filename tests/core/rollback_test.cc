@@ -629,6 +629,11 @@ TEST_F(RollbackTest, FrozenTensorsMustBePushedOnceMore) {
   EXPECT_FALSE(next.plan().may_omit_frozen);
   next.SetOmitsFrozen(true);
   EXPECT_EQ(GetErrorReason(next.Push(2, Weights(2)).status()), ErrorReason::kPlanChanged);
+  // The version that the model was rolled back to has the digest of the same values.
+  next.SetOmitsFrozen(false);
+  const absl::StatusOr<PushResult> again = next.Push(2, Weights(1));
+  ASSERT_THAT(again, IsOk());
+  EXPECT_TRUE(again->plan.may_omit_frozen);
 }
 
 TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {

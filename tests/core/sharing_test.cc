@@ -210,7 +210,7 @@ TEST_F(SharingTest, TheDigestOfFrozenTensorsDoesNotDependOnHowRanksCutThem) {
     }
     return result;
   };
-  const absl::StatusOr<PushResult> first = push("a", 1, 2, 4);
+  const absl::StatusOr<PushResult> first = push("a", 1, 2, 12);
   ASSERT_THAT(first, IsOk());
   EXPECT_TRUE(first->plan.may_omit_frozen);
   const absl::StatusOr<PushResult> same = push("b", 2, 3, 1 << 20);
@@ -252,9 +252,9 @@ TEST_F(SharingTest, RanksMustSayTheSameOfThem) {
 
 // Of two live elements and two frozen ones, each kind on a rank of its own.
 struct LiveAndFrozenRanks {
-  explicit LiveAndFrozenRanks(const std::shared_ptr<Model>& model)
-      : live(model, "launch", 0, 2, {{0, {0}, {2}}}, /*whole=*/false),
-        frozen(model, "launch", 1, 2, {{1, {0}, {2}}}, /*whole=*/false) {
+  LiveAndFrozenRanks(const std::shared_ptr<Model>& model, const std::string& launch)
+      : live(model, launch, 0, 2, {{0, {0}, {2}}}, /*whole=*/false),
+        frozen(model, launch, 1, 2, {{1, {0}, {2}}}, /*whole=*/false) {
     EXPECT_THAT(live.Join(), IsOk());
     EXPECT_THAT(frozen.Join(1), IsOk());
   }
@@ -267,35 +267,27 @@ struct LiveAndFrozenRanks {
   TestRank frozen;
 };
 
-TEST_F(SharingTest, ARankThatOmitsThemWhileOthersPushThemGetsANewPlan) {
+TEST_F(SharingTest, AfterRanksHaveDisagreedTheRunPushesThemWithEachStep) {
   Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}}, /*live_count=*/2,
          /*frozen_count=*/2);
-  LiveAndFrozenRanks ranks(model_);
-  EXPECT_TRUE(ranks.Push(1)->plan.may_omit_frozen);
-  const auto outcome = std::make_shared<PushOutcome>();
-  EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(2, outcome));
-  ranks.frozen.SetOmitsFrozen(true);
-  EXPECT_THAT(ranks.frozen.Open(2, outcome).status(), ReasonIs(ErrorReason::kPlanChanged));
-  ASSERT_THAT(ranks.frozen.Join(1), IsOk());
-  EXPECT_FALSE(ranks.frozen.plan().may_omit_frozen);
-  ranks.frozen.SetOmitsFrozen(false);
-  EXPECT_TRUE(ranks.Push(3)->plan.may_omit_frozen);
-}
-
-TEST_F(SharingTest, ARankThatPushesThemWhileOthersOmitThemLosesOneStep) {
-  Create({{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")}}, /*live_count=*/2,
-         /*frozen_count=*/2);
-  LiveAndFrozenRanks ranks(model_);
-  EXPECT_TRUE(ranks.Push(1)->plan.may_omit_frozen);
-  const auto outcome = std::make_shared<PushOutcome>();
-  ranks.live.SetOmitsFrozen(true);
-  {
-    EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(2, outcome));
-    EXPECT_THAT(ranks.frozen.Open(2, outcome).status(), ReasonIs(ErrorReason::kPlanMismatch));
+  for (const bool frozen_rank_omits : {false, true}) {
+    LiveAndFrozenRanks ranks(model_, frozen_rank_omits ? "second" : "first");
+    const int64_t step = frozen_rank_omits ? 11 : 1;
+    EXPECT_TRUE(ranks.Push(step)->plan.may_omit_frozen);
+    const auto outcome = std::make_shared<PushOutcome>();
+    ranks.live.SetOmitsFrozen(!frozen_rank_omits);
+    ranks.frozen.SetOmitsFrozen(frozen_rank_omits);
+    {
+      EMA_ASSERT_OK_AND_ASSIGN(const auto open, ranks.live.Open(step + 1, outcome));
+      EXPECT_THAT(ranks.frozen.Open(step + 1, outcome).status(),
+                  ReasonIs(ErrorReason::kPlanMismatch));
+    }
+    ranks.live.SetOmitsFrozen(true);
+    EXPECT_THAT(ranks.live.Open(step + 2, outcome).status(), ReasonIs(ErrorReason::kPlanChanged));
+    ranks.live.SetOmitsFrozen(false);
+    ranks.frozen.SetOmitsFrozen(false);
+    EXPECT_FALSE(ranks.Push(step + 2)->plan.may_omit_frozen);
   }
-  EXPECT_THAT(ranks.live.Open(3, outcome).status(), ReasonIs(ErrorReason::kPlanChanged));
-  ranks.live.SetOmitsFrozen(false);
-  EXPECT_TRUE(ranks.Push(3)->plan.may_omit_frozen);
 }
 
 TEST_F(SharingTest, AnAverageThatIsToBeginWithZerosGetsThemPushed) {

@@ -53,9 +53,6 @@ FoundTile FindTile(const FindKernelMemory& find, const ema::FoldTable& table, in
     if (is_average && is_compensated) {
       move(target.current_low, skipped, stored, "a target's current low");
     }
-    if (target.differs != nullptr) {
-      target.differs = FindItems(find, target.differs, 1, "a note of what differs", true);
-    }
   }
   if (table.non_finite != nullptr) {
     found.non_finite =

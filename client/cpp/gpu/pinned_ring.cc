@@ -21,7 +21,7 @@ absl::Status PinnedRing::CheckMaxStagingBytes(int64_t max_staging_bytes) {
 PinnedRing::~PinnedRing() {
   if (!TryRecover(Gpu::kIdleGrace)) {
     absl::MutexLock lock(&gpus_mu_);
-    for (auto& [index, gpu] : gpus_) LeakAfterFork(std::move(gpu));
+    for (auto& [index, gpu] : gpus_) LeakForever(std::move(gpu));
     return;
   }
   if (memory_ != nullptr) owner_->FreePinned(memory_);

@@ -127,7 +127,7 @@ absl::StatusOr<std::optional<VersionWatch::Item>> VersionWatch::Impl::Take(
 VersionWatch::VersionWatch(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 VersionWatch::~VersionWatch() {
-  if (impl_->forked()) client_internal::LeakAfterFork(std::move(impl_));
+  if (impl_->forked()) client_internal::LeakForever(std::move(impl_));
 }
 
 absl::StatusOr<VersionWatch::Item> VersionWatch::Next() { return impl_->Next(); }

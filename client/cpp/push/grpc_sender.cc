@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>

@@ -340,8 +340,9 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
   if (is_by_lane) {
     response = client_internal::SendByLane(messages, run_->client(), std::move(lane));
     // A broken lane is not tried again; an error with a reason is the server's.
-    avoids_lanes_ =
-        !response.ok() && GetErrorReason(response.status()) == ErrorReason::kUnspecified;
+    avoids_lanes_ = !response.ok() && !absl::IsCancelled(response.status()) &&
+                    !absl::IsDeadlineExceeded(response.status()) &&
+                    GetErrorReason(response.status()) == ErrorReason::kUnspecified;
   } else {
     response = sender_.Send(
         messages, {.max_connections = staged_.has_value() ? staged_->max_senders()

@@ -92,7 +92,7 @@ class PendingPush::Impl {
   void LeadStreams(absl::Span<const GpuStream> streams);
   // True: the frozen tensors' values were given, or there are none.
   bool HasFrozen() const;
-  // Of all that has been sent. Absent: it is not known, or `was_written_`.
+  // The digest of everything that was sent. Absent: it is not known, or `was_written_`.
   std::optional<uint32_t> CheckedDigest();
   // Header, `chunks_to_send_`, commit: through a same-host lane, if there is one, else by gRPC.
   absl::StatusOr<Committed> Send();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What one try of a push sends, by whatever transport.
+// The messages of one try of a push, for every transport.
 #ifndef EMA_CLIENT_CPP_PUSH_PUSH_MESSAGES_H_
 #define EMA_CLIENT_CPP_PUSH_PUSH_MESSAGES_H_
 

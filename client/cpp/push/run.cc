@@ -152,7 +152,7 @@ void Run::Impl::EndPush() {
     absl::MutexLock lock(&mu_);
     push = std::exchange(push_, nullptr);
   }
-  if (push != nullptr && !push->Abandon()) client_internal::LeakAfterFork(std::move(push));
+  if (push != nullptr && !push->Abandon()) client_internal::LeakForever(std::move(push));
 }
 
 absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
@@ -168,7 +168,7 @@ Run::Run(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Run::~Run() {
   if (impl_->forked()) {
-    client_internal::LeakAfterFork(std::move(impl_));
+    client_internal::LeakForever(std::move(impl_));
   } else {
     impl_->EndPush();
   }
@@ -245,7 +245,7 @@ PendingPush::PendingPush(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 PendingPush::~PendingPush() {
   if (impl_->fork_guard().forked() || !impl_->Abandon()) {
-    client_internal::LeakAfterFork(std::move(impl_));
+    client_internal::LeakForever(std::move(impl_));
   }
 }
 

@@ -218,8 +218,9 @@ absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
                                       std::shared_ptr<TrainingStep> training_step) {
   const std::shared_ptr<Run> run = run_;
   EMA_ASSIGN_OR_RETURN(const bool changed, training_step->FrozenChanged());
-  frozen_changed_ |= changed;
-  const bool omits_frozen = !frozen_changed_ && run->plan().may_omit_frozen;
+  const bool frozen_changed = changed || frozen_changed_;
+  frozen_changed_ = true;  // Until this push has succeeded.
+  const bool omits_frozen = !frozen_changed && run->plan().may_omit_frozen;
 
   const RankLayout& layout = run->layout();
   const size_t count = layout.shards().size() - (omits_frozen ? layout.frozen_shards().size() : 0);
@@ -227,7 +228,7 @@ absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
   if (run != run_ || push_ != nullptr) return AwayError();  // A signal handler has changed it.
   return Start({.step = step(),
                 .time = now,
-                .frozen_changed = frozen_changed_,
+                .frozen_changed = frozen_changed,
                 .weights = std::move(weights),
                 .training_step = std::move(training_step)});
 }

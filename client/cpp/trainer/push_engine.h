@@ -53,7 +53,7 @@ class TrainingStep {
  public:
   virtual ~TrainingStep() = default;
 
-  // Whether a frozen tensor may have been written since the last call, by whatever step's object.
+  // Whether a frozen tensor has changed since the last call, which may have been another step's.
   // Called once, before Read().
   virtual absl::StatusOr<bool> FrozenChanged() = 0;
   // The weights of the shards [begin, end) of the run's layout. They must not change until
@@ -218,7 +218,8 @@ class PushEngine {
   // False: the last push failed, so the ranks may push at different steps.
   bool in_step_ = true;
 
-  // Frozen tensors may have been written since the last push that succeeded.
+  // Frozen tensors have changed since the last successful push, or a push has failed since then:
+  // after a failure all ranks push them, so that they agree.
   bool frozen_changed_ = false;
 
   std::vector<std::shared_ptr<const void>> owners_;  // Of the memory that the push reads.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/trainer/trainer_log.h"
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cpp/trainer/outage_timer.h"
@@ -28,8 +27,7 @@ const char* OutlookAfter(const absl::Status& error) {
              "another, attach anew, to a model of another name)";
     case ErrorReason::kPlanMismatch:
       return "the average continues when attach(time=) gives the same on all ranks, and frozen "
-             "tensors "
-             "change on all ranks at the same step";
+             "tensors change on all ranks at the same step";
     default:
       return "the average goes on with the next";
   }

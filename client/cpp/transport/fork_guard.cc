@@ -25,7 +25,7 @@ absl::Status CheckGrpcUsable() {
                    "spawn the process instead, or make the first client after the fork");
 }
 
-void LeakAfterFork(std::shared_ptr<void> object) {
+void LeakForever(std::shared_ptr<void> object) {
   // A list that stays reachable, so that leak checkers in the child see what it is.
   struct Kept {
     std::shared_ptr<void> object;

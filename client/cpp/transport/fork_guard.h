@@ -32,7 +32,7 @@ class ForkGuard {
 absl::Status CheckGrpcUsable();
 
 // Never destroys `object`.
-void LeakAfterFork(std::shared_ptr<void> object);
+void LeakForever(std::shared_ptr<void> object);
 
 }  // namespace ema::client_internal
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whether tensors have been written, for ema/torch.h.
+// Detects writes to tensors, for ema/torch.h.
 #ifndef EMA_INTERNAL_TORCH_WRITES_H_
 #define EMA_INTERNAL_TORCH_WRITES_H_
 
 #include <torch/types.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace ema::torch_internal {

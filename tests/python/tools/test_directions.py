@@ -45,7 +45,7 @@ LIBRARIES = {
     "nlohmann": {"server/ops", "server/format", "server/checkpoint", "client/cli"},
 }
 # Header-only code that the trainers compile with their own LibTorch.
-FOR_LIBTORCH = {"include/ema/torch.h", "include/ema/internal/torch_sums.h"}
+FOR_LIBTORCH = {"include/ema/torch.h", "include/ema/internal/torch_writes.h"}
 
 
 def layer_of(path: str) -> str:

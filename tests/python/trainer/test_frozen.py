@@ -116,18 +116,29 @@ def test_what_was_frozen_and_changes_is_pushed(server, client, model, how):
     assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
 
 
-def test_a_counted_write_of_the_same_values_pushes_them_once_more(server, client, model):
+def test_their_values_are_read_only_after_a_write(server, client, model, monkeypatch):
+    """A write of what was there (averaged() on one rank) changes nothing for the server."""
     module, optimizer, step = adapter_trainer()
     live, frozen = byte_counts(module)
+    read = []
+
+    def recorded(tensors):
+        given = list(tensors)
+        read.extend(tuple(tensor.shape) for tensor in given)
+        return checksums(given)
+
     with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
+        monkeypatch.setattr("ema_client._trainer.frozen.checksums", recorded)
         for _ in range(3):
             step()
+        assert read == []
         with torch.no_grad():
             module.base.weight.mul_(1)
         step()
         step()
+        assert read == [(600, 600)]
         ema.close()
-        assert ema.stats.sent_bytes == 5 * live + 2 * frozen
+        assert ema.stats.sent_bytes == 5 * live + frozen
 
 
 def resident_bytes(field):
@@ -163,6 +174,29 @@ def test_frozen_and_foreign_tensors_are_not_copied(server, client, model):
             raw = client.pull(model, track="raw")
             assert (raw["foreign"] == step).all()
             assert (raw["frozen"] == 2 - step).all()
+
+
+def test_after_a_failed_push_they_are_pushed_again(server, client, model):
+    """After a failure all ranks push them, so that they agree."""
+    module, optimizer, step = adapter_trainer()
+    live, frozen = byte_counts(module)
+    with ema_client.attach(module, optimizer, server.url(model), tracks={"ema": HALF}) as ema:
+        for _ in range(2):
+            step()
+        ema.wait_released()
+        with torch.no_grad():
+            kept = module.up.weight.clone()
+            module.up.weight.fill_(float("nan"))
+        optimizer.zero_grad()
+        optimizer.step()
+        ema.wait_released()
+        with torch.no_grad():
+            module.up.weight.copy_(kept)
+        step()
+        step()
+        ema.close()
+        assert (ema.stats.pushes, ema.stats.skipped) == (4, 1)
+        assert ema.stats.sent_bytes == 5 * live + 2 * frozen
 
 
 def test_frozen_parameters_that_go_or_have_no_values(server, client, model):

@@ -278,7 +278,12 @@ def attach(
             join_at=functools.partial(resume_at, ranks, plan, timeout_s),
             module=module,
             optimizers=optimizers,
-            frozen=FrozenTensors(plan.layout.frozen, tensors_of(), check=check),
+            frozen=FrozenTensors(
+                plan.layout.frozen,
+                tensors_of(),
+                {own.name: own.checksum for own in held},
+                check=check,
+            ),
             keep_resumable=keep_resumable,
         )
         undo.callback(attachment._detach)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects writes to frozen parameters."""
+"""Detects changes of frozen parameters."""
 
 from __future__ import annotations
 
@@ -16,31 +16,41 @@ if TYPE_CHECKING:
 class FrozenTensors:
     """The parameters that are not trained. For the training thread.
 
-    A write is detected by PyTorch's version counter, or because the parameter has other memory. Writes
-    through `.data` change neither; with `check`, a checksum finds them.
+    PyTorch's version counter, or other memory, tells of a write; then checksums tell whether the values
+    have changed, since one rank may write and restore its weights, as `averaged()` does. Writes through
+    `.data` change neither counter nor memory; with `check`, checksums are always compared.
     """
 
-    def __init__(self, names: Collection[str], tensors: NamedTensors, *, check: bool) -> None:
-        """`tensors`: as the first push will find them, if nothing is written before."""
+    def __init__(
+        self,
+        names: Collection[str],
+        tensors: NamedTensors,
+        sums: Mapping[str, int],
+        *,
+        check: bool,
+    ) -> None:
+        """`sums`: checksums of `tensors`, at least of `names`."""
         self.names = frozenset(names)
         self._check = check
-        self._marks = self._marks_of(tensors)
+        self._marks = {name: _mark(tensor) for name, tensor in self._of(tensors).items()}
+        self._sums = {name: sums[name] for name in self._marks}
 
     def have_changed(self, tensors: NamedTensors) -> bool:
-        """Whether one of them may have been written since the last call."""
-        marks = self._marks_of(tensors)
-        changed = marks != self._marks
+        """Whether the values of one of them have changed since the last call."""
+        frozen = self._of(tensors)
+        marks = {name: _mark(tensor) for name, tensor in frozen.items()}
+        written = [name for name in frozen if self._check or marks[name] != self._marks.get(name)]
+        sums = dict(zip(written, checksums(local_of(frozen[name]) for name in written)))
+        changed = frozen.keys() != self._marks.keys() or any(
+            self._sums.get(name) != value for name, value in sums.items()
+        )
         self._marks = marks
+        self._sums = {name: sums.get(name, self._sums.get(name, 0)) for name in frozen}
         return changed
 
-    def _marks_of(self, tensors: NamedTensors) -> dict[str, object]:
-        frozen = {
-            name: tensors.parameters[name] for name in self.names & tensors.parameters.keys()
-        }
-        sums = checksums(map(local_of, frozen.values())) if self._check else [0] * len(frozen)
+    def _of(self, tensors: NamedTensors) -> dict[str, torch.Tensor]:
         return {
-            name: (_mark(tensor), checksum)
-            for (name, tensor), checksum in zip(frozen.items(), sums)
+            name: tensors.parameters[name] for name in self.names & tensors.parameters.keys()
         }
 
 
