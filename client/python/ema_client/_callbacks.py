@@ -19,10 +19,9 @@ from ema_client._evaluator.averaged import OwnValues, averaged_beside, read_aver
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import write
-from ema_client._trainer.arguments import check_values
+from ema_client._trainer.arguments import MAX_OUTAGE_S, check_values
 from ema_client._trainer.attach import KEYWORDS, options_and_tracks
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.push import MAX_OUTAGE_S
 from ema_client._trainer.resume import warn_of_no_state
 
 if TYPE_CHECKING:

@@ -16,8 +16,13 @@ from ema_client._client.types import TimeLike, TrackVersion, time_dict
 from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._evaluator.averaged import write_average, swapped
-from ema_client._model.model_tensors import ModelTensors
-from ema_client._model.torch_model import check_no_dtensor, named_tensors, specs_of, unwrap
+from ema_client._model.torch_model import (
+    ModelTensors,
+    check_no_dtensor,
+    named_tensors,
+    specs_of,
+    unwrap,
+)
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike, only_average
 from ema_client._trainer.arguments import check_module

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import check_options, check_tracks, saved_state
@@ -22,8 +22,7 @@ from ema_client._client.unread import wait_unread
 from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._model.optimizers import unwrap_optimizers
-from ema_client._model.parameter_list import check_shapes_by_place, hold, names_of, shapes_of
-from ema_client._model.torch_model import write
+from ema_client._model.torch_model import named_tensors, unwrap, write
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.resume import State
@@ -129,7 +128,7 @@ class EMAModel:
         self._options = options
         # Not themselves: they may be a copy that takes memory.
         given = list(parameters)
-        self._shapes, self._names = shapes_of(given), names_of(given, model)
+        self._shapes, self._names = _shapes_of(given), _names_of(given, model)
         self._optimizer = None if optimizer is None else unwrap_optimizers(optimizer)[0]
         # Holds what `step` was given last, by name.
         self._module = torch.nn.Module()
@@ -182,7 +181,7 @@ class EMAModel:
                 be pushed.
         """
         checked = self._checked(parameters)
-        hold(self._module, dict(zip(self._names, checked)))
+        _hold(self._module, dict(zip(self._names, checked)))
         if self._attachment is None:
             self._attachment = self._attach()
         # Parameters that the optimizer does not hold are copied, or waited for.
@@ -368,10 +367,63 @@ class EMAModel:
 
     def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         result = list(parameters)
-        check_shapes_by_place("parameters that EMAModel was made with", self._shapes, result)
+        _check_shapes_by_place("parameters that EMAModel was made with", self._shapes, result)
         return result
 
 
 def _write(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     wait_unread(targets)
     write(zip(targets, values))
+
+
+def _names_of(parameters: Sequence[torch.Tensor], model: torch.nn.Module | None) -> list[str]:
+    """The parameters' names in `model`, or if they are not its own, the names of its parameters in the same
+    order. Without a model, their positions: "0", "1", and so on.
+
+    Raises:
+        InvalidArgumentError: the model has neither these parameters nor as many of the same shapes.
+    """
+    if model is None:
+        return [str(place) for place in range(len(parameters))]
+    named = named_tensors(unwrap(model)).parameters
+    names = {id(parameter): name for name, parameter in named.items()}
+    if all(id(parameter) in names for parameter in parameters):
+        return [names[id(parameter)] for parameter in parameters]
+    _check_shapes_by_place("model's parameters", _shapes_of(named.values()), parameters)
+    return list(named)
+
+
+def _shapes_of(parameters: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in parameters]
+
+
+def _check_shapes_by_place(
+    whose: str, expected: Sequence[tuple[int, ...]], given: Sequence[torch.Tensor]
+) -> None:
+    """InvalidArgumentError: the given parameters differ from the expected ones in number or shapes."""
+    if len(expected) != len(given):
+        raise InvalidArgumentError(
+            f"{len(given)} parameters are given, expected the {len(expected)} {whose}",
+            reason="BAD_LAYOUT",
+        )
+    for place, (shape, other) in enumerate(zip(expected, _shapes_of(given))):
+        if shape != other:
+            raise InvalidArgumentError(
+                f"parameter {place} of {len(given)} has shape {other}, expected that of the {whose}: {shape}",
+                reason="BAD_LAYOUT",
+            )
+
+
+def _hold(root: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Puts the parameters into a module of submodules without code, by name."""
+    import torch
+
+    for name, parameter in parameters.items():
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        # The tensors need not be torch.nn.Parameter.
+        owner._parameters[leaf] = parameter  # type: ignore[assignment]

@@ -51,9 +51,9 @@ void LogTrainerLine(LogLevel level, const std::string& text) {
   // An exception of a signal handler stays set.
   if (PyErr_Occurred() != nullptr) return;
   const bool is_done = OrForever([&] {
-    PyObject* const module = PyImport_ImportModule("ema_client._trainer.log");
+    PyObject* const module = PyImport_ImportModule("ema_client._trainer.pusher");
     if (module == nullptr) return false;
-    PyObject* const result = PyObject_CallMethod(module, "write", "iy#", static_cast<int>(level),
+    PyObject* const result = PyObject_CallMethod(module, "log_line", "iy#", static_cast<int>(level),
                                                  text.data(), static_cast<Py_ssize_t>(text.size()));
     Py_DECREF(module);
     Py_XDECREF(result);

@@ -14,7 +14,6 @@ NB_MODULE(_ema, module) {
   ema::python::BindRun(module);
   ema::python::BindEngine(module);
   ema::python::BindRead(module);
-  ema::python::BindSample(module);
   ema::python::BindStructure(module);
   ema::python::BindClient(module);
 }

@@ -106,8 +106,8 @@ def test_a_version_of_the_servers_next_life_is_newer(tmp_path, model):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({}, "wait_for takes a step or a version to come after, given are None and None"),
-        ({"step": 3, "after": "x"}, "wait_for takes a step or a version"),
+        ({}, "give either step or after, not None and None"),
+        ({"step": 3, "after": "x"}, "give either step or after"),
         ({"step": "70"}, "step '70': must be a whole number"),
         ({"step": True}, "step True: must be a whole number"),
         ({"step": 1.5}, "step 1.5: must be a whole number"),

@@ -10,7 +10,7 @@ import sys
 import ema_client
 import pytest
 import torch
-from ema_client._trainer.agreed import Arguments, check_agreed
+from ema_client._trainer.arguments import Arguments, check_agreed
 from safetensors.torch import save_file
 from testing import started
 

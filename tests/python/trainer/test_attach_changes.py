@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 
 import ema_client
 import pytest
@@ -49,7 +48,7 @@ def test_tensors_that_are_added_are_named_once(server, client, model, caplog):
     assert_same_bits(own, client.pull(model, track="raw"))
 
 
-def test_names_that_are_no_longer_tied_are_named_once(server, model, caplog):
+def test_tensors_that_are_untied_are_named_once(server, model, caplog):
     net = torch.nn.Module()
     net.a = torch.nn.Linear(2, 2, bias=False)
     net.b = torch.nn.Linear(2, 2, bias=False)
@@ -63,7 +62,7 @@ def test_names_that_are_no_longer_tied_are_named_once(server, model, caplog):
             ema.wait_pushed()
         assert ema.stats.pushes == 4
     (warning,) = warnings_of(caplog)
-    assert "no longer tied" in warning and warning.endswith(": b.weight")
+    assert "not averaged" in warning and warning.endswith(": b.weight")
 
 
 def test_another_models_optimizer_is_said_at_attach(server, model, caplog):
@@ -86,109 +85,14 @@ def test_an_optimizer_that_was_made_anew_is_said_at_close(server, model, caplog)
     assert "no step was counted" in warning
 
 
-ANEW = r"since step (\d+), by an optimizer \((\w+)\) that attach\(\) was not given"
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_an_optimizer_that_was_made_anew_later_is_said_once(server, model, caplog, compiles):
-    net, optimizer = trainer_of()
-    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
-        for _ in range(3):
-            step(net, optimizer)
-        anew = torch.optim.AdamW(net.parameters(), lr=0.1)
-        make = torch.compile(step, backend="eager") if compiles else step
-        make(net, anew)
-        assert not re.findall(ANEW, caplog.text)
-        for _ in range(9):
-            make(net, anew)
-        assert re.findall(ANEW, caplog.text) == [("3", "AdamW")]
-        assert ema.step == 3
-    make(net, anew)
-    assert len(re.findall(ANEW, caplog.text)) == 1
-
-
-class Both(torch.optim.Optimizer):
-    """Steps by others."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        super().__init__([p for one in optimizers for p in one.param_groups[0]["params"]], {})
-        self._optimizers = optimizers
-
-    def step(self, closure=None):
-        for one in self._optimizers:
-            one.step()
-
-
-@pytest.mark.parametrize("attached", ["outer", "inner"])
-def test_an_optimizer_that_steps_by_others_is_one_of_ours(server, model, caplog, attached):
-    net, _ = trainer_of()
-    inner = [torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()]
-    outer = Both(*inner)
-    given = outer if attached == "outer" else inner
-    with ema_client.attach(net, given, server.url(model), half_life="3ba") as ema:
-        for _ in range(5):
-            step(net, outer)
-        assert ema.step == 5
-    assert not warnings_of(caplog)
-
-
-def test_an_optimizer_of_other_weights_is_none_of_ours(server, model, caplog):
-    net, optimizer = trainer_of()
-    other, others = trainer_of()
-    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
-        step(net, optimizer)
-        for _ in range(5):
-            step(other, others)
-        with ema_client.attach(other, None, server.url(f"{model}-2"), half_life="3ba") as by_hand:
-            for _ in range(5):
-                step(other, others)
-                by_hand.after_step()
-    assert not warnings_of(caplog)
-
-
-def test_nothing_is_heard_of_steps_without_an_attachment(server, model):
-    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
-    before = dict(hooks)
-    net, optimizer = trainer_of()
-    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
-        with ema_client.attach(net, optimizer, server.url(f"{model}-2"), half_life="3ba"):
-            assert len(hooks) == len(before) + 1
-        assert len(hooks) == len(before) + 1
-    assert hooks == before
-
-
-def test_an_evaluation_after_the_last_step_is_no_training(server, model, caplog):
-    """Not even where its forwards write some weights."""
-    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
-        step(net, optimizer)
-        step(net, optimizer)
-        ema.wait_pushed()
-        for _ in range(60):  # Each writes twice, a step once.
-            with ema_client.averaged(net, server.url(model)), torch.no_grad():
-                for _ in range(50):
-                    net[0].weight.div_(net[0].weight.norm())
-        net.load_state_dict(state)
-    assert not re.findall(ANEW, caplog.text)
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_resumed_run_that_has_nothing_left_to_train(server, model, caplog, trains):
+def test_a_resumed_run_may_have_nothing_left_to_train(server, model, caplog):
     net, optimizer = trainer_of()
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
         step(net, optimizer)
         saved = ema.state_dict()
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba", resume=saved):
-        net.load_state_dict(net.state_dict())
-        if trains:
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            for _ in range(9):
-                step(net, optimizer)
-    said = warnings_of(caplog)
-    assert [len(re.findall(ANEW, one)) for one in said] == ([1, 0] if trains else [])
-    assert not trains or "no step was counted" in said[1]
+        pass
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "removed"])
@@ -248,26 +152,14 @@ def test_many_names_that_were_written_are_not_all_named(server, model, caplog):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.clamp_(-0.5, 0.5)
-    assert re.search(r"without wait_released\(\): 0, 1, .* and 20 more; copied", caplog.text)
-
-
-def test_a_buffer_that_gets_its_first_elements_later(server, model, caplog):
-    net, optimizer = trainer_of()
-    net.register_buffer("bank", torch.zeros(0, 4))
-    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
-        step(net, optimizer)
-        for _ in range(2):
-            net.bank = torch.cat([net.bank, torch.ones(2, 4)])
-            step(net, optimizer)
-    (warning,) = warnings_of(caplog)
-    assert warning.endswith("not averaged, they had no elements at attach(): bank")
+    assert re.search(r"without wait_released\(\): 0, 1, .* and 20 more; from now on", caplog.text)
 
 
 def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):
     net, optimizer = trainer_of()
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
         step(net, optimizer)
-        with pytest.raises(ema_client.FailedPreconditionError, match="counts by itself"):
+        with pytest.raises(ema_client.FailedPreconditionError, match="counted already"):
             ema.after_step()
         assert ema.step == 1
 
@@ -292,13 +184,12 @@ def test_steps_by_hand_that_are_forgotten_are_said_at_close(server, model, caplo
     assert "after_step() must be called after each step" in warning
 
 
-@pytest.mark.parametrize("how", ["trains", "raises", "by hand", "without", "frozen"])
+@pytest.mark.parametrize("how", ["trains", "raises", "by hand", "frozen"])
 def test_nothing_is_said_of_what_is_right(server, model, caplog, how):
     net, optimizer = trainer_of()
     if how == "frozen":
         net.requires_grad_(False)
-    given = None if how == "without" else optimizer
-    ema = ema_client.attach(net, given, server.url(model), half_life="3ba")
+    ema = ema_client.attach(net, optimizer, server.url(model), half_life="3ba")
     if how == "by hand":
         ema._count_by_hand()
     if how == "raises":

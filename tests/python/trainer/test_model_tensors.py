@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ema_client._model import model_tensors
-from ema_client._model.model_tensors import ModelTensors
-from ema_client._model.torch_model import NamedTensors, named_tensors
+from ema_client._model import torch_model
+from ema_client._model.torch_model import ModelTensors, NamedTensors, named_tensors
 
 
 class Net(torch.nn.Module):
@@ -82,7 +81,7 @@ def test_a_module_whose_values_have_changed_is_not(monkeypatch):
     def refuse(*_: object) -> None:
         raise AssertionError("looked at anew")
 
-    monkeypatch.setattr(model_tensors, "named_tensors", refuse)
+    monkeypatch.setattr(torch_model, "named_tensors", refuse)
     net.norm(net.first(torch.ones(3, 2))).sum().backward()
     net.first.weight.data = torch.zeros(2, 2)
     net.first.half().requires_grad_(False)

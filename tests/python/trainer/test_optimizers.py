@@ -165,30 +165,6 @@ def test_what_is_no_optimizer_is_refused(server, model, module):
         ema_client.attach(module, object(), server.url(model), half_life="4ba")
 
 
-@pytest.mark.parametrize("routes", ["all", "one more", "the last", "late"])
-def test_steps_inside_backward_that_some_are_left_out_of(server, model, caplog, routes):
-    """An expert that is not the last in a step may be left out, and come at another place."""
-    made = {
-        "all": ["abc"] * 4 + ["acb"] * 2 + ["abc"],
-        "one more": ["abc", "ac", "bac", "cab"],
-        "the last": ["abc", "ab", "ab"],
-        "late": ["ab", "ab", "abc"],
-    }[routes]
-    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(3)) for name in "abc"})
-    optimizers = {name: torch.optim.SGD([net[name]], lr=0.1) for name in "abc"}
-    with ema_client.attach(
-        net, list(optimizers.values()), server.url(model), half_life="4ba"
-    ) as ema:
-        for names in made:
-            for name in names:
-                net[name].grad = torch.ones(3)
-                optimizers[name].step()
-    is_right = routes in ("all", "one more")
-    assert (ema.step == len(made)) == is_right
-    said = [record for record in caplog.records if "steps are counted wrongly" in record.message]
-    assert len(said) == (not is_right)
-
-
 class Around(torch.optim.Optimizer):
     """Has another one, as PostLocalSGDOptimizer, and does not call Optimizer's __init__ either."""
 

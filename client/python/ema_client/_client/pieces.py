@@ -35,12 +35,6 @@ class Piece:
         return 0 in self.box.extents
 
 
-def dtensor_type() -> Any:
-    """DTensor; None: it has not been imported, so no value of it can exist."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
-
-
 def is_dtensor(value: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -142,7 +136,7 @@ def selection_of(pieces: Mapping[str, Piece]) -> tuple[list[str], list[Shard]]:
 
 
 def writes_of(tensor: Any) -> int:
-    """PyTorch's count of writes to a torch tensor, which no write through `.data` and no replay of a CUDA
-    graph adds to."""
-    # Of a DTensor each operation counts in one of the two.
+    """PyTorch's version counter of a torch tensor: the number of writes, except those through `.data` and
+    those of a CUDA graph's replay."""
+    # An operation on a DTensor counts in only one of these two.
     return int(tensor._version + (local_of(tensor)._version if is_dtensor(tensor) else 0))

@@ -1,41 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a run, and a push that goes on in the background."""
+"""Runs: how a rank joins one, and its pushes, which may continue in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ema_client import _ema
 from ema_client._client import gpu
 from ema_client._client.arrays import read_all
+from ema_client._client.connection import Connection
+from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.pieces import BoxCache
 from ema_client._client.timeouts import check_timeout
 from ema_client._client.types import (
     PushStats,
+    ResumePoint,
     Shard,
     TensorSpec,
     TimeLike,
     Version,
+    WireDtype,
+    resume_tuple,
     specs_from,
     time_dict,
     version_from,
 )
-from ema_client._errors import FailedPreconditionError
-from ema_client._given import call
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError
+from ema_client._given import call, names_from
 
 
 class PendingPush:
-    """A push that runs in the background; made by `Run.start_push`. Thread-safe.
+    """A push that runs in the background; created by `Run.start_push`. Thread-safe.
 
-    The arrays are read in place: they must not change until `wait_released` has returned or the
-    push has ended. The object keeps a reference to them as long; if one is on a GPU, until `wait_done`
-    or `wait` has found that the push has ended, or the object goes.
+    The arrays are read in place: they must not change until `wait_released` has returned or the push has
+    ended. Until then the object keeps references to them; to arrays on a GPU, until `wait_done` or `wait` has
+    found that the push has ended, or the object is freed.
     """
 
     def __init__(self, push: _ema.PendingPush, gpus: frozenset[int] = frozenset()) -> None:
         self._push = push
-        self._gpus = gpus  # On which some of the arrays are.
+        self._gpus = gpus  # GPUs that hold some of the arrays.
 
     @property
     def done(self) -> bool:
@@ -47,34 +53,31 @@ class PendingPush:
         return PushStats(**self._push.stats)
 
     def wait_released(self, *, max_wait_s: float) -> bool:
-        """Waits until no byte of the arrays will be read any more; then they may change.
+        """Waits until all bytes of the arrays have been read; then the arrays may change.
 
-        Arrays on a GPU are copied to a ring of pinned memory (`max_staging_bytes` of
-        `Client.open_run`), on a stream of its own: this waits until all copies have been started, and
-        makes the GPU's current stream wait until they have been made. What is queued on that stream
-        from then on may change the arrays.
+        Arrays on a GPU are copied to pinned memory (`max_staging_bytes` of `Client.open_run`), on a separate
+        stream. This waits until all copies have been started, and makes the GPU's current stream wait for
+        them: work that is queued on that stream later may change the arrays.
 
         Args:
-            max_wait_s: seconds to wait at most; while there is no stream to the server (it is gone,
-                or ranks have not joined), one second at most; while nothing moves and the server does
-                not answer (it hangs), five.
+            max_wait_s: the most seconds to wait. At most one second without a stream to the server (it is
+                unreachable, or ranks have not joined), and at most five if it does not answer.
 
         Returns:
-            True: all bytes have left, or the push has ended. False: neither, in that time: the step was
-            abandoned, and nothing reads the arrays any more. After less than `max_wait_s`, there was no
-            stream, or no answer.
+            True: all bytes have been read, or the push has ended. False: the time was over, so the step was
+            abandoned, and nothing reads the arrays.
         """
         return self._push.wait_released(max_wait_s, gpu.current_streams(self._gpus))
 
     def wait_done(self, *, max_wait_s: float) -> bool:
-        """Waits for the end, as long as `wait_released`; True: it has come, and `wait` will not block."""
+        """Waits for the end of the push, as long as `wait_released` does. True: `wait` will not block."""
         return self._push.wait_done(max_wait_s)
 
     def wait(self) -> Version:
-        """Waits for the end, at most as long as the push's time-out.
+        """Waits for the end of the push, at most its timeout.
 
         Returns:
-            The version that the step became: the same on all ranks.
+            The committed version: the same on all ranks.
 
         Raises:
             EmaError: the step did not commit; the average is unchanged.
@@ -82,12 +85,12 @@ class PendingPush:
         return version_from(self._push.wait())
 
     def abandon(self) -> None:
-        """Drops the step unless it has committed; nothing reads the arrays any more after this."""
+        """Drops the step unless it has committed. After this, nothing reads the arrays."""
         self._push.abandon()
 
 
 class Run:
-    """One rank of a run; made by `Client.open_run`. One push at a time.
+    """One rank of a run; created by `Client.open_run`. One push at a time.
 
     Example:
         >>> with client.open_run("m") as run:
@@ -108,7 +111,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Lets the run go. A push that is running ends as by `PendingPush.abandon`."""
+        """Closes the run. Its pending push is abandoned, see `PendingPush.abandon`."""
         self._run = None
 
     def _timeout(self, timeout_s: float | None) -> float:
@@ -137,17 +140,17 @@ class Run:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that this rank sends in a push, frozen tensors included."""
+        """The bytes that this rank sends in a push, frozen tensors included."""
         return self._get().total_bytes
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The frozen tensors of which this rank holds some."""
+        """The frozen tensors of which this rank has shards."""
         return tuple(self._get().frozen)
 
     @property
     def may_omit_frozen(self) -> bool:
-        """The next push leaves the frozen tensors out: every track that is not paused has their values."""
+        """Whether the next push may omit the frozen tensors: all tracks that are not paused have their values."""
         return self._get().may_omit_frozen
 
     @property
@@ -160,7 +163,7 @@ class Run:
 
     @property
     def latest(self) -> Version | None:
-        """The newest version when the run was opened, or that the last push made."""
+        """The version of the last push; before it, the newest version when the run was opened."""
         latest = self._get().latest
         return None if latest is None else version_from(latest)
 
@@ -186,24 +189,23 @@ class Run:
 
         Args:
             step: the trainer's step; larger than the last one.
-            weights: arrays by name, of anything that speaks DLPack or the buffer protocol (PyTorch,
-                NumPy, JAX, ...). Each is a whole tensor (a contiguous piece of it is this rank's
-                share), or just the rank's shard of it. They are read in place, also on a GPU of
-                NVIDIA's. Of what is not contiguous (channels_last) a torch tensor in host memory is
-                put in order a chunk at a time, where it is sent; else it is copied first. Frozen
-                tensors may be missing where `may_omit_frozen`.
+            weights: arrays by name that support DLPack or the buffer protocol (PyTorch, NumPy, JAX, ...).
+                Each is a whole tensor, of which this rank's share is sent, or only the rank's shard.
+                They are read in place, also on NVIDIA GPUs. A torch tensor in host memory that is not
+                contiguous (channels_last) is reordered a chunk at a time; other such arrays are copied
+                first. With `may_omit_frozen`, frozen tensors may be missing.
             time: training time at the step. None: the step is the batch.
-            frozen_changed: the run's frozen tensors are not as they were at its pushes before, or one
-                of these has failed and they may not be. To be said by all ranks.
-            check: reads all arrays in host memory once before it returns; a push that then sends
-                anything else, because somebody has written them (and even if they are back by its
-                end), commits nothing, and `PendingPush.wait` raises DataLossError.
-            timeout_s: seconds for everything, the wait for other ranks included. None: the client's, by
+            frozen_changed: the frozen tensors have changed since the run's last push, or may have changed
+                because a push failed. Equal on all ranks.
+            check: reads all arrays in host memory before it returns. If the push then sends other bytes,
+                because the arrays were written (and perhaps restored) meanwhile, it commits nothing, and
+                `PendingPush.wait` raises DataLossError.
+            timeout_s: seconds for the whole push, waiting for other ranks included. None: the client's, by
                 default 600.
 
         Raises:
-            InvalidArgumentError: arrays do not match the model; lists every one that does not.
-            FailedPreconditionError: the push before is still running.
+            InvalidArgumentError: arrays do not match the model; the message lists them.
+            FailedPreconditionError: the previous push is still running.
         """
         arrays = read_all(weights, self._boxes)
         gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
@@ -231,7 +233,7 @@ class Run:
         """Pushes one step and waits until it is committed. Arguments as for `start_push`.
 
         Returns:
-            The record of the version: number, step, and the weight applied per track.
+            The version: number, step, and the update weight of each track.
 
         Raises:
             EmaError: the step did not commit; the average is unchanged.
@@ -244,3 +246,136 @@ class Run:
             timeout_s=timeout_s,
         )
         return push.wait()
+
+
+def open_run(
+    client: Connection,
+    name: str,
+    *,
+    launch_id: str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    shards: Sequence[Shard] | None = None,
+    rank0_only: str | Collection[str] = (),
+    frozen: str | Collection[str] = (),
+    wire_dtype: WireDtype = "as pushed",
+    max_staging_bytes: int = STAGING_BYTES,
+    resume: int | ResumePoint | None = None,
+    timeout_s: float | None = None,
+) -> Run:
+    """Joins a run: one life of a trainer. A new launch_id fences the previous run.
+
+    If a push finds that the server was restarted, it rejoins, and waits for the other ranks.
+
+    Args:
+        name: the model.
+        launch_id: new for each life of the trainer, equal on all its ranks. None: a random one, only
+            for a single rank.
+        rank, world_size: this rank, and the number of ranks.
+        shards: what this rank pushes. None: an even share, as if all ranks held all tensors.
+        rank0_only: tensors that differ between ranks (BatchNorm's statistics): rank 0 pushes them as a
+            part of its share. Ignored with `shards`.
+        frozen: tensors that do not change during the run; equal on all ranks. They are pushed until
+            every track has their values, then omitted.
+        wire_dtype: "bfloat16": float32 weights are rounded before they are sent, which halves the
+            bytes; the averages are those of the rounded values. Equal on all ranks.
+        max_staging_bytes: the most pinned host memory for weights on GPUs, at least 64 MiB; may differ
+            between ranks. Allocated at the first push that needs it, at most as much as the shards that
+            are not frozen need (or half of that, and so on, if the host has less), until the run ends.
+            If all pushed bytes fit, `PendingPush.wait_released` waits only for copies on the GPU;
+            otherwise also for the network.
+        resume: the trainer continues from its own checkpoint: a step, or a ResumePoint, equal on all
+            ranks. The server restores the model to that state.
+        timeout_s: seconds.
+
+    Raises:
+        InvalidArgumentError: a shard that does not fit its tensor, or overlaps another rank's; or
+            max_staging_bytes is too small.
+        AbortedError: the launch_id belongs to a fenced run.
+        FailedPreconditionError: RESUME_MISMATCH: the model has no version for the trainer's step; the
+            message lists the existing ones. No run was opened.
+        OutOfRangeError: VERSION_NOT_KEPT: the server no longer has the version of the ResumePoint.
+    """
+    return join_run(
+        client,
+        name,
+        launch_id=launch_id,
+        rank=rank,
+        world_size=world_size,
+        shards=shards,
+        rank0_only=rank0_only,
+        frozen=frozen,
+        wire_dtype=wire_dtype,
+        max_staging_bytes=max_staging_bytes,
+        resume=resume,
+        timeout_s=timeout_s,
+    )
+
+
+def join_run(
+    client: Connection,
+    name: str,
+    *,
+    launch_id: str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    shards: Sequence[Shard] | None = None,
+    rank0_only: str | Collection[str] = (),
+    frozen: str | Collection[str] = (),
+    wire_dtype: WireDtype = "as pushed",
+    max_staging_bytes: int = STAGING_BYTES,
+    rejoins: bool = True,
+    resume: int | ResumePoint | None = None,
+    last_run_epoch: int = 0,
+    imported_updates: int = 0,
+    timeout_s: float | None = None,
+) -> Run:
+    """`open_run`, with arguments that are not public.
+
+    Args:
+        rejoins: False: a push that finds a restarted server fails, FENCED.
+        last_run_epoch: the `Run.run_epoch` of a launch_id that opens its run again. A restarted server,
+            which has forgotten the launches, compares it to find whether a newer run has fenced this.
+        imported_updates: the number of updates in the first weights.
+    """
+    if launch_id is None:
+        if world_size != 1:
+            raise InvalidArgumentError(
+                f"launch_id: None with world_size {world_size}, expected the same text on all ranks"
+            )
+        launch_id = secrets.token_hex(16)
+    # A resume may read a version from the disk.
+    timeout = client._timeout(timeout_s, is_transfer=resume is not None)
+    rank0_only, frozen = names_from("rank0_only", rank0_only), names_from("frozen", frozen)
+    tuples: list[_ema.ShardTuple] | None = None
+    frozen_count = 0
+    if shards is not None or world_size != 1 or frozen:
+        specs: list[_ema.Spec] = client._client.get_model(name, timeout)["tensors"]
+        index = {spec[0]: i for i, spec in enumerate(specs)}
+        unknown = sorted({*frozen, *(shard.name for shard in shards or ())} - index.keys())
+        if unknown:
+            raise InvalidArgumentError(
+                f'model "{name}" has no tensors {", ".join(unknown)}', reason="BAD_LAYOUT"
+            )
+        if shards is None:
+            tuples, frozen_count = _ema.even_share(specs, rank0_only, frozen, rank, world_size)
+        else:
+            ordered = sorted(shards, key=lambda shard: shard.name in frozen)
+            tuples = [(index[one.name], one.offsets, one.extents) for one in ordered]
+            frozen_count = sum(shard.name in frozen for shard in shards)
+    run = client._client.open_run(
+        name,
+        launch_id,
+        rank,
+        world_size,
+        tuples,
+        frozen_count,
+        wire_dtype,
+        rejoins,
+        resume_tuple(resume),
+        last_run_epoch,
+        imported_updates,
+        max_staging_bytes,
+        timeout,
+    )
+    return Run(run, timeout_s=client._timeout_s, push_timeout_s=client._transfer_timeout_s)

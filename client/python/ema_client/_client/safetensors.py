@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files: read in place, and written."""
+"""Safetensors files: mapped to read them, written, and what `Client.save` makes of them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import math
 import os
 import pathlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._client.arrays import Placed
-from ema_client._client.types import TensorSpec
+from ema_client._client.types import TensorSpec, Weights
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
     import torch
 
-# By the format's name of it.
+# Dtypes by their names in the format.
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -35,7 +35,7 @@ _DTYPES = {
     "BOOL": "bool",
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Of transformers, and of diffusers, whose config.json has one of these.
+# The file names of transformers, and of diffusers, whose config.json has one of the keys below.
 _FOLDER_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _OF_DIFFUSERS = {"_diffusers_version", "_class_name"}
 # As in the reference implementation.
@@ -44,36 +44,36 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: what it is, and where its bytes are."""
+    """A tensor in a file, and the place of its bytes."""
 
     spec: TensorSpec
     path: pathlib.Path
     offset: int
 
     def read(self) -> Any:
-        """A NumPy array over the file, read as it is used; bfloat16 as uint16."""
+        """A NumPy array that maps the file; bfloat16 as uint16."""
         import numpy
 
         dtype = "uint16" if self.spec.dtype == "bfloat16" else self.spec.dtype
         if math.prod(self.spec.shape) == 0:
             return numpy.zeros(self.spec.shape, dtype)
-        # NumPy makes a scalar an array of one.
+        # NumPy cannot map a scalar.
         return numpy.memmap(
             self.path, dtype, mode="r", offset=self.offset, shape=self.spec.shape or (1,)
         ).reshape(self.spec.shape)
 
 
 def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
-    """The tensors of a file, or of a Hugging Face folder, whole or in the pieces of its index.
+    """The tensors of a file, or of a Hugging Face folder, in one file or in those that its index lists.
 
     Raises:
         NotFoundError: the folder has no weights.
-        InvalidArgumentError: not what the format says.
+        InvalidArgumentError: a file is malformed.
     """
     root = pathlib.Path(path)
     if not root.is_dir():
         return _read_header(root)
-    # As `from_pretrained` does, the one that its tool looks for.
+    # First the file that `from_pretrained` of the folder's library looks for.
     first = folder_file(root, {})
     for name in (first, *(other for other in _FOLDER_FILES if other != first)):
         index = root / f"{name}.index.json"
@@ -87,13 +87,13 @@ def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
 
 
 def folder_file(folder: pathlib.Path, beside: Mapping[str, bytes]) -> str:
-    """The name under which `from_pretrained` looks for a folder's weights, by its config.json: the one in
-    `beside`, which will be there, else the one that is there."""
+    """The name of the file in which `from_pretrained` looks for a folder's weights. It depends on config.json:
+    that in `beside`, which will be written, else that in the folder."""
     config = folder / "config.json"
     text = beside.get(config.name, config.read_bytes() if config.is_file() else b"{}")
     try:
         fields = json.loads(text)
-    except ValueError:  # Of no tool that we know.
+    except ValueError:  # Not a library that we know.
         fields = {}
     is_diffusers = isinstance(fields, dict) and not _OF_DIFFUSERS.isdisjoint(fields)
     return _FOLDER_FILES[is_diffusers]
@@ -151,7 +151,7 @@ def _length_bytes(spec: TensorSpec) -> int:
 def write(
     path: pathlib.Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a file that takes its name when it is whole. Elements of wide types come first."""
+    """Writes a file, renamed to `path` when it is complete. Tensors with wide elements come first."""
     import torch
 
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -169,7 +169,7 @@ def write(
 def write_placed(
     path: pathlib.Path, placed: Sequence[Placed], buffer: Any, metadata: Mapping[str, str]
 ) -> None:
-    """Writes tensors that lie in one buffer, in their order; the file takes its name when it is whole."""
+    """Writes tensors of one buffer, in their order, to a file, renamed to `path` when it is complete."""
     specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _, _ in placed]
     data = memoryview(buffer).cast("B")
     pieces = (data[offset : offset + length] for _, _, _, offset, length in placed)
@@ -177,7 +177,8 @@ def write_placed(
 
 
 def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file: the tensors' follow, end to end. InvalidArgumentError: a dtype."""
+    """The first bytes of a file, before the bytes of the tensors. InvalidArgumentError: a dtype that the
+    format does not have."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for spec in specs:
@@ -197,21 +198,79 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+@dataclasses.dataclass(frozen=True)
+class SaveTarget:
+    """Where `Client.save` writes.
+
+    Attributes:
+        path: the file of weights.
+        beside: small files for the same folder; None: `path` is not in a folder of its own.
+    """
+
+    path: pathlib.Path
+    beside: Mapping[str, bytes] | None
+
+    @classmethod
+    def of(
+        cls, path: str | os.PathLike[str], beside_of: Callable[[], Mapping[str, bytes]]
+    ) -> SaveTarget:
+        """`beside_of` gives the small files. Raises as `Client.save`."""
+        if not os.fspath(path):  # pathlib takes it for the working directory.
+            raise InvalidArgumentError(f"path {path!r}: must name a file or a folder")
+        folder = pathlib.Path(path)
+        if folder.is_dir() or os.fspath(path).endswith(os.sep):
+            beside = beside_of()
+            file = folder / folder_file(folder, beside)
+            index = file.with_name(f"{file.name}.index.json")
+            if index.exists():
+                raise FailedPreconditionError(
+                    f"{index}: the folder has weights in pieces; use another folder, or remove them"
+                )
+            return cls(file, beside)
+        file = replaceable(path)
+        if ".safetensors" not in (file.suffix, folder.suffix):
+            raise InvalidArgumentError(
+                f'path "{os.fspath(path)}": must end in "/" (a folder) or in ".safetensors" (a file), or '
+                "be a folder"
+            )
+        return cls(file, None)
+
+    def write(self, model_name: str, weights: Weights) -> None:
+        """`weights`: pulled without `out` and `device`."""
+        if self.beside is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for name, data in self.beside.items():
+                replace(self.path.with_name(name), [data])
+        pulled = weights._pulled
+        assert pulled is not None
+        # As in the server's checkpoints. transformers needs "format".
+        metadata = {
+            "format": "pt",
+            "ema.model": model_name,
+            "ema.track": weights.track,
+            "ema.step": str(weights.version.step),
+            "ema.version": str(weights.version.number),
+            "ema.incarnation": str(weights.version.incarnation),
+        }
+        write_placed(self.path, pulled.tensors, pulled.bytes, metadata)
+
+
 def replaceable(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where to write the file that a user names: where links lead.
+    """The file to write if a user names `path`: the target of links.
 
     Raises:
-        FailedPreconditionError: something else is there, such as a device: a rename would replace it.
+        FailedPreconditionError: `path` exists and is not a file, but a device, say, which a rename would
+            replace.
     """
     named = pathlib.Path(path)
     if named.exists() and not named.is_file():
-        raise FailedPreconditionError(f"{named}: is there, and is no regular file")
+        raise FailedPreconditionError(f"{named}: exists, and is not a regular file")
     return named.resolve()
 
 
 def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Writes a file that takes its name when it is on the disk. So is the name when this returns."""
-    # Not of the process's number: containers that share a folder have the same ones.
+    """Writes and syncs a file, then renames it to `path`, and syncs the rename."""
+    # Not named by the process ID: containers that share a folder have the same IDs.
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     with temporary.open("xb") as file:
         try:
@@ -227,12 +286,12 @@ def replace(path: pathlib.Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def _sync_folder(folder: pathlib.Path) -> None:
-    """Else a crash of the machine may undo a rename in it."""
+    """Without this, a crash of the machine may undo a rename in the folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems (of FUSE, SMB) cannot, and the file is there.
+        # Some file systems (FUSE, SMB) cannot sync a folder.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that pushes read in place: they are waited for before it is written."""
+"""Waits for pushes that read memory in place, before that memory is written."""
 
 from __future__ import annotations
 
@@ -19,32 +19,29 @@ if TYPE_CHECKING:
 
 
 class Attached(Protocol):
-    """An attachment, as the modules know it that `attachment.py` imports."""
+    """What this layer, and the modules that `attachment.py` imports, know of an `Attachment`."""
 
     _lock: threading.RLock
     _pid: int
 
     @property
     def step(self) -> int:
-        """The last step that was counted."""
+        """Optimizer steps so far."""
 
-    def _reads_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        """Whether a push may read in one of these ranges of addresses."""
+    def _tensors_in_place(self) -> Iterable[torch.Tensor]:
+        """Tensors that a push may be reading in place."""
 
     def wait_released(self) -> None:
-        """Waits until no push reads in place any more."""
+        """Waits until no push reads the weights in place."""
 
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
-        """Waits until the last push has ended."""
+        """Waits for the end of the pending push."""
 
     def _is_trained_here(self, address: str, model_name: str) -> bool:
-        """Whether the current thread trains and pushes to that model."""
-
-    def _hear_of_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer of the process has stepped."""
+        """Whether the current thread trains this model and pushes it to this server."""
 
     def _end_at_exit(self) -> None:
-        """The process ends: waits a little for the last push."""
+        """Waits at most a second for the pending push, because the process ends."""
 
 
 # The attachments of this process that are not closed.
@@ -52,22 +49,35 @@ attachments: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 def wait_unread(arrays: Iterable[Any]) -> None:
-    """Waits until no attachment's push reads memory of these, torch tensors or NumPy arrays: before they are
+    """Waits until no push reads the memory of these torch tensors or NumPy arrays. Called before they are
     written."""
+    written = _ranges_of(arrays)
+    for attachment in list(attachments):
+        if _overlap(written, _ranges_of(attachment._tensors_in_place())):
+            attachment.wait_released()
+
+
+def _ranges_of(arrays: Iterable[Any]) -> list[tuple[int, int]]:
+    """The addresses of those arrays that a push could read in place: first byte, end."""
     ranges: list[tuple[int, int]] = []
     for array in arrays:
         if is_instance(array, "torch", "Tensor"):
             local = local_of(array)
-            if _is_read_in_place(local):
+            # The host and its GPUs share one address space.
+            is_reachable = local.is_cpu or gpu.is_readable(local)
+            if is_reachable and not is_sparse(local) and local.data_ptr() != 0:
                 ranges.append(range_of(local))
         elif is_instance(array, "numpy", "ndarray") and array.size > 0:
             ranges.append(range_of(array))
-    for attachment in list(attachments):
-        if attachment._reads_in(ranges):
-            attachment.wait_released()
+    return ranges
 
 
-def _is_read_in_place(local: torch.Tensor) -> bool:
-    """Whether a push reads it where it lies. The host and its GPUs have no address in common."""
-    is_reached = local.is_cpu or gpu.is_readable(local)
-    return is_reached and not is_sparse(local) and local.data_ptr() != 0
+def _overlap(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
+    """Whether a range of the first list has an address in common with one of the second."""
+    # The largest end so far in each list, as the ranges of both are visited by their begin.
+    ends = [0, 0]
+    for begin, end, side in sorted([(*one, 0) for one in some] + [(*one, 1) for one in others]):
+        if begin < ends[1 - side]:
+            return True
+        ends[side] = max(ends[side], end)
+    return False

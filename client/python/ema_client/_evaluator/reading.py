@@ -24,8 +24,14 @@ from ema_client._client.types import (
     Weights,
     version_id,
 )
+from ema_client._client.unread import attachments
 from ema_client._client.url import split_url
-from ema_client._errors import AbortedError, InvalidArgumentError, OutOfRangeError
+from ema_client._errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    OutOfRangeError,
+)
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
     NamedTensors,
@@ -36,7 +42,6 @@ from ema_client._model.torch_model import (
     unwrap,
 )
 from ema_client._tracks.track import ignored_by
-from ema_client._trainer.guard import wait_pushed
 from ema_client._trainer.joining import of_known_dtypes
 
 if TYPE_CHECKING:
@@ -156,7 +161,7 @@ def reading(
             address, model_name = split_url(url)
             named = named_tensors(module, rename)
             if not version and step is None:
-                wait_pushed(address, model_name, timeout_s)
+                _wait_pushed(address, model_name, timeout_s)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
             track = only_average_of(info) if track is None else track
@@ -166,6 +171,22 @@ def reading(
             failure = raised
         ranks.gather_or_raise(failure, None)
         yield asked, wanted
+
+
+def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None:
+    """Waits until the last step that this thread has trained and pushed to this model is a version, at most
+    `timeout_s` (None: that of `attach`). If it is not, a warning says so."""
+    for attachment in list(attachments):
+        if attachment._is_trained_here(address, model_name):
+            try:
+                attachment.wait_pushed(timeout_s=timeout_s)
+            except DeadlineExceededError as error:
+                _logger.warning(
+                    'model "%s": the newest version is of an earlier step than %d: %s',
+                    model_name,
+                    attachment.step,
+                    error,
+                )
 
 
 def names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:

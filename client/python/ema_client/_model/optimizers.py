@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers in wrappers, and which calls of step() are steps of the training."""
+"""Optimizers: inside their wrappers, and which calls of step() are steps of the training."""
 
 from __future__ import annotations
 
-import collections
 import enum
 import functools
 import sys
@@ -16,7 +15,7 @@ from ema_client._errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-# Wrappers that change no weights themselves, and may leave a step out: by module and class.
+# Wrappers, by module and class. They change no weights themselves, and may omit a step.
 _WRAPPERS = {
     ("accelerate.optimizer", "AcceleratedOptimizer"),
     ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
@@ -27,10 +26,11 @@ _WRAPPERS = {
 
 
 def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
-    """One optimizer, or several, without wrappers, each once.
+    """The optimizers inside their wrappers, each once.
 
     Raises:
-        InvalidArgumentError: there is none, or one that is none of PyTorch's, or takes no hooks.
+        InvalidArgumentError: no optimizer is given, or an object that is not a torch.optim.Optimizer, or
+            one that calls no hooks.
     """
     given = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
     if not given:
@@ -39,7 +39,7 @@ def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
 
 
 def _unwrap(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's and Lightning's wrappers, whose step() may do nothing."""
+    """The optimizer inside the wrappers of accelerate and Lightning, whose step() may do nothing."""
     import torch
 
     inner = optimizer
@@ -52,20 +52,20 @@ def _unwrap(optimizer: object) -> torch.optim.Optimizer:
         )
     try:
         inner.register_step_pre_hook(lambda *_: None).remove()
-        # PyTorch's mark of a step() that calls hooks: some (timm's Lookahead) take them and do not.
+        # PyTorch marks a step() that calls hooks. timm's Lookahead accepts hooks, and does not call them.
         calls_hooks = getattr(type(inner).step, "hooked", False)
-    except AttributeError:  # Its __init__ has not called Optimizer's.
+    except AttributeError:  # Its __init__ did not call Optimizer's.
         calls_hooks = False
     if not calls_hooks:
         raise InvalidArgumentError(
-            f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: takes no hooks "
-            "around its steps: attach(model, None, url), and call after_step() after each step"
+            f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: calls no hooks "
+            "around its steps: use attach(model, None, url), and call after_step() after each step"
         )
     return inner
 
 
 def parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
-    """Of the parameters that they change."""
+    """The ids of the parameters that the optimizers change."""
     return {
         id(parameter)
         for optimizer in optimizers
@@ -77,41 +77,14 @@ def parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
 def hold_none_of(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter]
 ) -> bool:
-    """Whether some of these are trained, but none by these optimizers."""
+    """Whether some of the parameters are trained, but none by these optimizers."""
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
     return bool(trained) and trained.isdisjoint(parameter_ids(optimizers))
 
 
-class OutOfTurn:
-    """Notices optimizers that step inside backward, of one parameter each, and not all each time, as where
-    an expert is not used: no one of them tells how many steps there were.
-
-    Others, such as a GAN's, may well step more often than the one that ends a step.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        # Two may well take turns of their own.
-        self._watches = len(optimizers) > 2 and all(
-            sum(len(group["params"]) for group in optimizer.param_groups) == 1
-            for optimizer in optimizers
-        )
-        self._counts: collections.Counter[int | None] = collections.Counter()
-
-    def count(self, optimizer: int, closing: int | None) -> bool:
-        """Whether this one is ahead of that which ends steps, or of some that have not stepped at all;
-        said once."""
-        if not self._watches:
-            return False
-        self._counts[optimizer] += 1
-        # By two: within a step the order may vary.
-        is_ahead = self._counts[optimizer] > self._counts[closing] + 1
-        self._watches = not is_ahead
-        return is_ahead
-
-
 @functools.cache
 def _hooked_step() -> CodeType | None:
-    """What PyTorch puts around the step() of a class, and calls hooks in."""
+    """The code of the function that PyTorch wraps around the step() of a class, and that calls the hooks."""
     import torch
 
     wrap: Callable[..., Any] | None = getattr(torch.optim.Optimizer, "profile_hook_step", None)
@@ -121,23 +94,22 @@ def _hooked_step() -> CodeType | None:
 class StepKind(enum.Enum):
     """Why an optimizer's step() was called."""
 
-    # It is a step of the training.
+    # A step of the training.
     TRAINING = enum.auto()
-    # It is a part of another step() of the same optimizer. PyTorch calls hooks around the step() of each
-    # class: also around that of a base class which super().step() has called, if any optimizer of the base
-    # class itself was ever made.
+    # A call inside another step() of the same optimizer. PyTorch calls the hooks around the step() of each
+    # class, and so around super().step(), if an optimizer of the base class was ever created.
     NESTED = enum.auto()
-    # torch.distributed.checkpoint.state_dict lets an optimizer that has no state create it, by a step with
-    # gradients and learning rates of 0 (pytorch#164929). SGD without momentum never has a state, so this may
-    # happen at each checkpoint.
+    # torch.distributed.checkpoint.state_dict makes an optimizer without state create it, by a step with
+    # gradients and learning rates of 0 (pytorch#164929). SGD without momentum never has a state, so this
+    # may happen at each checkpoint.
     STATE_INITIALIZATION = enum.auto()
 
 
 def step_kind(optimizer: torch.optim.Optimizer) -> StepKind:
-    """Why the step() was called that runs the current hook.
+    """Why the step() that runs the current hook was called.
 
-    Decides by the functions on the call stack. Learning rates are also 0 in the first step of a warm-up,
-    and gradients may be 0 on some ranks only, which would then count other steps than the rest.
+    Decides by the functions on the call stack. Learning rates and gradients would not tell: a learning rate
+    is also 0 in the first step of a warm-up, and gradients may be 0 on some ranks only.
     """
     hooked = _hooked_step()
     steps = 0
@@ -160,9 +132,9 @@ def step_kind(optimizer: torch.optim.Optimizer) -> StepKind:
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that has just ended changed nothing, because gradients were not finite.
 
-    Of most optimizers a torch.amp.GradScaler does not call step() then. Fused ones find it out in
-    their kernel, from `found_inf`, which the scaler lends them for the time of the step; of these, a
-    step on a GPU is waited for here.
+    A torch.amp.GradScaler does not call step() of most optimizers then. A fused optimizer decides in its
+    kernel, by `found_inf`, an attribute that the scaler sets for the time of the step. On a GPU, reading it
+    waits for the step.
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found.item())
@@ -174,10 +146,10 @@ def after_closure(
     kwargs: dict[str, Any],
     wait: Callable[[], None],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a step() that runs forward and backward itself, with `wait` called after these.
+    """The arguments of step(), with a closure that runs forward and backward, and then calls `wait`.
 
-    None: there is no closure, or it is not known that the weights do not change before it has run:
-    PyTorch's optimizers begin with it, others (SAM) may not.
+    None: there is no closure, or the optimizer may change weights before it calls the closure. PyTorch's
+    optimizers call it first; others (SAM) may not.
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return None

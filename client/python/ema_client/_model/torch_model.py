@@ -41,6 +41,12 @@ class NamedTensors:
         return [name for name, value in self.parameters.items() if not value.requires_grad]
 
 
+# A module that overrides one of these must be asked for its tensors every time.
+_LISTING_METHODS = (
+    *("state_dict", "_save_to_state_dict"),
+    *("named_parameters", "named_buffers", "named_modules", "_named_members"),
+)
+
 # Words of 8 bytes that are multiplied with their weights at a time.
 _WORDS = 1 << 20
 
@@ -182,6 +188,45 @@ def shard_again(module: torch.nn.Module) -> None:
     if any(isinstance(part, kinds) for part in module.modules()):
         # Its hooks do it, also in the middle of a forward that an exception has ended: reshard() does not.
         module.state_dict()
+
+
+class ModelTensors:
+    """The result of `named_tensors`, collected again only after the module has got other modules, parameters
+    or buffers. Collecting takes 4 us for each of them, and comparing 0.1 us."""
+
+    def __init__(self, module: torch.nn.Module, rename: Callable[[str], str] | None = None) -> None:
+        self._module = module
+        self._rename = rename
+        self._found: NamedTensors | None = None
+        # The modules, parameters and buffers that were found. None: they cannot be compared.
+        self._structure: list[object] | None = None
+
+    def __call__(self) -> NamedTensors:
+        """The same object as before if nothing has changed. Raises as `named_tensors`."""
+        if self._found is None or not self._is_unchanged():
+            self._found = named_tensors(self._module, self._rename)
+            self._structure = None
+            if all(map(_lists_as_pytorch, set(map(type, self._module.modules())))):
+                self._structure = _ema.structure_of(self._module)
+        return self._found
+
+    def _is_unchanged(self) -> bool:
+        if self._structure is None:
+            return False
+        if not _ema.has_structure(self._module, self._structure):
+            # Parameters that `fully_shard` has gathered are other objects.
+            shard_again(self._module)
+            return _ema.has_structure(self._module, self._structure)
+        return True
+
+
+def _lists_as_pytorch(cls: type) -> bool:
+    """Whether PyTorch's own methods list the tensors of a module of this class."""
+    return all(
+        next(base for base in cls.__mro__ if name in vars(base)).__module__.partition(".")[0]
+        == "torch"
+        for name in _LISTING_METHODS
+    )
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

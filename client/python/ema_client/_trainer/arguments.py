@@ -1,29 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `attach` is called with, checked before anything is done with it."""
+"""The arguments of `attach`: their checks, and whether all ranks were given the same."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+import os.path
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
+from ema_client import _ema
+from ema_client._client.arrays import some
 from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import check_seconds, check_timeout
-from ema_client._client.types import NonFinite, WireDtype
+from ema_client._client.types import NonFinite, TimeLike, WireDtype
 from ema_client._errors import InvalidArgumentError
-from ema_client._trainer.push import OnError
+from ema_client._model.torch_model import NamedTensors
+
+#: The default of `attach(max_outage_s=)`.
+MAX_OUTAGE_S = 120.0
+
+OnError = Literal["skip", "wait", "raise"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PushOptions:
+    """The arguments of `attach` that concern pushes."""
+
+    model_name: str
+    tensors_of: Callable[[], NamedTensors]
+    time_of: Callable[[int], TimeLike] | None
+    max_wait_s: float
+    timeout_s: float
+    on_error: OnError
+    max_outage_s: float
+    check: bool
 
 
 def check_values(given: Mapping[str, Any]) -> None:
-    """InvalidArgumentError: one of these arguments of `attach` is wrong; names it, its value and what
-    was expected. Those that other code checks before it does anything are left to that."""
+    """Checks those of these arguments of `attach` that no other code checks in time.
+
+    Raises:
+        InvalidArgumentError: names the argument, its value and what was expected.
+    """
     for name, value in given.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
 
 
 def check_module(model: object) -> None:
-    """InvalidArgumentError: it is no torch.nn.Module, or a lazy one whose shapes nobody knows yet."""
+    """InvalidArgumentError: not a torch.nn.Module, or a lazy one whose shapes are not known yet."""
     import torch
 
     if not isinstance(model, torch.nn.Module):
@@ -31,8 +57,8 @@ def check_module(model: object) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise InvalidArgumentError(
-                f'"{name}": a lazy module\'s, which has no shape yet; run a forward first, and make '
-                "the optimizer after it"
+                f'"{name}": belongs to a lazy module, and has no shape yet; run a forward before you create '
+                "the optimizer"
             )
 
 
@@ -103,3 +129,84 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "timeout_s": _or_none(check_timeout),
     "keep_resumable": _count(1),
 }
+
+
+# The most characters of a value in a message.
+_SHOWN_CHARACTERS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one rank, as text. Equal values have equal texts on all ranks.
+
+    Attributes:
+        values: by argument.
+        tracks: the tracks that `of_tracks` describe. The same tracks can be written in several ways.
+        of_tracks: the arguments for tracks, as given, and a preset's own arguments by their names.
+    """
+
+    values: dict[str, str]
+    tracks: str
+    of_tracks: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[str, object],
+        tracks: Sequence[_ema.Track],
+        of_tracks: Mapping[str, object],
+    ) -> Arguments:
+        return cls(
+            {name: _text_of(value) for name, value in values.items()},
+            repr(sorted(map(_text_of_track, tracks))),
+            {name: _text_of(value) for name, value in of_tracks.items()},
+        )
+
+
+def check_agreed(ranks: Sequence[Arguments]) -> None:
+    """InvalidArgumentError, the same on all ranks: names the arguments that differ, and the ranks."""
+    problems = _differences([one.values for one in ranks])
+    if any(one.tracks != ranks[0].tracks for one in ranks):
+        problems += _differences([one.of_tracks for one in ranks]) or _differences(
+            [{"the resulting tracks": one.tracks} for one in ranks]
+        )
+    if problems:
+        raise InvalidArgumentError(
+            f"arguments of attach() that must be the same on all ranks: {'; '.join(problems)}"
+        )
+
+
+def _differences(ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    problems = []
+    for name in dict.fromkeys(name for values in ranks for name in values):
+        where: dict[str, list[str]] = {}
+        for rank, values in enumerate(ranks):
+            where.setdefault(values.get(name, "not given"), []).append(str(rank))
+        if len(where) > 1:
+            at = len(os.path.commonprefix(list(where)))
+            texts = [f"{_part_of(text, at)} on rank {some(held)}" for text, held in where.items()]
+            problems.append(f"{name} is {', '.join(texts)}")
+    return problems
+
+
+def _part_of(text: str, at: int) -> str:
+    """The part of a text around position `at`, where it differs from the others."""
+    begin = max(0, at - _SHOWN_CHARACTERS // 2)
+    end = begin + _SHOWN_CHARACTERS
+    return f"{'...' if begin > 0 else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
+
+
+def _text_of(value: object) -> str:
+    if isinstance(value, (set, frozenset)):  # The order of a set differs between processes.
+        return repr(sorted(value, key=repr))
+    return repr(float(value) if type(value) is int else value)
+
+
+def _text_of_track(track: _ema.Track) -> str:
+    rules = [
+        (pattern, action, schedule and sorted(schedule.to_fields().items()))
+        for pattern, action, schedule in track.tensor_rules
+    ]
+    fields = sorted(track.schedule.to_fields().items())
+    rest = track.buffers, track.compensated, track.paused, track.snapshot_interval
+    return repr((track.name, fields, rules, *rest))

@@ -19,19 +19,24 @@ from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
 from ema_client._errors import InvalidArgumentError
-from ema_client._model.model_tensors import ModelTensors
 from ema_client._model.optimizers import hold_none_of, unwrap_optimizers
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import unwrap
+from ema_client._model.torch_model import ModelTensors, unwrap
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike
-from ema_client._trainer.agreed import Arguments, check_agreed
-from ema_client._trainer.arguments import check_module, check_values
+from ema_client._trainer.arguments import (
+    MAX_OUTAGE_S,
+    Arguments,
+    OnError,
+    PushOptions,
+    check_agreed,
+    check_module,
+    check_values,
+)
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.holdings import Holding, Layout, holdings_of
 from ema_client._trainer.joining import Plan, join, resume_at
-from ema_client._trainer.push import MAX_OUTAGE_S, OnError, PushOptions
 from ema_client._trainer.switch import PresetOptions
 
 if TYPE_CHECKING:
@@ -76,93 +81,89 @@ def attach(
 ) -> Attachment:
     """Streams a model's weights to an EMA Server while it trains.
 
-    To be called on every rank. Makes the model on the server if it is not there. From then on each
-    `optimizer.step()` counts as a batch, and when an update is due a push starts after it: every rank
-    sends what it has, and nothing is gathered. That may be whole parameters (DistributedDataParallel,
-    pipeline stages, experts) or pieces of them (fully_shard, tensor parallel: DTensor); what several
-    ranks have, they share evenly, but for buffers, which come from the first of them (BatchNorm's
-    statistics differ between ranks). Parameters are read in place: `Attachment` says who waits before
-    writing them, and client/docs/training-loop.md what becomes of other writes, of frozen parameters and
-    of copies.
+    Call it on every rank. It creates the model on the server if it does not exist. From then on, each
+    `optimizer.step()` counts as a batch. When an update is due, a push starts after the step: every rank
+    sends the parameters that it holds, and nothing is gathered. A rank may hold whole parameters
+    (DistributedDataParallel, pipeline stages, experts) or pieces of them (fully_shard, tensor parallelism:
+    DTensor). Ranks that hold the same bytes send an even share each, except for buffers, which the first
+    of these ranks sends (BatchNorm's statistics differ between ranks). Parameters are read in place:
+    client/docs/training-loop.md says which code waits before it writes them, and how other writes, frozen
+    parameters and copies are handled.
 
     Args:
-        model: the model, or this rank's part of it; DistributedDataParallel, torch.compile and Lightning
-            Fabric's wrapper are looked through, FullyShardedDataParallel (FSDP1) is not supported. Ranks
-            that have a parameter, or a piece of it, must have the same values.
-        optimizer: the one that changes the parameters, or all of them (a GAN's two; one for each
-            parameter, in backward hooks): a step is complete when each has stepped, and from then on
-            whenever the one has that was last. accelerate's and Lightning's wrappers are looked through.
-            Steps that a grad scaler skips do not count, nor those of an optimizer that is made later, nor
-            the ones by which torch.distributed.checkpoint initializes an optimizer's state.
-            Parameters that none holds are copied, or waited for. None, on all ranks: call the
+        model: the model, or this rank's part of it. DistributedDataParallel, torch.compile and Lightning
+            Fabric's wrapper are unwrapped; FullyShardedDataParallel (FSDP1) is not supported. Ranks that
+            hold the same parameter, or the same piece, must have equal values.
+        optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
+            each parameter, in backward hooks). The first step is complete when each has stepped, and each
+            later step when the last of these has stepped again. The wrappers of accelerate and Lightning
+            are unwrapped. Steps that a grad scaler skips do not count, nor those of an optimizer that is
+            created later, nor those by which torch.distributed.checkpoint initializes an optimizer's state.
+            Parameters that no optimizer holds are copied, or the step waits. None, on all ranks: call the
             attachment's `after_step()` after each step.
         url: "ema://host:port/model".
-        half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
-            tracks: "1000ba".
-        smoothing: of the track "ema", instead of a half-life: the share of the old average that is
-            kept at each update, never rescaled.
-        update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
+        half_life: of the track "ema", such as "200ba". Without half_life, smoothing, preset and tracks:
+            "1000ba".
+        smoothing: of the track "ema", instead of a half-life: the share of the old average that each
+            update keeps, never rescaled.
+        update_interval: how often to update, such as "5ba"; for all tracks without their own.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
-        preset: the track "ema" as a library averages: its name ("diffusers"), with `preset_arguments`,
-            or all in a dict: {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With ema_pytorch's
-            `update_model_with_ema_every` the averages are written back into the model (Switch-EMA).
-        tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema", by whichever of
-            these it averages; see `Track`. None: its defaults, or the preset's. With tracks alone, these
-            say it themselves.
-        tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not
-            sent, and may have any dtype, or be made of other tensors, as torchao's float8 weights are.
+        preset: the track "ema" averages as a library does: its name ("diffusers"), with `preset_arguments`,
+            or a dict of all: {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With ema_pytorch's
+            `update_model_with_ema_every`, the averages are written back into the model (Switch-EMA).
+        tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema"; see `Track`.
+            None: its defaults, or the preset's. If only `tracks` are given, each of them has its own.
+        tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not sent, and
+            may have any dtype, or consist of other tensors, as torchao's float8 weights do.
         non_finite: as for `Client.create_model`.
-        wire_dtype: as for `Client.open_run`: "bfloat16" halves what is sent.
+        wire_dtype: as for `Client.open_run`: "bfloat16" halves the sent bytes.
         max_staging_bytes: of this rank, as for `Client.open_run`.
-        start_step: optimizer steps done before. None: goes on after the model's newest version;
-            without `resume` a warning says so at the first step.
-        time: gives the training time after so many steps, such as
-            `lambda step: {"epoch": step // steps_per_epoch}`, the same on all ranks (of seconds, rank 0's,
-            broadcast); needed for tracks in units other than batches, which are the steps unless it says
-            otherwise.
-        rename: gives the name that a tensor has on the server, for parts of a model whose tensors have
-            the same names on several ranks: experts, for example. Without it, tensors of one name
-            that have equal values now count as replicas, which are assumed to stay equal.
-        process_group: of torch.distributed: all ranks that train the model. None: the default one.
+        start_step: the number of optimizer steps already made. None: continues after the model's newest
+            version; without `resume`, a warning says so at the first step.
+        time: a function that returns the training time after a number of steps, such as
+            `lambda step: {"epoch": step // steps_per_epoch}`, equal on all ranks (for seconds, rank 0's time
+            is broadcast). Needed for tracks in units other than batches. Unless it returns "batch", the
+            batches are the steps.
+        rename: returns the name of a tensor on the server, for parts of a model whose tensors have the
+            same names on several ranks, such as experts. Without it, tensors of one name with equal
+            values at the start are taken for replicas, which must stay equal.
+        process_group: of torch.distributed: all ranks that train the model. None: the default group.
         max_pinned_versions: as for `Client.create_model`.
-        max_wait_s: seconds that our hooks let one step of the training wait at most, but for on_error
-            "wait", where a push has all of `timeout_s`.
+        max_wait_s: the most seconds that the hooks delay one step of the training. Does not apply to
+            on_error "wait", where a push has all of `timeout_s`.
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
-            And for each pull of the averages; None: 600.
-        on_error: what becomes of a step that cannot be pushed: "skip" leaves it out, with a warning; after
-            "raise" the next `optimizer.step()` raises, before it changes anything; with "wait" each
-            `optimizer.step()` waits until what was pushed before it is a version, an outage included.
-            client/docs/outages.md has the rest.
-        max_outage_s: for on_error "wait": seconds from the first push that failed; after them it raises.
-        resume: what `Attachment.state_dict` gave when the trainer's checkpoint was made, the same on all
-            ranks: the model is brought back to where it stood then, and counting goes on from there. None:
-            not.
-        keep_resumable: of the versions that `Attachment.state_dict` saves, the server keeps so many of
-            the newest; with as many of the trainer's own checkpoints, each finds its average.
-        files: small files that the server's checkpoints shall have, as for `Client.attach_files`; rank 0's
-            count.
-        check: to look for mistakes: compares checksums of what is pushed before and after, and raises in
-            the next `optimizer.step()` if something else has written weights meanwhile; of the last push
-            `close` warns. Reads the weights twice more.
-        preset_arguments: the library's own arguments, under its names, such as beta=0.9999. A name that
-            `attach` has, too, means what it says here; composer's preset is given those of half_life,
-            smoothing, update_interval and ema_start that are given, and the other tracks follow
-            update_interval all the same.
+            Also for each pull of the averages; None: 600.
+        on_error: how to treat a step that cannot be pushed: "skip" omits it, with a warning; "raise" raises
+            in the next `optimizer.step()`, before it changes anything; with "wait", each `optimizer.step()`
+            waits until the step before it is a version, even during an outage. See client/docs/outages.md.
+        max_outage_s: for on_error "wait": the seconds after the first failed push until it raises.
+        resume: the result of `Attachment.state_dict` in the trainer's checkpoint, equal on all ranks: the
+            server restores the model to that state, and counting continues from there. None: no resume.
+        keep_resumable: how many versions saved by `Attachment.state_dict` the server keeps. If the trainer
+            keeps as many checkpoints, each finds its average.
+        files: small files to put into the server's checkpoints, as for `Client.attach_files`; rank 0's are
+            used.
+        check: a debugging aid: compares checksums of the weights before and after a push, and raises in the
+            next `optimizer.step()` if other code has written them in between; after the last push, `close`
+            warns. Reads the weights twice more.
+        preset_arguments: the library's own arguments, under their names, such as beta=0.9999. A name that
+            `attach` has, too, keeps its meaning here. The preset "composer" is also given half_life,
+            smoothing, update_interval and ema_start; the other tracks follow update_interval all the same.
 
     Returns:
-        The attachment; call its `close()` when training ends, or use it in a `with` statement.
+        The attachment. Call its `close()` when training ends, or use it in a `with` statement.
 
     Raises:
-        InvalidArgumentError (a ValueError): an argument is wrong, or another one on another rank where
-            all must have the same (tracks, steps, policies), the ranks' parameters do not fit together,
-            or `resume` is of another model or format.
-        TypeError: there is no such argument, nor has the preset one.
-        FailedPreconditionError: RESUME_MISMATCH: the server has no average that stands where `resume`
-            does; the message lists what there is. The model is as it was.
-        FailedPreconditionError: ALL_CHECKPOINTS_CORRUPT: the server could not load the model at its
-            start and does not make a new one; the message says what a person does.
-        OutOfRangeError: likewise, VERSION_NOT_KEPT: the very version that `resume` names is gone.
-        EmaError: the set-up failed. What fails on any rank raises on every rank.
+        InvalidArgumentError (a ValueError): an argument is wrong, or differs between ranks where it must
+            not (tracks, steps, policies); the ranks' parameters do not fit together; or `resume` is of
+            another model or format.
+        TypeError: an argument that neither `attach` nor the preset has.
+        FailedPreconditionError: RESUME_MISMATCH: the server has no average for the state in `resume`; the
+            message lists the existing ones. The model is unchanged. ALL_CHECKPOINTS_CORRUPT: the server
+            could not load the model at its start, and does not create a new one; the message says what to
+            do.
+        OutOfRangeError: VERSION_NOT_KEPT: the server no longer has the version that `resume` names.
+        EmaError: the set-up failed. An error on any rank raises on every rank.
 
     Example:
         >>> ema = ema_client.attach(
@@ -173,7 +174,7 @@ def attach(
     """
     given = dict(locals())
     ranks = Ranks.current(process_group)
-    # A rank that raised at once would let the others wait for it, so failures are passed on.
+    # If this rank raised at once, the others would wait for it, so a failure is sent to all ranks.
     failure: Exception | None = None
     optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
@@ -185,7 +186,7 @@ def attach(
         optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:
             raise InvalidArgumentError(
-                f"start_step {start_step} and resume are both given: resume says the step"
+                f"start_step {start_step} and resume are both given: give only resume, which has the step"
             )
         options, track_list = options_and_tracks(given, preset_arguments)
         arguments = Arguments.of(
@@ -230,7 +231,7 @@ def attach(
     layout = Layout.exchange(ranks, held)
     plan: Plan | None = None
     try:
-        # Now that no rank has failed: a clock that is broadcast is collective.
+        # Only after no rank has failed: `time` may be collective.
         now = time_after(time, start_step or 0)
         for track in track_list:
             _check_time(track, now)
@@ -258,7 +259,7 @@ def attach(
     assert plan is not None
     if start_step is not None:
         joined = dataclasses.replace(joined, step=start_step, unasked=None)
-    # Should the rest fail, nothing is left of it.
+    # If the rest fails, everything so far is undone.
     with contextlib.ExitStack() as undo:
         undo.callback(plan.client.close)
         undo.callback(joined.run.close)
@@ -292,15 +293,15 @@ def attach(
         undo.pop_all()
     if optimizers is not None and hold_none_of(optimizers, module.parameters()):
         _logger.warning(
-            'model "%s": no optimizer that was given holds a parameter of the model; was it made for '
-            "another one, or before the model was sharded?",
+            'model "%s": no optimizer that was given holds a parameter of the model; was it created for '
+            "another model, or before the model was sharded?",
             plan.model_name,
         )
     return attachment
 
 
 def _check_time(track: _ema.Track, now: dict[str, float]) -> None:
-    """InvalidArgumentError: the track needs a unit that is not in `now`; says how to count it."""
+    """InvalidArgumentError: the track needs a unit that `now` lacks; says how to provide it."""
     try:
         track.plan([], now)
     except InvalidArgumentError as error:
@@ -311,7 +312,7 @@ def _check_time(track: _ema.Track, now: dict[str, float]) -> None:
         ) from None
 
 
-#: The names of the arguments of `attach` that callbacks pass on.
+#: The names of the arguments of `attach` that callbacks accept, too.
 KEYWORDS = [
     name
     for name, parameter in inspect.signature(attach).parameters.items()
@@ -322,7 +323,7 @@ KEYWORDS = [
 def options_and_tracks(
     given: Mapping[str, Any], preset_arguments: Mapping[str, Any]
 ) -> tuple[PresetOptions, list[_ema.Track]]:
-    """What arguments of `attach` ask for.
+    """The options and tracks that arguments of `attach` describe.
 
     Raises:
         InvalidArgumentError, TypeError: as `attach` for its tracks and its preset.

@@ -1,163 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a push reads in place, copies of others, and what was written all the same meanwhile."""
+"""Protects weights while a push reads them: waits, copies, and detects writes that did not wait.
+
+Also has the decorator for the methods of `Attachment` that hooks and other threads call.
+"""
 
 from __future__ import annotations
 
 import functools
-import logging
+import os
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ema_client import _ema
 from ema_client._client import gpu
-from ema_client._client.pieces import BoxCache, Held, HeldWeights, dtensor_type, local_of
-from ema_client._client.unread import attachments
-from ema_client._errors import DeadlineExceededError
+from ema_client._client.pieces import BoxCache, Held, HeldWeights, writes_of
 from ema_client._model.optimizers import parameter_ids
 from ema_client._model.torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
     import torch
 
-_logger = logging.getLogger(__name__)
-
-# For copies of what may change before the next step, on each rank.
+# The most that a push copies on each rank. If it would copy more, the training waits for the push.
 _COPY_BYTES = 64 << 20
 
-
-# Follows the warning of written weights where the training goes on.
-WRITTEN_SINCE = (
-    "; copied before each push from now on, or waited for. The average has the weights as "
-    "optimizer.step() leaves them: if what is written after it (clipping) belongs to the step, attach with "
-    "None as the optimizer, and call after_step() after that"
+# Follows the warning that names the written weights, unless the next step raises.
+WRITTEN_HINT = (
+    "; from now on they are copied before each push, or the step waits. The average holds the weights as "
+    "optimizer.step() left them. To average what is written after it (clipping), attach with None as the "
+    "optimizer, and call after_step() after the write"
 )
 
 
 class PushedWeights:
-    """What is pushed: parameters in place, copies of what may change before the next step.
+    """The weights of one push: parameters that are read in place, and copies.
 
-    Where these would take more than 64 MiB, and where some of it is frozen, which is seldom pushed, all
-    is read in place, and `must_wait` is true. What lies on a GPU in another order than the server's is
-    copied in any case when its push starts, and counts.
+    Copied are buffers, parameters that the optimizers do not hold, and parameters that were written
+    during an earlier push. If the copies would need more than 64 MiB, or include frozen parameters, they
+    are read in place, too, and `must_wait` is true. The 64 MiB include the copies that the engine makes of
+    weights on a GPU that are not in row-major order.
 
-    Notices a parameter that somebody writes all the same while a push reads it, such as a forward that
-    normalises weights, and copies it from then on, or waits: by PyTorch's count of writes, and, in host
-    memory, by 64 words of it, since writes through `.data` are not counted. Of those, it misses what
-    leaves these words as they are, and on a GPU all, replays of CUDA graphs among them.
+    Writes to what is read in place are detected by PyTorch's version counters. These miss writes through
+    `.data` and replays of CUDA graphs; `checks` also compares checksums.
+
+    For the training thread; any thread may read `in_place`.
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer] | None,
         frozen: Collection[str],
+        *,
+        checks: bool,
     ) -> None:
-        """`frozen`: names of parameters that are seldom pushed."""
+        """`optimizers`: None: the caller counts the steps. `frozen`: names of frozen parameters."""
         self._optimizers = optimizers
         self._frozen = frozen
+        self._checks = checks
+        # Names of parameters that were written during a push.
         self._written: set[str] = set()
         self._boxes = BoxCache()
-        # What is read in place until the next step.
-        self._in_place = _InPlace()
-        # Of the storages of what was taken last: the first byte, and the one behind the last, of each.
-        self._memory: list[int] = []
-        # What was taken last may change before the next step: its push must be waited for at once.
+        # The caller must wait for this push before it returns to the training.
         self.must_wait = False
+        # Tensors that the push reads in place. They keep their memory.
+        self.in_place: list[torch.Tensor] = []
+        # Parameters among these that may not be written until `take_written`, and their version counters.
+        self._guarded: dict[str, torch.nn.Parameter] = {}
+        self._versions: list[int | None] = []
+        # With `checks`: everything that is pushed, and its checksums.
+        self._checked: HeldWeights = HeldWeights()
+        self._sums: list[int] = []
 
     def take(self, tensors: NamedTensors, names: Collection[str]) -> HeldWeights:
-        """Those of `names`, for a push that starts now."""
+        """The tensors of `names`, for a push that starts now."""
         import torch
 
         optimized = None if self._optimizers is None else parameter_ids(self._optimizers)
-        held = self._boxes.held
-        copied = {
-            name: held(name, buffer) for name, buffer in tensors.buffers.items() if name in names
-        }
-        # Only of a whole push: the copies may find no memory.
-        self._in_place = _InPlace()
+        # If a copy fails for lack of memory, nothing is guarded.
+        self._stop_guarding()
         self.must_wait = False
+        held = self._boxes.held
         plain = torch.nn.Parameter
         weights = HeldWeights(
             (name, parameter.detach() if type(parameter) is plain else held(name, parameter))
             for name, parameter in tensors.parameters.items()
             if name in names
         )
-        in_place = _InPlace()
+        guarded: dict[str, torch.nn.Parameter] = {}
+        copied = {
+            name: held(name, buffer) for name, buffer in tensors.buffers.items() if name in names
+        }
         for name, value in weights.items():
             parameter = tensors.parameters[name]
-            # Somebody else may change it, without asking us: another optimizer, or the forward pass
-            # (a key encoder that follows the model). Without an optimizer, whoever calls
-            # `after_step` sees to it that nothing does.
+            # Another optimizer, or the forward of a model with a momentum encoder, may write a parameter
+            # that the optimizers do not hold. Without optimizers, the caller of after_step() must wait.
             is_foreign = optimized is not None and id(parameter) not in optimized
             if not is_foreign and name not in self._written:
-                in_place.names.append(name)
-                in_place.parameters.append(parameter)
-            elif name in self._frozen:
+                guarded[name] = parameter
+            elif name in self._frozen:  # Seldom pushed, so waiting costs less than the memory.
                 self.must_wait = True
             else:
                 copied[name] = value
         copied_bytes = sum(map(_bytes_of, copied.values()))
-        copied_bytes += sum(map(_bytes_of, filter(_is_put_in_order, weights.values())))
+        copied_bytes += sum(map(_bytes_of, filter(_is_reordered, weights.values())))
         self.must_wait |= copied_bytes > _COPY_BYTES
         for name, value in copied.items():
             weights[name] = value if self.must_wait else _copy_of(value)
-        in_place.mark([_local_of(weights[name]) for name in in_place.names])
-        self._in_place = in_place
-        self._memory = _ema.storage_ends(list(map(_local_of, weights.values())), gpu.reads_cuda())
+        self.in_place = [
+            _local_of(value)
+            for name, value in weights.items()
+            if self.must_wait or name not in copied
+        ]
+        self._guarded, self._versions = guarded, _versions_of(guarded)
+        if self._checks:
+            self._checked, self._sums = weights, _checksums_of(weights)
         return weights
 
-    def are_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        """Whether a storage of what was taken last has a byte in one of these ranges of addresses."""
-        ours = [(begin, end, 0) for begin, end in zip(self._memory[::2], self._memory[1::2])]
-        theirs = [(begin, end, 1) for begin, end in ranges]
-        # How far those of ours and of theirs go that begin no later.
-        ends = [0, 0]
-        for begin, end, whose in sorted(ours + theirs):
-            if begin < ends[1 - whose]:
-                return True
-            ends[whose] = max(ends[whose], end)
-        return False
-
-    def unmark(self) -> None:
-        """From now on they may be written, as far as `take_written` is concerned."""
-        self._in_place = _InPlace()
-
-    def take_written(self) -> list[str]:
-        """To be called when the weights may be written: the names of those that have been before."""
-        in_place, self._in_place = self._in_place, _InPlace()
-        written = in_place.written()
-        self._written.update(written)
-        return written
-
-
-class _InPlace:
-    """Parameters that are read in place."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.parameters: list[torch.Tensor] = []
-        # Share their memory, and keep it where a parameter gets another one meanwhile.
-        self._memories: list[torch.Tensor] = []
-        # When the push began.
-        self._writes: list[int | None] = []
-        self._samples: list[int] = []
-
-    def mark(self, memories: list[torch.Tensor]) -> None:
-        """To be called when the push begins."""
-        self._memories = memories
-        self._writes = _ema.write_counts(self.parameters, dtensor_type())
-        self._samples = _ema.sample_words(memories)
-
-    def written(self) -> list[str]:
-        """The names of those that have been written since."""
-        writes = _ema.write_counts(self.parameters, dtensor_type())
-        samples = _ema.sample_words(self._memories)
-        if writes == self._writes and samples == self._samples:
-            return []
-        before = zip(self._writes, self._samples)
-        return [
-            name for name, mark, now in zip(self.names, before, zip(writes, samples)) if mark != now
+    def take_written(self) -> tuple[list[str], list[str]]:
+        """The names of guarded weights that were written since `take`, by the version counters and by the
+        checksums. Called before the weights may be written: later writes are not reported."""
+        versions = _versions_of(self._guarded)
+        counted = [
+            name
+            for name, before, now in zip(self._guarded, self._versions, versions)
+            if now != before
         ]
+        sums = _checksums_of(self._checked)
+        differing = [
+            name for name, before, now in zip(self._checked, self._sums, sums) if now != before
+        ]
+        self._stop_guarding()
+        self._written.update(counted)
+        return counted, differing
+
+    def release(self) -> None:
+        """No push reads the weights any more."""
+        self._stop_guarding()
+        self.in_place = []
+
+    def _stop_guarding(self) -> None:
+        self._guarded, self._versions = {}, []
+        self._checked, self._sums = HeldWeights(), []
+
+
+def _versions_of(parameters: dict[str, torch.nn.Parameter]) -> list[int | None]:
+    """PyTorch's version counters; None: a tensor that was created in inference mode has none."""
+    return [None if one.is_inference() else writes_of(one) for one in parameters.values()]
+
+
+def _checksums_of(weights: HeldWeights) -> list[int]:
+    return checksums(map(_local_of, weights.values()))
 
 
 def _copy_of(value: torch.Tensor | Held) -> torch.Tensor | Held:
@@ -175,65 +167,17 @@ def _bytes_of(value: torch.Tensor | Held) -> int:
     return int(local.numel() * local.element_size())
 
 
-def _is_put_in_order(value: torch.Tensor | Held) -> bool:
-    """Whether `arrays.read` copies it."""
+def _is_reordered(value: torch.Tensor | Held) -> bool:
+    """Whether `arrays.read` makes a copy in row-major order."""
     local = _local_of(value)
     return bool(local.is_neg()) or (not local.is_contiguous() and gpu.is_readable(local))
 
 
-def memory_of(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """The addresses of its first byte, and of the one behind its last."""
-    begin = storage.data_ptr()
-    return begin, begin + storage.nbytes()
-
-
-def wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None:
-    """Waits until what this thread trains and pushes to that model is a version, so that the newest one is
-    of its last step: `timeout_s` at most (None: that of `attach`), then a warning says that it may not be.
-    """
-    for attachment in list(attachments):
-        if attachment._is_trained_here(address, model_name):
-            try:
-                attachment.wait_pushed(timeout_s=timeout_s)
-            except DeadlineExceededError as error:
-                _logger.warning(
-                    'model "%s": the newest version is of an earlier step than %d: %s',
-                    model_name,
-                    attachment.step,
-                    error,
-                )
-
-
-def checksums_of(tensors: Mapping[str, torch.Tensor | Held]) -> list[int]:
-    """Of what this rank has of each."""
-    return checksums(map(_local_of, tensors.values()))
-
-
-class WatchedWeights:
-    """Tells which of some weights have been written since."""
-
-    def __init__(self) -> None:
-        self._tensors: Mapping[str, torch.Tensor | Held] = {}
-        self._sums: list[int] = []
-
-    def watch(self, tensors: Mapping[str, torch.Tensor | Held]) -> None:
-        self._tensors, self._sums = tensors, checksums_of(tensors)
-
-    def moved(self) -> list[str]:
-        """The names of those that have. Watches nothing any more."""
-        sums = checksums_of(self._tensors)
-        moved = [
-            name for name, before, now in zip(self._tensors, self._sums, sums) if now != before
-        ]
-        self._tensors, self._sums = {}, []
-        return moved
-
-
 class BeforeLoad:
-    """A hook that lets a module's load_state_dict call `wait`, a method, while its object lives.
+    """A hook: before a module's load_state_dict it calls `wait`, a bound method, if its object still lives.
 
-    A module that is copied or pickled takes its hooks along: theirs wait for nothing, and need no
-    ema_client where they are loaded.
+    Copying or pickling a module copies its hooks. A copied hook does nothing, and can be unpickled
+    without ema_client.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -245,5 +189,49 @@ class BeforeLoad:
             wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A builtin that takes any arguments, and does nothing.
+        # functools.partial(Exception) accepts any arguments and has no effect.
         return functools.partial, (Exception,)
+
+
+class Locked(Protocol):
+    """An object with `entrance` methods.
+
+    Attributes:
+        _lock: used only in the process `_pid`. In a forked child a missing thread may hold it.
+    """
+
+    _lock: threading.RLock
+    _pid: int
+
+
+Owner = TypeVar("Owner", bound=Locked)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def entrance(
+    method: Callable[Concatenate[Owner, Given], Result],
+) -> Callable[Concatenate[Owner, Given], Result]:
+    """A method that one thread at a time may run, and that `keep_uncompiled` finds."""
+
+    @functools.wraps(method)
+    def locked(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if os.getpid() != self._pid:
+            return method(self, *args, **kwargs)
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    setattr(locked, "_is_entrance", True)
+    return locked
+
+
+@functools.cache
+def keep_uncompiled(owner: type[Any]) -> None:
+    """Excludes the `entrance` methods of a class from torch.compile, which would replay them with the step
+    numbers of the traced call. Cannot be done in `entrance`: importing ema_client must not import torch.
+    """
+    import torch
+
+    for name, method in list(vars(owner).items()):
+        if getattr(method, "_is_entrance", False):
+            setattr(owner, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]

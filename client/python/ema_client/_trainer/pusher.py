@@ -7,8 +7,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from ema_client import _ema
 from ema_client._client.arrays import read_all, some
@@ -16,11 +16,14 @@ from ema_client._client.gpu import current_streams, is_capturing
 from ema_client._client.pieces import BoxCache, HeldWeights
 from ema_client._client.types import Stats, Version, time_after, version_from
 from ema_client._errors import EmaError, failure_of
-from ema_client._trainer.changes import Changes
+from ema_client._model.torch_model import NamedTensors
+from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.frozen import FrozenTensors
-from ema_client._trainer.guard import WRITTEN_SINCE, PushedWeights, WatchedWeights
+from ema_client._trainer.guard import WRITTEN_HINT, PushedWeights
 from ema_client._trainer.joining import Joined
-from ema_client._trainer.push import PushOptions
+
+if TYPE_CHECKING:
+    import torch
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +31,14 @@ Result = TypeVar("Result")
 
 # How long an exit without close(), or an exception, waits for the last push.
 EXIT_WAIT_S = 1.0
+
+# Indexed by the engine's LogLevel.
+_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+
+
+def log_line(level: int, text: bytes) -> None:
+    """Logs a line of the engine. Called by the extension module, from any thread."""
+    _logger.log(_LEVELS[level], "%s", text.decode("utf-8", "replace"))
 
 
 class Pusher:
@@ -61,11 +72,11 @@ class Pusher:
         self.other_wait_seconds = 0.0
         # The thread that called `advance` last.
         self._trainer = threading.get_ident()
-        self._changes = Changes(options.model_name, options.tensors_of())
+        # The model's tensors at the last push, and the names that were attached or warned of.
+        self._tensors = options.tensors_of()
+        self._known_names = set(self._tensors.all())
         self._weights = weights
         self._frozen = frozen
-        # For `check`: what the last push reads in place.
-        self._watched = WatchedWeights() if options.check else None
         self._boxes = BoxCache()
         # GPUs that the last push reads from.
         self._gpus: frozenset[int] = frozenset()
@@ -157,35 +168,33 @@ class Pusher:
         """The training time after `step` steps."""
         return time_after(self.options.time_of, step)
 
-    def reads_in(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        """Whether the last push reads any of these ranges of addresses."""
-        return self._weights.are_in(ranges)
+    def tensors_in_place(self) -> list[torch.Tensor]:
+        """Tensors that a push may be reading in place."""
+        return self._weights.in_place
 
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place any more."""
         if is_capturing() or not self.is_in_this_process:
             return
-        self.give_up_written()
+        self.abandon_if_written()
         self.engine.wait_released(current_streams(self._gpus))
-        if self.options.on_error == "wait":
-            # A repeated push has marked its weights again; the caller is about to write them.
-            self._weights.unmark()
+        # After a repeated push, the weights are guarded again, and the caller is about to write them.
+        self._weights.release()
 
     def wait_pushed(self, timeout_s: float) -> Version | None:
         """DeadlineExceededError: the push is still running after `timeout_s`."""
         if self.is_in_this_process:
             with self.lock:
-                self.give_up_written()
+                self.abandon_if_written()
                 self.engine.wait_pushed(timeout_s)
-                if self.options.on_error == "wait":
-                    self._weights.unmark()
+                self._weights.release()
         return self.version
 
     def advance(self, step: int) -> None:
-        """The training has done `step` steps: pushes the last one if it is due. Leaves what it fails with
-        for `raise_error`."""
+        """The training has made `step` steps: pushes the last one if it is due. `raise_error` raises what
+        fails here."""
         self._trainer = threading.get_ident()
-        self._read_failure = None  # It keeps the memory that reading has taken.
+        self._read_failure = None  # Its traceback keeps arrays alive.
         if not self.has_stepped:
             self._warn_of_old_weights()
         self.has_stepped = True
@@ -200,17 +209,16 @@ class Pusher:
             except EmaError as error:
                 self.error = self.error or error
 
-    def give_up_written(self) -> None:
-        """Abandons the pending push if somebody has written what it reads; with `check` the next hook
-        raises."""
+    def abandon_if_written(self) -> None:
+        """Abandons the pending push if the weights that it reads were written. If checksums have shown it,
+        the next hook raises."""
         if not self.is_active:
             return
-        written = self._weights.take_written()
-        moved = [] if self._watched is None else self._watched.moved()
-        if written or moved:
-            hint = "" if moved else WRITTEN_SINCE
-            self.engine.abandon_written_push(some(moved or written), hint, bool(moved))
-        elif self._watched is not None:  # What the push has found by itself.
+        counted, differing = self._weights.take_written()
+        if counted or differing:
+            hint = "" if differing else WRITTEN_HINT
+            self.engine.abandon_written_push(some(differing or counted), hint, bool(differing))
+        elif self.options.check:  # The engine checks what it sends, too.
             self.engine.poll(False)
 
     def raise_error(self) -> None:
@@ -251,17 +259,28 @@ class Pusher:
 
     def _frozen_changed(self) -> bool:
         tensors = self.options.tensors_of()
-        self._changes.look(tensors)
+        # The same object as long as the module has the same tensors.
+        if tensors is not self._tensors:
+            self._tensors = tensors
+            self._warn_of_new_tensors(tensors)
         return self._frozen.have_changed(tensors)
+
+    def _warn_of_new_tensors(self, tensors: NamedTensors) -> None:
+        new = tensors.all().keys() - self._known_names
+        if new:
+            self._known_names |= new
+            _logger.warning(
+                'model "%s": not averaged, because the model got them after attach(): %s',
+                self.options.model_name,
+                some(sorted(new)),
+            )
 
     def _read(
         self, trained: bool, frozen: bool
     ) -> tuple[Sequence[_ema.Array], Sequence[tuple[int, int]]]:
         names = self._pushed_names if frozen else self._pushed_names - self._frozen.names
-        # All that the push reads, also where some of it has been read for it before.
+        # Everything that the push reads, even if a part was read before.
         weights = self._weights.take(self.options.tensors_of(), names)
-        if trained and self._watched is not None:
-            self._watched.watch(weights)
         if not trained:
             weights = HeldWeights(
                 (name, value) for name, value in weights.items() if name in self._frozen.names

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions of a model: their records, commits as they happen, and averages built from snapshots.
+
+Functions that are methods of `Client`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Collection, Generator
+
+from ema_client import _ema
+from ema_client._client.connection import Connection
+from ema_client._client.model_calls import model
+from ema_client._client.timeouts import check_seconds
+from ema_client._client.types import (
+    ListedVersion,
+    Synthesis,
+    SynthesisSource,
+    Version,
+    is_after,
+    version_from,
+    version_id,
+)
+from ema_client._errors import DeadlineExceededError, InvalidArgumentError
+from ema_client._given import check_int64, names_from
+
+_logger = logging.getLogger(__name__)
+
+# `Synthesis.residual` above which a warning says that the result is not the average that was asked for.
+_MOST_RESIDUAL = 0.5
+
+
+def versions(
+    client: Connection, name: str, *, after: int | Version = 0, timeout_s: float | None = None
+) -> tuple[ListedVersion, ...]:
+    """The records that the server keeps of versions after `after`, oldest first.
+
+    Args:
+        name: the model.
+        after: a version's record, or its number in any incarnation of the server.
+        timeout_s: seconds.
+    """
+    # A later incarnation may have continued from a lower number.
+    number = 0 if isinstance(after, Version) else version_id(after, "after")[0]
+    listed = [
+        ListedVersion(version_from(version), available)
+        for version, available in client._client.list_versions(
+            name, number, client._timeout(timeout_s)
+        )
+    ]
+    return tuple(one for one in listed if is_after(one.version, after))
+
+
+def watch(
+    client: Connection,
+    name: str,
+    *,
+    after: int | Version | None = None,
+    timeout_s: float | None = None,
+) -> Generator[Version, None, None]:
+    """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
+
+    A slow reader gets commits later, while the server keeps their records: the newest 4,096 of a model,
+    at most 4 MiB. The `skipped` of a commit counts the missing ones before it. Weights are dropped
+    sooner: to get the newest each time, call `wait_for(name, after=version)`.
+
+    Args:
+        name: the model.
+        after: a version's record, or its number in any incarnation of the server; 0: starts with the
+            oldest record. None: only future commits. A restarted server may continue from an older
+            version: after a number, only commits with a larger one are yielded; after a record, all
+            later ones.
+        timeout_s: the most seconds to wait for each commit, then DeadlineExceededError is raised. None:
+            no limit.
+
+    Raises:
+        NotFoundError: no such model, or it was deleted.
+    """
+    timeout = math.inf if timeout_s is None else client._timeout(timeout_s)
+    since = None if after is None else version_id(after, "after")
+    return _commits_of(client._client.watch(name, since, timeout))
+
+
+def _commits_of(watch: _ema.VersionWatch) -> Generator[Version, None, None]:
+    """The versions of a watch, which ends with the generator."""
+    try:
+        while True:
+            version, skipped = watch.next()
+            yield version_from(version, skipped=skipped)
+    finally:
+        # A raised error may keep this frame alive for long.
+        del watch
+
+
+def wait_for(
+    client: Connection,
+    name: str,
+    *,
+    step: int | None = None,
+    after: int | Version | None = None,
+    timeout_s: float | None = None,
+) -> Version:
+    """Waits until the model has reached a step, or has a newer version.
+
+    Args:
+        name: the model.
+        step: the trainer's step. A rollback takes the model back to an earlier one.
+        after: instead of a step: a version's record, to wait for any later commit, whatever its step; or
+            a version number in any incarnation of the server, to wait for a larger one.
+        timeout_s: seconds in all. None: no limit. 0: looks once, within the client's timeout.
+
+    Returns:
+        The newest version, if it has reached the step, or is newer than `after`; else the first commit
+        for which that is true. It can be pulled until later commits replace it.
+
+    Raises:
+        InvalidArgumentError: both or neither of step and after, or a wrong value.
+        NotFoundError: no such model, or it was deleted.
+        DeadlineExceededError: not reached in time.
+
+    Example:
+        >>> weights = client.pull("m", track="ema", version=client.wait_for("m", step=10_000))
+        >>> while training:
+        ...     weights = client.pull("m", track="ema")
+        ...     evaluate(weights, weights.version.step)
+        ...     client.wait_for("m", after=weights.version)
+    """
+    if (step is None) == (after is None):
+        raise InvalidArgumentError(f"wait_for: give either step or after, not {step} and {after}")
+    least_step = 0 if step is None else step
+    check_int64("step", least_step)
+    least_number = version_id(after, "after")[0]
+
+    def is_reached(version: Version) -> bool:
+        return version.step >= least_step if after is None else is_after(version, after)
+
+    if timeout_s is not None:
+        check_seconds("timeout_s", timeout_s)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    # A timeout of 0 must leave time for one call.
+    latest = model(client, name, timeout_s=timeout_s or None).latest
+    while latest is None or not is_reached(latest):
+        left_s = None if deadline is None else deadline - time.monotonic()
+        found: Version | None = None
+        if left_s is None or left_s > 0:
+            commits = watch(client, name, after=latest or 0, timeout_s=left_s)
+            with contextlib.closing(commits):
+                try:
+                    # With a timeout, which a watch applies to each commit, only one commit is awaited.
+                    found = next(one for one in commits if left_s is not None or is_reached(one))
+                except DeadlineExceededError:
+                    pass
+        if found is None:
+            at, wanted = "no version", f"step {step}"
+            if after is not None:
+                wanted = f"one after version {least_number}"
+            if latest is not None:
+                at = f"step {latest.step}" if after is None else f"version {latest.number}"
+            raise DeadlineExceededError(
+                f'model "{name}": is at {at}, not at {wanted}, after {timeout_s} s'
+            )
+        latest = found
+    return latest
+
+
+def statistics(
+    client: Connection,
+    name: str,
+    *,
+    version: int | Version | None = None,
+    tracks: str | Collection[str] = (),
+    timeout_s: float | None = None,
+) -> Version:
+    """Norms of a version's averages, and their distances from the raw weights.
+
+    The server computes them at the first call for a track, and keeps them in the version's record, which
+    `versions` returns, too. With `--statistics-every-commits N` it computes them without a call.
+
+    Args:
+        name: the model.
+        version: the number or record of a version in the server's memory; None: the newest.
+        tracks: only these; empty: all that average a tensor.
+        timeout_s: seconds.
+
+    Returns:
+        The version's record, with `statistics` of these tracks. If the model has a copy track, they
+        include distances.
+
+    Raises:
+        NotFoundError: no such model or track.
+        InvalidArgumentError: a track averages no tensor.
+        OutOfRangeError: the version is not in memory.
+        FailedPreconditionError: the model has no version yet, or a track has no value yet.
+        ResourceExhaustedError: readers hold as many versions as `max_pinned_versions` allows.
+
+    Example:
+        >>> version = client.statistics("m")
+        >>> plot(version.step, version.statistics["ema"].norm, version.statistics["ema"].distance)
+    """
+    number, incarnation = version_id(version)
+    timeout = client._timeout(timeout_s, is_transfer=True)
+    return version_from(
+        client._client.get_statistics(
+            name, number, incarnation, names_from("tracks", tracks), timeout
+        )
+    )
+
+
+def synthesize(
+    client: Connection,
+    name: str,
+    *,
+    result: str,
+    sigma_rel: float | None = None,
+    half_life: str | None = None,
+    step: int = 0,
+    tracks: str | Collection[str] = (),
+    timeout_s: float | None = None,
+) -> Synthesis:
+    """Builds the average of another length, at any past step, from stored snapshots.
+
+    The server stores snapshots of tracks with a snapshot_interval. The result can be pulled like a track
+    until the server stops, has built four more, or removes it (`update_model(name, remove=[result])`).
+
+    Args:
+        name: the model.
+        result: the track name for `pull`. Replaces an earlier result of that name, of any client.
+        sigma_rel: relative width of the power-function profile, above 0 and at most 1/sqrt(12).
+        half_life: instead of sigma_rel: such as "1000ba", in the unit of the tracks' update_interval.
+        step: the step of the average; 0: the newest stored one.
+        tracks: the tracks to build from; empty: all that fit together.
+        timeout_s: seconds.
+
+    Returns:
+        The result. Its `residual` is the distance of its profile from the requested one. Above about
+        0.1 it is another average: the newest weights between two snapshots are missing, and a length
+        outside the tracks' lengths cannot be built. Above 0.5 a warning says so.
+
+    Raises:
+        InvalidArgumentError: both or neither of sigma_rel and half_life, a wrong value, or a track that
+            does not fit the others.
+        NotFoundError: no such model or track.
+        AlreadyExistsError: the model has a track with the result's name.
+        OutOfRangeError: the step is not committed yet, or is before the first snapshot.
+        FailedPreconditionError: no snapshot is stored yet.
+        ResourceExhaustedError: not enough memory for the result.
+        DataLossError: a checkpoint on the server's disk is corrupt.
+
+    Example:
+        >>> made = client.synthesize("m", result="post-hoc", sigma_rel=0.07, step=5000)
+        >>> weights = client.pull("m", track="post-hoc")
+    """
+    version, residual, sources = client._client.synthesize(
+        name,
+        result,
+        sigma_rel,
+        "" if half_life is None else str(half_life),
+        step,
+        names_from("tracks", tracks),
+        client._timeout(timeout_s, is_transfer=True),
+    )
+    made = Synthesis(
+        version_from(version),
+        residual,
+        tuple(SynthesisSource(*source) for source in sources),
+    )
+    if made.residual > _MOST_RESIDUAL:
+        _logger.warning(
+            'model "%s": "%s" is not the average that was asked for: residual %.2g, expected below 0.1. '
+            "Ask for a step with a snapshot (step %d is built from snapshots up to step %d), and for "
+            "a length between those of the tracks",
+            name,
+            result,
+            made.residual,
+            made.version.step,
+            max(source.step for source in made.sources),
+        )
+    return made
