@@ -16,23 +16,6 @@
 namespace ema {
 namespace {
 
-// What gRPC may hold of one: its window, or a message that has arrived in part.
-int64_t PushStreamBytes(const ServerOptions& options) {
-  return std::max(RpcServer::kMaxWindowBytes, 2 * options.limits.max_message_bytes);
-}
-
-// Those whose callers may make them, and probes.
-int64_t RequestCount(const ServerOptions& options) {
-  return options.limits.max_arriving_requests + RpcServer::kMaxArrivingProbes;
-}
-
-// Of one that has arrived but for its end, and one read of the socket beside it; or of a reply that
-// is not taken: the longest that clients take.
-int64_t RequestBytes(const ServerOptions& options) {
-  constexpr int64_t kMaxReplyBytes = int64_t{16} << 20;
-  return std::max(options.limits.max_message_bytes, kMaxReplyBytes) + (int64_t{1} << 20);
-}
-
 void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_bytes) {
   if (at_most_bytes <= available_bytes) return;
   Log(LogLevel::kWarning, "the limits allow more memory than there is",
@@ -49,7 +32,7 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   constexpr int64_t kPullBytes = (int64_t{4} << 20) + Reading::kFreeBytes;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
   MemoryFormula formula;
-  formula.push_bytes = PushStreamBytes(options) + overhead.host_bytes_per_stream;
+  formula.push_bytes = RpcServer::PushBytes(options.limits) + overhead.host_bytes_per_stream;
   formula.pull_bytes = kPullBytes + overhead.host_bytes_per_reader;
   formula.lane_bytes = 2 * SharedRing::kBytes;
   formula.lane_count = options.same_host_lane == "on"
@@ -57,9 +40,8 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
                            : 0;
   formula.stream_bytes = options.limits.max_push_streams * formula.push_bytes +
                          options.limits.max_pull_streams * formula.pull_bytes +
-                         formula.lane_count * formula.lane_bytes +
-                         RequestCount(options) * RequestBytes(options);
-  formula.waiting_bytes = std::max(RpcServer::kMaxWaitingBytes, options.limits.max_message_bytes);
+                         formula.lane_count * formula.lane_bytes + RpcServer::kRequestBytes;
+  formula.waiting_bytes = RpcServer::kWaitingBytes;
   formula.record_bytes = options.max_models * Model::kUncountedBytes;
   formula.kept_bytes = kKeptHeapBytes + overhead.shared_host_bytes;
   formula.process_bytes = ResidentBytes();
@@ -93,7 +75,7 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
       {{"at_most_bytes", at_most_bytes},
        {"formula",
         "now + models + files_and_casts + push_streams * push_stream + pull_streams * pull_stream "
-        "+ lanes * lane + requests * request + waiting + max_models * records + freed; a model "
+        "+ lanes * lane + requests + waiting + max_models * records + freed; a model "
         "takes the bytes of its tracks * (2 + max_pinned_versions, and 1 more with --data-dir)"},
        {"now", formula.process_bytes},
        {"models", host_model_bytes},
@@ -104,8 +86,7 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"pull_stream", formula.pull_bytes},
        {"lanes", formula.lane_count},
        {"lane", formula.lane_bytes},
-       {"requests", RequestCount(options)},
-       {"request", RequestBytes(options)},
+       {"requests", RpcServer::kRequestBytes},
        {"waiting", formula.waiting_bytes},
        {"max_models", options.max_models},
        {"records", Model::kUncountedBytes},

@@ -25,7 +25,6 @@ namespace {
 // The options', and those that have none.
 void LogLimits(const ServerOptions& options) {
   LogEvent event = LimitsEvent(options);
-  event.fields.emplace_back("max_arriving_probes", RpcServer::kMaxArrivingProbes);
   event.fields.emplace_back("max_waiting_calls", RpcServer::kMaxWaitingCalls);
   Log(event);
 }
@@ -198,7 +197,7 @@ absl::Status Server::Drain() {
   // Only to let those who look at the health take notice: there is nothing that could end it.
   absl::SleepFor(options_.drain_delay);
   const SteadyTime deadline = After(SteadyNow(), options_.drain_grace);
-  rpc_->RefuseWork();
+  rpc_->StartDraining();
   const RpcUsage usage = rpc_->usage();
   const int64_t session_count = store_->sessions().used_count();
   if (usage.push_streams + usage.pull_streams + session_count > 0) {

@@ -95,7 +95,7 @@ pack() {
     case $(basename "$program") in
       # They give their device no work, or have one of their own; tls_test gives it what rpc_test does, and takes
       # a minute.
-      device_failure_test | health_test | rate_limit_test | tls_test | waiting_calls_test) continue ;;
+      device_failure_test | health_test | tls_test | waiting_calls_test) continue ;;
     esac
     # What does not ask which device to use has no use for a GPU.
     ! grep --quiet EMA_TEST_DEVICE "$program" || packed+=("$program")

@@ -7,7 +7,7 @@ namespace ema {
 
 std::string_view RoleName(Role role) {
   switch (role) {
-    case Role::kNobody:
+    case Role::kAnonymous:
       return "nobody";
     case Role::kEvaluator:
       return "evaluator";

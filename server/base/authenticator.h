@@ -14,7 +14,7 @@ namespace ema {
 
 // Each may do what those before it may.
 enum class Role {
-  kNobody,     // Has said nothing of who they are.
+  kAnonymous,  // Callers that have not identified themselves.
   kEvaluator,  // Reads, and reports scores.
   kTrainer,    // Makes models and pushes to them.
   kAdmin,      // Deletes, rolls back, and changes what runs.
@@ -40,8 +40,8 @@ class Authenticator {
   // Of a call whose header "authorization" has this value; "": it has none. UNAUTHENTICATED,
   // BAD_TOKEN: it says nothing, or nothing that is known. The message does not repeat it.
   virtual absl::StatusOr<Access> Authenticate(std::string_view authorization) const = 0;
-  // Looks whether what it goes by has changed, and says so. Called once a second, by one thread;
-  // may read files.
+  // Loads changed credentials, and returns whether they have changed. Called once a second, by one
+  // thread; may read files.
   virtual bool Refresh() = 0;
 };
 

@@ -18,7 +18,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "server/base/peer_network.h"
+#include "server/base/socket_address.h"
 
 namespace ema {
 

@@ -12,8 +12,6 @@ std::string_view RefusalName(ServerObserver::Refusal reason) {
   switch (reason) {
     case ServerObserver::Refusal::kLimit:
       return "limit";
-    case ServerObserver::Refusal::kPeerLimit:
-      return "peer_limit";
     case ServerObserver::Refusal::kDescriptors:
       return "descriptors";
     case ServerObserver::Refusal::kLanes:

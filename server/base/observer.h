@@ -80,14 +80,13 @@ class ServerObserver {
 
   enum class Refusal {
     kLimit,
-    kPeerLimit,
     kDescriptors,  // The process has no file descriptor left.
     kLanes,        // A same-host lane: there are as many as there may be.
   };
   virtual void OnConnectionRefused(Refusal /*reason*/) {}
 };
 
-// "limit", "peer_limit", "descriptors", "lanes".
+// "limit", "descriptors", "lanes".
 std::string_view RefusalName(ServerObserver::Refusal reason);
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What calls and connections may take, and what they have taken.
+// Limits on calls and connections, and how much of them is in use.
 #ifndef EMA_SERVER_BASE_RPC_LIMITS_H_
 #define EMA_SERVER_BASE_RPC_LIMITS_H_
 
@@ -11,29 +11,25 @@
 namespace ema {
 
 struct RpcLimits {
-  int64_t max_push_streams = 32;  // Each may hold a receive window of gRPC's.
+  int64_t max_push_streams = 32;  // Each may hold a receive window of gRPC.
   int64_t max_pull_streams = 64;
   int64_t max_watch_streams = 1024;
-  int64_t max_arriving_requests = 32;     // Each may take max_message_bytes.
-  int64_t max_calls_per_second = 10'000;  // Of one address, lanes and probes aside; 0: any number.
-  // Of all TCP addresses together, and as many of all unix sockets: strangers, whom only the first
-  // let in, must not keep a probe or an operator from the second.
+  // Over all TCP addresses together, and as many over all unix sockets: clients that use up the
+  // first must not lock out probes and operators that use the second.
   int64_t max_connections = 1024;
-  // Of one network as NetworkOf() has it; loopback and unix sockets have no such limit.
-  int64_t max_connections_per_peer = 64;
   int64_t max_streams_per_connection = 1024;
   int64_t max_message_bytes = int64_t{8} << 20;
   int64_t max_metadata_bytes = int64_t{8} << 10;
   absl::Duration handshake_timeout = absl::Seconds(5);  // To speak HTTP/2, or TLS.
-  // A peer so long silent is asked, and has so long to answer.
+  // A peer that has been silent for the first is pinged, and has the second to answer.
   absl::Duration keepalive_time = absl::Seconds(60);
   absl::Duration keepalive_timeout = absl::Seconds(20);
-  // A connection without calls for so long is closed in order: its client opens another one.
+  // A connection without calls is closed after this time: its client opens another one.
   absl::Duration max_connection_idle = absl::Hours(2);
-  // A step's session ends when nothing has arrived for so long; must exceed the ranks' differences
-  // in speed.
+  // A step's session ends when nothing has arrived for this time, which must exceed the ranks'
+  // differences in speed.
   absl::Duration session_timeout = absl::Seconds(30);
-  // A stream ends when its peer has sent or taken nothing for so long.
+  // A stream ends when its peer has sent or accepted nothing for this time.
   absl::Duration stream_timeout = absl::Seconds(30);
   // A pull that is slower, over a third of stream_timeout, ends when another reader needs the place
   // of the version that it pins. 0: none does.
@@ -44,7 +40,6 @@ struct RpcUsage {
   int64_t push_streams = 0;
   int64_t pull_streams = 0;
   int64_t watch_streams = 0;
-  int64_t arriving_requests = 0;
   int64_t connections = 0;  // Of gRPC, not lanes.
 };
 

@@ -69,7 +69,6 @@ struct Metrics::ModelSeries {
 
 Metrics::Metrics() {
   refused_connections_ = {{Refusal::kLimit, 0},
-                          {Refusal::kPeerLimit, 0},
                           {Refusal::kDescriptors, 0},
                           {Refusal::kLanes, 0}};
 }

@@ -16,7 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/peer_network.h"
+#include "server/base/socket_address.h"
 #include "server/ops/byte_count.h"
 
 namespace ema {
@@ -299,21 +299,11 @@ void AddLimits(Table& table, ServerOptions& o) {
               "Maximum number of concurrent pull streams");
   table.Count("max-watch-streams", o.limits.max_watch_streams, "N", {.least = 1},
               "Maximum number of concurrent watches");
-  table.Count("max-arriving-requests", o.limits.max_arriving_requests, "N", {.least = 1},
-              "Maximum number of authorized requests that are being received at once, and of "
-              "replies above 16 KiB that are being sent. Each can hold --max-message-bytes of "
-              "memory, or 16 MiB for a reply");
   table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
               "Maximum number of steps that are being pushed, over all models; each model has "
               "at most one");
-  table.Count("max-calls-per-second", o.limits.max_calls_per_second, "N", {},
-              "Maximum number of calls per second from one IPv4 address or IPv6 /64; health "
-              "checks do not count. 0: unlimited");
   table.Count("max-connections", o.limits.max_connections, "N", {.least = 1},
               "Maximum number of open connections over TCP, and separately over unix sockets");
-  table.Count("max-connections-per-peer", o.limits.max_connections_per_peer, "N", {.least = 1},
-              "Maximum number of open connections from one IPv4 address or IPv6 /64 other "
-              "than loopback");
   table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, "N", {.least = 1},
               "Maximum number of concurrent calls on one connection");
   table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second,

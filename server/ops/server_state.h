@@ -27,8 +27,8 @@ struct MemoryFormula {
   int64_t pull_bytes = 0;
   int64_t lane_bytes = 0;
   int64_t lane_count = 0;
-  int64_t stream_bytes = 0;   // Of all together: receive windows, requests, what sending takes.
-  int64_t waiting_bytes = 0;  // Requests whose turn has not come.
+  int64_t stream_bytes = 0;   // Of all together: receive windows, requests, buffers for sending.
+  int64_t waiting_bytes = 0;  // Requests that wait for a worker.
   int64_t record_bytes = 0;   // Of all models together, beside what they reserve.
   int64_t kept_bytes = 0;     // Freed buffers.
   int64_t process_bytes = 0;  // Before the first of these: what the process took at its start.

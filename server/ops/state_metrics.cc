@@ -142,27 +142,19 @@ void AddMemory(const ServerState& state, Families& families) {
 }
 
 void AddUsage(const ServerState& state, Families& families) {
-  families.Add(Gauge("ema_streams_open",
-                     "Pushes, pulls (lanes among them), watches, and requests that arrive.")
+  families.Add(Gauge("ema_streams_open", "Pushes and pulls, lanes among them, and watches.")
                    .Add(state.usage.push_streams, {{"kind", "push"}})
                    .Add(state.usage.pull_streams, {{"kind", "pull"}})
-                   .Add(state.usage.watch_streams, {{"kind", "watch"}})
-                   .Add(state.usage.arriving_requests, {{"kind", "request"}}));
+                   .Add(state.usage.watch_streams, {{"kind", "watch"}}));
   families.Add(Gauge("ema_streams_limit", "How many there may be.")
                    .Add(state.limits.max_push_streams, {{"kind", "push"}})
                    .Add(state.limits.max_pull_streams, {{"kind", "pull"}})
-                   .Add(state.limits.max_watch_streams, {{"kind", "watch"}})
-                   .Add(state.limits.max_arriving_requests, {{"kind", "request"}}));
+                   .Add(state.limits.max_watch_streams, {{"kind", "watch"}}));
   families.Add("ema_sessions_limit", "Steps that may be pushed at once, over all models.",
                state.max_sessions);
   families.Add("ema_connections_open", "Connections of gRPC that are open.",
                state.usage.connections);
   families.Add("ema_connections_limit", "How many there may be.", state.limits.max_connections);
-  families.Add("ema_connections_per_peer_limit", "How many of one address.",
-               state.limits.max_connections_per_peer);
-  families.Add("ema_calls_per_second_limit",
-               "Calls that one address may begin in a second; 0: any number.",
-               state.limits.max_calls_per_second);
   families.Add("ema_models", "Models that there are.", static_cast<double>(state.models.size()));
   families.Add("ema_models_limit", "How many there may be.", state.max_models);
 }

@@ -8,7 +8,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
-#include "server/rpc/generic_service.h"
 
 namespace ema {
 namespace {
@@ -16,27 +15,25 @@ namespace {
 struct Rule {
   std::string_view method;
   Role role;
-  // A server that drains does not begin it any more. The others end what is under way, only look,
-  // or are refused by the models themselves.
-  bool begins_work = false;
-  bool concerns_all_models = false;  // Whoever is for some of them may not call it.
+  bool is_rejected_while_draining = false;
+  bool concerns_all_models = false;  // A token for some models does not allow it.
 };
 
 constexpr Rule kRules[] = {
     // Probes have no token.
-    {kHealthCheck, Role::kNobody},
+    {kHealthCheck, Role::kAnonymous},
 
     {"/ema.v1.EmaService/GetModel", Role::kEvaluator},
     {"/ema.v1.EmaService/ListModels", Role::kEvaluator},
-    {"/ema.v1.EmaService/Pull", Role::kEvaluator, /*begins_work=*/true},
-    {"/ema.v1.EmaService/Watch", Role::kEvaluator, /*begins_work=*/true},
+    {"/ema.v1.EmaService/Pull", Role::kEvaluator, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.EmaService/Watch", Role::kEvaluator, /*is_rejected_while_draining=*/true},
     {"/ema.v1.EmaService/ListVersions", Role::kEvaluator},
-    {"/ema.v1.EmaService/GetStatistics", Role::kEvaluator, /*begins_work=*/true},
+    {"/ema.v1.EmaService/GetStatistics", Role::kEvaluator, /*is_rejected_while_draining=*/true},
     {"/ema.v1.EmaService/GetAttachedFile", Role::kEvaluator},
     {"/ema.v1.EmaService/GetCheckpoint", Role::kEvaluator},
     {"/ema.v1.EmaService/ListCheckpoints", Role::kEvaluator},
     {"/ema.v1.EmaService/ReportMetric", Role::kEvaluator},
-    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator, /*begins_work=*/true},
+    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator, /*is_rejected_while_draining=*/true},
     {"/ema.v1.EmaService/GetLane", Role::kEvaluator},
     {"/ema.v1.EmaService/GetServerInfo", Role::kEvaluator},
 
@@ -45,20 +42,21 @@ constexpr Rule kRules[] = {
     {"/ema.v1.EmaService/OpenRun", Role::kTrainer},
     {"/ema.v1.EmaService/Push", Role::kTrainer},
     {"/ema.v1.EmaService/QueryPush", Role::kTrainer},
-    {"/ema.v1.EmaService/CreateCheckpoint", Role::kTrainer, /*begins_work=*/true},
+    {"/ema.v1.EmaService/CreateCheckpoint", Role::kTrainer, /*is_rejected_while_draining=*/true},
     // state_dict() names the version that belongs to a trainer's checkpoint.
     {"/ema.v1.EmaService/SetLabel", Role::kTrainer},
 
     {"/ema.v1.EmaService/UpdateModel", Role::kAdmin},
     {"/ema.v1.EmaService/DeleteModel", Role::kAdmin},
     {"/ema.v1.EmaService/DeleteCheckpoint", Role::kAdmin},
-    {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin, /*begins_work=*/true},
-    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin, /*begins_work=*/false,
+    {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin, /*is_rejected_while_draining=*/false,
      /*concerns_all_models=*/true},
-    {"/ema.v1.EmaService/Drain", Role::kAdmin, /*begins_work=*/false, /*concerns_all_models=*/true},
+    {"/ema.v1.EmaService/Drain", Role::kAdmin, /*is_rejected_while_draining=*/false,
+     /*concerns_all_models=*/true},
 };
 
-// Null: there is none.
+// Null: there is no rule.
 const Rule* FindRule(std::string_view method) {
   const Rule* const rule =
       std::find_if(std::begin(kRules), std::end(kRules),
@@ -72,22 +70,26 @@ absl::Status NotAllowed(std::string_view what) {
 
 }  // namespace
 
+std::string_view ShortName(std::string_view method) { return method.substr(method.rfind('/') + 1); }
+
 std::optional<Role> RoleFor(std::string_view method) {
   const Rule* const rule = FindRule(method);
   return rule != nullptr ? std::optional(rule->role) : std::nullopt;
 }
 
-bool BeginsWork(std::string_view method) {
+bool IsRejectedWhileDraining(std::string_view method) {
   const Rule* const rule = FindRule(method);
-  return rule != nullptr && rule->begins_work;
+  return rule != nullptr && rule->is_rejected_while_draining;
 }
 
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
-                                 std::string_view authorization) {
+                                 std::string_view authorization,
+                                 std::optional<std::string_view> model) {
   if (authenticator == nullptr) return Access();
   const Rule* const rule = FindRule(method);
-  if (rule != nullptr && rule->role == Role::kNobody)
-    return Access{.role = Role::kNobody, .models = {}};
+  if (rule != nullptr && rule->role == Role::kAnonymous) {
+    return Access{.role = Role::kAnonymous, .models = {}};
+  }
   EMA_ASSIGN_OR_RETURN(Access access, authenticator->Authenticate(authorization));
   const std::string name(ShortName(method));
   if (rule == nullptr) {
@@ -102,22 +104,13 @@ absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string
     return NotAllowed(absl::StrCat(
         name, ": the token is for some models, expected one whose line names no models"));
   }
+  if (model.has_value() && !access.Covers(*model)) {
+    // Before the error repeats the name: an invalid one may be as long as a message.
+    EMA_RETURN_IF_ERROR(ValidateName("model", *model));
+    return NotAllowed(absl::StrCat("model \"", std::string(*model),
+                                   "\": not one of those that the token is for"));
+  }
   return access;
-}
-
-absl::Status CheckCovers(const Access& access, std::string_view model) {
-  if (access.Covers(model)) return absl::OkStatus();
-  // What is no name would be as long as a message may be.
-  EMA_RETURN_IF_ERROR(ValidateName("model", model));
-  return NotAllowed(
-      absl::StrCat("model \"", std::string(model), "\": not one of those that the token is for"));
-}
-
-std::string AuthorizationOf(const grpc::ServerContext& context) {
-  const auto& metadata = context.client_metadata();
-  const auto found = metadata.find("authorization");
-  if (found == metadata.end()) return "";
-  return std::string(found->second.data(), found->second.size());
 }
 
 }  // namespace ema

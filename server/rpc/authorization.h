@@ -1,53 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which role each RPC needs, and which a server that drains refuses: the one place where it is
-// written.
+// The rules of who may call which RPC, and which RPCs a draining server rejects.
 #ifndef EMA_SERVER_RPC_AUTHORIZATION_H_
 #define EMA_SERVER_RPC_AUTHORIZATION_H_
 
-#include <grpcpp/server_context.h>
-
 #include <optional>
-#include <string>
 #include <string_view>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/base/authenticator.h"
-#include "server/base/log_event.h"
 
 namespace ema {
 
 inline constexpr char kHealthCheck[] = "/grpc.health.v1.Health/Check";
 
-// Whose call it is.
-struct Caller {
-  Access access;
-  // The value of that header; empty: nobody is asked for one.
-  std::string authorization;
-  LogCaller log;
-};
+// "Push" of "/ema.v1.EmaService/Push".
+std::string_view ShortName(std::string_view method);
 
-// The least role that may call `method`, such as "/ema.v1.EmaService/Push"; absent: nobody may, for
-// there is no rule.
+// The lowest role that may call `method`, such as "/ema.v1.EmaService/Push". nullopt: there is no
+// rule, so no role may call it.
 std::optional<Role> RoleFor(std::string_view method);
 
-// True: a call of `method` begins something that may take long, rather than going on with what its
-// caller has begun. A server that drains refuses it.
-bool BeginsWork(std::string_view method);
+// True for calls that start work that may take long. A draining server still accepts the others:
+// they finish work that has begun, or only read.
+bool IsRejectedWhileDraining(std::string_view method);
 
-// What the caller may do, who may call `method`. `authorization` is the value of that header. Null
-// `authenticator`: everybody may do everything. UNAUTHENTICATED, BAD_TOKEN. PERMISSION_DENIED,
-// NOT_ALLOWED: the role does not do, or the call is about the whole server and the token for some
-// models.
+// What the caller of `method` may do. `authorization` is the value of that header; `model` is the
+// model that the call concerns, or nullopt if it concerns none or none is known yet. Null
+// `authenticator`: every caller may do everything.
+// UNAUTHENTICATED, BAD_TOKEN. PERMISSION_DENIED, NOT_ALLOWED: the role or the models of the token
+// do not allow the call; the error does not tell whether the model exists. INVALID_ARGUMENT,
+// BAD_NAME: the token does not cover `model`, which is not a valid name either.
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,
-                                 std::string_view authorization);
-// PERMISSION_DENIED, NOT_ALLOWED: the model, there or not, is none of the caller's.
-// INVALID_ARGUMENT, BAD_NAME: it is none of anybody's.
-absl::Status CheckCovers(const Access& access, std::string_view model);
-
-// The value of the header "authorization"; "": there is none.
-std::string AuthorizationOf(const grpc::ServerContext& context);
+                                 std::string_view authorization,
+                                 std::optional<std::string_view> model);
 
 }  // namespace ema
 

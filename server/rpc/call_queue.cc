@@ -8,21 +8,21 @@
 namespace ema {
 namespace {
 
-// An alarm that is over goes into its queue at once. Any other, be it for this moment, waits for
-// gRPC's timers, which stand still for as long as the system's clock has been set back.
+// An alarm whose time is past enters its queue at once. Any other, even for this moment, waits for
+// gRPC's timers, which stop while the system's clock is set back.
 gpr_timespec AtOnce() { return gpr_inf_past(GPR_CLOCK_MONOTONIC); }
 
 }  // namespace
 
 void CallQueue::Run() {
-  // So many completions before the next piece of what can wait: the end of the last piece, and a
-  // few chunks of pushes.
+  // Completions between two pieces of deferred work: the end of the last piece, and a few chunks of
+  // pushes.
   constexpr int kMaxCompletions = 8;
   int completions = 0;
   while (true) {
     void* tag = nullptr;
     bool ok = false;
-    // A deadline that is over: gRPC looks once what has arrived.
+    // With a deadline that is past, gRPC reads from its connections once.
     const gpr_timespec deadline =
         deferred_.empty() ? gpr_inf_future(GPR_CLOCK_MONOTONIC) : gpr_inf_past(GPR_CLOCK_MONOTONIC);
     const grpc::CompletionQueue::NextStatus status = queue_->AsyncNext(&tag, &ok, deadline);

@@ -17,8 +17,8 @@
 
 namespace ema {
 
-// What a completion queue gives back. Each queue has one thread, so all completions of a call run
-// on one thread.
+// The tag of an operation that a completion queue returns. Each queue has one thread, so all
+// completions of a call run on one thread.
 class CompletionTag {
  public:
   virtual void Complete(bool ok) = 0;
@@ -27,18 +27,18 @@ class CompletionTag {
   ~CompletionTag() = default;
 };
 
-// A tag that calls a member function, and keeps its call alive while the operation is under way.
+// A tag that calls a member function, and keeps its call alive during the operation.
 template <typename Call>
 class MemberTag final : public CompletionTag {
  public:
   explicit MemberTag(void (Call::*handler)(bool)) : handler_(handler) {}
-  // To be passed to gRPC as the tag. REQUIRES: not armed.
+  // Returns the tag to pass to gRPC. REQUIRES: not armed.
   void* Arm(std::shared_ptr<Call> call) {
     call_ = std::move(call);
     armed_.store(true, std::memory_order_release);
     return static_cast<CompletionTag*>(this);
   }
-  // For a tag that gRPC will never give back.
+  // For a tag that gRPC will never return.
   void Disarm() { call_.reset(); }
   void Complete(bool ok) override {
     armed_.load(std::memory_order_acquire);
@@ -49,14 +49,15 @@ class MemberTag final : public CompletionTag {
  private:
   void (Call::*const handler_)(bool);
   std::shared_ptr<Call> call_;
-  // Another thread may complete what one has armed. gRPC puts the two in order; this does so where
+  // One thread may arm the tag and another complete it. gRPC orders the two; this orders them where
   // ThreadSanitizer sees it.
   std::atomic<bool> armed_ = false;
 };
 
-// Completes what has ended, and does in between, a piece at a time, what can wait. gRPC looks for
-// what has arrived only when nothing has ended; a write ends at once, so that readers who are
-// answered without a pause would keep a trainer waiting until their windows are full.
+// Runs the completions of ended operations and, between them, one piece of deferred work at a time.
+// gRPC reads from its connections only when no operation has ended. A write ends at once, so
+// readers that are served without a pause would keep trainers waiting until the readers' windows
+// are full.
 class CallQueue {
  public:
   explicit CallQueue(std::unique_ptr<grpc::ServerCompletionQueue> queue)
@@ -64,20 +65,21 @@ class CallQueue {
 
   grpc::ServerCompletionQueue* get() const { return queue_.get(); }
 
-  // `work` runs in Run(), after what has arrived meanwhile, if that is not too much. Only in Run().
+  // Runs `work` in Run(), after a few completions of operations that have ended meanwhile. To be
+  // called only in Run().
   void Defer(std::function<void()> work) { deferred_.push_back(std::move(work)); }
 
   // Returns after Stop(), when the queue is empty. On the queue's own thread.
   void Run();
 
-  // From here on Ping() asks whether the queue's thread gets on, and `heartbeat`, which outlives
-  // this, is busy until it has answered. Before Run().
+  // Lets Ping() check that the queue's thread is not stuck: `heartbeat`, which outlives this, is
+  // busy until the thread has answered. To be called before Run().
   void SetHeartbeat(Heartbeat* heartbeat) { heartbeat_ = heartbeat; }
-  // Does nothing while the last one has not been answered. Not after Stop(); for one thread.
+  // Does nothing while the last ping has not been answered. Not after Stop(); for one thread.
   void Ping();
 
-  // Shuts the queue down, in Run(), when nothing is deferred any more: operations may be started
-  // there until then. From any thread, once, when all calls have ended.
+  // Shuts the queue down, in Run(), when no work is deferred any more: until then deferred work may
+  // start operations. From any thread, once, when all calls have ended.
   void Stop();
 
  private:

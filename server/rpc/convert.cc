@@ -31,7 +31,7 @@ absl::StatusOr<NonFinitePolicy> FromProto(v1::NonFinitePolicy policy) {
   }
 }
 
-// Before anything is made of them: a message of a few MiB can hold millions of empty ones.
+// Called before they are converted: a message of a few MiB can hold millions of empty ones.
 absl::Status CheckCounts(const google::protobuf::RepeatedPtrField<v1::Track>& tracks) {
   EMA_RETURN_IF_ERROR(CheckTrackCount(tracks.size()));
   int64_t rule_count = 0;
@@ -75,7 +75,7 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request) {
   for (const int count :
        {request.remove_tracks_size(), request.pause_tracks_size(), request.resume_tracks_size()}) {
-    // What can be removed are tracks and synthesized averages.
+    // Tracks and synthesized averages can be removed.
     constexpr int64_t kMaxNames = kMaxTracks + static_cast<int64_t>(TrackTable::kMaxSynthesized);
     if (count <= kMaxNames) continue;
     return BadRequest(absl::StrCat("remove_tracks, pause_tracks or resume_tracks: ", count,
@@ -191,7 +191,7 @@ v1::Model ToProto(const Model& model, bool in_a_list) {
   if (now.latest.has_value()) *proto.mutable_latest() = ToProto(*now.latest);
   proto.set_run_epoch(now.run_epoch);
   if (in_a_list) {
-    // What a model may have very many of.
+    // A model may have very many of these.
     for (v1::Track& track : *proto.mutable_tracks()) track.clear_tensor_rules();
     for (v1::Track& track : *proto.mutable_pending_tracks()) track.clear_tensor_rules();
     if (proto.has_latest()) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between the wire's messages and the core's structs; server/wire/convert.h has those of
-// include/ema.
+// Converts between the wire's messages and the core's structs; server/wire/convert.h converts those
+// of include/ema.
 #ifndef EMA_SERVER_RPC_CONVERT_H_
 #define EMA_SERVER_RPC_CONVERT_H_
 
@@ -20,12 +20,12 @@ absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
 absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request);
 ResumePoint FromProto(const v1::Resume& resume);
 
-// A CRC32C from a field that the wire has as int64. INVALID_ARGUMENT: it is not of 32 bits.
+// Reads a CRC32C from an int64 field. INVALID_ARGUMENT: it does not fit into 32 bits.
 absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value);
 
 v1::Checkpoint ToProto(const CheckpointInfo& checkpoint);
 v1::Label ToProto(const CheckpointLabel& label);
-// `known_revision`: of the plan whose tracks the reader has already.
+// Omits the tracks if the reader has them, from the plan of `known_revision`.
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision = 0);
 v1::Model ToProto(const Model& model, bool in_a_list);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one place where our errors become gRPC's.
+// Converts our errors to gRPC's. No other file does.
 #ifndef EMA_SERVER_RPC_GRPC_STATUS_H_
 #define EMA_SERVER_RPC_GRPC_STATUS_H_
 
@@ -12,7 +12,7 @@
 
 namespace ema {
 
-// What a client is told beside code and message.
+// The detail that a client gets beside code and message.
 v1::ErrorDetail DetailOf(const absl::Status& status);
 
 // The status to finish a call with. Puts the reason and the retry delay into `context`'s trailer

@@ -20,13 +20,14 @@
 #include "server/base/steady_wait.h"
 #include "server/base/stream_copy.h"
 #include "server/core/model_store.h"
+#include "server/rpc/authorization.h"
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/push_handler.h"
 
 namespace ema {
 namespace {
 
-// How a push has ended. Thread-safe.
+// The result of a push, once it has ended. Thread-safe.
 class PushEnding {
  public:
   void Set(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_) {
@@ -38,7 +39,7 @@ class PushEnding {
     absl::MutexLock lock(&mu_);
     return result_.has_value();
   }
-  // Absent: it has not ended after `max_wait`.
+  // nullopt: it has not ended after `max_wait`.
   std::optional<absl::StatusOr<PushResult>> Wait(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto has_ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
@@ -62,10 +63,10 @@ std::string PeerName(int fd) {
 }
 
 void LaneConnection::Run(int fd) {
-  // A client that passes no memory is not waited for for long.
   peer_ = PeerName(fd);
-  const SteadyTime give_up = After(SteadyNow(), absl::Seconds(5));
-  const auto is_late = [&] { return is_stopping_.load() || SteadyNow() > give_up; };
+  // A client has to pass its memory soon.
+  const SteadyTime deadline = After(SteadyNow(), absl::Seconds(5));
+  const auto is_late = [&] { return is_stopping_.load() || SteadyNow() > deadline; };
   absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
   if (!pipe.ok()) return;
   pipe_ = *std::move(pipe);
@@ -91,36 +92,17 @@ void LaneConnection::Run(int fd) {
 absl::StatusOr<v1::LaneRequest> LaneConnection::ReceiveRequest() {
   is_stalled_.store(false, std::memory_order_relaxed);
   is_revoked_.store(false, std::memory_order_relaxed);
-  // What is longer than a slot takes memory before anybody knows whose it is: a place of those that
-  // arrive, for as long as these may take.
-  bool has_place = false;
-  absl::Status refused;
-  const absl::Cleanup leave = [this] {
-    SetWaiting(false);
-    rpc_->requests.Leave(this);
-  };
-  const auto must_end = [&] {
-    if (pipe_->has_part() && !std::exchange(has_place, true)) {
-      SetWaiting(true);
-      refused = rpc_->requests.Enter(this);
-    }
-    return MustEnd() || !refused.ok();
-  };
-  const absl::StatusOr<LanePipe::Frame> frame = pipe_->Receive(must_end);
-  EMA_RETURN_IF_ERROR(refused);
+  const absl::StatusOr<LanePipe::Frame> frame = pipe_->Receive([this] { return MustEnd(); });
   if (!frame.ok()) return WhyEnded(frame.status());
   v1::LaneRequest request;
   if (frame->is_chunk || !request.ParseFromString(frame->message)) {
     return BadRequest("malformed LaneRequest");
   }
-  // Its place was taken a moment ago.
-  if (MustEnd()) return WhyEnded(absl::CancelledError("the lane has ended"));
-  request.DiscardUnknownFields();  // They would stay for as long as the call.
+  request.DiscardUnknownFields();  // They would use memory until the call ends.
   return request;
 }
 
 absl::Status LaneConnection::Serve(v1::LaneRequest request) {
-  const std::shared_ptr<void> in_flight = rpc_->calls.Enter();
   BeginTiming();
   const bool is_push = request.has_push();
   if (!is_push && !request.has_pull()) {
@@ -129,9 +111,11 @@ absl::Status LaneConnection::Serve(v1::LaneRequest request) {
   const std::string_view method = is_push ? "/ema.v1.EmaService/Push" : "/ema.v1.EmaService/Pull";
   const std::string& model = is_push ? request.push().model() : request.pull().model();
   const auto serve = [&]() -> absl::Status {
-    EMA_ASSIGN_OR_RETURN(const Caller caller, rpc_->Admit(method, request.authorization(), peer_));
-    EMA_RETURN_IF_ERROR(rpc_->CheckModel(method, caller, model));
-    SetCaller(method, caller.authorization, model);
+    EMA_ASSIGN_OR_RETURN(const Caller caller,
+                         rpc_->admission.Admit(method, request.authorization(), peer_, model));
+    StreamSlots& slots = is_push ? rpc_->pushes : rpc_->pulls;
+    EMA_RETURN_IF_ERROR(slots.Enter(this, caller.authorization, model));
+    const absl::Cleanup leave = [&] { slots.Leave(this); };
     const LogCallerScope scope(&caller.log);
     return is_push ? ServePush(request.push()) : ServePull(std::move(*request.mutable_pull()));
   };
@@ -141,11 +125,9 @@ absl::Status LaneConnection::Serve(v1::LaneRequest request) {
 }
 
 absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
-  EMA_RETURN_IF_ERROR(rpc_->pushes.Enter(this, rpc_->authenticator));
-  absl::Cleanup leave = [this] { rpc_->pushes.Leave(this); };
   PushHandler handler(rpc_->store.get());
   std::optional<PushPhases> phases;
-  absl::Cleanup tell = [&] {
+  absl::Cleanup report = [&] {
     rpc_->observer->OnPushEnded({handler.model_name(), handler.received_bytes(), phases});
   };
   const auto ending = std::make_shared<PushEnding>();
@@ -156,7 +138,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     const absl::StatusOr<LanePipe::Frame> frame = Receive([&] { return ending->is_set(); });
     if (!frame.ok() && ending->is_set()) {
       // Perhaps with a version: the rank had committed before it began this stream.
-      std::move(leave).Invoke();
+      rpc_->pushes.Leave(this);
       break;
     }
     EMA_RETURN_IF_ERROR(frame.status());
@@ -176,8 +158,8 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
                         .receive = absl::FromChrono(waited()),
                         .fold = absl::FromChrono(worked())};
     handler.EndChunks();
-    // Whoever waits for other ranks must not keep them from getting in.
-    std::move(leave).Invoke();
+    // While this rank waits for others, they may need its slot.
+    rpc_->pushes.Leave(this);
     EMA_RETURN_IF_ERROR(handler.OnCommit(request.commit()));
     break;
   }
@@ -188,19 +170,17 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
   EMA_RETURN_IF_ERROR(result->status());
   const PushResult& pushed = **result;
   if (timing.has_value() && !pushed.duplicate) phases = PhasesOf(*timing, pushed);
-  std::move(tell).Invoke();
+  std::move(report).Invoke();
   v1::LaneResponse response;
   *response.mutable_pushed() = handler.Response(pushed, phases);
   EMA_RETURN_IF_ERROR(Send(response));
-  // The client's commit may be under way, and would be taken for the next call.
+  // The client's commit may still arrive, and would be read as the next call.
   has_lost_step_ = !timing.has_value();
   return absl::OkStatus();
 }
 
 absl::Status LaneConnection::ServePull(v1::PullRequest request) {
-  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
-  const absl::Cleanup leave = [this] { rpc_->pulls.Leave(this); };
-  PullHandler handler(rpc_->store.get(), rpc_->checkpoints, &rpc_->waiting);
+  PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
   const absl::Time begin = absl::Now();
   absl::Status status = SendVersion(std::move(request), handler);
   rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));
@@ -211,7 +191,7 @@ absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& h
   EMA_RETURN_IF_ERROR(handler.Open(request));
   request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());
-  if (const auto pinned = handler.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
+  if (const auto pinned = handler.pinned_version()) rpc_->pulls.SetPinnedVersion(this, *pinned);
   v1::LaneResponse response;
   *response.mutable_pull() = handler.Header();
   EMA_RETURN_IF_ERROR(Send(response));

@@ -18,11 +18,11 @@
 
 namespace ema {
 
-// Whose process is at the other end of `fd`, a lane: "lane:pid=4711".
+// Names the process at the other end of the lane `fd`: "lane:pid=4711".
 std::string PeerName(int fd);
 
-// Has a thread of its own, in which Run() goes on until the client leaves, a call fails, or
-// `is_stopping`. Chunks are folded where the client has written them.
+// Has a thread of its own, on which Run() serves calls until the client closes the lane, a call
+// fails, or `is_stopping`. Chunks are folded where the client has written them.
 class LaneConnection final : public StreamCall {
  public:
   // `rpc` and `is_stopping` outlive it.
@@ -37,20 +37,20 @@ class LaneConnection final : public StreamCall {
     (why == StreamEnd::kStalled ? is_stalled_ : is_revoked_).store(true, std::memory_order_relaxed);
   }
 
-  // The message that begins a call. INVALID_ARGUMENT, BAD_REQUEST: there is another. Other errors:
-  // the lane has ended.
+  // Receives the message that begins a call. INVALID_ARGUMENT, BAD_REQUEST: it is another message.
+  // Other errors: the lane has ended.
   absl::StatusOr<v1::LaneRequest> ReceiveRequest();
   absl::Status Serve(v1::LaneRequest request);
   absl::Status ServePush(const v1::PushHeader& header);
   absl::Status ServePull(v1::PullRequest request);
   // Header, chunks, trailer.
   absl::Status SendVersion(v1::PullRequest request, PullHandler& handler);
-  // Puts a chunk into as many slots as it takes: how many these were.
+  // Copies a chunk into as many slots as it needs, and returns their number.
   absl::StatusOr<int64_t> SendChunk(const PullHandler::Chunk& chunk);
-  // The next frame of a call. An error says why the call ends.
+  // Receives the next frame of a call. An error says why the call ends.
   absl::StatusOr<LanePipe::Frame> Receive(const LanePipe::Stop& has_ended);
   absl::Status Send(const v1::LaneResponse& response);
-  // Whether a wait for the client is to end.
+  // True: stop waiting for the client.
   bool MustEnd() const;
   absl::Status WhyEnded(const absl::Status& status) const;
 
@@ -58,8 +58,8 @@ class LaneConnection final : public StreamCall {
   const std::atomic<bool>& is_stopping_;
   std::unique_ptr<LanePipe> pipe_;
   std::string peer_;            // Constant once connected.
-  bool has_lost_step_ = false;  // What the client sends may belong to a call that has ended.
-  // Of the call that goes on. Relaxed: it is looked at again and again.
+  bool has_lost_step_ = false;  // The client's messages may belong to a call that has ended.
+  // Of the current call. Relaxed: polled.
   std::atomic<bool> is_stalled_ = false;
   std::atomic<bool> is_revoked_ = false;
 };

@@ -10,12 +10,13 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
 #include "server/rpc/lane_connection.h"
+#include "server/rpc/open_connections.h"
 #include "server/wire/lane_pipe.h"
 
 namespace ema {
 namespace {
 
-// How long a stop, or a lane that has ended, may wait to be seen.
+// How long it may take until a stop, or the end of a lane, is noticed.
 constexpr int kPollMs = 100;
 
 }  // namespace
@@ -48,7 +49,7 @@ void LaneServer::Accept() {
       lane = lanes_.erase(lane);
     }
     if (ready <= 0) continue;
-    // Whoever finds no descriptor has gRPC.
+    // A client that is refused for lack of a descriptor uses gRPC.
     const ConnectionAcceptor::Accepted accepted = acceptor_.Accept(SOCK_CLOEXEC);
     if (accepted.outcome == ConnectionAcceptor::Outcome::kExhausted) poll(nullptr, 0, kPollMs);
     if (accepted.outcome != ConnectionAcceptor::Outcome::kAccepted) continue;
@@ -56,7 +57,8 @@ void LaneServer::Accept() {
     if (static_cast<int64_t>(lanes_.size()) >= max_lanes_) {
       const std::string peer = PeerName(fd);
       close(fd);
-      refused_.Tell(*rpc_->observer, rpc_->log, ServerObserver::Refusal::kLanes, peer, max_lanes_);
+      ReportRefusedConnection(*rpc_->observer, rpc_->log, refusals_,
+                              ServerObserver::Refusal::kLanes, peer, max_lanes_);
       continue;
     }
     Lane& lane = lanes_.emplace_back();
@@ -65,7 +67,7 @@ void LaneServer::Accept() {
         LaneConnection(rpc_, &is_stopping_).Run(fd);
         lane.has_ended.store(true);
       });
-    } catch (const std::system_error&) {  // Out of threads: as out of descriptors.
+    } catch (const std::system_error&) {  // Out of threads.
       lanes_.pop_back();
       close(fd);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Takes the same-host lanes of clients.
+// Accepts the same-host lanes of clients.
 #ifndef EMA_SERVER_RPC_LANE_SERVER_H_
 #define EMA_SERVER_RPC_LANE_SERVER_H_
 
@@ -13,7 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/base/listen_socket.h"
-#include "server/rpc/refused_connections.h"
+#include "server/base/log_throttle.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
@@ -21,14 +21,14 @@ namespace ema {
 // Each lane has a thread. Stop() and the destructor are for one thread; the rest is thread-safe.
 class LaneServer {
  public:
-  // Listens on a socket with a random name. At most `max_lanes` at once: more are closed, and their
-  // clients take gRPC. `rpc` outlives it. UNAVAILABLE: the system refuses.
+  // Listens on a socket with a random name. Lanes beyond `max_lanes` are closed, and their clients
+  // use gRPC. `rpc` outlives it. UNAVAILABLE: the system refuses.
   static absl::StatusOr<std::unique_ptr<LaneServer>> Start(RpcContext* rpc, int64_t max_lanes);
   ~LaneServer() { Stop(); }
 
   const std::string& socket_name() const { return socket_name_; }
 
-  // Ends all lanes, whatever they are doing.
+  // Ends all lanes, even during a call.
   void Stop();
 
  private:
@@ -45,14 +45,14 @@ class LaneServer {
   const int64_t max_lanes_;
   const std::string socket_name_;
   const int fd_;
-  ConnectionAcceptor acceptor_;  // The accepting thread's.
-  RefusedConnections refused_;
+  ConnectionAcceptor acceptor_;  // Only for the accepting thread.
+  LogThrottle refusals_;
   std::atomic<bool> is_stopping_ = false;
   struct Lane {
     std::thread thread;
     std::atomic<bool> has_ended = false;
   };
-  std::list<Lane> lanes_;  // The accepting thread's, until that has ended.
+  std::list<Lane> lanes_;  // Only for the accepting thread, until that has ended.
   std::thread accepting_;
 };
 

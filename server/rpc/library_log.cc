@@ -23,8 +23,8 @@ struct LibraryLog {
   LogThrottle protobuf;
 };
 
-// The libraries' functions have no place for it. Never destroyed: their threads may log until the
-// end.
+// Global, because the libraries' log functions have no argument for it. Never destroyed: their
+// threads may log until the process ends.
 std::atomic<LibraryLog*> library_log = nullptr;
 
 std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, int line) {
@@ -32,14 +32,14 @@ std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, 
 }
 
 // `is_last`: the library ends the process next.
-void TellError(LibraryLog& log, LogThrottle& throttle, std::string_view library,
-               std::vector<LogField> fields, bool is_last) {
+void ReportError(LibraryLog& log, LogThrottle& throttle, std::string_view library,
+                 std::vector<LogField> fields, bool is_last) {
   if (!is_last) return throttle.Tell(log.sink, LogLevel::kWarning, library, std::move(fields));
   LogTo(log.sink, LogLevel::kError, library, std::move(fields));
   log.flush();
 }
 
-void TellGrpc(gpr_log_func_args* args) {
+void ReportGrpc(gpr_log_func_args* args) {
   constexpr std::string_view kLibrary = "gRPC";
   LibraryLog& log = *library_log.load(std::memory_order_acquire);
   std::vector<LogField> fields = FieldsOf(args->message, args->file, args->line);
@@ -47,7 +47,7 @@ void TellGrpc(gpr_log_func_args* args) {
     case GPR_LOG_SEVERITY_ERROR: {
       // GPR_ASSERT() aborts next.
       const bool is_last = std::string_view(args->message).starts_with("assertion failed");
-      return TellError(log, log.grpc, kLibrary, std::move(fields), is_last);
+      return ReportError(log, log.grpc, kLibrary, std::move(fields), is_last);
     }
     case GPR_LOG_SEVERITY_INFO:
       return LogTo(log.sink, LogLevel::kInfo, kLibrary, std::move(fields));
@@ -56,11 +56,11 @@ void TellGrpc(gpr_log_func_args* args) {
   }
 }
 
-void TellProtobuf(google::protobuf::LogLevel level, const char* file, int line,
-                  const std::string& message) {
+void ReportProtobuf(google::protobuf::LogLevel level, const char* file, int line,
+                    const std::string& message) {
   LibraryLog& log = *library_log.load(std::memory_order_acquire);
-  TellError(log, log.protobuf, "protobuf", FieldsOf(message, file, line),
-            level == google::protobuf::LOGLEVEL_FATAL);
+  ReportError(log, log.protobuf, "protobuf", FieldsOf(message, file, line),
+              level == google::protobuf::LOGLEVEL_FATAL);
 }
 
 }  // namespace
@@ -70,8 +70,8 @@ void SendLibraryLogTo(LogSink sink, std::function<void()> flush) {
       new LibraryLog{
           .sink = std::move(sink), .flush = std::move(flush), .grpc = {}, .protobuf = {}},
       std::memory_order_release);
-  gpr_set_log_function(&TellGrpc);
-  google::protobuf::SetLogHandler(&TellProtobuf);
+  gpr_set_log_function(&ReportGrpc);
+  google::protobuf::SetLogHandler(&ReportProtobuf);
 }
 
 }  // namespace ema

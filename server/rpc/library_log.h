@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What gRPC and protobuf themselves have to say.
+// Sends the log lines of gRPC and protobuf to the server's log.
 #ifndef EMA_SERVER_RPC_LIBRARY_LOG_H_
 #define EMA_SERVER_RPC_LIBRARY_LOG_H_
 
@@ -10,13 +10,12 @@
 
 namespace ema {
 
-// From here on `sink` is told what these libraries would write to stderr in lines of their own:
-// events "gRPC" and "protobuf" with the message and the place in the source. Their errors, which
-// are mostly what strangers send, are warnings, each library's throttled as LogThrottle does it;
-// what they say before they end the process is an error. gRPC's info and debug come if
-// GRPC_VERBOSITY asks for them, and all of them. `flush` is called between what they say last and
-// the end of the process. Once in a process, before the libraries are used; both are kept until the
-// process ends.
+// From now on `sink` gets the lines that these libraries would write to stderr, as events "gRPC"
+// and "protobuf" with the message and the place in the source. Their errors, which mostly come from
+// what strangers send, are warnings, throttled for each library; an error that ends the process is
+// an error. gRPC's info and debug lines are not throttled; GRPC_VERBOSITY enables them. `flush` is
+// called between the last line and the end of the process. To be called once in a process, before
+// the libraries are used; both arguments are kept until the process ends.
 void SendLibraryLogTo(LogSink sink, std::function<void()> flush);
 
 }  // namespace ema

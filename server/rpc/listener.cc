@@ -21,19 +21,19 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/peer_network.h"
+#include "server/base/socket_address.h"
 
 namespace ema {
 namespace {
 
-// Where the system lacks what a connection takes, and the backlog stays readable.
+// Pause while the system lacks resources for a connection: the backlog stays readable.
 constexpr int kBackoffMs = 10;
 
-// Has the kernel ask peers' kernels, so that a machine that has gone does not keep its connections:
-// gRPC asks only those with calls.
+// Makes the kernel probe peers, so that connections of a dead machine are closed: gRPC pings only
+// connections with calls.
 void SetKeepalive(int fd, const RpcLimits& limits) {
   constexpr int kProbes = 4;
-  constexpr int64_t kMostSeconds = 32'767;  // Of Linux: with more it stays at two hours.
+  constexpr int64_t kMostSeconds = 32'767;  // Linux ignores larger values.
   const auto seconds = [&](absl::Duration duration) {
     const int64_t count = absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1)));
     return static_cast<int>(std::min(count, kMostSeconds));
@@ -49,17 +49,13 @@ void SetKeepalive(int fd, const RpcLimits& limits) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& address,
-                                                         OpenConnections* connections) {
+absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& address) {
   constexpr std::string_view kUnix = "unix:";
-  if (std::string_view(address).starts_with(kUnix)) {
-    return BindUnix(address.substr(kUnix.size()), connections);
-  }
-  return BindTcp(address, connections);
+  if (std::string_view(address).starts_with(kUnix)) return BindUnix(address.substr(kUnix.size()));
+  return BindTcp(address);
 }
 
-absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& path,
-                                                             OpenConnections* connections) {
+absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& path) {
   sockaddr_un address{};
   if (!path.starts_with('/') || path.size() >= sizeof(address.sun_path)) {
     return absl::InvalidArgumentError(
@@ -74,21 +70,21 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
   absl::Cleanup close_fd = [fd] { close(fd); };
-  // What bind() makes has this mode from the start, less the process's umask, which must not decide
-  // who gets in.
+  // bind() makes the file with this mode, less the process's umask, which must not decide who may
+  // connect.
   if (fchmod(fd, S_IRUSR | S_IWUSR) != 0) {
     return absl::InternalError(absl::StrCat("fchmod: ", std::strerror(errno)));
   }
   int bound = bind(fd, as_any, sizeof(address));
   if (bound != 0 && errno == EADDRINUSE) {
-    // Of any other file it would be said, too, that nobody answers there. Nor is a socket ours to
-    // which a link leads.
+    // connect() would be refused for any other file, too. A symbolic link is not ours to remove
+    // either.
     struct stat there {};
     if (lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
       return absl::AlreadyExistsError(
           absl::StrCat("cannot listen on unix:", path, ": there is a file that is no socket"));
     }
-    // A server that was killed leaves its file behind: nobody answers there.
+    // A server that was killed leaves its file behind, which refuses connections.
     const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     const bool is_left = connect(probe, as_any, sizeof(address)) != 0 && errno == ECONNREFUSED;
     close(probe);
@@ -105,16 +101,15 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
   }
   std::move(close_fd).Cancel();
   std::move(close_stop_fd).Cancel();
-  return std::unique_ptr<Listener>(new Listener(fd, stop_fd, /*port=*/0, path, connections));
+  return std::unique_ptr<Listener>(new Listener(fd, stop_fd, /*port=*/0, path));
 }
 
-absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address,
-                                                            OpenConnections* connections) {
+absl::StatusOr<std::unique_ptr<Listener>> Listener::BindTcp(const std::string& address) {
   EMA_ASSIGN_OR_RETURN(const ListenSocket socket, ListenTcp(address, "--listen"));
   absl::Cleanup close_socket = [&socket] { close(socket.fd); };
   EMA_ASSIGN_OR_RETURN(const int stop_fd, NewEvent());
   std::move(close_socket).Cancel();
-  return std::unique_ptr<Listener>(new Listener(socket.fd, stop_fd, socket.port, "", connections));
+  return std::unique_ptr<Listener>(new Listener(socket.fd, stop_fd, socket.port, ""));
 }
 
 Listener::~Listener() {
@@ -123,8 +118,11 @@ Listener::~Listener() {
 }
 
 void Listener::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
+                     const RpcLimits& limits, OpenConnections* connections,
                      ServerObserver* observer, LogSink log) {
   acceptor_ = std::move(acceptor);
+  limits_ = limits;
+  connections_ = connections;
   observer_ = observer;
   log_ = std::move(log);
   thread_ = std::thread([this] { Accept(); });
@@ -137,25 +135,9 @@ void Listener::Stop() {
     thread_.join();
   }
   if (fd_ < 0) return;
-  // In this order: once nobody answers there, the next server takes the path over.
+  // In this order: once the socket is closed, the next server may use the path.
   if (!path_.empty()) unlink(path_.c_str());
   close(std::exchange(fd_, -1));
-}
-
-bool Listener::Admit(int fd) {
-  struct stat about {};
-  sockaddr_storage address{};
-  auto* const peer = reinterpret_cast<sockaddr*>(&address);
-  socklen_t size = sizeof(address);
-  if (fstat(fd, &about) != 0 || getpeername(fd, peer, &size) != 0) return false;
-  const std::optional<ServerObserver::Refusal> refusal =
-      connections_->Keep({fd, about.st_ino, is_unix(), IsLoopback(peer) ? "" : NetworkOf(peer)});
-  if (!refusal.has_value()) return true;
-  refused_.Tell(*observer_, log_, *refusal, PeerText(peer),
-                *refusal == ServerObserver::Refusal::kLimit
-                    ? connections_->limits().max_connections
-                    : connections_->limits().max_connections_per_peer);
-  return false;
 }
 
 void Listener::Accept() {
@@ -170,17 +152,23 @@ void Listener::Accept() {
     if (outcome == Outcome::kRefused) {
       rlimit files{};
       getrlimit(RLIMIT_NOFILE, &files);
-      refused_.Tell(*observer_, log_, ServerObserver::Refusal::kDescriptors, refused_peer,
-                    static_cast<int64_t>(files.rlim_cur));
+      ReportRefusedConnection(*observer_, log_, refusals_, ServerObserver::Refusal::kDescriptors,
+                              refused_peer, static_cast<int64_t>(files.rlim_cur));
     }
     if (outcome != Outcome::kAccepted) continue;
-    if (!Admit(fd)) {
+    if (!connections_->Add(fd, is_unix())) {
+      sockaddr_storage address{};
+      auto* const peer = reinterpret_cast<sockaddr*>(&address);
+      socklen_t size = sizeof(address);
+      getpeername(fd, peer, &size);
       close(fd);
+      ReportRefusedConnection(*observer_, log_, refusals_, ServerObserver::Refusal::kLimit,
+                              PeerText(peer), connections_->limit());
       continue;
     }
     const int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-    SetKeepalive(fd, connections_->limits());
+    SetKeepalive(fd, limits_);
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.listener_fd = fd_;
     connection.fd = fd;

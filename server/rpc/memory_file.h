@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A file that is in memory only, for libraries that want the name of one.
+// A file in memory, for libraries that read files by name.
 #ifndef EMA_SERVER_RPC_MEMORY_FILE_H_
 #define EMA_SERVER_RPC_MEMORY_FILE_H_
 
@@ -13,11 +13,11 @@
 
 namespace ema {
 
-// Readers in this process open it by its path; no other may who is not this user. Movable; not
-// thread-safe, but for those who read.
+// Readers in this process open it by its path, which processes of other users cannot. Movable; not
+// thread-safe, except for reading.
 class MemoryFile {
  public:
-  // `modified_seconds`: its time of modification, since the epoch. INTERNAL: the system refuses.
+  // `modified_seconds`: its time of modification, since the epoch. INTERNAL: a system call failed.
   static absl::StatusOr<MemoryFile> Make(std::string_view text, int64_t modified_seconds);
   MemoryFile(MemoryFile&& other) noexcept;
   MemoryFile& operator=(MemoryFile&&) = delete;
@@ -25,8 +25,8 @@ class MemoryFile {
 
   // Valid as long as this lives.
   std::string path() const;
-  // At this path is `other` from here on, all at once: who has opened what was there reads that.
-  // INTERNAL: the system refuses; nothing has changed.
+  // Atomically puts `other` at this path; readers that have opened the previous file keep reading
+  // it. INTERNAL: a system call failed; nothing has changed.
   absl::Status ReplaceBy(MemoryFile other);
 
  private:

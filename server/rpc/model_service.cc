@@ -25,11 +25,11 @@ namespace ema {
 namespace {
 
 constexpr int64_t kDefaultMaxPinnedVersions = 2;
-// With its fields below the 4 MiB that gRPC's clients take by default.
+// With its fields below the 4 MiB that gRPC's clients accept by default.
 constexpr size_t kFilePartBytes = size_t{1} << 20;
 
-// The version that `request` names, if `pin` can be had of it, so that it is not evicted before the
-// call's turn comes. Null: it names none, or the call itself will say why that cannot be pinned.
+// Pins the version that `request` names, so that it is not evicted before the call's turn comes.
+// Null: it names none, or the pin failed, for which the call itself will give the reason.
 template <typename Request>
 SnapshotRef PinNamed(const ModelStore& store, const Request& request,
                      absl::StatusOr<SnapshotRef> (VersionHistory::*pin)(int64_t version,
@@ -41,58 +41,67 @@ SnapshotRef PinNamed(const ModelStore& store, const Request& request,
   return pinned.ok() ? *std::move(pinned) : nullptr;
 }
 
+constexpr char kDefaultMetricLabel[] = "best";
+
+absl::StatusOr<VersionId> ReadVersion(int64_t version, int64_t incarnation) {
+  if (version >= 0 && incarnation >= 0) return VersionId{version, incarnation};
+  return BadRequest(absl::StrCat("version: ", version, " of incarnation ", incarnation,
+                                 " given, expected 0 or more of both"));
+}
+
 }  // namespace
 
 void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           const Workers& workers) {
-#define EMA_LISTEN(method, on) \
-  EMA_LISTEN_BY(method, [worker = on](const auto&) { return Turn{.worker = worker}; })
-#define EMA_LISTEN_BY(method, choose_turn)                               \
-  UnaryCall<v1::method##Request, v1::method##Response>::Listen(          \
-      rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,          \
-      [this](const v1::method##Request& request, const Access& access) { \
-        return Answer(&ModelService::method, request, access);           \
-      },                                                                 \
-      choose_turn)
-  Worker* const here = nullptr;
-  const auto holding = [this](Worker* worker) {
+// The last argument, if any, chooses where the call runs; without one, on the queue's thread.
+#define EMA_LISTEN(method, ...)                                                              \
+  ListenUnary(                                                                               \
+      rpc, queue, &rpc->service, "/ema.v1.EmaService/" #method,                              \
+      &RpcContext::EmaService::Request##method,                                              \
+      [this](const v1::method##Request& request, const Access&) { return method(request); }, \
+      ##__VA_ARGS__)
+  const auto on = [](Worker* worker) {
+    return [worker](const auto&) { return Turn{.worker = worker, .held = nullptr}; };
+  };
+  const auto pinned_on = [this](Worker* worker) {
     return [this, worker](const auto& request) {
       return Turn{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
     };
   };
-  const auto create = [this, workers](const v1::CreateCheckpointRequest& request) {
-    // Who need not wait for long may have the last one.
+  EMA_LISTEN(CreateModel);
+  EMA_LISTEN(GetModel);
+  ListenUnary(rpc, queue, &rpc->service, "/ema.v1.EmaService/ListModels",
+              &RpcContext::EmaService::RequestListModels,
+              [this](const v1::ListModelsRequest&, const Access& access)
+                  -> absl::StatusOr<v1::ListModelsResponse> { return ListModels(access); });
+  EMA_LISTEN(UpdateModel);
+  EMA_LISTEN(DeleteModel, on(workers.saving));
+  EMA_LISTEN(AttachFile);
+  EMA_LISTEN(GetAttachedFile, on(workers.quick));
+  EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
+    return Turn{.worker = request.has_resume() ? workers.restoring : nullptr, .held = nullptr};
+  });
+  EMA_LISTEN(QueryPush);
+  EMA_LISTEN(GetLane);
+  EMA_LISTEN(ListVersions, on(workers.quick));
+  EMA_LISTEN(GetStatistics, pinned_on(workers.computing));
+  EMA_LISTEN(CreateCheckpoint, [this, workers](const v1::CreateCheckpointRequest& request) {
+    // A call that does not wait for the save may take the last pin.
     SnapshotRef version = PinNamed(
         *store_, request, request.async() ? &VersionHistory::Pin : &VersionHistory::PinSpare);
-    // What is only on the disk is labelled after a save that is running.
+    // A version that is only on the disk is labelled after the save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
     return Turn{is_quick ? workers.quick : workers.saving, std::move(version)};
-  };
-  EMA_LISTEN(CreateModel, here);
-  EMA_LISTEN(GetModel, here);
-  EMA_LISTEN(ListModels, here);
-  EMA_LISTEN(UpdateModel, here);
-  EMA_LISTEN(DeleteModel, workers.saving);
-  EMA_LISTEN(AttachFile, here);
-  EMA_LISTEN(GetAttachedFile, workers.quick);
-  EMA_LISTEN_BY(OpenRun, [workers](const v1::OpenRunRequest& request) {
-    return Turn{.worker = request.has_resume() ? workers.restoring : nullptr};
   });
-  EMA_LISTEN(QueryPush, here);
-  EMA_LISTEN(GetLane, here);
-  EMA_LISTEN(ListVersions, workers.quick);
-  EMA_LISTEN_BY(GetStatistics, holding(workers.computing));
-  EMA_LISTEN_BY(CreateCheckpoint, create);
-  EMA_LISTEN(GetCheckpoint, workers.quick);
-  EMA_LISTEN(ListCheckpoints, workers.quick);
-  EMA_LISTEN(DeleteCheckpoint, workers.saving);
-  EMA_LISTEN(RestoreCheckpoint, workers.restoring);
-  EMA_LISTEN_BY(SetLabel, holding(workers.saving));
-  EMA_LISTEN_BY(ReportMetric, holding(workers.saving));
-  EMA_LISTEN(Synthesize, workers.computing);
+  EMA_LISTEN(GetCheckpoint, on(workers.quick));
+  EMA_LISTEN(ListCheckpoints, on(workers.quick));
+  EMA_LISTEN(DeleteCheckpoint, on(workers.saving));
+  EMA_LISTEN(RestoreCheckpoint, on(workers.restoring));
+  EMA_LISTEN(SetLabel, pinned_on(workers.saving));
+  EMA_LISTEN(ReportMetric, pinned_on(workers.saving));
+  EMA_LISTEN(Synthesize, on(workers.computing));
 #undef EMA_LISTEN
-#undef EMA_LISTEN_BY
 }
 
 void ModelService::OfferLane(const std::string& socket_name) {
@@ -121,7 +130,7 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
 }
 
 absl::StatusOr<v1::GetModelResponse> ModelService::GetModel(const v1::GetModelRequest& request) {
-  // The message says why the model was not loaded.
+  // The error says why the model was not loaded.
   if (const absl::Status refused = checkpoints_.CheckMayCreate(request.model()); !refused.ok()) {
     return MakeError(absl::StatusCode::kNotFound, GetErrorReason(refused),
                      std::string(refused.message()));
@@ -132,8 +141,7 @@ absl::StatusOr<v1::GetModelResponse> ModelService::GetModel(const v1::GetModelRe
   return response;
 }
 
-absl::StatusOr<v1::ListModelsResponse> ModelService::ListModels(const v1::ListModelsRequest&,
-                                                                const Access& access) {
+v1::ListModelsResponse ModelService::ListModels(const Access& access) {
   v1::ListModelsResponse response;
   for (const std::shared_ptr<Model>& model : store_->List()) {
     if (!access.Covers(model->config().name)) continue;
@@ -161,12 +169,12 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
                                    " given, expected \"", request.model(),
                                    "\", the model that is to be deleted"));
   }
-  // While nothing has changed.
+  // Before anything is changed.
   EMA_RETURN_IF_ERROR(checkpoints_.CheckMayForget());
   // The model is in memory, or was not loaded because all its checkpoints are corrupt.
   const bool is_there =
       store_->Get(request.model()).ok() || !checkpoints_.CheckMayCreate(request.model()).ok();
-  // Also if it is not there: a call before may have failed at its checkpoints.
+  // Even if it is not: an earlier call may have failed at its checkpoints.
   bool is_forgotten = false;
   const absl::Status status = store_->Delete(request.model(), [&]() -> absl::Status {
     EMA_RETURN_IF_ERROR(checkpoints_.Forget(request.model()));
@@ -236,7 +244,7 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
     return BadRequest(absl::StrCat("layout.wire_dtype: ", static_cast<int>(wire_dtype),
                                    " given, expected UNSPECIFIED (0) or BFLOAT16 (1)"));
   }
-  // As RankLayout::Create(), before they take ten times their bytes.
+  // RankLayout::Create() checks this, too, but converting the shards takes ten times their bytes.
   EMA_RETURN_IF_ERROR(RankLayout::CheckCount(request.layout().shards_size()));
   EMA_ASSIGN_OR_RETURN(RankLayout layout,
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
@@ -245,13 +253,13 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
   Launch launch{request.launch_id(), request.last_run_epoch()};
   std::optional<VersionId> newest;
   if (request.has_resume()) {
-    // What is wrong with the call itself first: a rollback ends the run that is open.
+    // Check the call itself first: a rollback ends the run that is open.
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TrainerRun> tried,
                          TrainerRun::Create(&model->manifest(), request.launch_id(), /*epoch=*/0,
                                             request.world_size()));
     EMA_RETURN_IF_ERROR(tried->Join(request.rank(), request.world_size(), layout));
     EMA_ASSIGN_OR_RETURN(newest, checkpoints_.Resume(*model, launch, FromProto(request.resume())));
-    // What it has rolled back is newer than its last run.
+    // The rollback is newer than its last run.
     if (newest.has_value()) launch.last_run_epoch = 0;
   }
   EMA_ASSIGN_OR_RETURN(
@@ -306,14 +314,14 @@ absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
     const v1::ListVersionsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   std::set<VersionId> on_disk;
-  // A disk that fails says of none that it is there.
+  // If the disk fails, no version is reported as stored.
   if (const auto stored = checkpoints_.OnDisk(*model, /*with_partial=*/false); stored.ok()) {
     for (const KnownVersion& version : *stored) on_disk.insert(version.id);
   }
   v1::ListVersionsResponse response;
-  // One message must hold them.
+  // They must fit into one message.
   constexpr size_t kMaxBytes = 4 << 20;
-  // A commit waits while they are copied.
+  // A commit waits while records are copied.
   constexpr int64_t kRecordsAtOnce = 256;
   size_t bytes = 0;
   int64_t version = request.after_version();
@@ -359,6 +367,92 @@ absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
     out->set_step(source.step);
     out->set_weight(source.weight);
   }
+  return response;
+}
+
+absl::StatusOr<v1::CreateCheckpointResponse> ModelService::CreateCheckpoint(
+    const v1::CreateCheckpointRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  Checkpoints::SaveRequest wanted{.async = request.async(), .label = request.label()};
+  EMA_ASSIGN_OR_RETURN(wanted.id, ReadVersion(request.version(), request.incarnation()));
+  wanted.tracks.assign(request.tracks().begin(), request.tracks().end());
+  EMA_ASSIGN_OR_RETURN(const Checkpoints::Saved saved, checkpoints_.Save(*model, wanted));
+  v1::CreateCheckpointResponse response;
+  *response.mutable_version() = ToProto(saved.record);
+  response.set_checkpoint(saved.name);
+  response.set_total_bytes(saved.total_bytes);
+  response.set_state(static_cast<v1::Checkpoint::State>(saved.state));
+  return response;
+}
+
+absl::StatusOr<v1::GetCheckpointResponse> ModelService::GetCheckpoint(
+    const v1::GetCheckpointRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const CheckpointInfo checkpoint,
+                       checkpoints_.Get(*model, request.checkpoint()));
+  v1::GetCheckpointResponse response;
+  *response.mutable_checkpoint() = ToProto(checkpoint);
+  return response;
+}
+
+absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
+    const v1::ListCheckpointsRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const Checkpoints::Listing listing, checkpoints_.List(*model));
+  v1::ListCheckpointsResponse response;
+  for (const CheckpointInfo& checkpoint : listing.checkpoints) {
+    *response.add_checkpoints() = ToProto(checkpoint);
+  }
+  for (const CheckpointLabel& label : listing.labels) *response.add_labels() = ToProto(label);
+  return response;
+}
+
+absl::StatusOr<v1::DeleteCheckpointResponse> ModelService::DeleteCheckpoint(
+    const v1::DeleteCheckpointRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_RETURN_IF_ERROR(checkpoints_.Delete(*model, request.checkpoint()));
+  return v1::DeleteCheckpointResponse();
+}
+
+absl::StatusOr<v1::RestoreCheckpointResponse> ModelService::RestoreCheckpoint(
+    const v1::RestoreCheckpointRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
+  EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
+  v1::RestoreCheckpointResponse response;
+  *response.mutable_version() = ToProto(record);
+  return response;
+}
+
+absl::StatusOr<v1::SetLabelResponse> ModelService::SetLabel(const v1::SetLabelRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  v1::SetLabelResponse response;
+  if (request.remove()) {
+    EMA_RETURN_IF_ERROR(checkpoints_.RemoveLabel(*model, request.label()));
+    return response;
+  }
+  EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
+  EMA_ASSIGN_OR_RETURN(const CheckpointLabel label,
+                       checkpoints_.SetLabel(*model, request.label(), id));
+  *response.mutable_label() = ToProto(label);
+  return response;
+}
+
+absl::StatusOr<v1::ReportMetricResponse> ModelService::ReportMetric(
+    const v1::ReportMetricRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  CheckpointLabel score{.name = request.label().empty() ? kDefaultMetricLabel : request.label(),
+                        .metric = request.value(),
+                        .lower_is_better = request.lower_is_better()};
+  EMA_ASSIGN_OR_RETURN(score.id, ReadVersion(request.version(), request.incarnation()));
+  if (score.id.version == 0) {
+    return BadRequest("version: 0 given, expected the version that was evaluated, 1 or more");
+  }
+  EMA_ASSIGN_OR_RETURN(const Checkpoints::MetricResult result,
+                       checkpoints_.ReportMetric(*model, score));
+  v1::ReportMetricResponse response;
+  *response.mutable_label() = ToProto(result.label);
+  response.set_moved(result.moved);
   return response;
 }
 

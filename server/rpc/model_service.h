@@ -15,26 +15,26 @@
 
 namespace ema {
 
-// Answers every unary call about models. Thread-safe from Listen() on. Files: model_service.cc, and
-// checkpoint_calls.cc for the calls about checkpoints and labels.
+// Answers every unary call about models. Thread-safe from Listen() on.
 class ModelService {
  public:
-  // `checkpoints` outlives this. `log` is told of models that are created, changed and deleted.
+  // `checkpoints` outlives this. `log` gets an event for each model created, changed or deleted.
   ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, LogSink log)
       : store_(std::move(store)), checkpoints_(*checkpoints), log_(std::move(log)) {}
 
   // What GetLane() answers. REQUIRES: before Listen().
   void OfferLane(const std::string& socket_name);
 
+  // Each runs one kind of call on a thread of its own.
   struct Workers {
-    // Runs what reads of the disk only what there is, and waits for no save.
+    // Calls that read the disk, but wait for no save.
     Worker* quick;
-    // Runs what saves, or waits for a save. Meanwhile the version that a call is about is pinned,
-    // if readers can still pin another.
+    // Calls that save, or wait for a save. While they are queued, the version that they name stays
+    // pinned, if readers can still pin another.
     Worker* saving;
-    // Runs what makes an earlier version the newest, for minutes.
+    // Calls that make an earlier version the newest, for minutes.
     Worker* restoring;
-    // Runs what computes over whole versions, for minutes.
+    // Calls that compute over whole versions, for minutes.
     Worker* computing;
   };
   // Waits for the next call of each method on `queue`. This outlives the queue.
@@ -43,9 +43,8 @@ class ModelService {
  private:
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
   absl::StatusOr<v1::GetModelResponse> GetModel(const v1::GetModelRequest& request);
-  // Those that the caller may know of.
-  absl::StatusOr<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request,
-                                                    const Access& access);
+  // Lists the models that the token of the call covers.
+  v1::ListModelsResponse ListModels(const Access& access);
   absl::StatusOr<v1::UpdateModelResponse> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
   absl::StatusOr<v1::AttachFileResponse> AttachFile(const v1::AttachFileRequest& request);
@@ -68,18 +67,6 @@ class ModelService {
   absl::StatusOr<v1::SetLabelResponse> SetLabel(const v1::SetLabelRequest& request);
   absl::StatusOr<v1::ReportMetricResponse> ReportMetric(const v1::ReportMetricRequest& request);
   absl::StatusOr<v1::SynthesizeResponse> Synthesize(const v1::SynthesizeRequest& request);
-
-  template <typename Request, typename Response>
-  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (ModelService::*method)(const Request&),
-                                  const Request& request, const Access&) {
-    return (this->*method)(request);
-  }
-  template <typename Request, typename Response>
-  absl::StatusOr<Response> Answer(absl::StatusOr<Response> (ModelService::*method)(const Request&,
-                                                                                   const Access&),
-                                  const Request& request, const Access& access) {
-    return (this->*method)(request, access);
-  }
 
   const std::shared_ptr<ModelStore> store_;
   Checkpoints& checkpoints_;

@@ -4,41 +4,39 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <utility>
 
 namespace ema {
-namespace {
 
-bool IsOpen(const OpenConnections::Connection& connection) {
+bool OpenConnections::Connection::IsOpen() const {
   struct stat about {};
-  return fstat(connection.fd, &about) == 0 && about.st_ino == connection.inode;
+  return fstat(fd, &about) == 0 && about.st_ino == inode;
 }
-
-template <typename Predicate>
-int64_t Count(const std::vector<OpenConnections::Connection>& connections, Predicate is_counted) {
-  return std::count_if(connections.begin(), connections.end(), is_counted);
-}
-
-}  // namespace
 
 int64_t OpenConnections::count() const {
   absl::MutexLock lock(&mu_);
-  return Count(connections_, IsOpen);
+  return std::count_if(connections_.begin(), connections_.end(),
+                       [](const Connection& connection) { return connection.IsOpen(); });
 }
 
-std::optional<ServerObserver::Refusal> OpenConnections::Keep(Connection connection) {
+bool OpenConnections::Add(int fd, bool is_unix) {
+  struct stat about {};
+  if (fstat(fd, &about) != 0) return false;
   absl::MutexLock lock(&mu_);
-  std::erase_if(connections_, [](const Connection& other) { return !IsOpen(other); });
-  const int64_t of_kind = Count(
-      connections_, [&](const Connection& other) { return other.is_unix == connection.is_unix; });
-  if (of_kind >= limits_.max_connections) return ServerObserver::Refusal::kLimit;
-  const int64_t of_network = Count(
-      connections_, [&](const Connection& other) { return other.network == connection.network; });
-  if (!connection.network.empty() && of_network >= limits_.max_connections_per_peer) {
-    return ServerObserver::Refusal::kPeerLimit;
-  }
-  connections_.push_back(std::move(connection));
-  return std::nullopt;
+  std::erase_if(connections_, [](const Connection& connection) { return !connection.IsOpen(); });
+  const int64_t count =
+      std::count_if(connections_.begin(), connections_.end(),
+                    [is_unix](const Connection& other) { return other.is_unix == is_unix; });
+  if (count >= limit_) return false;
+  connections_.push_back({fd, about.st_ino, is_unix});
+  return true;
+}
+
+void ReportRefusedConnection(ServerObserver& observer, const LogSink& log, LogThrottle& throttle,
+                             ServerObserver::Refusal reason, const std::string& peer,
+                             int64_t limit) {
+  observer.OnConnectionRefused(reason);
+  throttle.Tell(log, LogLevel::kWarning, "connection refused",
+                {{"peer", peer}, {"reason", RefusalName(reason)}, {"limit", limit}});
 }
 
 }  // namespace ema

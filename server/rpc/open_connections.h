@@ -1,47 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How many connections there may be.
+// Caps the number of open connections, and reports refused ones.
 #ifndef EMA_SERVER_RPC_OPEN_CONNECTIONS_H_
 #define EMA_SERVER_RPC_OPEN_CONNECTIONS_H_
 
 #include <sys/types.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "server/base/log_event.h"
+#include "server/base/log_throttle.h"
 #include "server/base/observer.h"
-#include "server/base/rpc_limits.h"
 
 namespace ema {
 
-// The connections that a server's listeners have handed to gRPC, all of them together. Thread-safe.
+// The connections that all listeners of a server have handed to gRPC. Thread-safe.
 class OpenConnections {
  public:
-  // gRPC does not tell when it closes one, but then the descriptor is another file, or none.
-  struct Connection {
-    int fd = -1;
-    ino_t inode = 0;
-    bool is_unix = false;
-    std::string network;  // Of its peer; empty: of this host.
-  };
+  // At most `limit` over TCP, and as many over unix sockets.
+  explicit OpenConnections(int64_t limit) : limit_(limit) {}
 
-  // Of `limits` those of connections count.
-  explicit OpenConnections(const RpcLimits& limits) : limits_(limits) {}
-
-  // Counts it among those that are open; or why it may not be.
-  std::optional<ServerObserver::Refusal> Keep(Connection connection) ABSL_LOCKS_EXCLUDED(mu_);
+  // Counts the connection `fd` until it is closed. False: there are too many.
+  bool Add(int fd, bool is_unix) ABSL_LOCKS_EXCLUDED(mu_);
   int64_t count() const ABSL_LOCKS_EXCLUDED(mu_);
-  const RpcLimits& limits() const { return limits_; }
+  int64_t limit() const { return limit_; }
 
  private:
-  const RpcLimits limits_;
+  // gRPC does not tell when it closes a connection, but then its descriptor is another file or
+  // none.
+  struct Connection {
+    int fd;
+    ino_t inode;
+    bool is_unix;
+    bool IsOpen() const;
+  };
+
+  const int64_t limit_;
   mutable absl::Mutex mu_;
-  std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);  // And some that are closed.
+  std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);  // Open and closed ones.
 };
+
+// Tells `observer` of a connection that was closed at once, and `log` if `throttle` allows it.
+// `peer`: empty if unknown. `limit`: that of the exhausted resource.
+void ReportRefusedConnection(ServerObserver& observer, const LogSink& log, LogThrottle& throttle,
+                             ServerObserver::Refusal reason, const std::string& peer,
+                             int64_t limit);
 
 }  // namespace ema
 

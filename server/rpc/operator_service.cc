@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/operator_service.h"
 
+#include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/unary_call.h"
@@ -16,11 +17,11 @@ absl::Status CannotDo(std::string_view what) {
 }  // namespace
 
 void OperatorService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
-#define EMA_LISTEN(method)                                                                   \
-  UnaryCall<v1::method##Request, v1::method##Response>::Listen(                              \
-      rpc, &rpc->service, "/ema.v1.EmaService/" #method, queue,                              \
-      [this](const v1::method##Request& request, const Access&) { return method(request); }, \
-      [](const auto&) { return Turn(); })
+#define EMA_LISTEN(method)                                      \
+  ListenUnary(                                                  \
+      rpc, queue, &rpc->service, "/ema.v1.EmaService/" #method, \
+      &RpcContext::EmaService::Request##method,                 \
+      [this](const v1::method##Request& request, const Access&) { return method(request); })
   EMA_LISTEN(GetServerInfo);
   EMA_LISTEN(SetLogLevel);
   EMA_LISTEN(Drain);

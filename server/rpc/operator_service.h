@@ -20,8 +20,8 @@
 
 namespace ema {
 
-// What the process that serves is, and lets operators do. Its functions may be called from any
-// thread.
+// Describes the serving process, and what operators can do with it. Its functions may be called
+// from any thread.
 struct ServingProcess {
   std::string version;
   int64_t incarnation = 0;
@@ -32,10 +32,10 @@ struct ServingProcess {
     std::string before;
     std::string now;
   };
-  // Sets the log's level; empty: leaves it. INVALID_ARGUMENT, BAD_REQUEST. May be empty: there is
-  // no log.
+  // Sets the log's level, or leaves it if `level` is empty. INVALID_ARGUMENT, BAD_REQUEST: unknown
+  // level. Null: the process has no log.
   std::function<absl::StatusOr<LogLevels>(std::string_view level)> set_log_level;
-  // Begins to drain, and returns at once. False: it has begun already. May be empty: nobody can.
+  // Begins to drain, and returns at once. False: it has begun already. Null: it cannot be drained.
   std::function<bool()> drain;
 };
 
@@ -48,7 +48,7 @@ class OperatorService {
     std::optional<int64_t> in_use;
     int64_t limit = 0;
   };
-  // What it asks the server when it is asked.
+  // How it reads the server's state.
   struct View {
     std::function<absl::Status()> health;
     std::function<std::vector<Limit>()> limits;

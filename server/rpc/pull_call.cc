@@ -10,6 +10,8 @@
 #include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
+#include "server/rpc/grpc_status.h"
+#include "server/rpc/raw_message.h"
 #include "server/wire/chunk_codec.h"
 
 namespace ema {
@@ -17,14 +19,7 @@ namespace {
 
 constexpr char kPull[] = "/ema.v1.EmaService/Pull";
 
-grpc::ByteBuffer Serialize(const v1::PullResponse& response) {
-  grpc::ByteBuffer bytes;
-  bool own_buffer = false;
-  grpc::GenericSerialize<grpc::ProtoBufferWriter, v1::PullResponse>(response, &bytes, &own_buffer);
-  return bytes;
-}
-
-// What keeps a slice's memory valid until gRPC has sent it.
+// Keeps a slice's memory valid until gRPC has sent it.
 struct SliceOwner {
   std::shared_ptr<Reading> reading;
   std::shared_ptr<const std::byte> memory;
@@ -35,47 +30,35 @@ struct SliceOwner {
 void PullCall::Listen(RpcContext* rpc, CallQueue* queue) {
   std::shared_ptr<PullCall> call(new PullCall(rpc, queue));
   void* const tag = call->accepted_.Arm(call);
-  rpc->service.Request(kPull, &call->context_, &call->stream_, queue->get(), tag);
+  rpc->service.RequestPull(&call->context_, &call->request_, &call->stream_, queue->get(),
+                           queue->get(), tag);
 }
-
-PullCall::PullCall(RpcContext* rpc, CallQueue* queue)
-    : rpc_(rpc),
-      queue_(queue),
-      arrival_(rpc, kPull),
-      handler_(rpc->store.get(), rpc->checkpoints, &rpc->waiting) {}
 
 PullCall::~PullCall() { rpc_->pulls.Leave(this); }
 
 void PullCall::OnAccepted(bool ok) {
-  if (!ok) return;  // Shutting down.
-  in_flight_ = rpc_->calls.Enter();
-  Listen(rpc_, queue_);
-  arrival_.Begin(
-      context_, [this] { stream_.Read(&request_, read_.Arm(shared_from_this())); },
-      [self = shared_from_this()](const absl::Status& status) { self->Finish(status); });
-}
-
-void PullCall::OnRead(bool ok) {
-  if (!arrival_.Complete(ok)) return;
+  if (!ok) return;  // The server is shutting down.
   begin_ = absl::Now();
-  const LogCallerScope scope(&arrival_.caller().log);
+  Listen(rpc_, queue_);
   if (absl::Status status = CatchExceptions([this] { return Start(); }); !status.ok()) {
     return Finish(status);
   }
   if (!handler_.needs_disk()) return WriteHeader();
-  RunOn(*rpc_->disk_reader, [self = shared_from_this()] { self->OpenStored(); });
+  RunOn(
+      *rpc_->disk_reader, [self = shared_from_this()] { self->OpenStored(); },
+      handler_.selection_bytes());
 }
 
 absl::Status PullCall::Start() {
-  EMA_ASSIGN_OR_RETURN(const v1::PullRequest request, ParseRequest<v1::PullRequest>(request_));
-  EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPull, arrival_.caller(), request.model()));
-  SetCaller(kPull, arrival_.caller().authorization, request.model());
-  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, rpc_->authenticator));
+  EMA_ASSIGN_OR_RETURN(const v1::PullRequest request, Parse<v1::PullRequest>(request_));
+  EMA_ASSIGN_OR_RETURN(caller_, rpc_->admission.Admit(kPull, context_, request.model()));
+  const LogCallerScope scope(&caller_.log);
+  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, caller_.authorization, request.model()));
   return handler_.Open(request);
 }
 
-void PullCall::RunOn(Worker& worker, std::function<void()> work) {
-  if (absl::Status status = worker.Run(std::move(work)); !status.ok()) Finish(status);
+void PullCall::RunOn(Worker& worker, std::function<void()> work, int64_t bytes) {
+  if (absl::Status status = worker.Run(std::move(work), bytes); !status.ok()) Finish(status);
 }
 
 void PullCall::OpenStored() {
@@ -85,7 +68,7 @@ void PullCall::OpenStored() {
 }
 
 void PullCall::WriteHeader() {
-  if (const auto pinned = handler_.pinned_version()) rpc_->pulls.SetPinned(this, *pinned);
+  if (const auto pinned = handler_.pinned_version()) rpc_->pulls.SetPinnedVersion(this, *pinned);
   const auto header = CatchExceptions([this]() -> absl::StatusOr<grpc::ByteBuffer> {
     v1::PullResponse response;
     *response.mutable_header() = handler_.Header();
@@ -142,12 +125,12 @@ void PullCall::Write(const grpc::ByteBuffer& message) {
 
 void PullCall::End(StreamEnd why) {
   if (why == StreamEnd::kRevoked) return is_revoked_.store(true, std::memory_order_relaxed);
-  // A reader that takes nothing could not be told why, either: the stream is cut.
+  // A reader that accepts nothing would not receive a status either: the stream is cut.
   context_.TryCancel();
 }
 
 void PullCall::Finish(const absl::Status& status) {
-  arrival_.TellEnd(status);
+  rpc_->observer->OnRpcEnded("Pull", status);
   rpc_->observer->OnPullEnded(handler_.EndOf(status, absl::Now() - begin_));
   handler_.Close();
   stream_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));

@@ -4,13 +4,15 @@
 #ifndef EMA_SERVER_RPC_PULL_CALL_H_
 #define EMA_SERVER_RPC_PULL_CALL_H_
 
+#include <grpcpp/grpcpp.h>
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 
+#include "server/rpc/call_queue.h"
 #include "server/rpc/pull_handler.h"
-#include "server/rpc/request_arrival.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
@@ -19,7 +21,7 @@ namespace ema {
 // mostly the snapshot's own: no copy. A chunk that needs the disk is made, and its write started,
 // on the disk reader's thread; one that needs an accelerator, on the device reader's. All else runs
 // on the queue's thread. Keeps itself alive while gRPC, or one of those threads, can still call it;
-// the version stays pinned until gRPC has let go of the last chunk.
+// the version stays pinned until gRPC has released the last chunk.
 class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
  public:
   // Waits for the next Pull on `queue`, and for the one after when it has come.
@@ -27,17 +29,17 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   ~PullCall();
 
  private:
-  PullCall(RpcContext* rpc, CallQueue* queue);
+  PullCall(RpcContext* rpc, CallQueue* queue)
+      : rpc_(rpc), queue_(queue), handler_(rpc->store.get(), rpc->checkpoints) {}
 
   void OnAccepted(bool ok);
-  void OnRead(bool ok);
   void OnWritten(bool ok);
-  void OnFinished(bool ok) { arrival_.TellSent(ok); }
+  void OnFinished(bool) {}
   void End(StreamEnd why) override;
 
   absl::Status Start();
-  // On the worker's thread. Ends the call if it has no room.
-  void RunOn(Worker& worker, std::function<void()> work);
+  // Runs `work` on the worker's thread, or ends the call if too many wait.
+  void RunOn(Worker& worker, std::function<void()> work, int64_t bytes = 0);
   void OpenStored();
   void WriteHeader();
   void WriteNext();
@@ -47,22 +49,20 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
   RpcContext* const rpc_;
   CallQueue* const queue_;
-  std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
   grpc::ByteBuffer request_;
-  grpc::ServerAsyncReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer> stream_{&context_};
+  grpc::ServerAsyncWriter<grpc::ByteBuffer> stream_{&context_};
   MemberTag<PullCall> accepted_{&PullCall::OnAccepted};
-  MemberTag<PullCall> read_{&PullCall::OnRead};
   MemberTag<PullCall> written_{&PullCall::OnWritten};
   MemberTag<PullCall> finished_{&PullCall::OnFinished};
 
-  RequestArrival arrival_;
-  absl::Time begin_ = absl::InfiniteFuture();  // When the request was there.
+  Caller caller_;  // Constant once admitted.
+  absl::Time begin_;
   PullHandler handler_;
   uint32_t digest_ = 0;
-  int64_t writing_bytes_ = 0;  // Of the message that is being written.
+  int64_t writing_bytes_ = 0;  // Size of the message that is being written.
   bool trailer_written_ = false;
-  std::atomic<bool> is_revoked_ = false;  // Relaxed: it is looked at again and again.
+  std::atomic<bool> is_revoked_ = false;  // Relaxed: checked before each message.
 };
 
 }  // namespace ema

@@ -14,7 +14,7 @@
 namespace ema {
 namespace {
 
-// INVALID_ARGUMENT: more than one thing says which version is asked for, or a negative number.
+// INVALID_ARGUMENT: more than one field names the version, or a number is negative.
 absl::Status CheckNamesOne(const v1::PullRequest& request) {
   if (request.version() < 0) {
     return BadRequest(absl::StrCat("version: ", request.version(), " given, expected 0 or more"));
@@ -41,7 +41,7 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
   EMA_RETURN_IF_ERROR(OpenReading(request));
   if (reading_ == nullptr) return absl::OkStatus();
   EMA_RETURN_IF_ERROR(Begin());
-  // Of a version after this one it is not known what has been the same.
+  // Changes since a version are known only if that is not a later one.
   const VersionId base{request.base().version(), request.base().incarnation()};
   if (request.has_base() && base <= record_.id() &&
       model_->history().FindRecord({base.version, base.incarnation}).has_value()) {
@@ -140,19 +140,13 @@ absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {
     EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> found,
                          model_->readings().FindStep(request.track(), request.step()));
     wanted.step = request.step();
-    if (!found.has_value()) return WaitForDisk(std::move(wanted));
+    if (!found.has_value()) {
+      on_disk_ = std::move(wanted);
+      return absl::OkStatus();
+    }
     wanted.id = *found;
   }
   return OpenVersion(std::move(wanted));
-}
-
-absl::Status PullHandler::WaitForDisk(Wanted wanted) {
-  const int64_t bytes = Reading::BytesOf(wanted.selection);
-  if (wanted.memory == nullptr && bytes > Reading::kFreeBytes) {
-    EMA_ASSIGN_OR_RETURN(wanted.memory, waiting_->Reserve("a waiting Pull", bytes));
-  }
-  on_disk_ = std::move(wanted);
-  return absl::OkStatus();
 }
 
 absl::Status PullHandler::OpenVersion(Wanted wanted) {
@@ -169,7 +163,8 @@ absl::Status PullHandler::OpenVersion(Wanted wanted) {
       wanted.too_many_pins = reading.status();
       wanted.step.reset();
     }
-    return WaitForDisk(std::move(wanted));
+    on_disk_ = std::move(wanted);
+    return absl::OkStatus();
   }
   EMA_RETURN_IF_ERROR(reading.status());
   reading_ = *std::move(reading);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a Pull sends, whatever carries it.
+// What a Pull sends, over gRPC or a same-host lane.
 #ifndef EMA_SERVER_RPC_PULL_HANDLER_H_
 #define EMA_SERVER_RPC_PULL_HANDLER_H_
 
@@ -17,7 +17,6 @@
 #include "ema/version_id.h"
 #include "server/base/observer.h"
 #include "server/core/checkpoints.h"
-#include "server/core/memory_budget.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 #include "server/core/reading.h"
@@ -27,18 +26,22 @@ namespace ema {
 // One pull: header, chunks, trailer. Keeps the version pinned. For one thread at a time.
 class PullHandler {
  public:
-  // `waiting`: for long lists of tensors, while they wait for the disk. All outlive it.
-  PullHandler(ModelStore* store, Checkpoints* checkpoints, MemoryBudget* waiting)
-      : store_(store), checkpoints_(checkpoints), waiting_(waiting) {}
+  // Both outlive it.
+  PullHandler(ModelStore* store, Checkpoints* checkpoints)
+      : store_(store), checkpoints_(checkpoints) {}
 
   // Errors as Pull in ema_service.proto. Does not block on the disk: opens what is in memory.
   absl::Status Open(const v1::PullRequest& request);
-  // After Open(), and before all else: opens a version that is only on the disk, if that is what is
-  // pulled. Errors likewise.
+  // To be called after Open(), before anything else: opens the version if it is only on the disk.
+  // Errors as Open().
   absl::Status OpenStored();
   // True: OpenStored() or Next(), whichever comes next, blocks on the disk.
   bool needs_disk() const {
     return on_disk_.has_value() || (reading_ != nullptr && reading_->is_stored());
+  }
+  // Memory of the selection that waits for OpenStored().
+  int64_t selection_bytes() const {
+    return on_disk_.has_value() ? Reading::BytesOf(on_disk_->selection) : 0;
   }
   // True: Next() waits until a copy has come from the device.
   bool needs_device() const {
@@ -64,49 +67,45 @@ class PullHandler {
       return std::nullopt;
     return record_.id();
   }
-  // What an observer is told of the pull, which has ended so.
+  // What an observer is told of a pull that has ended with `status`.
   ServerObserver::PullEnd EndOf(const absl::Status& status, absl::Duration duration) const;
-  // Lets the version go.
+  // Releases the version.
   void Close() { reading_.reset(); }
 
  private:
-  // A version, and what of it is asked for; in `on_disk_`: it is to be read from the disk.
+  // A version, and what of it is to be sent.
   struct Wanted {
     VersionId id;
-    std::optional<int64_t> step;  // Instead: of this step, and not in memory.
+    std::optional<int64_t> step;  // Instead of `id`: the version at this step, not in memory.
     std::string track;
     Selection selection;
-    std::unique_ptr<MemoryBudget::Reservation> memory;  // Of a long selection.
-    absl::Status too_many_pins;                         // Not OK: it is in memory; because of this.
+    absl::Status too_many_pins;  // Not OK: the version is in memory, but cannot be pinned.
   };
 
-  // Sets `reading_`, or `on_disk_`, unless there is nothing newer to read.
+  // Sets `reading_` or `on_disk_`, unless the reader has the newest version.
   absl::Status OpenReading(const v1::PullRequest& request);
-  // Which version is asked for, if not by its step; all zero: the newest.
+  // The version that is asked for, unless by its step. All zero: the newest.
   absl::StatusOr<VersionId> FindVersion(const v1::PullRequest& request) const;
-  // Sets `on_disk_`.
-  absl::Status WaitForDisk(Wanted wanted);
   // Sets `reading_` if the version is in memory, else `on_disk_`.
   absl::Status OpenVersion(Wanted wanted);
-  // OpenVersion() of the step in `on_disk_`, wherever it is.
+  // Calls OpenVersion() for the step in `on_disk_`.
   absl::Status FindStoredStep();
   // Sets `reading_`.
   absl::Status OpenFromDisk(Wanted wanted);
-  // Goes on once `reading_` is known.
+  // Continues once `reading_` is known.
   absl::Status Begin();
-  // Passes over chunks that the reader has.
+  // Skips chunks that the reader has.
   void SkipUnchanged();
 
   ModelStore* const store_;
   Checkpoints* const checkpoints_;
-  MemoryBudget* const waiting_;
   std::shared_ptr<Model> model_;
   Version record_;
-  std::optional<Wanted> on_disk_;        // Until it is open.
+  std::optional<Wanted> on_disk_;        // What OpenStored() is to open.
   std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
-  std::optional<int64_t> base_version_;  // The reader has what was the same then.
+  std::optional<int64_t> base_version_;  // The reader has the chunks that are unchanged since.
   int64_t offset_ = 0;                   // Where the reader wants to begin.
-  int64_t position_ = 0;                 // In the reading's bytes: what is sent next.
+  int64_t position_ = 0;                 // In the reading's bytes: the next to be sent.
   int64_t sent_bytes_ = 0;
   int64_t chunk_count_ = 0;
 };

@@ -12,6 +12,8 @@
 #include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/grpc_status.h"
+#include "server/rpc/raw_message.h"
 #include "server/wire/chunk_codec.h"
 
 namespace ema {
@@ -24,24 +26,23 @@ constexpr char kPush[] = "/ema.v1.EmaService/Push";
 void PushCall::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue) {
   std::shared_ptr<PushCall> call(new PushCall(rpc, queue));
   void* const tag = call->accepted_.Arm(call);
-  rpc->service.Request(kPush, &call->context_, &call->stream_, queue, tag);
+  rpc->service.RequestPush(&call->context_, &call->stream_, queue, queue, tag);
 }
 
 PushCall::~PushCall() { rpc_->pushes.Leave(this); }
 
 void PushCall::OnAccepted(bool ok) {
-  if (!ok) return;  // Shutting down.
-  in_flight_ = rpc_->calls.Enter();
+  if (!ok) return;  // The server is shutting down.
   BeginTiming();
   Listen(rpc_, queue_);
-  // Before it takes a place.
-  absl::StatusOr<Caller> caller = rpc_->Admit(kPush, context_);
-  if (!caller.ok()) return Finish(caller.status());
-  caller_ = *std::move(caller);
-  SetCaller(kPush, caller_.authorization, /*model=*/std::nullopt);
-  if (absl::Status status = rpc_->pushes.Enter(this, rpc_->authenticator); !status.ok())
-    return Finish(status);
+  if (absl::Status status = Start(); !status.ok()) return Finish(status);
   Read();
+}
+
+absl::Status PushCall::Start() {
+  // gRPC delivers a push before its first message, which names the model.
+  EMA_ASSIGN_OR_RETURN(caller_, rpc_->admission.Admit(kPush, context_, /*model=*/std::nullopt));
+  return rpc_->pushes.Enter(this, caller_.authorization, /*model=*/std::nullopt);
 }
 
 void PushCall::Read() {
@@ -57,8 +58,8 @@ void PushCall::OnRead(bool ok) {
     if (finishing_) return;
   }
   if (!ok) {
-    // gRPC shows a malformed or oversized message as a clean end, too: without a commit nothing is
-    // applied.
+    // gRPC reports a malformed or oversized message as a clean end, too: without a commit nothing
+    // is applied.
     return Finish(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNoCommit,
                             "the stream ended, or broke, before its commit message"));
   }
@@ -94,17 +95,10 @@ absl::Status PushCall::HandleMessage() {
     return handler_.OnChunk(chunk->header, pieces_);
   }
 
-  v1::PushRequest request;
-  grpc::ProtoBufferReader reader(&message_);
-  if (!request.ParseFromZeroCopyStream(&reader)) return BadRequest("malformed PushRequest");
+  EMA_ASSIGN_OR_RETURN(const v1::PushRequest request, Parse<v1::PushRequest>(message_));
   switch (request.message_case()) {
     case v1::PushRequest::kHeader:
-      EMA_RETURN_IF_ERROR(rpc_->CheckModel(kPush, caller_, request.header().model()));
-      EMA_RETURN_IF_ERROR(
-          rpc_->pushes.SetModel(this, request.header().model(), rpc_->authenticator));
-      return handler_.OnHeader(request.header(), [self = shared_from_this()](const auto& result) {
-        self->Finish(result);
-      });
+      return HandleHeader(request.header());
     case v1::PushRequest::kChunk: {
       EMA_ASSIGN_OR_RETURN(const uint32_t crc32c,
                            ReadChecksum("chunk.crc32c", request.chunk().crc32c()));
@@ -115,23 +109,36 @@ absl::Status PushCall::HandleMessage() {
                               {&piece, 1});
     }
     case v1::PushRequest::kCommit:
-      committed_ = true;
-      handler_.EndChunks();
-      // Whoever waits for other ranks must not keep them from getting in.
-      rpc_->pushes.Leave(this);
-      {
-        // Whoever was told that the stream has stalled must not find its step committed.
-        absl::MutexLock lock(&mu_);
-        if (finishing_) return absl::OkStatus();
-        timing_ = {.commit_arrival = marked_time(),
-                   .receive = absl::FromChrono(waited()),
-                   .fold = absl::FromChrono(worked())};
-      }
-      return handler_.OnCommit(request.commit());
+      return HandleCommit(request.commit());
     case v1::PushRequest::MESSAGE_NOT_SET:
       break;
   }
   return BadRequest("a PushRequest with neither header, chunk nor commit");
+}
+
+absl::Status PushCall::HandleHeader(const v1::PushHeader& header) {
+  rpc_->pushes.SetModel(this, header.model());
+  EMA_RETURN_IF_ERROR(
+      rpc_->admission.Admit(kPush, caller_.authorization, caller_.log.peer, header.model())
+          .status());
+  return handler_.OnHeader(
+      header, [self = shared_from_this()](const auto& result) { self->Finish(result); });
+}
+
+absl::Status PushCall::HandleCommit(const v1::PushCommit& commit) {
+  committed_ = true;
+  handler_.EndChunks();
+  // While this rank waits for others, they may need its slot.
+  rpc_->pushes.Leave(this);
+  {
+    // A client that was told that its stream has stalled must not find its step committed.
+    absl::MutexLock lock(&mu_);
+    if (finishing_) return absl::OkStatus();
+    timing_ = {.commit_arrival = marked_time(),
+               .receive = absl::FromChrono(waited()),
+               .fold = absl::FromChrono(worked())};
+  }
+  return handler_.OnCommit(commit);
 }
 
 void PushCall::End(StreamEnd why) {
@@ -149,7 +156,7 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
     absl::MutexLock lock(&mu_);
     if (finishing_) return;
     finishing_ = true;
-    // Before anybody else sees that, and lets the call go.
+    // Before another thread sees finishing_ and drops its reference.
     tag = finished_.Arm(shared_from_this());
     if (timing_.has_value()) {
       if (result.ok() && !result->duplicate) phases = PhasesOf(*timing_, *result);
@@ -161,16 +168,13 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
     return handler_.Response(*result, phases);
   });
   rpc_->observer->OnRpcEnded("Push", response.status());
-  if (!response.ok()) {
-    stream_.Finish(ToGrpcStatus(response.status(), context_), tag);
-    return;
-  }
-  stream_.WriteAndFinish(*response, grpc::WriteOptions(), grpc::Status::OK, tag);
+  if (response.ok()) return stream_.Finish(Serialize(*response), grpc::Status::OK, tag);
+  stream_.FinishWithError(ToGrpcStatus(response.status(), context_), tag);
 }
 
 void PushCall::OnFinished(bool) {
   {
-    // Until the commit message, only this thread knows what has come.
+    // Until the commit message, only this thread knows what has been received.
     absl::MutexLock lock(&mu_);
     if (!timing_.has_value()) {
       rpc_->observer->OnPushEnded({handler_.model_name(), handler_.received_bytes(), std::nullopt});

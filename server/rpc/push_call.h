@@ -4,6 +4,8 @@
 #ifndef EMA_SERVER_RPC_PUSH_CALL_H_
 #define EMA_SERVER_RPC_PUSH_CALL_H_
 
+#include <grpcpp/grpcpp.h>
+
 #include <memory>
 #include <optional>
 #include <span>
@@ -11,6 +13,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "server/rpc/call_queue.h"
 #include "server/rpc/push_handler.h"
 #include "server/rpc/rpc_context.h"
 
@@ -33,22 +36,24 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void OnFinished(bool ok);
   void End(StreamEnd why) override;
 
+  absl::Status Start();
   void Read();
   absl::Status HandleMessage();
-  // Answers, once: later calls do nothing. From any thread: the session may have ended.
+  absl::Status HandleHeader(const v1::PushHeader& header);
+  absl::Status HandleCommit(const v1::PushCommit& commit) ABSL_LOCKS_EXCLUDED(mu_);
+  // Answers; calls after the first do nothing. From any thread: the session may have ended.
   void Finish(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
   RpcContext* const rpc_;
   grpc::ServerCompletionQueue* const queue_;
-  std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
-  Caller caller_;  // Constant once admitted.
-  grpc::ServerAsyncReaderWriter<v1::PushResponse, grpc::ByteBuffer> stream_{&context_};
+  grpc::ServerAsyncReader<grpc::ByteBuffer, grpc::ByteBuffer> stream_{&context_};
   MemberTag<PushCall> accepted_{&PushCall::OnAccepted};
   MemberTag<PushCall> read_{&PushCall::OnRead};
   MemberTag<PushCall> finished_{&PushCall::OnFinished};
 
   // Only on the queue's thread. Vectors are reused: nothing is allocated per chunk.
+  Caller caller_;
   PushHandler handler_;
   bool committed_ = false;
   grpc::ByteBuffer message_;
@@ -57,7 +62,7 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
 
   absl::Mutex mu_;
   bool finishing_ ABSL_GUARDED_BY(mu_) = false;
-  // At the commit message; absent before.
+  // Set by the commit message.
   std::optional<PushTiming> timing_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What becomes of the messages of a Push, whatever has carried them.
+// Handles the messages of a Push, over gRPC or a same-host lane.
 #ifndef EMA_SERVER_RPC_PUSH_HANDLER_H_
 #define EMA_SERVER_RPC_PUSH_HANDLER_H_
 
@@ -21,13 +21,13 @@
 
 namespace ema {
 
-// Where the time of a push has gone when its commit message has come.
+// The times of a push until its commit message has arrived.
 struct PushTiming {
   SteadyTime commit_arrival;
   absl::Duration receive;
   absl::Duration fold;
 };
-// The whole of it. REQUIRES: the push has ended now, with this `result`.
+// The phases of a push that has just ended with `result`.
 PushPhases PhasesOf(const PushTiming& timing, const PushResult& result);
 
 // One push of one rank. An error from any function ends the push. For one thread at a time.
@@ -36,31 +36,32 @@ class PushHandler {
   // `store` outlives it.
   explicit PushHandler(ModelStore* store) : store_(store) {}
 
-  // `on_end` as Model::OpenPush() calls it.
+  // `on_end` as for Model::OpenPush().
   absl::Status OnHeader(const v1::PushHeader& header, PushCallback on_end);
   absl::Status OnChunk(const ChunkHeader& header,
                        std::span<const std::span<const std::byte>> pieces);
-  // To be called before OnCommit(), while the push still has its place: as RankPush::EndChunks().
+  // As RankPush::EndChunks(). To be called before OnCommit(), while the push still has its slot.
   void EndChunks() {
     if (push_ != nullptr) push_->EndChunks();
   }
   absl::Status OnCommit(const v1::PushCommit& commit);
 
-  // The reply. REQUIRES: the push has ended with this `result`. From any thread.
+  // The response. REQUIRES: the push has ended with this `result`. From any thread.
   v1::PushResponse Response(const PushResult& result,
                             const std::optional<PushPhases>& phases) const;
-  // Of chunks, whatever has come of them. REQUIRES: Close() has not been called.
+  // Bytes of the received chunks, rejected ones included. REQUIRES: Close() has not been called.
   int64_t received_bytes() const { return push_ != nullptr ? push_->total_bytes() : 0; }
-  // Empty: there is no such model. From any thread once the header has been taken.
+  // Empty: there is no such model. From any thread after OnHeader().
   std::string_view model_name() const;
-  // Lets the session go.
+  // Releases the session.
   void Close() { push_.reset(); }
 
  private:
   ModelStore* const store_;
   std::shared_ptr<Model> model_;
-  int64_t plan_revision_ = 0;    // As the header has it.
-  bool reports_timing_ = false;  // The same.
+  // From the header.
+  int64_t plan_revision_ = 0;
+  bool reports_timing_ = false;
   std::unique_ptr<RankPush> push_;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/rpc_server.h"
 
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
@@ -14,6 +15,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
 #include "server/core/model_store.h"
+#include "server/rpc/authorization.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
@@ -23,28 +25,30 @@
 namespace ema {
 namespace {
 
-// What one read of a socket may fill. Measured: with 1 MiB buffers, which stay in the cache between
+// Buffer for one read of a socket. Measured: with 1 MiB buffers, which stay in the cache between
 // the kernel's copy and the fold, a push is a third faster than with gRPC's 64 KiB slices, of which
 // it fills 4 MiB at once. Works only without the experiment that main.cc turns off.
 constexpr int kReadBytes = 1 << 20;
 
 constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
-// Watches last.
+// Watches last long.
 constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
-// How often the watchdog looks at calls, and the other thread at the user's files.
+// How often the watchdog checks streams, and the other thread the user's files.
 constexpr absl::Duration kLookInterval = absl::Milliseconds(250);
 constexpr absl::Duration kFileLookInterval = absl::Seconds(1);
 
-// A health check is one small message, so it arrives at once or is not meant to.
-constexpr std::chrono::seconds kProbeTimeout(1);
-constexpr absl::Duration kProbeRetryDelay = absl::Milliseconds(50);
-
-// What health checks call the store of checkpoints.
+// The service that health checks name for the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
 
-// What clients may make gRPC do and hold.
+// Limits what clients may make gRPC do and hold.
 void SetLimits(const RpcLimits& limits, grpc::ServerBuilder& builder) {
+  // Bytes that are being received. When they are used up, gRPC cancels streams; the caps on pushes
+  // keep them below that. (gRPC 1.51 narrows receive windows from a fifth of the quota on.)
+  grpc::ResourceQuota quota("ema");
+  quota.Resize(static_cast<size_t>(limits.max_push_streams * RpcServer::PushBytes(limits) +
+                                   RpcServer::kRequestBytes));
+  builder.SetResourceQuota(quota);
   const auto set = [&builder](const char* name, int64_t value) {
     builder.AddChannelArgument(name, static_cast<int>(value));
   };
@@ -53,10 +57,11 @@ void SetLimits(const RpcLimits& limits, grpc::ServerBuilder& builder) {
   set("grpc.server_handshake_timeout_ms", absl::ToInt64Milliseconds(limits.handshake_timeout));
   set(GRPC_ARG_KEEPALIVE_TIME_MS, absl::ToInt64Milliseconds(limits.keepalive_time));
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, absl::ToInt64Milliseconds(limits.keepalive_timeout));
-  // Who has no call need not look at its connection, and would not answer: see SetKeepalive().
+  // Clients without calls do not read from their connections, so they would not answer pings: see
+  // SetKeepalive().
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 30'000);
   set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, absl::ToInt64Milliseconds(limits.max_connection_idle));
-  // What is compressed has no limit but that of its compressed bytes.
+  // The limit on a message is that of its compressed bytes.
   builder.SetDefaultCompressionAlgorithm(GRPC_COMPRESS_NONE);
   for (const auto algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
     builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
@@ -73,8 +78,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
                                                             const Options& options) {
   std::unique_ptr<RpcServer> server(new RpcServer(std::move(store), checkpoints, options));
   for (const std::string& address : options.listen_addresses) {
-    EMA_ASSIGN_OR_RETURN(server->listeners_.emplace_back(),
-                         Listener::Bind(address, &server->connections_));
+    EMA_ASSIGN_OR_RETURN(server->listeners_.emplace_back(), Listener::Bind(address));
   }
   if (options.same_host_lane) {
     EMA_ASSIGN_OR_RETURN(server->lanes_,
@@ -83,9 +87,9 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     server->models_.OfferLane(server->lanes_->socket_name());
   }
 
-  // No synchronous service, such as reflection: gRPC 1.51 would answer it, and calls of unknown
-  // methods, without a token and on threads of its own. Without one it answers unknown methods
-  // UNIMPLEMENTED on our queues.
+  // No synchronous service, such as reflection: gRPC 1.51 would answer it, and unknown methods,
+  // without a token and on threads of its own. Without one it answers unknown methods UNIMPLEMENTED
+  // on our queues.
   grpc::ServerBuilder builder;
   SetLimits(options.limits, builder);
   builder.RegisterService(&server->context_.service);
@@ -110,11 +114,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   if (server->server_ == nullptr) return absl::InternalError("gRPC did not start");
 
   server->StartThreads();
-  // So that whoever asks finds all workers from the first moment on.
+  // Health checks find all threads from the first moment on.
   server->options_.heartbeats->Look(Heartbeats::Clock::now());
   server->SetServing(true);
   for (size_t i = 0; i < acceptors.size(); ++i) {
-    server->listeners_[i]->Start(std::move(acceptors[i]), options.observer, options.log);
+    server->listeners_[i]->Start(std::move(acceptors[i]), options.limits, &server->connections_,
+                                 options.observer, options.log);
   }
   return server;
 }
@@ -127,7 +132,7 @@ void RpcServer::StartThreads() {
   for (const auto& [worker, need] :
        {std::pair(&quick_calls_, Need::kCheckpoints), std::pair(&saving_calls_, Need::kCheckpoints),
         std::pair(&disk_reader_, Need::kCheckpoints), std::pair(&device_reader_, Need::kServing),
-        // These may go on for minutes.
+        // These may run for minutes.
         std::pair(&restoring_calls_, Need::kNeither),
         std::pair(&computing_calls_, Need::kNeither)}) {
     worker->Start(options_.heartbeats->Add(worker->name(), need));
@@ -144,33 +149,34 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
     : options_(options),
       context_{
           .store = store,
-          .pushes = {"push", options.limits.max_push_streams,
-                     absl::ToChronoNanoseconds(options.limits.stream_timeout)},
-          .pulls = {"pull", options.limits.max_pull_streams,
-                    absl::ToChronoNanoseconds(options.limits.stream_timeout), kRetryDelay,
-                    StreamAdmission::Newcomers::kMayWait, options.limits.min_pull_bytes_per_second},
-          .watches = {"watch", options.limits.max_watch_streams,
-                      absl::ToChronoNanoseconds(options.limits.stream_timeout), kWatchRetryDelay},
-          .requests = {"arriving request", options.limits.max_arriving_requests,
-                       absl::ToChronoNanoseconds(options.limits.stream_timeout)},
-          .probes = {"arriving health check", kMaxArrivingProbes, kProbeTimeout, kProbeRetryDelay,
-                     StreamAdmission::Newcomers::kAlwaysEnter},
-          .rate = RateLimit(options.limits.max_calls_per_second),
-          .waiting = MemoryBudget(std::max(kMaxWaitingBytes, options.limits.max_message_bytes),
-                                  "waiting requests'"),
+          .admission = {options.authenticator, options.log},
+          .pushes = StreamSlots({.kind = "push",
+                                 .method = "/ema.v1.EmaService/Push",
+                                 .limit = options.limits.max_push_streams,
+                                 .stall_timeout = options.limits.stream_timeout,
+                                 .retry_delay = kRetryDelay}),
+          .pulls = StreamSlots({.kind = "pull",
+                                .method = "/ema.v1.EmaService/Pull",
+                                .limit = options.limits.max_pull_streams,
+                                .stall_timeout = options.limits.stream_timeout,
+                                .retry_delay = kRetryDelay,
+                                .min_bytes_per_second = options.limits.min_pull_bytes_per_second}),
+          .watches = StreamSlots({.kind = "watch",
+                                  .method = "/ema.v1.EmaService/Watch",
+                                  .limit = options.limits.max_watch_streams,
+                                  .stall_timeout = options.limits.stream_timeout,
+                                  .retry_delay = kWatchRetryDelay}),
           .log = options.log,
-          .refusals = {},
           .checkpoints = checkpoints,
-          .authenticator = options.authenticator,
           .observer = options.observer,
           .disk_reader = &disk_reader_,
           .device_reader = &device_reader_},
       models_(store, checkpoints, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
-      connections_(options.limits),
-      disk_reader_("disk-reader", options.limits.max_pull_streams),
-      device_reader_("device-reader", options.limits.max_pull_streams) {}
+      connections_(options.limits.max_connections),
+      disk_reader_("disk-reader", options.limits.max_pull_streams, kLongBytes),
+      device_reader_("device-reader", options.limits.max_pull_streams, /*max_bytes=*/0) {}
 
 RpcServer::~RpcServer() { Shutdown(SteadyNow()); }
 
@@ -205,7 +211,6 @@ RpcUsage RpcServer::usage() const {
   return {.push_streams = context_.pushes.open_count(),
           .pull_streams = context_.pulls.open_count(),
           .watch_streams = context_.watches.open_count(),
-          .arriving_requests = context_.requests.open_count(),
           .connections = connections_.count()};
 }
 
@@ -221,12 +226,9 @@ std::vector<OperatorService::Limit> RpcServer::Limits() const {
   return {{"push_streams", used.push_streams, limits.max_push_streams},
           {"pull_streams", used.pull_streams, limits.max_pull_streams},
           {"watch_streams", used.watch_streams, limits.max_watch_streams},
-          {"arriving_requests", used.arriving_requests, limits.max_arriving_requests},
           {"sessions", store.sessions().used_count(), store.sessions().limit()},
           {"connections", used.connections, limits.max_connections},
-          {"connections_per_peer", std::nullopt, limits.max_connections_per_peer},
-          {"models", static_cast<int64_t>(store.List().size()), store.max_models()},
-          {"calls_per_second", std::nullopt, limits.max_calls_per_second}};
+          {"models", static_cast<int64_t>(store.List().size()), store.max_models()}};
 }
 
 std::string RpcServer::addresses() const {
@@ -269,21 +271,21 @@ void RpcServer::Shutdown(SteadyTime deadline) {
     if (listener != nullptr) listener->Stop();
   }
   if (server_ != nullptr) {
-    // gRPC's own grace also waits 20 s for clients that are idle and poll nothing.
-    context_.calls.AwaitNone(deadline);
+    // Not by gRPC's own grace period, which also waits 20 s for idle clients that poll nothing.
+    context_.admission.AwaitNoCalls(deadline);
     server_->Shutdown(std::chrono::system_clock::now());
   }
   if (lanes_ != nullptr) lanes_->Stop();
-  // What was cancelled just now ends by itself, on the queues' threads.
+  // Cancelled calls end by themselves, on the queues' threads.
   constexpr absl::Duration kCancelGrace = absl::Seconds(5);
-  context_.calls.AwaitNone(After(SteadyNow(), kCancelGrace));
+  context_.admission.AwaitNoCalls(After(SteadyNow(), kCancelGrace));
   {
-    // Not before: calls that go on until the deadline need these threads.
+    // Not before: calls that run until the deadline need these threads.
     absl::MutexLock lock(&mu_);
     stopping_ = true;
     stop_wait_.WakeAll();
   }
-  // Nothing may start an operation on a queue that has been shut down: first the other threads end,
+  // No operation may be started on a queue that has been shut down: first the other threads end,
   // then each queue's own thread shuts it down.
   for (std::thread* const thread : {&watchdog_, &file_watch_}) {
     if (thread->joinable()) thread->join();
@@ -306,10 +308,9 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
   operator_.Listen(&context_, queue->get());
-  UnaryCall<grpc::health::v1::HealthCheckRequest, grpc::health::v1::HealthCheckResponse>::Listen(
-      &context_, &context_.health, kHealthCheck, queue->get(),
-      [this](const auto& request, const Access&) { return CheckHealth(request); },
-      [](const auto&) { return Turn(); });
+  using Health = grpc::health::v1::Health::AsyncService;
+  ListenUnary(&context_, queue->get(), &context_.health, kHealthCheck, &Health::RequestCheck,
+              [this](const auto& request, const Access&) { return CheckHealth(request); });
   queue->Run();
 }
 
@@ -325,10 +326,8 @@ void RpcServer::CheckStalled() {
     options_.heartbeats->Look(now);
     for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Ping();
     context_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.limits.session_timeout));
-    context_.pushes.CheckStalled(now);
-    context_.pulls.CheckStalled(now);
-    context_.requests.CheckStalled(now);
-    context_.probes.CheckStalled(now);
+    context_.pushes.EndStalled(now);
+    context_.pulls.EndStalled(now);
     EndPullsThatHoldPins();
   }
 }
@@ -346,8 +345,8 @@ void RpcServer::EndPullsThatHoldPins() {
            {"count", count},
            {"min_bytes_per_second", options_.limits.min_pull_bytes_per_second},
            {"hint",
-            "other readers need the version's place; --min-pull-bytes-per-second says what "
-            "is slow, and the model's max_pinned_versions how many places there are"}});
+            "another reader needs a pin: --min-pull-bytes-per-second is the least speed, and the "
+            "model's max_pinned_versions the number of pins"}});
   }
 }
 
@@ -355,11 +354,11 @@ void RpcServer::WatchFiles(Heartbeat* heartbeat) {
   while (!MustStopWithin(kFileLookInterval)) {
     const Heartbeat::Work at_work(heartbeat);
     if (certificate_ != nullptr) certificate_->Refresh();
-    if (options_.authenticator != nullptr && options_.authenticator->Refresh()) {
-      for (StreamAdmission* const streams :
-           {&context_.pushes, &context_.pulls, &context_.watches}) {
-        streams->EndRevoked(*options_.authenticator);
-      }
+    if (options_.authenticator == nullptr) continue;
+    options_.authenticator->Refresh();
+    // Even if no token has changed now: a stream may have begun while one was changing.
+    for (StreamSlots* const slots : {&context_.pushes, &context_.pulls, &context_.watches}) {
+      slots->EndRevoked(*options_.authenticator);
     }
   }
 }

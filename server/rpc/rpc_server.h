@@ -6,6 +6,7 @@
 
 #include <grpcpp/server.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -38,27 +39,24 @@
 namespace ema {
 
 // Owns a listener for each address, the completion queues with one thread each, the server's ends
-// of same-host lanes with one thread each, and one thread each for: calls that look at what is on
-// the disk, calls that save (one after another, over all models), calls that restore versions,
-// calls that compute over whole versions, what pulls read from the disk, what pulls read from an
-// accelerator, ending what has stalled, and looking at the user's files (certificate and tokens),
-// if there are any.
+// of same-host lanes with one thread each, the workers (see the last members), a thread that ends
+// stalled streams, and one that reloads certificate and tokens if there are any.
 class RpcServer {
  public:
   struct Options {
     // As Listener::Bind() takes them.
     std::vector<std::string> listen_addresses = {"127.0.0.1:50051"};
-    // Of all addresses but unix sockets.
+    // For all addresses except unix sockets.
     TlsFiles tls;
     RpcLimits limits;
     // Completion queues. One is fastest where trainer and server share two cores.
     int thread_count = 1;
     // Clients of this host and user may push and pull through shared memory.
     bool same_host_lane = true;
-    // Who may call what; outlives the server. Null: everybody everything.
+    // Outlives the server. Null: every caller may do everything.
     Authenticator* authenticator = nullptr;
-    // A worker that has been silent for so long is taken for stuck: one that calls need; and one
-    // that waits for the disk, where a sync of a large file takes its time.
+    // A thread that has been silent for this long counts as stuck: one that calls need, and one
+    // that waits for the disk, where a sync of a large file takes long.
     absl::Duration worker_timeout = absl::Seconds(30);
     absl::Duration disk_timeout = absl::Minutes(5);
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
@@ -69,12 +67,18 @@ class RpcServer {
 
   // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
-  // Beside RpcLimits::max_arriving_requests: of health checks, which need no token.
-  static constexpr int64_t kMaxArrivingProbes = 8;
-  // Calls that may wait for each of the threads that run calls.
+  // Memory for messages that are being received, other than pushes: unary calls, and the requests
+  // of pulls and watches, arrive before their callers are known.
+  static constexpr int64_t kRequestBytes = int64_t{512} << 20;
+  // Calls that may wait for each worker.
   static constexpr int64_t kMaxWaitingCalls = 64;
-  // Bytes of those that are long, all together; or what the longest message has.
-  static constexpr int64_t kMaxWaitingBytes = int64_t{64} << 20;
+  // Memory of the requests that wait for the workers, all together.
+  static constexpr int64_t kWaitingBytes = int64_t{140} << 20;
+
+  // What a push stream may make gRPC hold: its window, or a message that has arrived in part.
+  static int64_t PushBytes(const RpcLimits& limits) {
+    return std::max(kMaxWindowBytes, 2 * limits.max_message_bytes);
+  }
 
   // Serves when it returns. `checkpoints` outlives the server. Errors as Listener::Bind() and
   // ServedCertificate::Open(), or INTERNAL: gRPC did not start.
@@ -88,42 +92,42 @@ class RpcServer {
   // As Options::listen_addresses, with the ports that are bound, separated by commas.
   std::string addresses() const;
 
-  // False: health() is not OK. True from Start() on.
+  // False: health() reports an error from now on. True after Start().
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
-  // From here on calls that begin something are refused, UNAVAILABLE, DRAINING: see BeginsWork().
-  void RefuseWork() { context_.refuses_work.store(true, std::memory_order_relaxed); }
-  // What health checks answer: OK, or why the server does not serve: it drains, its device is
-  // broken, or a thread is stuck. Never blocks.
+  // From now on calls that start work are rejected: see IsRejectedWhileDraining().
+  void StartDraining() { context_.admission.StartDraining(); }
+  // The answer to health checks: OK, or why the server does not serve: it is draining, its device
+  // is broken, or a thread is stuck. Never blocks.
   absl::Status health() const;
-  // The same of checkpoints: what of health() stands against them, too, and the store's own.
-  // NOT_FOUND, NO_DATA_DIR: there are none.
+  // The same for checkpoints: the error of health(), of the checkpoint store, or a stuck disk
+  // thread. NOT_FOUND, NO_DATA_DIR: there are none.
   absl::Status checkpoints_health() const;
 
   RpcUsage usage() const;
-  // Absent: the server does not speak TLS.
+  // nullopt: the server does not use TLS.
   std::optional<ServedCertificate::State> certificate() const;
 
-  // Stops accepting, ends what is running at `deadline`, joins all threads. Blocks.
+  // Stops accepting, cancels calls that still run at `deadline`, and joins all threads. Blocks.
   void Shutdown(SteadyTime deadline);
 
  private:
   RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, const Options& options);
 
-  // All but the listeners' and the lanes'. REQUIRES: gRPC's server runs.
+  // Starts all threads except those of listeners and lanes. REQUIRES: gRPC's server runs.
   void StartThreads();
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;
-  // UNAVAILABLE: a worker that this needs is stuck.
+  // UNAVAILABLE: a thread with this need is stuck.
   absl::Status CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const;
   std::vector<OperatorService::Limit> Limits() const;
   void ServeQueue(CallQueue* queue);
-  // False after `interval`; true, perhaps sooner: the thread that calls it is to end.
+  // Waits for `interval`, or until the calling thread has to end: then true.
   bool MustStopWithin(absl::Duration interval) ABSL_LOCKS_EXCLUDED(mu_);
-  // What threads of their own do until then.
+  // The loops of the two threads besides queues and workers.
   void CheckStalled();
+  void WatchFiles(Heartbeat* heartbeat);
   // Ends slow pulls of models that have refused a reader for lack of a pin.
   void EndPullsThatHoldPins();
-  void WatchFiles(Heartbeat* heartbeat);
 
   const Options options_;
   RpcContext context_;
@@ -132,24 +136,28 @@ class RpcServer {
   std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
   OpenConnections connections_;
   std::vector<std::unique_ptr<Listener>> listeners_;
-  std::unique_ptr<LaneServer> lanes_;  // Null: there are none.
+  std::unique_ptr<LaneServer> lanes_;  // Null: no lanes.
   std::vector<std::unique_ptr<CallQueue>> queues_;
   std::unique_ptr<ServedCertificate> certificate_;  // Null: no TLS.
   std::unique_ptr<grpc::Server> server_;
   std::vector<std::thread> queue_threads_;  // As queues_.
   std::thread watchdog_;
-  std::thread file_watch_;  // Not the watchdog: reading files may take long.
+  std::thread file_watch_;  // Separate from the watchdog: reading files may take long.
 
   absl::Mutex mu_;
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both end.
   SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
 
-  // Calls that wait there refer to what is above.
-  Worker quick_calls_{"quick-calls", kMaxWaitingCalls};
-  Worker saving_calls_{"saving-calls", kMaxWaitingCalls};
-  Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls};
-  Worker computing_calls_{"computing-calls", kMaxWaitingCalls};
+  // Last: calls that wait there refer to the members above. Requests of the first three are short;
+  // those that restore have the layout of a rank, and pulls may have a long list of tensors.
+  static constexpr int64_t kShortBytes = int64_t{4} << 20;
+  static constexpr int64_t kLongBytes = int64_t{64} << 20;
+  static_assert(3 * kShortBytes + 2 * kLongBytes == kWaitingBytes);
+  Worker quick_calls_{"quick-calls", kMaxWaitingCalls, kShortBytes};
+  Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
+  Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes};
+  Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function in either.
   Worker disk_reader_;
   Worker device_reader_;

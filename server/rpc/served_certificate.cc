@@ -14,11 +14,11 @@
 namespace ema {
 namespace {
 
-// gRPC's, at the files in memory.
+// How often gRPC checks the files in memory.
 constexpr unsigned kRefreshSeconds = 1;
 // gRPC reads key and certificate one after the other, and again if a time of modification, in whole
-// seconds, has changed meanwhile: so both are one file, each with a time of its own. 0 would be an
-// error to it.
+// seconds, has changed meanwhile: so both are one file, and each new file has a new time. gRPC
+// takes 0 for an error.
 constexpr int64_t kFirstSecond = 1;
 
 std::string ToText(absl::Time time) {
@@ -53,7 +53,7 @@ ServedCertificate::ServedCertificate(const TlsFiles& files, LogSink log, TlsText
       identity_(std::move(identity)),
       client_ca_(std::move(client_ca)),
       state_{.expiry = validity.expiry} {
-  TellInvalid();
+  ReportInvalid();
   grpc::experimental::TlsServerCredentialsOptions options(
       std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
           identity_.path(), identity_.path(), client_ca_.has_value() ? client_ca_->path() : "",
@@ -83,9 +83,9 @@ void ServedCertificate::Refresh() {
     return;
   }
   judge_again_time_ = absl::InfiniteFuture();
-  const absl::Status status = texts.ok() ? TakeOver(*texts) : texts.status();
-  Tell(status);
-  // The system may have what it takes when the next look comes.
+  const absl::Status status = texts.ok() ? Use(*texts) : texts.status();
+  Report(status);
+  // The system call may succeed at the next call.
   if (absl::IsInternal(status)) {
     judge_again_time_ = absl::InfinitePast();
     return;
@@ -94,7 +94,7 @@ void ServedCertificate::Refresh() {
   found_.reset();
 }
 
-absl::Status ServedCertificate::TakeOver(const TlsTexts& texts) {
+absl::Status ServedCertificate::Use(const TlsTexts& texts) {
   EMA_ASSIGN_OR_RETURN(TlsIdentity identity, CheckTls(files_, texts));
   const Validity validity{.start = identity.start, .expiry = identity.expiry};
   const absl::Time now = absl::Now();
@@ -120,7 +120,7 @@ absl::Status ServedCertificate::TakeOver(const TlsTexts& texts) {
   return absl::OkStatus();
 }
 
-void ServedCertificate::TellInvalid() const {
+void ServedCertificate::ReportInvalid() const {
   if (validity_.Has(absl::Now())) return;
   LogTo(log_, LogLevel::kError, "TLS certificate not valid now",
         {{"certificate", files_.certificate},
@@ -128,16 +128,16 @@ void ServedCertificate::TellInvalid() const {
          {"not_after", ToText(validity_.expiry)}});
 }
 
-void ServedCertificate::Tell(const absl::Status& status) {
+void ServedCertificate::Report(const absl::Status& status) {
   if (status.ok()) {
     LogTo(log_, LogLevel::kInfo, "TLS files reloaded",
           {{"certificate", files_.certificate}, {"not_after", ToText(validity_.expiry)}});
-    TellInvalid();
-  } else if (status != told_) {
+    ReportInvalid();
+  } else if (status != reported_) {
     LogTo(log_, LogLevel::kError, "TLS files reload failed", {{"error", status}});
   }
-  told_ = status;
-  // Last: whoever sees it finds it in the log.
+  reported_ = status;
+  // Last: readers of the state find the reason in the log.
   absl::MutexLock lock(&mu_);
   state_.is_rejected = !status.ok();
 }

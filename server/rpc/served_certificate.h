@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The certificate that a server shows.
+// The certificate of a server, which is reloaded when its files change.
 #ifndef EMA_SERVER_RPC_SERVED_CERTIFICATE_H_
 #define EMA_SERVER_RPC_SERVED_CERTIFICATE_H_
 
@@ -19,36 +19,35 @@
 
 namespace ema {
 
-// Holds the certificate, the key and the clients' CA that new connections go by: the last good ones
-// that were in the user's files. gRPC, which would refuse every connection as soon as its files do
-// not fit together, watches files in memory that only this class writes. Outlives the servers that
-// use it. Thread-safe, but Refresh() is for one thread.
+// Holds the certificate, the key and the clients' CA that new connections use: the last valid ones
+// of the user's files. gRPC would refuse every connection while key and certificate do not match,
+// so it watches files in memory that only this class writes. Outlives the servers that use it.
+// Thread-safe, except that Refresh() is for one thread.
 class ServedCertificate {
  public:
   struct State {
     absl::Time expiry;         // Of the certificate in use.
-    bool is_rejected = false;  // What is in the files is not in use, for it is wrong.
+    bool is_rejected = false;  // The files are invalid and not in use.
   };
 
-  // Errors as ReadTls() and CheckTls(), or INTERNAL: the system has no memory for a file. A
-  // certificate that is not valid now is an error in the log only: at the start of a machine it may
-  // be the clock that is wrong.
+  // Errors as ReadTls() and CheckTls(), or INTERNAL: no memory for a file. A certificate that is
+  // not valid now only causes an error in the log: when a machine starts, its clock may be wrong.
   static absl::StatusOr<std::unique_ptr<ServedCertificate>> Open(const TlsFiles& files,
                                                                  LogSink log);
 
-  // Of servers whose connections go by what is held here, from a second after it has changed.
-  // Connections that are open stay.
+  // Credentials of a server. New connections use a changed certificate after a second; open ones
+  // stay.
   std::shared_ptr<grpc::ServerCredentials> credentials() const { return credentials_; }
   State state() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Takes over files that have changed, once two looks in a row have found the same: files that are
-  // just being written are of two pairs. What is wrong, or has gone: what was before stays, and the
-  // log is told, once. So it is with a certificate that is not valid now, while the one in use is:
-  // it is taken over as soon as it becomes valid, or the other ends.
+  // Loads files that have changed, once two calls in a row have found the same: files that are just
+  // being written may not match. Files that are invalid or missing are logged once, and the
+  // previous ones stay in use. A certificate that is not valid now, while the one in use is, is
+  // loaded when it becomes valid, or when the other expires.
   void Refresh() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // When a certificate is good.
+  // The time in which a certificate is valid.
   struct Validity {
     absl::Time start;
     absl::Time expiry;
@@ -58,26 +57,27 @@ class ServedCertificate {
   ServedCertificate(const TlsFiles& files, LogSink log, TlsTexts texts, Validity validity,
                     MemoryFile identity, std::optional<MemoryFile> client_ca);
 
-  // As CheckTls(), or INVALID_ARGUMENT: it is not valid now, and the one in use is. Nothing has
-  // changed then. INTERNAL: the system refuses; the clients' CA may be the new one.
-  absl::Status TakeOver(const TlsTexts& texts) ABSL_LOCKS_EXCLUDED(mu_);
-  void Tell(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // Tells the log if what is in use is of no use to clients.
-  void TellInvalid() const;
+  // Errors as CheckTls(), or INVALID_ARGUMENT: it is not valid now, and the one in use is. Nothing
+  // has changed then. INTERNAL: a system call failed; the clients' CA may be the new one.
+  absl::Status Use(const TlsTexts& texts) ABSL_LOCKS_EXCLUDED(mu_);
+  // Logs the result of loading changed files.
+  void Report(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // Logs an error if the certificate in use is not valid now.
+  void ReportInvalid() const;
 
   const TlsFiles files_;
   const LogSink log_;
-  // Refresh()'s own.
-  absl::StatusOr<TlsTexts> judged_;                // What is in use, or was wrong.
-  std::optional<absl::StatusOr<TlsTexts>> found_;  // By the look before, if it was another.
-  absl::Status told_;                              // To the log.
-  Validity validity_;                              // Of what is in use.
-  // When what was judged wrong may be right.
+  // Only for Refresh().
+  absl::StatusOr<TlsTexts> judged_;                // In use, or found to be invalid.
+  std::optional<absl::StatusOr<TlsTexts>> found_;  // By the call before, if it differed.
+  absl::Status reported_;                          // To the log.
+  Validity validity_;                              // Of the certificate in use.
+  // When rejected files may become valid.
   absl::Time judge_again_time_ = absl::InfiniteFuture();
   int64_t modified_seconds_ = 1;  // Of identity_.
 
   MemoryFile identity_;
-  std::optional<MemoryFile> client_ca_;  // Absent: clients need none.
+  std::optional<MemoryFile> client_ca_;  // nullopt: clients need no certificate.
   std::shared_ptr<grpc::ServerCredentials> credentials_;
   mutable absl::Mutex mu_;
   State state_ ABSL_GUARDED_BY(mu_);

@@ -38,7 +38,7 @@ Bio Open(const std::string& text) {
   return {BIO_new_mem_buf(text.data(), static_cast<int>(text.size())), &BIO_free};
 }
 
-// Empty: there is none, or one of them is broken; OpenSSL's last error says which.
+// Empty: there is none, or one is malformed; OpenSSL's last error tells the cases apart.
 std::vector<Certificate> ParseCertificates(const std::string& text) {
   const Bio bio = Open(text);
   std::vector<Certificate> all;
@@ -57,7 +57,7 @@ Key ParseKey(const std::string& text) {
   return {PEM_read_bio_PrivateKey(Open(text).get(), nullptr, nullptr, no_phrase), &EVP_PKEY_free};
 }
 
-// The text of `write`, which writes it to a BIO.
+// Returns the text that `write` writes to a BIO.
 template <typename Write>
 std::string Written(const Write& write) {
   const Bio bio(BIO_new(BIO_s_mem()), &BIO_free);
@@ -69,12 +69,12 @@ std::string Written(const Write& write) {
 
 absl::Time TimeOf(const ASN1_TIME* time) {
   std::tm utc{};
-  // Of a certificate that has been parsed, so it is a time.
+  // Cannot fail: the certificate has been parsed.
   ASN1_TIME_to_tm(time, &utc);
   return absl::FromTM(utc, absl::UTCTimeZone());
 }
 
-// As gRPC will, which only logs what is wrong, and then refuses every connection.
+// Loads them as gRPC will, which only logs an error and then refuses every connection.
 absl::Status TryOut(const TlsFiles& files, const std::vector<Certificate>& chain,
                     EVP_PKEY* const key) {
   const Context context(SSL_CTX_new(TLS_server_method()), &SSL_CTX_free);
@@ -122,7 +122,7 @@ absl::StatusOr<TlsIdentity> CheckTls(const TlsFiles& files, const TlsTexts& text
     return NotUsable("client CA", files.client_ca);
   }
   ERR_clear_error();
-  // Either file may hold what the other one is for, too: only what is used is passed on.
+  // Either file may also hold entries of the other: only those that are used are passed on.
   return TlsIdentity{.key_and_chain = Written([&](BIO* bio) {
                        PEM_write_bio_PrivateKey(bio, key.get(), nullptr, nullptr, 0, nullptr,
                                                 nullptr);

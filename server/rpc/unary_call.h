@@ -8,29 +8,25 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/str_cat.h"
-#include "ema/error_reason.h"
 #include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
-#include "ema/shard.h"
-#include "grpc/health/v1/health.pb.h"
-#include "server/core/model_config.h"
-#include "server/rpc/request_arrival.h"
+#include "server/rpc/authorization.h"
+#include "server/rpc/call_queue.h"
+#include "server/rpc/grpc_status.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
 
-// The model that a request is about, for which its caller must be allowed; absent: it is about
-// none. A request that has no field of that name does not compile until it has a line here.
+// The model that a request concerns, which the caller's token must cover. A request without a field
+// of that name does not compile until it has a line here.
 template <typename Request>
 std::optional<std::string_view> ModelOf(const Request& request) requires requires {
   request.model();
@@ -45,188 +41,137 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
   return {};
 }
 
-// One that opens a run is as long as its layout.
-template <typename Request>
-inline constexpr bool kMayBeLong = requires(const Request& request) {
-  request.layout();
-};
-
-// INVALID_ARGUMENT: `request` is larger than one that waits for its turn may be.
-template <typename Request>
-absl::Status CheckMayWait(const Request& request) {
-  constexpr size_t kMaxBytes = size_t{64} << 10;
-  if constexpr (requires { request.tracks_size(); }) {
-    if (request.tracks_size() > kMaxTracks) {
-      return BadRequest(
-          absl::StrCat("tracks: ", request.tracks_size(), " given, expected at most ", kMaxTracks));
-    }
-  }
-  if constexpr (kMayBeLong<Request>) {
-    return RankLayout::CheckCount(request.layout().shards_size());
-  } else {
-    if (const size_t bytes = request.ByteSizeLong(); bytes > kMaxBytes) {
-      return BadRequest(absl::StrCat("a ", Request::descriptor()->name(), " of ", bytes,
-                                     " bytes, expected at most ", kMaxBytes));
-    }
-  }
-  return absl::OkStatus();
-}
-
-// Where a request's handler runs.
+// Where a handler runs.
 struct Turn {
-  Worker* worker = nullptr;          // On its thread, and may block there. Null: on the queue's.
-  std::shared_ptr<const void> held;  // With a worker: until the handler has run, or will not.
+  Worker* worker = nullptr;          // On its thread, where it may block. Null: on the queue's.
+  std::shared_ptr<const void> held;  // Kept until the handler has run, or will not run.
 };
 
-// A call with one request and one reply. The request is read only after the caller has been
-// admitted, and has one of the places for arriving requests meanwhile (see RequestArrival). The
-// call may then wait for a worker; when its turn comes, its caller is admitted once more.
+// gRPC delivers the call with its request read and parsed. The call is admitted, perhaps waits for
+// a worker and is admitted again, and is answered. It keeps itself alive while gRPC or a worker can
+// still call it.
 template <typename Request, typename Response>
 class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, Response>> {
  public:
-  using Handler = std::function<absl::StatusOr<Response>(const Request&, const Access&)>;
-  using ChooseTurn = std::function<Turn(const Request&)>;
+  struct Method {
+    std::string_view name;  // A literal, such as "/ema.v1.EmaService/GetModel".
+    // Asks gRPC for the next call.
+    std::function<void(grpc::ServerContext*, Request*, grpc::ServerAsyncResponseWriter<Response>*,
+                       grpc::ServerCompletionQueue*, void* tag)>
+        request_next;
+    std::function<absl::StatusOr<Response>(const Request&, const Access&)> handle;
+    std::function<Turn(const Request&)> choose_turn;
+  };
 
-  // Asks `source` for the next call of `method`, a literal, which is one of its.
-  static void Listen(RpcContext* rpc, GenericService* source, std::string_view method,
-                     grpc::ServerCompletionQueue* queue, const Handler& handler,
-                     const ChooseTurn& choose_turn) {
-    std::shared_ptr<UnaryCall> call(
-        new UnaryCall(rpc, source, method, queue, handler, choose_turn));
-    // A call that waits for its turn has no other way to learn that its caller has left.
+  // Waits for the next call on `queue`, and for the one after when it has come.
+  static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+                     std::shared_ptr<const Method> method) {
+    std::shared_ptr<UnaryCall> call(new UnaryCall(rpc, queue, std::move(method)));
+    // A call that waits for its turn has no other way to learn that its client has cancelled.
     call->context_.AsyncNotifyWhenDone(call->done_.Arm(call));
     void* const tag = call->accepted_.Arm(call);
-    source->Request(method, &call->context_, &call->stream_, queue, tag);
+    call->method_->request_next(&call->context_, &call->request_, &call->responder_, queue, tag);
   }
 
  private:
-  UnaryCall(RpcContext* rpc, GenericService* source, std::string_view method,
-            grpc::ServerCompletionQueue* queue, Handler handler, ChooseTurn choose_turn)
-      : rpc_(rpc),
-        source_(source),
-        method_(method),
-        queue_(queue),
-        handler_(std::move(handler)),
-        choose_turn_(std::move(choose_turn)),
-        arrival_(rpc, method) {}
+  UnaryCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+            std::shared_ptr<const Method> method)
+      : rpc_(rpc), queue_(queue), method_(std::move(method)) {}
 
   void OnAccepted(bool ok) {
-    if (!ok) return done_.Disarm();  // Shutting down: gRPC does not give that tag back.
-    in_flight_ = rpc_->calls.Enter();
-    Listen(rpc_, source_, method_, queue_, handler_, choose_turn_);
-    arrival_.Begin(
-        context_, [this] { stream_.Read(&message_, read_.Arm(this->shared_from_this())); },
-        [self = this->shared_from_this()](const absl::Status& status) { self->Finish(status); });
-  }
-  void OnRead(bool ok) {
-    if (!arrival_.Complete(ok)) return;
+    if (!ok) return done_.Disarm();  // The server is shutting down: gRPC does not return that tag.
+    Listen(rpc_, queue_, method_);
     if (absl::Status status = CatchExceptions([this] { return Start(); }); !status.ok()) {
       Finish(status);
     }
   }
+  void OnDone(bool) {
+    if (context_.IsCancelled()) is_cancelled_.store(true, std::memory_order_relaxed);
+  }
+  void OnFinished(bool) {}
+
   absl::Status Start() {
-    EMA_ASSIGN_OR_RETURN(request_, ParseRequest<Request>(message_));
-    EMA_RETURN_IF_ERROR(CheckModel());
-    Turn turn = choose_turn_(request_);
+    EMA_ASSIGN_OR_RETURN(caller_,
+                         rpc_->admission.Admit(method_->name, context_, ModelOf(request_)));
+    Turn turn = method_->choose_turn(request_);
     if (turn.worker == nullptr) {
-      Answer(absl::OkStatus());
+      Finish(Handle());
       return absl::OkStatus();
     }
-    EMA_RETURN_IF_ERROR(CheckMayWait(request_));
-    // Of unknown fields a message takes five times their bytes.
-    if constexpr (!kMayBeLong<Request>) request_.DiscardUnknownFields();
-    EMA_RETURN_IF_ERROR(Pack());
-    return turn.worker->Run([self = this->shared_from_this(), held = std::move(turn.held)] {
-      self->Answer(CatchExceptions([&self] { return self->TakeTurn(); }));
-    });
+    return turn.worker->Run(
+        [self = this->shared_from_this(), held = std::move(turn.held)] {
+          self->Finish(CatchExceptions([&self] { return self->TakeTurn(); }));
+        },
+        static_cast<int64_t>(request_.SpaceUsedLong()));
   }
-  // While it waits, a long request takes its bytes: with all its fields it takes ten times as many.
-  absl::Status Pack() {
-    if constexpr (kMayBeLong<Request>) {
-      packed_ = request_.SerializeAsString();
-      EMA_ASSIGN_OR_RETURN(
-          packed_memory_,
-          rpc_->waiting.Reserve(absl::StrCat("a waiting ", std::string(ShortName(method_))),
-                                static_cast<int64_t>(packed_.size())));
-      request_ = Request();
-    }
-    return absl::OkStatus();
-  }
-  void Unpack() {
-    if constexpr (kMayBeLong<Request>) {
-      request_.ParseFromString(std::exchange(packed_, std::string()));
-      packed_memory_ = nullptr;
-    }
-  }
-  absl::Status CheckModel() {
-    return rpc_->CheckModel(method_, arrival_.caller(), ModelOf(request_));
-  }
-  // Whether a call that has waited may still begin.
-  absl::Status TakeTurn() {
-    Unpack();
-    if (has_left_.load(std::memory_order_relaxed)) {
+  absl::StatusOr<Response> TakeTurn() {
+    if (is_cancelled_.load(std::memory_order_relaxed)) {
       return absl::CancelledError("client cancelled while the call was queued");
     }
     if (context_.deadline() < std::chrono::system_clock::now()) {
       return absl::DeadlineExceededError("deadline exceeded while the call was queued");
     }
-    EMA_RETURN_IF_ERROR(arrival_.AdmitAgain());
-    return CheckModel();
+    EMA_ASSIGN_OR_RETURN(caller_,
+                         rpc_->admission.Admit(method_->name, context_, ModelOf(request_)));
+    return Handle();
   }
-  void Answer(const absl::Status& may_begin) {
-    const LogCallerScope scope(&arrival_.caller().log);
-    const auto handle = [&]() -> absl::StatusOr<Response> {
-      EMA_RETURN_IF_ERROR(may_begin);
-      return handler_(request_, arrival_.caller().access);
-    };
-    const absl::StatusOr<Response> response = CatchExceptions(handle);
-    if (RoleFor(method_) == Role::kAdmin) LogOperation(response.status());
-    request_ = Request();  // The client may take its time with the reply.
-    if (!response.ok()) return Finish(response.status());
-    const absl::Status status =
-        arrival_.BeginReply(response->ByteSizeLong(), [this] { context_.TryCancel(); });
-    // Who may have changed something is told of it all the same.
-    if (!status.ok() && RoleFor(method_) == Role::kEvaluator) return Finish(status);
-    arrival_.TellEnd(absl::OkStatus());
-    stream_.WriteAndFinish(*response, grpc::WriteOptions(), grpc::Status::OK,
-                           finished_.Arm(this->shared_from_this()));
+  absl::StatusOr<Response> Handle() {
+    const LogCallerScope scope(&caller_.log);
+    absl::StatusOr<Response> response =
+        CatchExceptions([this] { return method_->handle(request_, caller_.access); });
+    if (RoleFor(method_->name) == Role::kAdmin) LogOperation(response.status());
+    return response;
   }
-  // What an operator does is on record at every level of the log.
+  // Operators' calls are on record at every level of the log.
   void LogOperation(const absl::Status& status) {
     LogEvent event{.level = LogLevel::kInfo, .name = "operator call", .is_record = true};
-    event.fields = {{"rpc", ShortName(method_)}, {"status", status}};
+    event.fields = {{"rpc", ShortName(method_->name)}, {"status", status}};
     if (const auto model = ModelOf(request_)) event.fields.emplace_back("model", *model);
     if (rpc_->log) rpc_->log(event);
   }
-  void Finish(const absl::Status& error) {
-    arrival_.TellEnd(error);
-    stream_.Finish(ToGrpcStatus(error, context_), finished_.Arm(this->shared_from_this()));
-  }
-  void OnFinished(bool ok) { arrival_.TellSent(ok); }
-  void OnDone(bool) {
-    if (context_.IsCancelled()) has_left_.store(true, std::memory_order_relaxed);
+  void Finish(const absl::StatusOr<Response>& response) {
+    request_ = Request();  // The client may be slow to accept the response.
+    const bool is_probe = RoleFor(method_->name) == Role::kAnonymous;
+    const std::string_view name = ShortName(method_->name);
+    is_probe ? rpc_->observer->OnProbeEnded(name, response.status())
+             : rpc_->observer->OnRpcEnded(name, response.status());
+    void* const tag = finished_.Arm(this->shared_from_this());
+    if (response.ok()) return responder_.Finish(*response, grpc::Status::OK, tag);
+    responder_.FinishWithError(ToGrpcStatus(response.status(), context_), tag);
   }
 
   RpcContext* const rpc_;
-  GenericService* const source_;
-  const std::string_view method_;
   grpc::ServerCompletionQueue* const queue_;
-  std::shared_ptr<void> in_flight_;
-  const Handler handler_;
-  const ChooseTurn choose_turn_;
+  const std::shared_ptr<const Method> method_;
   grpc::ServerContext context_;
-  grpc::ByteBuffer message_;  // As it arrives. gRPC does not tell a bad one from none.
   Request request_;
-  std::string packed_;  // The same, while the call waits.
-  std::unique_ptr<MemoryBudget::Reservation> packed_memory_;
-  RequestArrival arrival_;
-  grpc::ServerAsyncReaderWriter<Response, grpc::ByteBuffer> stream_{&context_};
+  grpc::ServerAsyncResponseWriter<Response> responder_{&context_};
+  Caller caller_;  // Set on the queue's thread, and again on the worker's.
   MemberTag<UnaryCall> accepted_{&UnaryCall::OnAccepted};
-  MemberTag<UnaryCall> read_{&UnaryCall::OnRead};
   MemberTag<UnaryCall> finished_{&UnaryCall::OnFinished};
   MemberTag<UnaryCall> done_{&UnaryCall::OnDone};
-  std::atomic<bool> has_left_ = false;  // The caller. Relaxed: it may leave a moment later.
+  std::atomic<bool> is_cancelled_ = false;  // By the client. Relaxed: it may cancel a moment later.
 };
+
+// Answers the calls of one method: `request_next` is the generated function that asks `service` for
+// the next call, such as &RpcContext::EmaService::RequestGetModel.
+template <typename Service, typename Base, typename Request, typename Response>
+void ListenUnary(
+    RpcContext* rpc, grpc::ServerCompletionQueue* queue, Service* service, std::string_view name,
+    void (Base::*request_next)(grpc::ServerContext*, Request*,
+                               grpc::ServerAsyncResponseWriter<Response>*, grpc::CompletionQueue*,
+                               grpc::ServerCompletionQueue*, void*),
+    std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::handle)> handle,
+    std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::choose_turn)> choose_turn =
+        [](const Request&) { return Turn(); }) {
+  using Call = UnaryCall<Request, Response>;
+  auto next = [=](auto* context, auto* request, auto* responder, auto* on, void* tag) {
+    (service->*request_next)(context, request, responder, on, on, tag);
+  };
+  Call::Listen(rpc, queue,
+               std::make_shared<const typename Call::Method>(typename Call::Method{
+                   name, std::move(next), std::move(handle), std::move(choose_turn)}));
+}
 
 }  // namespace ema
 

@@ -4,20 +4,22 @@
 #ifndef EMA_SERVER_RPC_WATCH_CALL_H_
 #define EMA_SERVER_RPC_WATCH_CALL_H_
 
+#include <grpcpp/grpcpp.h>
+
 #include <cstdint>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "server/core/model.h"
-#include "server/rpc/request_arrival.h"
+#include "server/rpc/call_queue.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
 
 // Holds no records: it remembers the last version that it sent and asks the model for the next one.
-// So a slow watcher costs no memory on the server; what the model has forgotten meanwhile is
-// counted as skipped. Keeps itself alive while gRPC or the model can still call it.
+// So a slow watcher costs no memory on the server; versions that the model has forgotten meanwhile
+// are counted as skipped. Keeps itself alive while gRPC or the model can still call it.
 class WatchCall final : public StreamCall, public std::enable_shared_from_this<WatchCall> {
  public:
   // Waits for the next Watch on `queue`, and for the one after when it has come.
@@ -25,18 +27,16 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   ~WatchCall();
 
  private:
-  WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
+  WatchCall(RpcContext* rpc, grpc::ServerCompletionQueue* queue) : rpc_(rpc), queue_(queue) {}
 
-  void OnAccepted(bool ok);
-  void OnRead(bool ok);
-  void OnWritten(bool ok);
+  void OnAccepted(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
+  void OnWritten(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
   void OnFinished(bool ok);
-  void OnDone(bool ok);
-
+  void OnDone(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
   void End(StreamEnd why) override ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Looks at the request, and takes a place.
-  absl::Status Start(const v1::WatchRequest& request);
+  // Admits the call, finds where it begins, and sends the headers.
+  absl::Status Start(const v1::WatchRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
   // Sends the next record if there is one and nothing is being sent; ends the call if its model is
   // closed. From any thread.
   void Advance() ABSL_LOCKS_EXCLUDED(mu_);
@@ -44,26 +44,24 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
 
   RpcContext* const rpc_;
   grpc::ServerCompletionQueue* const queue_;
-  std::shared_ptr<void> in_flight_;
   grpc::ServerContext context_;
-  grpc::ByteBuffer message_;  // As it arrives.
-  grpc::ServerAsyncReaderWriter<v1::WatchResponse, grpc::ByteBuffer> stream_{&context_};
+  v1::WatchRequest request_;
+  grpc::ServerAsyncWriter<v1::WatchResponse> stream_{&context_};
   MemberTag<WatchCall> accepted_{&WatchCall::OnAccepted};
-  MemberTag<WatchCall> read_{&WatchCall::OnRead};
   MemberTag<WatchCall> written_{&WatchCall::OnWritten};
   MemberTag<WatchCall> finished_{&WatchCall::OnFinished};
   MemberTag<WatchCall> done_{&WatchCall::OnDone};
 
-  RequestArrival arrival_;
-  std::shared_ptr<Model> model_;  // Constant once the request is there.
-  int64_t watcher_ = 0;           // Only on the queue's thread.
+  Caller caller_;  // Constant once admitted, as model_.
+  std::shared_ptr<Model> model_;
+  int64_t watcher_ = 0;  // Only on the queue's thread.
 
   absl::Mutex mu_;
-  // What the reader has. Incarnation 0: the one of the first record that is sent.
+  // The last version that the reader has. Incarnation 0: that of the first record that is sent.
   int64_t last_version_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t last_incarnation_ ABSL_GUARDED_BY(mu_) = 0;
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  bool left_ ABSL_GUARDED_BY(mu_) = false;  // The reader.
+  bool is_cancelled_ ABSL_GUARDED_BY(mu_) = false;  // By the client.
   bool is_revoked_ ABSL_GUARDED_BY(mu_) = false;
   bool finishing_ ABSL_GUARDED_BY(mu_) = false;
 };

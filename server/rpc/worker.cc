@@ -7,20 +7,27 @@
 
 namespace ema {
 
-absl::Status Worker::Run(std::function<void()> function) {
-  absl::MutexLock lock(&mu_);
-  if (static_cast<int64_t>(waiting_.size()) >= max_waiting_) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
-                     absl::StrCat("the server has ", max_waiting_, " calls waiting (", name_,
-                                  "), as many as it may have"),
-                     absl::Seconds(1));  // What they wait for takes its time.
+absl::Status Worker::Run(std::function<void()> function, int64_t bytes) {
+  if (bytes > max_bytes_) {
+    return BadRequest(absl::StrCat("the request takes ", bytes,
+                                   " bytes of memory, expected at most ", max_bytes_));
   }
-  waiting_.push_back(std::move(function));
+  absl::MutexLock lock(&mu_);
+  const auto count = static_cast<int64_t>(waiting_.size());
+  if (count >= max_waiting_ || held_bytes_ + bytes > max_bytes_) {
+    constexpr absl::Duration kRetryDelay = absl::Seconds(1);  // The calls before it take long.
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
+                     absl::StrCat(count, " calls wait for ", name_, " and hold ", held_bytes_,
+                                  " bytes (limits ", max_waiting_, " and ", max_bytes_, ")"),
+                     kRetryDelay);
+  }
+  held_bytes_ += bytes;
+  waiting_.push_back({std::move(function), bytes});
   return absl::OkStatus();
 }
 
 void Worker::Start(Heartbeat* heartbeat) {
-  thread_ = std::thread([this, heartbeat] { Work(heartbeat); });
+  thread_ = std::thread([this, heartbeat] { RunAll(heartbeat); });
 }
 
 void Worker::Stop() {
@@ -31,19 +38,21 @@ void Worker::Stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Worker::Work(Heartbeat* heartbeat) {
+void Worker::RunAll(Heartbeat* heartbeat) {
   const auto ready = [this]()
                          ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_ || !waiting_.empty(); };
+  Work work;
   while (true) {
-    std::function<void()> function;
     {
       absl::MutexLock lock(&mu_, absl::Condition(&ready));
+      held_bytes_ -= work.bytes;
       if (waiting_.empty()) return;
-      function = std::move(waiting_.front());
+      work = std::move(waiting_.front());
       waiting_.pop_front();
     }
     const Heartbeat::Work at_work(heartbeat);
-    function();
+    work.function();
+    work.function = nullptr;
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A thread for what would keep a queue's thread too long.
+// A thread for work that would block a queue's thread too long.
 #ifndef EMA_SERVER_RPC_WORKER_H_
 #define EMA_SERVER_RPC_WORKER_H_
 
@@ -21,29 +21,37 @@ namespace ema {
 // Runs functions one after another, on a thread of its own. Thread-safe.
 class Worker {
  public:
-  // `name`: of what it runs, such as "saving-calls". At most `max_waiting` functions wait.
-  Worker(std::string name, int64_t max_waiting)
-      : name_(std::move(name)), max_waiting_(max_waiting) {}
+  // `name`: of the work, such as "saving-calls". At most `max_waiting` functions wait, which hold
+  // at most `max_bytes` together with the one that runs.
+  Worker(std::string name, int64_t max_waiting, int64_t max_bytes)
+      : name_(std::move(name)), max_waiting_(max_waiting), max_bytes_(max_bytes) {}
   // REQUIRES: it has been stopped, or not started.
   ~Worker() = default;
 
-  // Runs `function` later. RESOURCE_EXHAUSTED, TOO_MANY_CALLS: it will not, for too many wait.
-  absl::Status Run(std::function<void()> function) ABSL_LOCKS_EXCLUDED(mu_);
+  // Runs `function` later, which holds `bytes` of memory. RESOURCE_EXHAUSTED, TOO_MANY_CALLS: too
+  // many wait. INVALID_ARGUMENT: it is larger than all that wait may be.
+  absl::Status Run(std::function<void()> function, int64_t bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
   // `heartbeat`, which outlives this, is busy while a function runs. Once.
   void Start(Heartbeat* heartbeat);
-  // Returns when all functions have run. Nothing may be given to it any more. Again, or before
-  // Start(): does nothing.
+  // Returns when all functions have run; none may be added any more. Calling it again, or before
+  // Start(), does nothing.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string& name() const { return name_; }
 
  private:
-  void Work(Heartbeat* heartbeat) ABSL_LOCKS_EXCLUDED(mu_);
+  struct Work {
+    std::function<void()> function;
+    int64_t bytes = 0;
+  };
+  void RunAll(Heartbeat* heartbeat) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string name_;
   const int64_t max_waiting_;
+  const int64_t max_bytes_;
   absl::Mutex mu_;
-  std::deque<std::function<void()>> waiting_ ABSL_GUARDED_BY(mu_);
+  std::deque<Work> waiting_ ABSL_GUARDED_BY(mu_);
+  int64_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };

@@ -10,7 +10,7 @@
 #include <array>
 #include <string>
 
-#include "server/base/peer_network.h"
+#include "server/base/socket_address.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {

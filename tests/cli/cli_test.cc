@@ -195,15 +195,15 @@ TEST(ServerCommandsTest, InfoSaysInWordsHowTheServerStands) {
                           .memory_budget_bytes = int64_t{4} << 30,
                           .memory_reserved_bytes = int64_t{1} << 30,
                           .memory_used_bytes = int64_t{512} << 20,
-                          .limits = {{"sessions", 2, 64}, {"calls_per_second", {}, 0}}};
+                          .limits = {{"sessions", 2, 64}, {"unlimited_thing", {}, 0}}};
   EXPECT_EQ(DescribeServer(info, now),
             "ema-server 1.2.3 on cpu, incarnation 4\n"
             "SERVING, up 1m30s\n"
             "memory for models: 1.0 GiB reserved of 4.0 GiB, 512.0 MiB in use\n"
             "\n"
-            "LIMIT             IN USE  OF\n"
-            "sessions          2       64\n"
-            "calls_per_second  -       any\n");
+            "LIMIT            IN USE  OF\n"
+            "sessions         2       64\n"
+            "unlimited_thing  -       any\n");
   info.not_serving = "the server is shutting down";
   EXPECT_THAT(DescribeServer(info, now), HasSubstr("NOT_SERVING: the server is shutting down"));
   EXPECT_THAT(DescribeServer(info, info.start_time + absl::Milliseconds(900)),

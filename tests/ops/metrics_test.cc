@@ -40,7 +40,7 @@ TEST(MetricsTest, AModelHasAllItsSeriesFromTheStart) {
         "ema_push_phase_seconds_count{model=\"m\",phase=\"fold\"} 0",
         "ema_pull_duration_seconds_count{model=\"m\"} 0",
         "ema_checkpoint_save_duration_seconds_count{model=\"m\"} 0",
-        "ema_connections_refused_total{reason=\"peer_limit\"} 0",
+        "ema_connections_refused_total{reason=\"limit\"} 0",
         "ema_connections_refused_total{reason=\"lanes\"} 0"}) {
     EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
   }

@@ -119,8 +119,6 @@ TEST(OptionsTest, FlagsAreRead) {
                                       "6",
                                       "--max-connections",
                                       "7",
-                                      "--max-connections-per-peer",
-                                      "8",
                                       "--same-host-lane",
                                       "off",
                                       "--session-timeout",
@@ -146,7 +144,6 @@ TEST(OptionsTest, FlagsAreRead) {
   EXPECT_EQ(o.limits.max_push_streams, 5);
   EXPECT_EQ(o.limits.max_pull_streams, 6);
   EXPECT_EQ(o.limits.max_connections, 7);
-  EXPECT_EQ(o.limits.max_connections_per_peer, 8);
   EXPECT_EQ(o.same_host_lane, "off");
   EXPECT_EQ(o.limits.session_timeout, absl::Seconds(90));
   EXPECT_EQ(o.limits.stream_timeout, absl::Milliseconds(500));

@@ -224,25 +224,21 @@ TEST_F(ConnectionsTest, AnIdleConnectionIsClosedAndItsClientDoesNotNotice) {
   }
 }
 
-TEST(OpenConnectionsTest, OneNetworkHasALimitOfItsOwn) {
-  OpenConnections connections({.max_connections = 5, .max_connections_per_peer = 2});
-  std::vector<int> fds;
-  const auto keep = [&](const std::string& network) {
-    fds.push_back(eventfd(0, 0));
-    struct stat about {};
-    fstat(fds.back(), &about);
-    return connections.Keep({.fd = fds.back(), .inode = about.st_ino, .network = network});
-  };
-  EXPECT_EQ(keep("192.0.2.1"), std::nullopt);
-  EXPECT_EQ(keep("192.0.2.1"), std::nullopt);
-  EXPECT_EQ(keep("192.0.2.1"), ServerObserver::Refusal::kPeerLimit);
-  EXPECT_EQ(keep("192.0.2.2"), std::nullopt);
-  // Of this host: any number, as far as there are places.
-  EXPECT_EQ(keep(""), std::nullopt);
-  EXPECT_EQ(keep(""), std::nullopt);
-  EXPECT_EQ(keep(""), ServerObserver::Refusal::kLimit);
-  EXPECT_EQ(connections.count(), 5);
-  for (const int fd : fds) close(fd);
+TEST(OpenConnectionsTest, ClosedConnectionsDoNotCount) {
+  OpenConnections connections(/*limit=*/2);
+  const int first = eventfd(0, 0);
+  const int second = eventfd(0, 0);
+  const int third = eventfd(0, 0);
+  EXPECT_TRUE(connections.Add(first, /*is_unix=*/false));
+  EXPECT_TRUE(connections.Add(second, /*is_unix=*/false));
+  EXPECT_FALSE(connections.Add(third, /*is_unix=*/false));
+  EXPECT_TRUE(connections.Add(third, /*is_unix=*/true));
+  EXPECT_EQ(connections.count(), 3);
+  close(first);
+  EXPECT_EQ(connections.count(), 2);
+  const int fourth = eventfd(0, 0);
+  EXPECT_TRUE(connections.Add(fourth, /*is_unix=*/false));
+  for (const int fd : {second, third, fourth}) close(fd);
   EXPECT_EQ(connections.count(), 0);
 }
 

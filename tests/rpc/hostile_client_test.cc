@@ -43,13 +43,13 @@ class HostileClientTest : public RpcFixture {
     return Push(messages, &response);
   }
 
-  // A push whose messages are the given bytes.
-  grpc::Status PushRaw(const std::vector<std::string>& messages) {
+  // A call whose messages are the given bytes.
+  grpc::Status CallRaw(const std::string& method, const std::vector<std::string>& messages) {
     grpc::GenericStub stub(channel_);
     grpc::CompletionQueue queue;
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
-    auto call = stub.PrepareCall(&context, "/ema.v1.EmaService/Push", &queue);
+    auto call = stub.PrepareCall(&context, "/ema.v1.EmaService/" + method, &queue);
     const auto wait = [&queue] {
       void* tag = nullptr;
       bool ok = false;
@@ -97,9 +97,25 @@ TEST_F(HostileClientTest, MalformedAndOversizedMessagesApplyNothing) {
   for (const std::string& garbage :
        {std::string("\xff\xff\xff\xff\xff"), chunk.substr(0, chunk.size() - 3),
         std::string(1, '\0'), std::string("\x12\x7f"), std::string(5000, '\x12')}) {
-    EXPECT_FALSE(PushRaw({header, garbage, Commit(1, Filled(9.0f)).SerializeAsString()}).ok());
+    EXPECT_FALSE(
+        CallRaw("Push", {header, garbage, Commit(1, Filled(9.0f)).SerializeAsString()}).ok());
   }
-  EXPECT_FALSE(PushRaw({header, std::string(9 << 20, '\x12')}).ok());
+  EXPECT_FALSE(CallRaw("Push", {header, std::string(9 << 20, '\x12')}).ok());
+}
+
+TEST_F(HostileClientTest, MalformedRequestsAreRejected) {
+  for (const auto& [method, code] : {std::pair("GetModel", grpc::StatusCode::INTERNAL),
+                                     std::pair("CreateCheckpoint", grpc::StatusCode::INTERNAL),
+                                     std::pair("Watch", grpc::StatusCode::INTERNAL),
+                                     std::pair("Pull", grpc::StatusCode::INVALID_ARGUMENT)}) {
+    EXPECT_EQ(CallRaw(method, {"\xff\xff\xff"}).error_code(), code) << method;
+  }
+}
+
+TEST_F(HostileClientTest, ACallWithoutARequestIsRejected) {
+  for (const char* method : {"GetModel", "Pull", "Watch"}) {
+    EXPECT_EQ(CallRaw(method, {}).error_code(), grpc::StatusCode::INTERNAL) << method;
+  }
 }
 
 TEST_F(HostileClientTest, ACompressedRequestIsRefused) {

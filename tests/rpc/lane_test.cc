@@ -394,66 +394,8 @@ TEST_F(LaneTest, WhoeverStallsIsEnded) {
   for (int64_t step = 3; step < 8; ++step) ASSERT_THAT(Push(step, 8), IsOk());
 }
 
-// A client of which only parts of a message come.
-class HalfSender {
- public:
-  explicit HalfSender(const std::string& socket_name)
-      : memory_(*SharedMemory::Create(2 * SharedRing::kBytes)),
-        out_(memory_->data(), /*may_move=*/false) {
-    sockaddr_un address{};
-    address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path + 1, socket_name.data(), socket_name.size());
-    const socklen_t size = offsetof(sockaddr_un, sun_path) + 1 + socket_name.size();
-    EXPECT_EQ(connect(fd_, reinterpret_cast<const sockaddr*>(&address), size), 0);
-    char byte = 0;
-    iovec data{&byte, 1};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-    msghdr message{};
-    message.msg_iov = &data;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = CMSG_LEN(sizeof(int));
-    cmsghdr& header = *CMSG_FIRSTHDR(&message);
-    header.cmsg_level = SOL_SOCKET;
-    header.cmsg_type = SCM_RIGHTS;
-    header.cmsg_len = CMSG_LEN(sizeof(int));
-    const int fd = memory_->fd();
-    std::memcpy(CMSG_DATA(&header), &fd, sizeof(fd));
-    EXPECT_EQ(sendmsg(fd_, &message, MSG_NOSIGNAL), 1);
-  }
-  ~HalfSender() { close(fd_); }
-
-  void SendPart() {
-    constexpr int32_t kMessagePart = 2;
-    ASSERT_FALSE(out_.WaitForFree(absl::Seconds(20)).empty());
-    out_.Publish({.kind = kMessagePart, .length_bytes = SharedRing::kSlotBytes});
-  }
-  // Until the server closes the lane.
-  void AwaitEnd() {
-    char byte = 0;
-    EXPECT_EQ(recv(fd_, &byte, 1, 0), 0);
-  }
-
- private:
-  const int fd_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const std::unique_ptr<SharedMemory> memory_;
-  SharedRing out_;
-};
-
-TEST_F(LaneTest, AMessageThatDoesNotEndHasAPlaceOfThoseThatArriveForSoLong) {
-  RpcServer::Options options;
-  options.limits.stream_timeout = absl::Milliseconds(600);
-  Start(options);
-  v1::GetLaneResponse offer;
-  grpc::ClientContext context;
-  ASSERT_TRUE(stub_->GetLane(&context, v1::GetLaneRequest(), &offer).ok());
-  HalfSender sender(offer.socket_name());
-  sender.SendPart();
-  while (server_->usage().arriving_requests == 0) absl::SleepFor(absl::Milliseconds(1));
-  sender.AwaitEnd();
-  EXPECT_EQ(server_->usage().arriving_requests, 0);
-
-  // A long one that is whole has another fate.
+TEST_F(LaneTest, ARequestMayBeLongerThanASlot) {
+  Start();
   v1::LaneRequest request;
   request.mutable_pull()->set_model("nope");
   request.mutable_pull()->mutable_selection()->add_tensors(

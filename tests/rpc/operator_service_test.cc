@@ -46,10 +46,7 @@ class OperatorServiceTest : public RpcFixture {
 TEST_F(OperatorServiceTest, InfoSaysWhatTheServerIsAndHowItStands) {
   const absl::Time start = absl::FromUnixSeconds(1'700'000'000);
   ASSERT_NO_FATAL_FAILURE(
-      StartServer({.limits = {.max_push_streams = 5,
-                              .max_pull_streams = 6,
-                              .max_watch_streams = 7,
-                              .max_calls_per_second = 0},
+      StartServer({.limits = {.max_push_streams = 5, .max_pull_streams = 6, .max_watch_streams = 7},
                    .process = {.version = "1.2.3", .incarnation = 7, .start_time = start}}));
   CreateAndOpen();
   v1::PushResponse pushed;
@@ -63,13 +60,11 @@ TEST_F(OperatorServiceTest, InfoSaysWhatTheServerIsAndHowItStands) {
   EXPECT_EQ(info.memory_budget_bytes(), int64_t{1} << 30);
   EXPECT_EQ(info.memory_reserved_bytes(), store_->budget().reserved_bytes());
   EXPECT_GT(info.memory_used_bytes(), 0);
-  EXPECT_THAT(Limits(),
-              IsSupersetOf({Pair("push_streams", std::pair<int64_t, int64_t>(0, 5)),
-                            Pair("pull_streams", std::pair<int64_t, int64_t>(0, 6)),
-                            Pair("watch_streams", std::pair<int64_t, int64_t>(0, 7)),
-                            Pair("sessions", std::pair<int64_t, int64_t>(0, 64)),
-                            Pair("models", std::pair<int64_t, int64_t>(1, 64)),
-                            Pair("calls_per_second", std::pair<int64_t, int64_t>(-1, 0))}));
+  EXPECT_THAT(Limits(), IsSupersetOf({Pair("push_streams", std::pair<int64_t, int64_t>(0, 5)),
+                                      Pair("pull_streams", std::pair<int64_t, int64_t>(0, 6)),
+                                      Pair("watch_streams", std::pair<int64_t, int64_t>(0, 7)),
+                                      Pair("sessions", std::pair<int64_t, int64_t>(0, 64)),
+                                      Pair("models", std::pair<int64_t, int64_t>(1, 64))}));
   server_->SetServing(false);
   EXPECT_THAT(Info().not_serving(), HasSubstr("shutting down"));
 }
@@ -125,7 +120,7 @@ TEST_F(OperatorServiceTest, WorkThatIsRefusedHindersNobodyWhoLooksOrEndsAPush) {
   v1::PushResponse pushed;
   ASSERT_TRUE(PushFilled(1, 1.0F, &pushed).status.ok());
   EXPECT_TRUE(Pull("ema").complete);
-  server_->RefuseWork();
+  server_->StartDraining();
   const Pulled refused = Pull("ema");
   EXPECT_EQ(refused.result.status.error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(refused.result.detail.reason(), v1::ERROR_REASON_DRAINING);

@@ -75,7 +75,7 @@ TEST_F(SlowDiskTest, NorForOneThatIsSlowToOpen) {
   EXPECT_TRUE(IsData(slow.data, first_));
 }
 
-TEST_F(SlowDiskTest, LongListsThatWaitForTheDiskHaveOneBudget) {
+TEST_F(SlowDiskTest, LongListsThatWaitForTheDiskShareALimitedMemory) {
   Start();
   disk_.on_open = [this] {
     go_on_.WaitForNotification();
@@ -93,7 +93,7 @@ TEST_F(SlowDiskTest, LongListsThatWaitForTheDiskHaveOneBudget) {
     for (int i = 0; i < 8; ++i) {
       readers.emplace_back([&] {
         const v1::ErrorReason reason = ReasonOf(request);
-        (reason == v1::ERROR_REASON_MEMORY_BUDGET ? refused : opened) += 1;
+        (reason == v1::ERROR_REASON_TOO_MANY_CALLS ? refused : opened) += 1;
       });
     }
     while (refused < 2) std::this_thread::yield();

@@ -23,7 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/peer_network.h"
+#include "server/base/socket_address.h"
 
 namespace ema::client_internal {
 namespace {

@@ -53,7 +53,6 @@ def test_info_says_how_the_server_stands(tmp_path):
         assert info["memory"]["budget_bytes"] == 1 << 30
         assert info["memory"]["reserved_bytes"] == 16 << 20
         assert info["limits"]["models"] == {"in_use": 1, "limit": 7}
-        assert info["limits"]["calls_per_second"]["in_use"] is None
         text = emactl(server.address, "info").stdout
         assert "SERVING" in text and "16.0 MiB reserved of 1.0 GiB" in text
 

@@ -66,7 +66,7 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
         + memory["push_streams"] * memory["push_stream"]
         + memory["pull_streams"] * memory["pull_stream"]
         + memory["lanes"] * memory["lane"]
-        + memory["requests"] * memory["request"]
+        + memory["requests"]
         + memory["waiting"]
         + memory["max_models"] * memory["records"]
         + memory["freed"]

@@ -48,8 +48,7 @@ class Edge:
         self.token_file = folder / "tokens"
         self.token_file.write_text(f"trainer {TOKEN}\n")
         # The options that deploy/docs/edge.md names.
-        options = ["--auth-tokens", str(self.token_file), "--max-calls-per-second", "0"]
-        options += ["--max-connections", "2048", "--max-connections-per-peer", "2048"]
+        options = ["--auth-tokens", str(self.token_file), "--max-connections", "2048"]
         if all_options:
             options += ["--tls-cert", str(self.ca_file), "--tls-key", str(self.key_file)]
         self.server = ServerProcess(folder / "server", *options)

@@ -38,8 +38,6 @@ METRICS: dict[str, set[str]] = {
     "ema_sessions_limit": set(),
     "ema_connections_open": set(),
     "ema_connections_limit": set(),
-    "ema_connections_per_peer_limit": set(),
-    "ema_calls_per_second_limit": set(),
     "ema_models": set(),
     "ema_models_limit": set(),
     "ema_checkpoint_last_success_timestamp_seconds": {"model"},

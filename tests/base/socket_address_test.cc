@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/base/peer_network.h"
+#include "server/base/socket_address.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -10,44 +10,20 @@
 namespace ema {
 namespace {
 
-TEST(PeerNetworkTest, PeersOfOneNetworkHaveOneName) {
-  struct Case {
-    const char* peer;
-    const char* network;
-  };
-  for (const Case& c : {Case{"ipv4:10.0.0.1:4711", "10.0.0.1"},
-                        {"ipv6:%5B2001:db8:0:1::1%5D:4711", "2001:db8:0:1::/64"},
-                        {"ipv6:[2001:db8:0:1:ffff:ffff:ffff:ffff]:1", "2001:db8:0:1::/64"},
-                        {"ipv6:%5B2001:db8:0:2::1%5D:4711", "2001:db8:0:2::/64"},
-                        {"ipv6:%5B::ffff:10.0.0.1%5D:4711", "10.0.0.1"},
-                        {"ipv6:%5Bfe80::1%25eth0%5D:4711", "fe80::1"},
-                        {"ipv6:%5Bfe80::2%25eth0%5D:4711", "fe80::2"},
-                        {"ipv6:%5B::1%5D:4711", "::/64"},
-                        {"ipv6:", "ipv6:"},
-                        {"ipv6:]", "ipv6:]"},
-                        {"unix:", "unix:"}}) {
-    EXPECT_EQ(NetworkOfPeer(c.peer), c.network) << c.peer;
-  }
-}
-
-TEST(PeerNetworkTest, SocketAddressesHaveTheSameNames) {
+TEST(SocketAddressTest, PeersAreNamedByAddressAndPort) {
   sockaddr_in v4{};
   v4.sin_family = AF_INET;
   v4.sin_port = htons(4711);
   ASSERT_EQ(inet_pton(AF_INET, "10.0.0.1", &v4.sin_addr), 1);
-  EXPECT_EQ(NetworkOf(reinterpret_cast<const sockaddr*>(&v4)), "10.0.0.1");
   EXPECT_EQ(PeerText(reinterpret_cast<const sockaddr*>(&v4)), "10.0.0.1:4711");
   sockaddr_in6 v6{};
   v6.sin6_family = AF_INET6;
   v6.sin6_port = htons(4711);
   ASSERT_EQ(inet_pton(AF_INET6, "2001:db8:0:1::7", &v6.sin6_addr), 1);
-  EXPECT_EQ(NetworkOf(reinterpret_cast<const sockaddr*>(&v6)), "2001:db8:0:1::/64");
   EXPECT_EQ(PeerText(reinterpret_cast<const sockaddr*>(&v6)), "[2001:db8:0:1::7]:4711");
-  ASSERT_EQ(inet_pton(AF_INET6, "::ffff:10.0.0.1", &v6.sin6_addr), 1);
-  EXPECT_EQ(NetworkOf(reinterpret_cast<const sockaddr*>(&v6)), "10.0.0.1");
   sockaddr unix_address{};
   unix_address.sa_family = AF_UNIX;
-  EXPECT_EQ(NetworkOf(&unix_address), "");
+  EXPECT_EQ(PeerText(&unix_address), "");
 }
 
 bool IsLoopbackText(const std::string& text) {
@@ -62,7 +38,7 @@ bool IsLoopbackText(const std::string& text) {
   return IsLoopback(reinterpret_cast<const sockaddr*>(&v6));
 }
 
-TEST(PeerNetworkTest, LoopbackIsOfBothFamiliesAndMapped) {
+TEST(SocketAddressTest, LoopbackIsOfBothFamiliesAndMapped) {
   for (const char* const text : {"127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"}) {
     EXPECT_TRUE(IsLoopbackText(text)) << text;
   }

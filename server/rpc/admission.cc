@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/admission.h"
+
+#include "ema/error_reason.h"
+#include "server/core/model_store.h"
+#include "server/rpc/authorization.h"
+
+namespace ema {
+
+absl::StatusOr<Caller> Admission::Admit(std::string_view method, const grpc::ServerContext& context,
+                                        std::optional<std::string_view> model) {
+  const auto& metadata = context.client_metadata();
+  const auto found = metadata.find("authorization");
+  std::string_view authorization;
+  if (found != metadata.end()) authorization = {found->second.data(), found->second.size()};
+  return Admit(method, authorization, context.peer(), model);
+}
+
+absl::StatusOr<Caller> Admission::Admit(std::string_view method, std::string_view authorization,
+                                        std::string peer, std::optional<std::string_view> model) {
+  const absl::StatusOr<Access> access = Authorize(authenticator_, method, authorization, model);
+  if (!access.ok()) {
+    refusals_.Tell(log_, LogLevel::kWarning, "call refused",
+                   {{"rpc", ShortName(method)},
+                    {"peer", peer},
+                    {"reason", ErrorReasonName(GetErrorReason(access.status()))},
+                    {"error", access.status().message()}});
+    return access.status();
+  }
+  if (is_draining_.load(std::memory_order_relaxed) && IsRejectedWhileDraining(method)) {
+    return DrainingError();
+  }
+  Caller caller{.access = *access,
+                .authorization = {},
+                .log = {.peer = std::move(peer), .role = {}},
+                .under_way = CountCall()};
+  if (authenticator_ != nullptr) {
+    caller.authorization = authorization;
+    caller.log.role = RoleName(access->role);
+  }
+  return caller;
+}
+
+std::shared_ptr<const void> Admission::CountCall() {
+  absl::MutexLock lock(&mu_);
+  ++call_count_;
+  return std::shared_ptr<const void>(nullptr, [this](const void*) {
+    absl::MutexLock lock_at_end(&mu_);
+    --call_count_;
+    call_ended_.WakeAll();
+  });
+}
+
+void Admission::AwaitNoCalls(SteadyTime deadline) {
+  absl::MutexLock lock(&mu_);
+  const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return call_count_ == 0; };
+  call_ended_.AwaitUntil(mu_, deadline, none);
+}
+
+}  // namespace ema

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The one check before each call, and the count of calls that are under way.
+#ifndef EMA_SERVER_RPC_ADMISSION_H_
+#define EMA_SERVER_RPC_ADMISSION_H_
+
+#include <grpcpp/server_context.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/base/authenticator.h"
+#include "server/base/log_event.h"
+#include "server/base/log_throttle.h"
+#include "server/base/steady_wait.h"
+
+namespace ema {
+
+// Who has made a call that was admitted, and what it may do.
+struct Caller {
+  Access access;
+  std::string authorization;  // Value of that header; empty without an authenticator.
+  LogCaller log;
+  std::shared_ptr<const void> under_way;  // Counts the call: see Admission::AwaitNoCalls().
+};
+
+// Decides whether a call may begin: whether its token is valid for the method and the model, and
+// whether the server is draining. Thread-safe.
+class Admission {
+ public:
+  // Null `authenticator`: every caller may do everything; otherwise it outlives this. `log` gets a
+  // throttled warning about calls that are refused for their token.
+  Admission(const Authenticator* authenticator, LogSink log)
+      : authenticator_(authenticator), log_(std::move(log)) {}
+
+  // `model`: what the call concerns, or nullopt if it concerns no model or none is known yet. A
+  // call that has waited, or that learns of its model later, is admitted again. UNAVAILABLE,
+  // DRAINING; other errors as Authorize().
+  absl::StatusOr<Caller> Admit(std::string_view method, const grpc::ServerContext& context,
+                               std::optional<std::string_view> model) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same with the value of the header "authorization" and the name of the peer.
+  absl::StatusOr<Caller> Admit(std::string_view method, std::string_view authorization,
+                               std::string peer, std::optional<std::string_view> model)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  // From now on calls for which IsRejectedWhileDraining() are rejected.
+  void StartDraining() { is_draining_.store(true, std::memory_order_relaxed); }
+  // Returns when no admitted call is under way, or at `deadline`.
+  void AwaitNoCalls(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  std::shared_ptr<const void> CountCall() ABSL_LOCKS_EXCLUDED(mu_);
+
+  const Authenticator* const authenticator_;
+  const LogSink log_;
+  LogThrottle refusals_;
+  std::atomic<bool> is_draining_ = false;  // Relaxed: a call may begin just before it is seen.
+
+  absl::Mutex mu_;
+  int64_t call_count_ ABSL_GUARDED_BY(mu_) = 0;
+  SteadyWait call_ended_;  // Woken when call_count_ sinks.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_ADMISSION_H_

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/rpc/stream_slots.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "ema/error_reason.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema {
+namespace {
+
+constexpr absl::Duration kStallTimeout = absl::Seconds(1);
+
+StreamSlots::Options SlotsOf(int64_t limit, absl::Duration stall_timeout = kStallTimeout) {
+  return {.kind = "push",
+          .method = "/ema.v1.EmaService/Push",
+          .limit = limit,
+          .stall_timeout = stall_timeout,
+          .min_bytes_per_second = 1000};
+}
+
+void Sleep(absl::Duration duration) {
+  std::this_thread::sleep_for(absl::ToChronoNanoseconds(duration));
+}
+
+class FakeCall final : public StreamCall {
+ public:
+  using StreamCall::CountBytes;
+  using StreamCall::SetWaiting;
+  void End(StreamEnd) override { ++ended; }
+
+  int ended = 0;
+};
+
+TEST(StreamSlotsTest, BusyStreamsAreNotEvicted) {
+  StreamSlots slots(SlotsOf(2));
+  FakeCall busy;
+  FakeCall waiting;
+  FakeCall newcomer;
+  ASSERT_THAT(slots.Enter(&busy, "", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&waiting, "", std::nullopt), IsOk());
+  waiting.SetWaiting(true);  // Not for long.
+  EXPECT_THAT(slots.Enter(&newcomer, "", std::nullopt),
+              AllOf(ReasonIs(ErrorReason::kTooManyStreams),
+                    StatusIs(absl::StatusCode::kResourceExhausted,
+                             testing::HasSubstr("2 push streams are open (limit 2"))));
+  waiting.SetWaiting(false);
+  Sleep(kStallTimeout / 5);
+  EXPECT_THAT(slots.Enter(&newcomer, "", std::nullopt), ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_EQ(busy.ended + waiting.ended, 0);
+}
+
+TEST(StreamSlotsTest, TheLongestStalledStreamIsEvictedOneAtATime) {
+  // Long, so that the test asks again within a fortieth of it.
+  constexpr absl::Duration kLongTimeout = 5 * kStallTimeout;
+  StreamSlots slots(SlotsOf(3, kLongTimeout));
+  FakeCall busy;
+  FakeCall longest;
+  FakeCall later;
+  FakeCall newcomer;
+  for (FakeCall* const call : {&busy, &longest, &later}) {
+    ASSERT_THAT(slots.Enter(call, "", std::nullopt), IsOk());
+  }
+  longest.SetWaiting(true);
+  Sleep(kLongTimeout / 10);
+  later.SetWaiting(true);
+  Sleep(kLongTimeout / 10);
+  ASSERT_THAT(slots.Enter(&newcomer, "", std::nullopt), IsOk());
+  EXPECT_EQ(longest.ended, 1);
+  EXPECT_EQ(later.ended, 0);
+  slots.Leave(&longest);  // It has no slot any more.
+  FakeCall another;
+  EXPECT_THAT(slots.Enter(&another, "", std::nullopt), ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_EQ(later.ended, 0);
+  Sleep(kLongTimeout / 40);
+  ASSERT_THAT(slots.Enter(&another, "", std::nullopt), IsOk());
+  EXPECT_EQ(later.ended, 1);
+  FakeCall refused;
+  EXPECT_THAT(slots.Enter(&refused, "", std::nullopt), ReasonIs(ErrorReason::kTooManyStreams));
+  slots.Leave(&busy);
+  EXPECT_THAT(slots.Enter(&refused, "", std::nullopt), IsOk());
+}
+
+TEST(StreamSlotsTest, StreamsThatStallForTheTimeoutAreEnded) {
+  StreamSlots slots(SlotsOf(2));
+  FakeCall stalled;
+  FakeCall busy;
+  ASSERT_THAT(slots.Enter(&stalled, "", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&busy, "", std::nullopt), IsOk());
+  stalled.SetWaiting(true);
+  slots.EndStalled(SteadyNow());
+  EXPECT_EQ(stalled.ended, 0);
+  slots.EndStalled(After(SteadyNow(), 2 * kStallTimeout));
+  EXPECT_EQ(stalled.ended, 1);
+  EXPECT_EQ(busy.ended, 0);
+}
+
+TEST(StreamSlotsTest, SlowPullsOfOneVersionAreEnded) {
+  StreamSlots slots(SlotsOf(5));
+  FakeCall fast;
+  FakeCall slow;
+  FakeCall slow_too;
+  FakeCall newer;
+  FakeCall of_another_model;
+  for (FakeCall* const call : {&fast, &slow, &slow_too, &newer, &of_another_model}) {
+    ASSERT_THAT(slots.Enter(call, "", call == &of_another_model ? "n" : "m"), IsOk());
+    slots.SetPinnedVersion(call, {call == &newer ? 8 : 7, 1});
+  }
+  const SteadyTime begin = SteadyNow();
+  slots.EndStalled(begin);
+  for (FakeCall* const call : {&slow, &slow_too, &newer, &of_another_model}) call->CountBytes(300);
+  fast.CountBytes(500);
+  // The first window is not over.
+  slots.EndStalled(After(begin, kStallTimeout / 4));
+  EXPECT_EQ(slots.EndSlowPulls("m", {7, 1}), 0);
+  slots.EndStalled(After(begin, 2 * kStallTimeout / 5));
+  EXPECT_EQ(slots.EndSlowPulls("m", {7, 1}), 2);
+  EXPECT_EQ(slow.ended, 1);
+  EXPECT_EQ(slow_too.ended, 1);
+  EXPECT_EQ(fast.ended + newer.ended + of_another_model.ended, 0);
+}
+
+// Knows the token "known", for one model.
+class OneToken final : public Authenticator {
+ public:
+  absl::StatusOr<Access> Authenticate(std::string_view authorization) const override {
+    if (authorization == "known") return Access{.role = Role::kTrainer, .models = {"mine"}};
+    return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "unknown");
+  }
+  bool Refresh() override { return false; }
+};
+
+TEST(StreamSlotsTest, StreamsWhoseTokenIsNoLongerValidAreEnded) {
+  StreamSlots slots(SlotsOf(3));
+  const OneToken authenticator;
+  FakeCall revoked;
+  FakeCall known;
+  FakeCall of_another_model;
+  ASSERT_THAT(slots.Enter(&revoked, "revoked", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&known, "known", "mine"), IsOk());
+  ASSERT_THAT(slots.Enter(&of_another_model, "known", std::nullopt), IsOk());
+  slots.EndRevoked(authenticator);
+  EXPECT_EQ(revoked.ended, 1);
+  EXPECT_EQ(known.ended + of_another_model.ended, 0);
+  slots.SetModel(&of_another_model, "other");
+  slots.EndRevoked(authenticator);
+  EXPECT_EQ(of_another_model.ended, 1);
+  EXPECT_EQ(known.ended, 0);
+}
+
+}  // namespace
+}  // namespace ema
