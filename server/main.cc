@@ -13,20 +13,21 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/base/standard_files.h"
 #include "server/base/steady_wait.h"
 #include "server/ops/heap.h"
 #include "server/ops/logging.h"
 #include "server/ops/options.h"
-#include "server/ops/thread_limit.h"
-#include "server/ops/version.h"
 #include "server/rpc/library_log.h"
 #include "server/server.h"
 
@@ -61,6 +62,30 @@ sigset_t StopSignals() {
   syscall(SYS_rt_sigprocmask, SIG_BLOCK, &kMask, nullptr, sizeof(kMask));
 }
 [[gnu::section(".preinit_array"), gnu::used]] void (*const kBeforeLibraries)() = &BeforeLibraries;
+
+// Starts `count` threads at once and ends them. False: the system does not allow so many, or has no
+// memory for them.
+bool CanMakeThreads(int64_t count) {
+  std::vector<std::thread> threads;
+  std::atomic<bool> has_memory = true;  // For each of them; read when all have ended.
+  absl::Notification all_tried;
+  try {
+    while (std::ssize(threads) < count) {
+      threads.emplace_back([&] {
+        // A thread's heap is address space that ulimit -v counts, like its stack.
+        void* volatile memory =
+            std::malloc(1);  // volatile: a compiler may leave out an unused one.
+        if (memory == nullptr) has_memory = false;
+        all_tried.WaitForNotification();
+        std::free(memory);
+      });
+    }
+  } catch (const std::system_error&) {  // Their number shows it.
+  }
+  all_tried.Notify();
+  for (std::thread& thread : threads) thread.join();
+  return has_memory && std::ssize(threads) == count;
+}
 
 std::string NameOf(int signal_number) { return absl::StrCat("SIG", sigabbrev_np(signal_number)); }
 
@@ -168,8 +193,8 @@ int main(int argc, char** argv) {
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
-  if (!ema::CanMakeThreads(kStartThreads + parsed.options.thread_count +
-                           std::thread::hardware_concurrency())) {
+  if (!CanMakeThreads(kStartThreads + parsed.options.thread_count +
+                      std::thread::hardware_concurrency())) {
     // The log needs one, too.
     std::fputs(
         "cannot start: the system lets the process have too few threads; look at ulimit -u and -v, "

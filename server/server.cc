@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/server.h"
 
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
 #include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,8 +19,6 @@
 #include "server/base/steady_wait.h"
 #include "server/format/file_system.h"
 #include "server/ops/logging.h"
-#include "server/ops/port_file.h"
-#include "server/ops/version.h"
 
 namespace ema {
 
@@ -50,6 +52,20 @@ void LogCommit(const Model& model, const Version& record) {
        {"run", record.run_epoch},
        {"step", record.step},
        {"version", record.number}});
+}
+
+// Writes `port` and a line end to `path`, through a temporary file and a rename, so that a reader
+// never sees a part. UNAVAILABLE: it cannot be written; no temporary file is left.
+absl::Status WritePortFile(const std::string& path, int port) {
+  const std::string temporary = path + ".tmp";
+  std::ofstream file(temporary, std::ios::trunc);
+  file << port << '\n';
+  file.close();
+  if (!file.fail() && std::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  const int error = errno;
+  std::remove(temporary.c_str());
+  return absl::UnavailableError(absl::StrCat(
+      "--port-file: \"", path, "\" cannot be written: ", std::generic_category().message(error)));
 }
 
 }  // namespace

@@ -28,10 +28,16 @@ absl::Status Server::StartHttp() {
     return HttpServer::Answer{.type = "text/plain; version=0.0.4; charset=utf-8",
                               .body = metrics_.Text(State(/*with_history=*/false))};
   };
-  pages["/"] = [this] {
+  pages["/"] = [] {
+    return HttpServer::Answer{.type = "text/html; charset=utf-8", .body = kStatusPageHtml};
+  };
+  pages["/status.js"] = [] {
+    return HttpServer::Answer{.type = "text/javascript; charset=utf-8", .body = kStatusPageScript};
+  };
+  pages["/status.json"] = [this] {
     return HttpServer::Answer{
-        .type = "text/html; charset=utf-8",
-        .body = StatusPage(State(/*with_history=*/true), metrics_.Problems())};
+        .type = "application/json",
+        .body = StatusJson(State(/*with_history=*/true), metrics_.Problems())};
   };
   EMA_ASSIGN_OR_RETURN(http_, HttpServer::Start(options_.http_listen, std::move(pages)));
   Log(LogLevel::kInfo, "serving metrics, probes and the status page", {{"url", http_->url()}});

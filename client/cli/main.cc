@@ -16,7 +16,6 @@
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
 #include "client/cli/exit_code.h"
-#include "client/cli/signals.h"
 #include "client/cpp/transport/quiet_grpc.h"
 #include "ema/client.h"
 #include "server/base/nearest_name.h"
@@ -55,6 +54,26 @@ CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
   return {absl::StrCat(family.get_name(), " has no command \"", words[0], "\"; did you mean \"",
                        nearest, "\"?"),
           error.get_exit_code()};
+}
+
+volatile sig_atomic_t interrupted = 0;
+
+void OnSignal(int) { interrupted = 1; }
+
+bool IsInterrupted() { return interrupted != 0; }
+
+// From here on Ctrl-C ends a wait, so that a half-written file is removed. So does a terminal that
+// is closed, unless nohup ignores that.
+void CatchSignals() {
+  struct sigaction action = {};
+  action.sa_handler = &OnSignal;
+  action.sa_flags = SA_RESETHAND;  // The second one kills.
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  struct sigaction hang_up = {};
+  if (sigaction(SIGHUP, nullptr, &hang_up) != 0 || hang_up.sa_handler == SIG_IGN) return;
+  action.sa_flags = 0;  // It comes twice.
+  sigaction(SIGHUP, &action, nullptr);
 }
 
 // Of wrong usage. A probe's is 1, too: Docker has kept 2 for itself.
@@ -117,10 +136,9 @@ int main(int argc, char** argv) {
     return app.exit(error) == 0 ? ema::cli::kExitOk : UsageExitCode(app);
   }
 
-  ema::cli::CatchSignals();
-  Session session{.json = options.json,
-                  .has_timeout = timeout->count() > 0,
-                  .is_interrupted = &ema::cli::IsInterrupted};
+  CatchSignals();
+  Session session{
+      .json = options.json, .has_timeout = timeout->count() > 0, .is_interrupted = &IsInterrupted};
   absl::ParseDuration(options.timeout, &session.timeout);
   std::unique_ptr<ema::Client> client;
   if (command.needs_server) {

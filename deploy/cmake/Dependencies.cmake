@@ -2,9 +2,9 @@
 # Everything we link that is not ours, as targets. Nothing is downloaded.
 #
 #   ema::dep_absl  ema::dep_protobuf  ema::dep_grpc     Abseil; + protobuf; + gRPC C++
-#   ema::dep_isal                                       ISA-L: CRC32C
+#   ema::dep_re2  ema::dep_isal                         RE2: patterns; ISA-L: CRC32C
 #   ema::dep_torch  ema::dep_hwy                        LibTorch's core, of the wheel; Highway
-#   ema::dep_toml                                       toml++
+#   ema::dep_toml  ema::dep_microhttpd                  toml++; libmicrohttpd
 #   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json  prometheus-cpp::core
 #   GTest::gmock  benchmark::benchmark
 include_guard()
@@ -54,6 +54,9 @@ foreach(name IN LISTS names)
   else()
     list(APPEND grpc_files ${file})
   endif()
+  if(name STREQUAL re2)
+    set(re2_file ${file})
+  endif()
 endforeach()
 
 add_library(ema::dep_absl INTERFACE IMPORTED)
@@ -78,6 +81,10 @@ list(JOIN absl_files "," absl_group)
 target_link_libraries(ema::dep_grpc
   INTERFACE "$<LINK_GROUP:RESCAN,${grpc_group},${protobuf_group},${absl_group}>" ema::dep_absl)
 
+# gRPC uses it, too.
+add_library(ema::dep_re2 INTERFACE IMPORTED)
+target_link_libraries(ema::dep_re2 INTERFACE ${re2_file} Threads::Threads)
+
 # --- Checksums --------------------------------------------------------------------------------
 pkg_check_modules(EMA_ISAL REQUIRED QUIET IMPORTED_TARGET GLOBAL libisal)
 add_library(ema::dep_isal ALIAS PkgConfig::EMA_ISAL)
@@ -97,6 +104,9 @@ if(EMA_BUILD_SERVER)
   add_library(ema::dep_toml INTERFACE IMPORTED)
   target_include_directories(ema::dep_toml SYSTEM INTERFACE ${EMA_TOML_INCLUDE_DIR})
   target_compile_definitions(ema::dep_toml INTERFACE TOML_HEADER_ONLY=1 TOML_EXCEPTIONS=0)
+  find_library(EMA_MICROHTTPD microhttpd REQUIRED)
+  add_library(ema::dep_microhttpd INTERFACE IMPORTED)
+  target_link_libraries(ema::dep_microhttpd INTERFACE ${EMA_MICROHTTPD})
   include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
 endif()
 if(EMA_BUILD_TESTS)

@@ -19,5 +19,7 @@ set(ema_client_packages
   libabsl-dev libc-ares-dev libgrpc-dev libhwy-dev libisal-dev libprotobuf-dev libre2-dev libssl-dev
   zlib1g-dev)
 set(ema_server_packages
-  ${ema_client_packages} libcli11-dev libfmt-dev libspdlog-dev libtomlplusplus-dev
-  nlohmann-json3-dev prometheus-cpp-dev)
+  ${ema_client_packages} libcli11-dev libfmt-dev libmicrohttpd-dev libspdlog-dev libtomlplusplus-dev
+  nlohmann-json3-dev prometheus-cpp-dev
+  # What libmicrohttpd is linked to.
+  libffi8 libgmp10 libgnutls30 libhogweed6 libidn2-0 libnettle8 libp11-kit0 libtasn1-6 libunistring2)

@@ -15,7 +15,6 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
 #include "server/base/quoted.h"
-#include "server/base/round_up.h"
 
 namespace ema {
 namespace {
@@ -225,8 +224,8 @@ StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAc
 void StorageLayout::Append(Dtype dtype, int64_t length_bytes) {
   constexpr int64_t kLargeAlignment = 64;
   const bool is_large = length_bytes >= kLargeTensorBytes;
-  const int64_t offset =
-      RoundUp(total_bytes_, is_large || is_after_large_ ? kLargeAlignment : DtypeSize(dtype));
+  const int64_t alignment = is_large || is_after_large_ ? kLargeAlignment : DtypeSize(dtype);
+  const int64_t offset = (total_bytes_ + alignment - 1) / alignment * alignment;
   is_after_large_ = is_large;
   entries_.push_back({dtype, offset, length_bytes});
   total_bytes_ = offset + length_bytes;

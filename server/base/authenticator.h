@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who may do what.
+// Roles, and the interface that authenticates callers.
 #ifndef EMA_SERVER_BASE_AUTHENTICATOR_H_
 #define EMA_SERVER_BASE_AUTHENTICATOR_H_
 
@@ -12,33 +12,33 @@
 
 namespace ema {
 
-// Each may do what those before it may.
+// Each role has the rights of the ones before it.
 enum class Role {
   kAnonymous,  // Callers that have not identified themselves.
   kEvaluator,  // Reads, and reports scores.
-  kTrainer,    // Makes models and pushes to them.
-  kAdmin,      // Deletes, rolls back, and changes what runs.
+  kTrainer,    // Creates models and pushes to them.
+  kAdmin,      // Deletes, rolls back, and changes running models.
 };
 
-// "trainer" and so on.
+// Returns "trainer" and so on.
 std::string_view RoleName(Role role);
 
-// What one caller may do.
+// The rights of one caller.
 struct Access {
   Role role = Role::kAdmin;
-  // Names of models, or what they begin with before a last '*'. Empty: all models.
+  // Names of models, or prefixes that end in '*'. Empty: all models.
   std::vector<std::string> models;
 
   bool Covers(std::string_view model) const;
   bool CoversAll() const;
 };
 
-// Knows callers by what they say of themselves. Thread-safe.
+// Authenticates callers. Thread-safe.
 class Authenticator {
  public:
   virtual ~Authenticator() = default;
-  // Of a call whose header "authorization" has this value; "": it has none. UNAUTHENTICATED,
-  // BAD_TOKEN: it says nothing, or nothing that is known. The message does not repeat it.
+  // `authorization` is the value of the call's header of that name, empty if it has none.
+  // UNAUTHENTICATED, BAD_TOKEN: no token, or an unknown one. The message does not contain it.
   virtual absl::StatusOr<Access> Authenticate(std::string_view authorization) const = 0;
   // Loads changed credentials, and returns whether they have changed. Called once a second, by one
   // thread; may read files.

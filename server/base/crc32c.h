@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// CRC32C (Castagnoli, as in RFC 3720): ISA-L's, and what is faster for bytes that are in no cache.
+// CRC32C (Castagnoli, as in RFC 3720): ISA-L, and a faster loop for bytes that are not in a cache.
 #ifndef EMA_SERVER_BASE_CRC32C_H_
 #define EMA_SERVER_BASE_CRC32C_H_
 
@@ -13,8 +13,8 @@ namespace ema {
 // CRC32C of `crc`'s bytes followed by `data`; start with 0. Crc32c(0, "123456789") is 0xe3069283.
 uint32_t Crc32c(uint32_t crc, std::span<const std::byte> data);
 
-// The same, and copies `from` to `to`, which it does not overlap, in one pass. For a destination
-// that is read soon.
+// Crc32c() of `from`, which is copied to `to` in the same pass. The two must not overlap. For a
+// destination that is read soon.
 uint32_t CopyWithCrc32c(uint32_t crc, std::span<const std::byte> from, std::byte* to);
 
 // CRC32C of two byte strings end to end, from that of each: `b_bytes` is the length of the second.

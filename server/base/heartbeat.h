@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whether the server's threads get on with their work.
+// Detects threads that make no progress.
 #ifndef EMA_SERVER_BASE_HEARTBEAT_H_
 #define EMA_SERVER_BASE_HEARTBEAT_H_
 
@@ -16,11 +16,11 @@
 
 namespace ema {
 
-// One worker. A piece of work has a begin and an end, perhaps on two threads; between them, whoever
-// does it may show progress.
+// The progress of one worker. A piece of work begins and ends, perhaps on different threads, and
+// may report progress in between.
 class Heartbeat {
  public:
-  // The calling thread works while this lives. Not nested, and one worker on one thread.
+  // The calling thread works for `heartbeat` while this object exists. Must not be nested.
   class Work {
    public:
     explicit Work(Heartbeat* heartbeat);  // May be null.
@@ -32,7 +32,7 @@ class Heartbeat {
     Heartbeat* const heartbeat_;
   };
 
-  // The calling thread's worker, if it has one, has got on. Costs nothing.
+  // Reports progress of the calling thread's worker, if it has one. Cheap.
   static void Beat();
 
   bool is_busy() const { return (count_.load(std::memory_order_relaxed) & 1) != 0; }
@@ -43,29 +43,30 @@ class Heartbeat {
 
  private:
   friend class Heartbeats;
-  // Odd: at work. Relaxed: whoever looks may see it late.
+  // Odd while working. Relaxed: the watchdog may see a change late.
   std::atomic<int64_t> count_ = 0;
 };
 
-// All workers of a server. Somebody looks at them every so often. Thread-safe.
+// All workers of a server. A watchdog calls Look() periodically. Thread-safe.
 class Heartbeats {
  public:
   using Clock = std::chrono::steady_clock;
-  // Without which workers what does not work.
+  // What fails if the worker is stuck.
   enum class Need { kServing, kCheckpoints, kNeither };
 
-  // Lives as long as this.
+  // The result is valid as long as this object.
   Heartbeat* Add(std::string name, Need need) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Records which workers have made progress since the last call.
   void Look(Clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Age {
     std::string name;
     Need need = Need::kNeither;
-    // How long it has been at one piece of work without progress, as far as Look() has seen.
+    // Time without progress in the current piece of work, as Look() has seen it.
     Clock::duration silent_time = Clock::duration::zero();
   };
-  // Of all, in the order of Add(); the first is whoever calls Look(), once it has.
+  // All workers in the order of Add(), after the watchdog itself. Empty before the first Look().
   std::vector<Age> Ages(Clock::time_point now) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -78,8 +79,8 @@ class Heartbeats {
   };
 
   mutable absl::Mutex mu_;
-  std::deque<Worker> workers_ ABSL_GUARDED_BY(mu_);   // Never moved; heartbeats are not guarded.
-  Clock::time_point last_look_ ABSL_GUARDED_BY(mu_);  // The epoch: there was none.
+  std::deque<Worker> workers_ ABSL_GUARDED_BY(mu_);  // A deque: never moved. Heartbeats are atomic.
+  Clock::time_point last_look_ ABSL_GUARDED_BY(mu_);  // The epoch: none yet.
 };
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A TCP socket that listens.
+// Listening TCP sockets.
 #ifndef EMA_SERVER_BASE_LISTEN_SOCKET_H_
 #define EMA_SERVER_BASE_LISTEN_SOCKET_H_
 
@@ -13,41 +13,40 @@
 namespace ema {
 
 struct ListenSocket {
-  int fd = -1;  // The caller's: not blocking, closed in programs that are run.
+  int fd = -1;  // Owned by the caller; non-blocking, close-on-exec.
   int port = 0;
-  std::string text;  // Address and port, as in a URL.
+  std::string text;  // Address and port as in a URL.
 };
 
 // Listens on "host:port", with an IP address ("[...]" around IPv6) or a name; port 0: any free one.
-// `option` is what the messages of errors call it. INVALID_ARGUMENT: not of that form.
-// ALREADY_EXISTS: somebody listens there. NOT_FOUND: no such host. INTERNAL: the system refuses.
+// `option` is the flag that error messages name. INVALID_ARGUMENT: malformed address.
+// ALREADY_EXISTS: the port is in use. NOT_FOUND: unknown host. INTERNAL: another system error.
 absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option);
 
-// A descriptor that is readable once 8 bytes have been written to it; the caller's. INTERNAL: the
-// system refuses.
+// Creates an eventfd, which is readable once 8 bytes have been written to it. The caller closes it.
 absl::StatusOr<int> NewEvent();
 
-// What connections of clients leave to checkpoints, the log and the HTTP page.
+// File descriptors that client connections leave to checkpoints and the HTTP server.
 inline constexpr int64_t kReservedFiles = 64;
 
-// Accepts connections, and gets over having no file descriptor left: a spare one is kept, to refuse
-// with what would else stay in the backlog. For one thread.
+// Accepts connections, also when the process has no file descriptor left: it then closes a spare
+// one to accept and close connections that would otherwise stay in the backlog. For one thread.
 class ConnectionAcceptor {
  public:
   enum class Outcome {
     kAccepted,
-    kNone,       // It has gone again.
-    kRefused,    // There was no descriptor for it, but reserved ones.
-    kExhausted,  // The system lacks something: wait a little; the backlog stays readable.
+    kNone,       // The peer has disconnected.
+    kRefused,    // Closed, since only reserved descriptors are left.
+    kExhausted,  // The system has no resources: wait briefly; the socket stays readable.
   };
   struct Accepted {
     Outcome outcome = Outcome::kNone;
-    int fd = -1;       // The caller's, if kAccepted.
+    int fd = -1;       // If kAccepted; owned by the caller.
     std::string peer;  // As PeerText(), if kRefused.
   };
 
-  // `listen_fd` stays the caller's. Connections leave the last `reserved_files` descriptors of the
-  // process to others, at most a quarter of all.
+  // `listen_fd` stays owned by the caller. The last `reserved_files` descriptors of the process,
+  // but at most a quarter of all, are not used for connections.
   explicit ConnectionAcceptor(int listen_fd, int64_t reserved_files = 0);
   ~ConnectionAcceptor();
   ConnectionAcceptor(const ConnectionAcceptor&) = delete;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the log is told. The layers below server/ops make events and hand them to a sink; how they
-// are written is decided in server/ops/logging.h.
+// Events of the log. The layers below server/ops make events and pass them to a sink;
+// server/ops/logging.h writes them.
 #ifndef EMA_SERVER_BASE_LOG_EVENT_H_
 #define EMA_SERVER_BASE_LOG_EVENT_H_
 
@@ -22,15 +22,15 @@ namespace ema {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// A named value: a truth value, an integer, a number, or text, which may come from anywhere: its
-// first kMaxTextBytes, and "..." if there was more. A status and a duration are text, too.
+// A named boolean, integer, number or text. Text may come from anywhere; it is cut after
+// kMaxTextBytes, and "..." added. Statuses and durations become text.
 struct LogField {
   static constexpr size_t kMaxTextBytes = 1 << 10;
 
   template <typename T>
   LogField(std::string_view name, const T& given) : key(name), value(ValueOf(given)) {}
 
-  std::string key;  // As model, run, step, version, peer: a word that JSON and logfmt can have.
+  std::string key;  // A word such as model, run, step, version or peer.
   std::variant<bool, int64_t, double, std::string> value;
 
  private:
@@ -59,18 +59,18 @@ struct LogField {
 // One line of the log. Never holds values of tensors, or secrets.
 struct LogEvent {
   LogLevel level = LogLevel::kInfo;
-  std::string name;  // Of the kind of event: always the same words, such as "checkpoint saved".
+  std::string name;  // Names the kind of event in fixed words, such as "checkpoint saved".
   std::vector<LogField> fields;
-  bool is_record = false;  // Of who has done what: written whatever the log's level is.
+  bool is_record = false;  // An audit record: written at every log level.
 };
 
-// Who has called for what a thread does; empty: nobody has.
+// The client on whose behalf a thread works.
 struct LogCaller {
   std::string peer;  // As gRPC names it, such as "ipv4:10.0.0.1:4711", or "lane:pid=4711".
-  std::string role;  // Of its token; empty: nobody is asked for one.
+  std::string role;  // Of its token; empty if the server needs no tokens.
 };
 
-// While it lives, events of its thread are those of `caller`, which outlives it.
+// While it exists, events of its thread are attributed to `caller`, which must outlive it.
 class LogCallerScope {
  public:
   explicit LogCallerScope(const LogCaller* caller);
@@ -82,10 +82,10 @@ class LogCallerScope {
   const LogCaller* const outer_;
 };
 
-// Adds the `peer` and `role` of the thread's caller, if there is one and `event` does not say them.
+// Adds the `peer` and `role` of the thread's caller, unless `event` has these fields already.
 void AddCaller(LogEvent& event);
 
-// Takes events. May be empty: nobody listens. Called from any thread.
+// Receives events from any thread. May be empty.
 using LogSink = std::function<void(const LogEvent&)>;
 
 inline void LogTo(const LogSink& sink, LogLevel level, std::string_view name,
@@ -93,8 +93,8 @@ inline void LogTo(const LogSink& sink, LogLevel level, std::string_view name,
   if (sink) sink({level, std::string(name), std::move(fields)});
 }
 
-// `committed model=gpt step=5`: the name, then the fields, on one line whatever they hold. Text
-// that is empty, or has characters other than letters, digits and most punctuation, is in quotes;
+// Formats an event as `committed model=gpt step=5`, on one line whatever its fields contain. Text
+// that is empty, or has characters other than letters, digits and most punctuation, is quoted;
 // control characters, bytes above 126, quotes and backslashes in it are escaped as in C.
 std::string ToText(const LogEvent& event);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How often the log is told of what strangers do.
+// Limits how often unauthenticated peers can cause log lines.
 #ifndef EMA_SERVER_BASE_LOG_THROTTLE_H_
 #define EMA_SERVER_BASE_LOG_THROTTLE_H_
 
@@ -18,13 +18,13 @@
 
 namespace ema {
 
-// Lets one line a second through, and after a pause up to ten at once. Thread-safe.
+// Allows one line per second, and a burst of ten after a pause. Thread-safe.
 class LogThrottle {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // Absent: this event gets no line. Else it does, which is to say how many got none since the last
-  // that did.
+  // Absent: drop this line. Otherwise log it, with the returned number of lines that were dropped
+  // since the last logged one.
   std::optional<int64_t> Take(Time now) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     next_ = std::max(next_, now - kMostAtOnce * kInterval);
@@ -36,8 +36,8 @@ class LogThrottle {
     return std::exchange(unsaid_, 0);
   }
 
-  // Gives `sink` this event now, if it gets a line, with what Take() says as `more_before`, which
-  // is its last field.
+  // Passes the event to `sink` unless Take() drops it, with the number of dropped lines as the last
+  // field, `more_before`.
   void Tell(const LogSink& sink, LogLevel level, std::string_view name,
             std::vector<LogField> fields) {
     const std::optional<int64_t> unsaid = Take(std::chrono::steady_clock::now());

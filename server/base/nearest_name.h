@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Guesses which name was meant, for error messages.
+// Finds the name that a user probably meant, for error messages.
 #ifndef EMA_SERVER_BASE_NEAREST_NAME_H_
 #define EMA_SERVER_BASE_NEAREST_NAME_H_
 
@@ -10,8 +10,8 @@
 
 namespace ema {
 
-// How much of `name` and `candidate` is the same at the two ends. Unlike an edit distance it is
-// linear: a manifest may have 200'000 names.
+// The number of bytes that `name` and `candidate` share at both ends. Unlike an edit distance it
+// takes linear time: a manifest may have 200'000 names.
 inline size_t SharedEnds(std::string_view name, std::string_view candidate) {
   const size_t limit = std::min(name.size(), candidate.size());
   size_t prefix = 0;
@@ -24,8 +24,8 @@ inline size_t SharedEnds(std::string_view name, std::string_view candidate) {
   return prefix + suffix;
 }
 
-// Of `items`, whose names `name_of` gives, the name that shares most with `name`, of equal ones the
-// one nearest in length. REQUIRES: there are some.
+// The name among `items` (`name_of` returns an item's name) that shares the most bytes with `name`;
+// of equal ones the nearest in length. REQUIRES: `items` is not empty.
 template <typename Items, typename NameOf>
 std::string_view NearestName(std::string_view name, const Items& items, const NameOf& name_of) {
   std::string_view best;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the layers below tell whoever counts what the server does.
+// The interface by which the lower layers report events to the metrics.
 #ifndef EMA_SERVER_BASE_OBSERVER_H_
 #define EMA_SERVER_BASE_OBSERVER_H_
 
@@ -13,50 +13,52 @@
 
 namespace ema {
 
-// Where the time of one rank's push has gone, on one stream. Together they are the time from its
-// header to the reply.
+// The phases of one rank's push on one stream. Their sum is the time from its header to the reply.
 struct PushPhases {
-  absl::Duration receive;  // No byte of it was there, or the thread was at other streams.
+  absl::Duration receive;  // Waiting for bytes, or for the thread that served other streams.
   absl::Duration fold;     // Checksums and averages.
-  absl::Duration wait;     // After its commit message: for the device, and for other ranks.
-  absl::Duration commit;   // The step became the next version.
+  absl::Duration wait;     // After its commit message, for the device and for other ranks.
+  absl::Duration commit;   // Publishing the step as the next version.
 };
 
-// Told of events as they happen, before clients are (of calls without a request, after them). Every
-// function may be called from any thread, also with locks of the caller's held: it must neither
-// block nor call back. What is given is valid during the call only. The functions of this class do
-// nothing.
+// Receives events as they happen, before the client gets its reply (after it for calls without a
+// request). Every function may be called from any thread and while the caller holds locks: it must
+// neither block nor call back. Arguments are valid only during the call. The functions of this
+// class do nothing.
 class ServerObserver {
  public:
-  // Nobody.
-  static ServerObserver& None();
+  // Ignores all events.
+  static ServerObserver& None() {
+    static ServerObserver none;
+    return none;
+  }
 
   virtual ~ServerObserver() = default;
 
-  // Before any other event of a model of that name, and after the last that counts: what calls that
-  // still run tell later is of no model.
+  // OnModelCreated() precedes all other events of a model. Events that running calls report after
+  // OnModelDeleted() are ignored.
   virtual void OnModelCreated(std::string_view /*model*/) {}
   virtual void OnModelDeleted(std::string_view /*model*/) {}
 
-  // A call has ended with `status`; `rpc` is the method's name. Those by same-host lanes, too.
+  // A call, also one over a same-host lane, has ended with `status`. `rpc` is the method's name.
   virtual void OnRpcEnded(std::string_view /*rpc*/, const absl::Status& /*status*/) {}
-  // The same of a call that anybody may make.
+  // The same for a call that needs no token.
   virtual void OnProbeEnded(std::string_view /*rpc*/, const absl::Status& /*status*/) {}
 
   // All shards of one step.
   struct StepEnd {
     std::string_view model;
     int64_t step = 0;
-    absl::Status status;               // Not OK: it was dropped.
-    absl::Duration duration;           // From its first header on.
-    int64_t skipped_tensor_count = 0;  // As Version has it.
+    absl::Status status;               // Not OK: the step was dropped.
+    absl::Duration duration;           // Since its first header.
+    int64_t skipped_tensor_count = 0;  // As in Version.
   };
   virtual void OnStepEnded(const StepEnd& /*end*/) {}
 
   // One stream of one rank.
   struct PushEnd {
     std::string_view model;
-    int64_t received_bytes = 0;        // Whatever has come of them.
+    int64_t received_bytes = 0;        // Also of a push that failed.
     std::optional<PushPhases> phases;  // Absent: its step did not become a version.
   };
   virtual void OnPushEnded(const PushEnd& /*end*/) {}
@@ -74,20 +76,30 @@ class ServerObserver {
     std::string_view model;
     absl::Status status;
     absl::Duration duration;
-    bool is_newest = false;  // A restart loads a later version than before it.
+    bool is_newest = false;  // A restart would now load this version.
   };
   virtual void OnSaveEnded(const SaveEnd& /*end*/) {}
 
   enum class Refusal {
     kLimit,
     kDescriptors,  // The process has no file descriptor left.
-    kLanes,        // A same-host lane: there are as many as there may be.
+    kLanes,        // The limit on same-host lanes is reached.
   };
   virtual void OnConnectionRefused(Refusal /*reason*/) {}
 };
 
-// "limit", "descriptors", "lanes".
-std::string_view RefusalName(ServerObserver::Refusal reason);
+// Returns "limit", "descriptors" or "lanes".
+inline std::string_view RefusalName(ServerObserver::Refusal reason) {
+  switch (reason) {
+    case ServerObserver::Refusal::kLimit:
+      return "limit";
+    case ServerObserver::Refusal::kDescriptors:
+      return "descriptors";
+    case ServerObserver::Refusal::kLanes:
+      break;
+  }
+  return "lanes";
+}
 
 }  // namespace ema
 

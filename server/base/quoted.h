@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Texts of others in our messages.
+// Text from clients in our messages.
 #ifndef EMA_SERVER_BASE_QUOTED_H_
 #define EMA_SERVER_BASE_QUOTED_H_
 
@@ -12,7 +12,7 @@
 
 namespace ema {
 
-// The text of a stranger, fit for a message: in quotes, escaped, and no more than its beginning.
+// `text` in quotes, escaped, and cut after 128 bytes.
 inline std::string Quoted(std::string_view text) {
   constexpr size_t kMaxBytes = 128;
   return absl::StrCat("\"", absl::CHexEscape(std::string(text.substr(0, kMaxBytes))),

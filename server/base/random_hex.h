@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Names that nobody else takes.
+// Random names.
 #ifndef EMA_SERVER_BASE_RANDOM_HEX_H_
 #define EMA_SERVER_BASE_RANDOM_HEX_H_
 
@@ -11,8 +11,8 @@
 
 namespace ema {
 
-// 8 digits a word, from the system's source of random bits: for names that no other process takes,
-// in whatever container it is.
+// Eight hexadecimal digits per word from the system's random source, for names that must be unique
+// across processes and containers.
 inline std::string RandomHex(int words) {
   std::random_device random;
   std::string digits;

@@ -24,7 +24,7 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path, int64_t max_b
   struct stat about {};
   if (fstat(fd, &about) != 0) return not_readable(std::strerror(errno));
   if (!S_ISREG(about.st_mode)) return not_readable("it is no regular file");
-  // It may be growing: one more than it has shows that, or the end.
+  // One byte more than its size shows whether the file is growing.
   std::string text(std::min<int64_t>(about.st_size, max_bytes) + 1, '\0');
   size_t size = 0;
   while (true) {

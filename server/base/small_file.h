@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Files that are read again and again while the server serves.
+// Reads small files, also ones that are reloaded while the server runs.
 #ifndef EMA_SERVER_BASE_SMALL_FILE_H_
 #define EMA_SERVER_BASE_SMALL_FILE_H_
 
@@ -11,8 +11,8 @@
 
 namespace ema {
 
-// What the file at `path` holds. Does not wait for somebody who writes, as a pipe's reader would.
-// INVALID_ARGUMENT, without the path: it cannot be read, is no regular file, or is longer than
+// Returns the content of a regular file. Does not block on a pipe. INVALID_ARGUMENT, with a message
+// that does not name the path: it cannot be read, is not a regular file, or is longer than
 // `max_bytes`.
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path, int64_t max_bytes);
 

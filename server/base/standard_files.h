@@ -4,10 +4,9 @@
 
 namespace ema {
 
-// Where standard input, output or error was closed by whoever has started this program, opens
-// something in its place that cannot be read or written. Else the next socket or file gets its
-// number, and what is printed goes there. To be called before there are threads; also before
-// main(), when the libraries are not ready.
+// If the parent process closed standard input, output or error, opens /dev/null in its place, so
+// that a later socket or file does not get its number and receive printed text. Must be called
+// before any thread starts; may be called before main(), when the libraries are not ready.
 void OccupyStandardFiles();
 
 }  // namespace ema

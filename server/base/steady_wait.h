@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Times and waits that do not mind that somebody sets the system's clock.
+// Times and waits that are independent of changes to the system clock.
 #ifndef EMA_SERVER_BASE_STEADY_WAIT_H_
 #define EMA_SERVER_BASE_STEADY_WAIT_H_
 
@@ -22,19 +22,19 @@ inline SteadyTime After(SteadyTime time, absl::Duration duration) {
   return span < SteadyTime::max() - time ? time + span : SteadyTime::max();
 }
 
-// How long ago it was, and how long it is until then; negative: the other way round.
+// The time since and until `time`; negative if it is in the future or in the past.
 inline absl::Duration Since(SteadyTime time) { return absl::FromChrono(SteadyNow() - time); }
 inline absl::Duration Until(SteadyTime time) { return absl::FromChrono(time - SteadyNow()); }
 
-// Waits by the steady clock. Those of our Abseil end by the system's: if that is set back by an
-// hour meanwhile, they last an hour longer. Thread-safe.
+// A condition variable with deadlines by the steady clock. Our version of Abseil waits by the
+// system clock: if that is set back by an hour, a wait lasts an hour longer. Thread-safe.
 class SteadyWait {
  public:
-  // To be called after each change of what somebody may wait for.
+  // Must be called after each change of a condition that may be waited for.
   void WakeAll() { changed_.notify_all(); }
 
-  // Waits until `is_so`, which is asked with `mu` held, or `deadline`; `mu` is free meanwhile.
-  // False: it is not so by then.
+  // Waits until `is_so`, which is evaluated with `mu` held, is true. Returns false if it is
+  // still false at `deadline`. `mu` is released while waiting.
   template <typename Predicate>
   bool AwaitUntil(absl::Mutex& mu, SteadyTime deadline, Predicate is_so)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
@@ -43,7 +43,7 @@ class SteadyWait {
   }
 
  private:
-  // As the standard library calls its parts.
+  // With the names that std::condition_variable_any needs.
   struct Lockable {
     absl::Mutex& mu;
     void lock() ABSL_EXCLUSIVE_LOCK_FUNCTION(mu) { mu.Lock(); }

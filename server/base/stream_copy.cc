@@ -16,7 +16,7 @@ constexpr size_t kLineBytes = 64;
 
 #if defined(__x86_64__)
 
-// Lines at three places of the first three times `stream_bytes`, in turn.
+// Copies 3 * `stream_bytes`, one line at each of three places in turn.
 __attribute__((target("avx2"))) void FetchCopyStreams(const std::byte* from, std::byte* to,
                                                       size_t stream_bytes) {
   constexpr size_t kPrefetchBytes = 1024;
@@ -36,7 +36,7 @@ __attribute__((target("avx2"))) void FetchCopyStreams(const std::byte* from, std
 
 void StreamCopy(std::span<const std::byte> from, std::byte* to) {
 #if defined(__x86_64__)
-  // Lines that are not stored as a whole cost more than they spare.
+  // Storing parts of lines past the caches costs more than it saves.
   const size_t before_line = -reinterpret_cast<uintptr_t>(to) % kLineBytes;
   const size_t head = std::min(before_line, from.size());
   std::memcpy(to, from.data(), head);

@@ -5,13 +5,16 @@
 #include <cstring>
 #include <utility>
 
-#include "server/base/round_up.h"
 #include "server/kernel/ema_kernel.h"
 
 namespace ema {
 namespace {
 
 constexpr int64_t kTableAlignment = 64;
+
+int64_t RoundUp(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
 
 SourceFormat FormatOf(Dtype dtype) {
   return IsFloat(dtype) ? static_cast<SourceFormat>(dtype) : SourceFormat::kNoFloat;

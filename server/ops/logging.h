@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The server's log: one line an event on stderr, as text or JSON. A thread of its own writes them:
-// whoever reads stderr may have stopped.
+// The server's log: one line per event on stderr, as text or JSON.
 #ifndef EMA_SERVER_OPS_LOGGING_H_
 #define EMA_SERVER_OPS_LOGGING_H_
 
@@ -19,27 +18,31 @@ enum class LogFormat {
   kJson,  // {"ts":"2026-01-02T03:04:05.678901Z","level":"info","event":"committed","model":"gpt",..}
 };
 
-// "debug", "info", "warn", "error"; nullopt: anything else.
+// Parses "debug", "info", "warn" or "error"; nullopt for anything else.
 std::optional<LogLevel> ParseLogLevel(std::string_view name);
 std::string_view LogLevelName(LogLevel level);
 
-// Events from this level on are written; kInfo without a call. Thread-safe, at any time.
+// Sets the lowest level that is written; initially kInfo. Thread-safe.
 void SetLogLevel(LogLevel level);
 LogLevel log_level();
-// kText without a call. Thread-safe.
+// Initially kText. Thread-safe.
 void SetLogFormat(LogFormat format);
 
-// Has `event` written as one line, with the time (UTC), soon and in order. Thread-safe; does not
-// block. Not for values of tensors, or secrets.
+// At most this many lines wait for stderr; when there are more, the oldest are dropped.
+inline constexpr int kQueuedLogLines = 4096;
+
+// Queues `event` as one line with the time (UTC). Lines are written in order, by one thread, so
+// that a stalled reader of stderr blocks no caller. Thread-safe. Not for values of tensors, or
+// secrets.
 void Log(const LogEvent& event);
 void Log(LogLevel level, std::string_view name, std::vector<LogField> fields = {});
 
-// Waits until what has been logged is written, for at most a second. exit() does it by itself.
-// Thread-safe.
+// Waits until all lines queued so far are written or dropped, for at most a second. Runs by itself
+// at exit(). Thread-safe.
 void FlushLog();
 
-// Lines that are lost: stderr did not take them, or not in time. What is logged next says so.
-// Thread-safe.
+// Lines that were dropped because the queue was full or because stderr rejected them (full disk,
+// broken pipe). A line "log lines dropped" before the next written line reports them. Thread-safe.
 int64_t DroppedLogLines();
 
 }  // namespace ema

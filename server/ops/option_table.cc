@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -11,9 +12,11 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/socket_address.h"
@@ -21,6 +24,20 @@
 
 namespace ema {
 namespace {
+
+constexpr std::string_view kVariablePrefix = "EMA_";
+
+// https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+bool IsKubernetesVariable(std::string_view name) {
+  constexpr std::string_view kPort = "_PORT";
+  if (name.ends_with("_SERVICE_HOST") || name.find("_SERVICE_PORT") != std::string_view::npos) {
+    return true;
+  }
+  const size_t port = name.find(kPort);
+  if (port == std::string_view::npos) return false;
+  const std::string_view rest = name.substr(port + kPort.size());
+  return rest.empty() || (rest.size() > 1 && rest[0] == '_' && absl::ascii_isdigit(rest[1]));
+}
 
 constexpr int64_t kMostSteps = int64_t{1} << 62;
 // gRPC counts milliseconds in an int.
@@ -375,6 +392,25 @@ bool IsLocal(const std::string& listen) {
 }
 
 }  // namespace
+
+std::string EnvironmentName(std::string_view option) {
+  const std::string name =
+      absl::StrCat(std::string(kVariablePrefix), absl::AsciiStrToUpper(std::string(option)));
+  return absl::StrReplaceAll(name, {{"-", "_"}});
+}
+
+std::vector<std::string> EmaVariables() {
+  std::vector<std::string> names;
+  for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
+    const std::string_view text = *variable;
+    const size_t equals = text.find('=');
+    if (!text.starts_with(kVariablePrefix) || equals == std::string_view::npos) continue;
+    const std::string_view name = text.substr(0, equals);
+    if (equals + 1 < text.size() && !IsKubernetesVariable(name)) names.emplace_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
 
 std::vector<Option> OptionTable(ServerOptions& options) {
   Table table;

@@ -36,6 +36,14 @@ struct Option {
   std::function<std::string()> get;
 };
 
+// The environment variable of an option: "data-dir" -> "EMA_DATA_DIR".
+std::string EnvironmentName(std::string_view option);
+
+// The names of the variables that begin with EMA_ and are not empty, sorted. Left out are those
+// that Kubernetes makes for a service whose name is, or begins with, "ema" (EMA_SERVICE_HOST,
+// EMA_PORT, EMA_PORT_50051_TCP, ...). Not safe against a concurrent setenv().
+std::vector<std::string> EmaVariables();
+
 // Groups whose options are limits.
 inline constexpr std::string_view kLimits = "Limits";
 inline constexpr std::string_view kTimeLimits = "Time limits";

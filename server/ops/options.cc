@@ -20,9 +20,7 @@
 #include "server/base/nearest_name.h"
 #include "server/base/quoted.h"
 #include "server/ops/config_file.h"
-#include "server/ops/environment.h"
 #include "server/ops/option_table.h"
-#include "server/ops/version.h"
 
 namespace ema {
 namespace {
@@ -287,6 +285,8 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   }
   return parsed;
 }
+
+std::string_view ServerVersion() { return EMA_VERSION; }
 
 LogEvent LimitsEvent(const ServerOptions& options) {
   LogEvent event{.name = "limits"};

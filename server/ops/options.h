@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/time/time.h"
@@ -75,6 +76,9 @@ struct ParsedOptions {
 // the result, each on a line that says where the value came from. Not safe against a concurrent
 // setenv().
 ParsedOptions ParseOptions(int argc, const char* const* argv);
+
+// The version of this program, such as "0.1.0", as --version prints it.
+std::string_view ServerVersion();
 
 // The event that names every limit with its value.
 LogEvent LimitsEvent(const ServerOptions& options);

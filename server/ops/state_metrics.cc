@@ -7,8 +7,8 @@
 
 #include "server/ops/logging.h"
 #include "server/ops/metric_families.h"
+#include "server/ops/options.h"
 #include "server/ops/process_stats.h"
-#include "server/ops/version.h"
 
 namespace ema {
 namespace {

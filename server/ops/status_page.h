@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The page that people look at.
+// The status page: two static files, and the JSON that they show.
 #ifndef EMA_SERVER_OPS_STATUS_PAGE_H_
 #define EMA_SERVER_OPS_STATUS_PAGE_H_
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "server/ops/metrics.h"
@@ -13,15 +12,13 @@
 
 namespace ema {
 
-// One HTML page that needs nothing else and loads itself again every few seconds. Whatever comes
-// from clients is escaped.
-std::string StatusPage(const ServerState& state, const std::vector<Metrics::Problem>& problems);
+// The content of status_page.html and status_page.js. CMake puts it into the program.
+extern const char kStatusPageHtml[];
+extern const char kStatusPageScript[];
 
-// `text` as HTML shows it, also in an attribute.
-std::string EscapeHtml(std::string_view text);
-
-// The distances of up to 8 tracks over steps, as an SVG element. Empty: there are none.
-std::string DistancePlot(const std::vector<StatisticsPoint>& history);
+// What the page shows, as one JSON object. Times are in seconds since the epoch. Numbers that are
+// unknown or not finite are null. Invalid UTF-8 is replaced.
+std::string StatusJson(const ServerState& state, const std::vector<Metrics::Problem>& problems);
 
 }  // namespace ema
 

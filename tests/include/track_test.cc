@@ -205,46 +205,25 @@ TEST(ValidateTrackTest, RefusesPatternsThatAreNone) {
               IsOk());
 }
 
-TEST(ValidateTrackTest, RefusesPatternsThatWouldTakeLong) {
+TEST(ValidateTrackTest, TracksShareABudgetForPatterns) {
   std::vector<TensorSpec> tensors;
   for (int i = 0; i < 1000; ++i) {
-    tensors.push_back({absl::StrCat(std::string(900, 'a'), ".", i), Dtype::kFloat32, {1}});
+    tensors.push_back({absl::StrCat("layers.", i, ".weight"), Dtype::kFloat32, {1}});
   }
   const Manifest manifest = *Manifest::Create(std::move(tensors));
-  const std::string slow = "*" + std::string(400, 'a') + "?*a.*";
-  const auto rules = [](const std::string& pattern, size_t count) {
-    return std::vector<TensorRule>(count, {pattern, kIgnore});
+  const auto rules = [](const std::string& pattern) {
+    return std::vector<TensorRule>(256, {pattern, kIgnore});
   };
-  EXPECT_THAT(ValidateTrack(Track("200ba", rules(slow, 256)), manifest),
-              StatusIs(kInvalid, AllOf(HasSubstr("takes too long to be looked for among 1000"),
-                                       HasSubstr("fewer or shorter patterns"))));
-  const TrackConfig ordinary = Track("200ba", rules("a*.7", 256));
+  const TrackConfig ordinary = Track("200ba", rules("layers.*.bias"));
   GlobBudget budget;
   for (int track = 0; track < 8; ++track) {
     EXPECT_THAT(ValidateTrack(ordinary, manifest, budget), IsOk());
   }
+  EXPECT_THAT(ValidateTrack(Track("200ba", rules("*" + std::string(400, 'a') + "?")), manifest),
+              StatusIs(kInvalid, HasSubstr("takes too long")));
   budget.steps = 1000;
   EXPECT_THAT(ValidateTrack(ordinary, manifest, budget),
               StatusIs(kInvalid, HasSubstr("takes too long")));
-}
-
-TEST(ValidateTrackTest, TheAliasesOfATensorAreLookedAtForNoLongerThanItsPatternMay) {
-  TensorSpec tensor{"w", Dtype::kFloat32, {1}};
-  for (int i = 0; i < 5000; ++i) {
-    tensor.aliases.push_back(absl::StrCat(std::string(900, 'a'), ".", i));
-  }
-  const Manifest manifest = *Manifest::Create({std::move(tensor)});
-  GlobBudget budget{.steps = 1000};
-  const auto seconds = [] {
-    timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-  };
-  const double begin = seconds();
-  EXPECT_THAT(MatchTensors("*" + std::string(450, 'a') + "?c*", manifest, budget),
-              StatusIs(kInvalid, HasSubstr("takes too long")));
-  // All of them take more than a second.
-  EXPECT_LT(seconds() - begin, 0.2);
 }
 
 TEST(ValidateTrackTest, RefusesOptionsWithoutUse) {

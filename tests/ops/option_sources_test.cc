@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/ops/environment.h"
 #include "server/ops/option_table.h"
 #include "server/ops/options.h"
 #include "tests/testutil/status_matchers.h"

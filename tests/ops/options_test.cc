@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/ops/version.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {

@@ -2,6 +2,7 @@
 #include "server/ops/status_page.h"
 
 #include <cmath>
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "gmock/gmock.h"
@@ -10,11 +11,7 @@
 namespace ema {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-
-constexpr char kScript[] = "<script>alert('\"&')</script>";
+using nlohmann::json;
 
 ServerState StateWithModel() {
   ServerState state{.now = absl::FromUnixSeconds(2000), .start_time = absl::FromUnixSeconds(1000)};
@@ -26,72 +23,87 @@ ServerState StateWithModel() {
   return state;
 }
 
-std::vector<StatisticsPoint> HistoryOf(const std::string& track) {
-  return {{10, {{track, 1, 4.0}}}, {20, {{track, 1, 2.0}}}, {30, {{track, 1, std::nullopt}}}};
+json Parsed(const ServerState& state, const std::vector<Metrics::Problem>& problems = {}) {
+  return json::parse(StatusJson(state, problems));
 }
 
-TEST(StatusPageTest, EscapesEverythingThatHasAMeaningInHtml) {
-  EXPECT_EQ(EscapeHtml("a<b>&\"'c"), "a&lt;b&gt;&amp;&quot;&#39;c");
-}
-
-TEST(StatusPageTest, NothingFromOutsideIsHtml) {
+TEST(StatusJsonTest, HasTheServersState) {
   ServerState state = StateWithModel();
-  state.health = absl::UnavailableError(kScript);
-  state.device = kScript;
-  ServerState::Model& model = state.models[0];
-  model.name = kScript;
-  model.overview.tracks.push_back({.name = kScript, .config = kScript});
-  model.history = HistoryOf(kScript);
-  const std::string page = StatusPage(state, {{absl::FromUnixSeconds(1999), 1, kScript, kScript}});
-  EXPECT_THAT(page, AllOf(HasSubstr("&lt;script&gt;"), Not(HasSubstr("<script"))));
+  state.max_models = 64;
+  state.usage.push_streams = 3;
+  state.limits.max_push_streams = 8;
+  state.memory.reserved_bytes = 10;
+  state.memory.budget_bytes = 20;
+  json status = Parsed(state);
+  EXPECT_EQ(status["is_serving"], true);
+  EXPECT_EQ(status["time"], 2000);
+  EXPECT_EQ(status["start_time"], 1000);
+  EXPECT_EQ(status["usage"]["models"], json({{"used", 1}, {"limit", 64}}));
+  EXPECT_EQ(status["usage"]["push_streams"], json({{"used", 3}, {"limit", 8}}));
+  EXPECT_EQ(status["memory"]["used"], 10);
+  EXPECT_EQ(status["memory"]["limit"], 20);
+  state.health = absl::UnavailableError("recovering");
+  state.checkpoints_health = absl::UnavailableError("read-only");
+  status = Parsed(state);
+  EXPECT_EQ(status["is_serving"], false);
+  EXPECT_EQ(status["problem"], "recovering");
+  EXPECT_EQ(status["checkpoints_problem"], "read-only");
 }
 
-TEST(StatusPageTest, ShowsHowAModelStands) {
+TEST(StatusJsonTest, HasTheStateOfEachModel) {
   ServerState state = StateWithModel();
-  state.has_data_dir = true;
   ModelOverview& overview = state.models[0].overview;
+  EXPECT_EQ(Parsed(state)["models"][0]["durable_step"], nullptr);
+  EXPECT_EQ(Parsed(state)["models"][0]["run"], nullptr);
   overview.begun_step = 45;
   overview.durable_step = 30;
   overview.durable_version = {3, 1};
   overview.run = {.epoch = 7, .world_size = 4, .missing_ranks = {2, 3}};
-  const std::string page = StatusPage(state, {});
-  EXPECT_THAT(page, AllOf(HasSubstr("step 40, version 4"), HasSubstr("5 s ago"),
-                          HasSubstr("<dd>5 steps</dd>"), HasSubstr("<dd>step 30</dd>"),
-                          HasSubstr("run epoch 7, 4 ranks"), HasSubstr("not yet joined: 2, 3")));
+  overview.session = {.step = 45, .age = absl::Seconds(2), .missing_ranks = {1}};
+  overview.tracks.push_back({.name = "ema",
+                             .config = "half_life=4ba",
+                             .is_paused = true,
+                             .update_weight = 0.5,
+                             .statistics = TrackStatistics{"ema", 2.0, 1.0}});
+  const json model = Parsed(state)["models"][0];
+  EXPECT_EQ(model["name"], "digits");
+  EXPECT_EQ(model["step"], 40);
+  EXPECT_EQ(model["version"], 4);
+  EXPECT_EQ(model["commit_time"], 1995);
+  EXPECT_EQ(model["lag_steps"], 5);
+  EXPECT_EQ(model["durable_step"], 30);
+  EXPECT_EQ(
+      model["run"],
+      json({{"epoch", 7}, {"world_size", 4}, {"is_ready", false}, {"missing_ranks", {2, 3}}}));
+  EXPECT_EQ(model["session"],
+            json({{"step", 45}, {"age_seconds", 2.0}, {"missing_ranks", json::array({1})}}));
+  EXPECT_EQ(model["tracks"][0], json({{"name", "ema"},
+                                      {"schedule", "half_life=4ba"},
+                                      {"is_paused", true},
+                                      {"update_weight", 0.5},
+                                      {"norm", 2.0},
+                                      {"distance", 1.0}}));
 }
 
-TEST(StatusPageTest, SaysHowToGetDistances) {
+TEST(StatusJsonTest, HasDistancesByStepWithNullForNonFiniteOnes) {
   ServerState state = StateWithModel();
-  EXPECT_THAT(StatusPage(state, {}), HasSubstr("--statistics-every-commits"));
-  state.models[0].history = HistoryOf("ema");
-  EXPECT_THAT(StatusPage(state, {}),
-              AllOf(HasSubstr("<polyline"), Not(HasSubstr("--statistics-every-commits"))));
+  state.models[0].history = {{10, {{"ema", 1, 4.0}, {"raw", 1, std::nullopt}}},
+                             {20, {{"ema", INFINITY, INFINITY}}}};
+  EXPECT_EQ(Parsed(state)["models"][0]["history"],
+            json::array({{{"step", 10}, {"distances", {{"ema", 4.0}}}},
+                         {{"step", 20}, {"distances", {{"ema", nullptr}}}}}));
 }
 
-TEST(StatusPageTest, NeedsNothingFromElsewhere) {
+TEST(StatusJsonTest, IsValidWhateverNamesAndMessagesContain) {
+  const std::string hostile = "</script>\"\\\n\x01\xff";
   ServerState state = StateWithModel();
-  state.models[0].history = HistoryOf("ema");
-  EXPECT_THAT(StatusPage(state, {}),
-              AllOf(Not(HasSubstr("http://")), Not(HasSubstr("https://")), Not(HasSubstr("src="))));
-}
-
-TEST(DistancePlotTest, PlotsWhatIsFinite) {
-  EXPECT_EQ(DistancePlot({}), "");
-  EXPECT_EQ(DistancePlot({{10, {{"ema", 1, std::nullopt}}}}), "");
-  std::vector<StatisticsPoint> history = HistoryOf("ema");
-  history.push_back({40, {{"ema", INFINITY, INFINITY}}});
-  EXPECT_THAT(DistancePlot(history), AllOf(Not(HasSubstr("inf")), Not(HasSubstr("nan"))));
-  EXPECT_THAT(DistancePlot({{10, {{"ema", 1, 0.0}}}}),
-              AllOf(HasSubstr("<circle"), Not(HasSubstr("nan"))));
-}
-
-TEST(DistancePlotTest, HasABoundedNumberOfTracks) {
-  std::vector<StatisticsPoint> history = {{1, {}}};
-  for (int i = 0; i < 64; ++i) {
-    history[0].tracks.push_back({"track" + std::to_string(i), 1, 1.0});
-  }
-  const std::string plot = DistancePlot(history);
-  EXPECT_THAT(plot, AllOf(HasSubstr("track7<"), Not(HasSubstr("track8<"))));
+  state.models[0].name = hostile;
+  state.models[0].history = {{10, {{hostile, 1, 4.0}}}};
+  const json status = Parsed(state, {{absl::FromUnixSeconds(1999), 3, "Push", hostile}});
+  const std::string replaced = "</script>\"\\\n\x01\xef\xbf\xbd";
+  EXPECT_EQ(status["models"][0]["name"], replaced);
+  EXPECT_EQ(status["problems"][0],
+            json({{"time", 1999.0}, {"what", "Push"}, {"count", 3}, {"text", replaced}}));
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "include/ema/internal/tensor_pattern.h"
 
+#include <re2/re2.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <optional>
@@ -10,38 +12,86 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
-#include "include/ema/internal/glob.h"
 #include "server/base/nearest_name.h"
 #include "server/base/quoted.h"
 
 namespace ema {
 namespace {
 
-// As MatchingTensors(); nullopt: it takes more than `budget`.
-std::optional<std::vector<int64_t>> Match(const std::string& pattern, const Manifest& manifest,
-                                          GlobBudget& budget) {
-  // Long lists of names stay cheap.
-  if (!IsGlob(pattern)) {
-    std::optional<int64_t> exact = manifest.Find(pattern);
-    if (!exact.has_value()) exact = manifest.FindAlias(pattern);
-    return exact.has_value() ? std::vector<int64_t>{*exact} : std::vector<int64_t>();
-  }
-  Glob glob(pattern);
-  const auto matches_glob = [&](const std::string& name) {
-    // A tensor may have thousands of aliases.
-    return glob.steps() <= budget.steps && (name == pattern || glob.Matches(name));
-  };
-  std::vector<int64_t> matches;
-  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
-    const TensorSpec& spec = manifest.tensor(i);
-    if (matches_glob(spec.name) ||
-        std::any_of(spec.aliases.begin(), spec.aliases.end(), matches_glob)) {
-      matches.push_back(i);
+// The position behind the bracket expression that begins at `begin`; npos if it does not end.
+size_t FindBracketEnd(std::string_view glob, size_t begin) {
+  size_t i = begin + 1;
+  if (i < glob.size() && (glob[i] == '!' || glob[i] == '^')) ++i;
+  for (bool is_first = true; i < glob.size(); is_first = false) {
+    if (glob[i] == ']' && !is_first) return i + 1;
+    const size_t class_end =
+        glob.substr(i, 2) == "[:" ? glob.find(":]", i + 2) : std::string_view::npos;
+    if (class_end != std::string_view::npos) {
+      i = class_end + 2;
+    } else {
+      i += glob[i] == '\\' ? 2 : 1;
     }
-    if (glob.steps() > budget.steps) return std::nullopt;
   }
-  budget.steps -= glob.steps();
-  return matches;
+  return std::string_view::npos;
+}
+
+// A bracket expression of fnmatch(3) as one of RE2. They differ in `!` and in what is escaped.
+std::string BracketRegex(std::string_view bracket) {
+  std::string regex = "[";
+  size_t i = 1;
+  if (bracket[i] == '!' || bracket[i] == '^') {
+    regex += '^';
+    ++i;
+  }
+  while (i + 1 < bracket.size()) {
+    if (bracket.substr(i, 2) == "[:" && bracket.find(":]", i) != std::string_view::npos) {
+      const size_t end = bracket.find(":]", i) + 2;
+      absl::StrAppend(&regex, std::string(bracket.substr(i, end - i)));
+      i = end;
+    } else if (bracket[i] == '-') {
+      regex += bracket[i++];
+    } else {
+      if (bracket[i] == '\\') ++i;
+      regex += RE2::QuoteMeta(std::string(1, bracket[i++]));
+    }
+  }
+  return regex + "]";
+}
+
+// `glob` as a regular expression. An escape at the end, and a bracket that does not end, are plain.
+std::string GlobRegex(std::string_view glob) {
+  std::string regex;
+  for (size_t i = 0; i < glob.size(); ++i) {
+    const size_t bracket_end = glob[i] == '[' ? FindBracketEnd(glob, i) : std::string_view::npos;
+    if (glob[i] == '*') {
+      if (!regex.ends_with(".*")) regex += ".*";  // Several are one.
+    } else if (glob[i] == '?') {
+      regex += '.';
+    } else if (bracket_end != std::string_view::npos) {
+      regex += BracketRegex(glob.substr(i, bracket_end - i));
+      i = bracket_end - 1;
+    } else {
+      if (glob[i] == '\\' && i + 1 < glob.size()) ++i;
+      regex += RE2::QuoteMeta(std::string(1, glob[i]));
+    }
+  }
+  return regex;
+}
+
+// At most this many steps of RE2 compare all names with `glob`. A byte of a name is one step, or,
+// if RE2's automaton may become too large for its cache, as many as `glob` has bytes.
+int64_t MatchSteps(const std::string& glob, const Manifest& manifest) {
+  int64_t name_bytes = 0;
+  for (const TensorSpec& spec : manifest.tensors()) {
+    name_bytes += static_cast<int64_t>(spec.name.size());
+    for (const std::string& alias : spec.aliases) {
+      name_bytes += static_cast<int64_t>(alias.size());
+    }
+  }
+  const size_t star = glob.find('*');
+  const bool may_grow =
+      star != std::string::npos && glob.find_first_of("?[", star) != std::string::npos;
+  return may_grow ? name_bytes * static_cast<int64_t>(glob.size()) : name_bytes;
 }
 
 }  // namespace
@@ -51,8 +101,28 @@ bool IsGlob(const std::string& pattern) {
 }
 
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest) {
-  GlobBudget budget = GlobBudget::Unlimited();
-  return *Match(pattern, manifest, budget);
+  if (!IsGlob(pattern)) {
+    std::optional<int64_t> exact = manifest.Find(pattern);
+    if (!exact.has_value()) exact = manifest.FindAlias(pattern);
+    return exact.has_value() ? std::vector<int64_t>{*exact} : std::vector<int64_t>();
+  }
+  RE2::Options options(RE2::Latin1);  // Byte by byte.
+  options.set_dot_nl(true);
+  options.set_never_capture(true);
+  options.set_log_errors(false);
+  // Matches nothing if it is invalid, such as [z-a].
+  const RE2 regex(GlobRegex(pattern), options);
+  const auto matches = [&](const std::string& name) {
+    return name == pattern || RE2::FullMatch(name, regex);
+  };
+  std::vector<int64_t> tensors;
+  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+    const TensorSpec& spec = manifest.tensor(i);
+    if (matches(spec.name) || std::any_of(spec.aliases.begin(), spec.aliases.end(), matches)) {
+      tensors.push_back(i);
+    }
+  }
+  return tensors;
 }
 
 absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
@@ -63,12 +133,13 @@ absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
                                                    kMaxTensorNameBytes,
                                                    " bytes without a zero, such as \"head.*\""));
   }
-  std::optional<std::vector<int64_t>> matches = Match(pattern, manifest, budget);
-  if (matches.has_value()) return *std::move(matches);
+  if (IsGlob(pattern)) budget.steps -= MatchSteps(pattern, manifest);
+  if (budget.steps >= 0) return MatchingTensors(pattern, manifest);
   return absl::InvalidArgumentError(absl::StrCat(
       "pattern \"", absl::CHexEscape(pattern),
-      "\": with those before it takes too long to be looked for among ", manifest.tensor_count(),
-      " tensors; give fewer or shorter patterns with wildcards, best with their text at the ends, "
+      "\": with those before it takes too long to compare with the names of ",
+      manifest.tensor_count(),
+      " tensors; give fewer or shorter patterns with wildcards, best without ? or [] after a *, "
       "such as \"head.*\""));
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tensors that are named by what a user writes: a name, an alias, or a pattern of fnmatch(3).
+// Tensors that a user selects by a name, an alias, or a pattern as in fnmatch(3).
 #ifndef EMA_INTERNAL_TENSOR_PATTERN_H_
 #define EMA_INTERNAL_TENSOR_PATTERN_H_
 
@@ -16,33 +16,34 @@
 
 namespace ema {
 
-// Is compared with every name of a manifest; other patterns only match themselves.
+// True if `pattern` has wildcards. Other patterns match only the tensor of that name or alias.
 bool IsGlob(const std::string& pattern);
 
-// What may still be spent on the globs of one request, in steps of Glob: 150 to 400 ms, as it may
-// be the time of a thread that serves others, too; the rules of a track are looked for up to four
-// times until it is made. Enough for a dozen globs in the largest manifest, some fifty if their
-// text is at the ends, and for all that a track may have in one of a thousand tensors.
+// Bounds the time that the patterns of one request may take, which is that of a thread that serves
+// others, too. RE2 takes time that is linear in the name, but a pattern with `?` or brackets after
+// a
+// `*` may make it take time in proportion to the pattern as well. The default is about a second of
+// one core: ten patterns for each of 200,000 tensors, or 256 patterns for each of 10,000.
 struct GlobBudget {
-  int64_t steps = 100'000'000;
+  int64_t steps = int64_t{1} << 27;
 
   static GlobBudget Unlimited() { return {.steps = std::numeric_limits<int64_t>::max()}; }
 };
 
-// By ascending index; empty: none. A glob is compared with names and aliases.
+// The tensors that `pattern` names, by ascending index. A glob is compared with names and aliases.
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest);
 
-// The same of a pattern from outside. INVALID_ARGUMENT: it is none, or takes more than `budget`
-// allows; the message names it.
+// MatchingTensors() of a pattern from outside. INVALID_ARGUMENT: it is empty, has a zero byte or
+// more than kMaxTensorNameBytes, or exceeds `budget`, from which its steps are taken.
 absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
                                                   const Manifest& manifest, GlobBudget& budget);
 
-// The same, of which there must be some. INVALID_ARGUMENT: likewise, or there are none:
+// MatchTensors(), and INVALID_ARGUMENT if nothing matches:
 // `pattern "haed.*" matches no tensor; the nearest name is "head.weight"`.
 absl::StatusOr<std::vector<int64_t>> FindTensors(const std::string& pattern,
                                                  const Manifest& manifest, GlobBudget& budget);
 
-// As in ema/track.h, of one of several tracks that share `budget`.
+// ValidateTrack() of ema/track.h for one of several tracks that share `budget`.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest, GlobBudget& budget);
 
 }  // namespace ema

@@ -16,6 +16,7 @@ SERVER = {
     "libc10",
     "libc10_cuda",
     "libcudart",
+    "libmicrohttpd",
     "libprometheus-cpp-core",
     "libspdlog",
 }

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, get, scrape, url_of, value
+from http_pages import LISTEN, get_status, scrape, url_of, value
 from server_process import ServerError, ServerProcess
 from testing import EMACTL, NOT_SERVING, SERVING, check_health, wait_for
 
@@ -92,9 +92,12 @@ def check_said_once(server: ServerProcess, client: ema_client.Client) -> None:
         "peer=ipv4:127.0",
     ):
         assert part in failed
-    _, page = get(url_of(server), "/")
-    rows = re.findall(r"<td>(\w+)</td><td class=\"n\">(\d+)</td><td[^>]*>RESOURCE_EXHAUSTED", page)
-    assert rows == [("save", "1")]
+    problems = [
+        (problem["what"], problem["count"])
+        for problem in get_status(url_of(server))["problems"]
+        if problem["text"].startswith("RESOURCE_EXHAUSTED")
+    ]
+    assert problems == [("save", 1)]
     metrics = scrape(server)
     assert value(metrics, "ema_checkpoints", model="m", state="failed") == 1
     assert value(metrics, "ema_checkpoints", model="m", state="complete") == 1

@@ -14,7 +14,7 @@ import ema_client
 import numpy as np
 import pytest
 from half_sent import HalfSender
-from http_pages import LISTEN, get, scrape, url_of, value
+from http_pages import LISTEN, get_status, scrape, url_of, value
 from server_process import ServerProcess
 from testing import SERVING, check_health, wait_for
 
@@ -105,8 +105,7 @@ def test_what_anybody_may_ask_is_no_error_of_the_server(server):
         check_health(server.address, "<b>" + "x" * 120 + "\n")
     assert error.value.code() == grpc.StatusCode.NOT_FOUND
     assert "x\\n" in error.value.details()
-    _, page = get(url_of(server), "/")
-    assert "None since the start." in page
+    assert get_status(url_of(server))["problems"] == []
 
 
 def test_a_watch_that_takes_nothing_ends_with_its_token(server, tmp_path):

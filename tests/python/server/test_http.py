@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
+import urllib.request
+from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
-from http_pages import LISTEN, find_url, get, server, url_of  # noqa: F401
+from http_pages import LISTEN, find_url, get, get_status, server, url_of  # noqa: F401
 from server_process import ServerProcess, server_binary
 from system_calls import why_no_strace
 from testing import NOT_SERVING, check_health, started, wait_for
@@ -68,7 +71,8 @@ def test_sigterm_turns_the_probes_while_a_step_may_still_end(tmp_path):
             assert "shutting down" in get(url_of(server), "/readyz")[1]
             assert get(url_of(server), "/livez") == (200, "ok\n")
             assert "ema_health_serving 0" in get(url_of(server), "/metrics")[1]
-            assert "not serving" in get(url_of(server), "/")[1]
+            status = get_status(url_of(server))
+            assert not status["is_serving"] and "shutting down" in status["problem"]
             assert check_health(server.address, "") == NOT_SERVING
             runs[1].push(step=2, weights=WEIGHTS)
             third.wait()
@@ -115,7 +119,7 @@ def test_a_server_that_recovers_is_alive_not_ready_and_ends_at_sigterm(recoverin
     metrics = get(url, "/metrics")[1]
     assert "ema_health_serving 0" in metrics
     assert "ema_recovering 1" in metrics
-    assert "recovering" in get(url, "/")[1]
+    assert "recovering" in get_status(url)["problem"]
     assert not (tmp_path / "port").exists()
 
     process.send_signal(signal.SIGTERM)
@@ -128,12 +132,30 @@ def test_a_server_that_recovers_is_alive_not_ready_and_ends_at_sigterm(recoverin
             assert latest.step == 9
 
 
-# --- The page ---
+# --- The status page ---
+
+
+def test_the_page_uses_only_its_own_script_and_endpoint(server):
+    with urllib.request.urlopen(url_of(server) + "/", timeout=30) as answer:
+        page = answer.read().decode()
+        assert answer.headers.get_content_type() == "text/html"
+        policy = answer.headers["Content-Security-Policy"].split("; ")
+    assert {"default-src 'none'", "script-src 'self'", "connect-src 'self'"} <= set(policy)
+    links = set(re.findall(r'(?:src|href)="([^"]*)"', page.replace("\n", " ")))
+    assert links == {"status.js", "status.json", "metrics", "readyz", "livez"}
+    assert "emactl info" in page.split("<noscript>")[1].split("</noscript>")[0]
+    with urllib.request.urlopen(url_of(server) + "/status.js", timeout=30) as answer:
+        script = answer.read().decode()
+        assert answer.headers.get_content_type() == "text/javascript"
+    assert re.findall(r"fetch\(([^,]*),", script) == ['"status.json"']
+    assert set(re.findall(r"https?://[^\"]*", script)) == {"http://www.w3.org/2000/svg"}
+    # What would read text as HTML.
+    assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval", script)
 
 
 @pytest.fixture
-def shown(server: ServerProcess) -> Iterator[str]:
-    """The page of a server with a model, statistics, and an error."""
+def shown(server: ServerProcess) -> Iterator[None]:
+    """The server has a model, statistics, and an error."""
     rng = np.random.default_rng(1)
     with ema_client.Client(server.address, timeout_s=30) as client:
         client.create_model("shown", WEIGHTS, tracks=TRACKS)
@@ -143,17 +165,21 @@ def shown(server: ServerProcess) -> Iterator[str]:
                 client.statistics("shown")
             with pytest.raises(ema_client.EmaError):
                 run.push(step=2, weights=WEIGHTS)
-        yield get(url_of(server), "/")[1]
+            yield
         client.delete_model("shown")
 
 
-def test_the_page_shows_models_tracks_and_errors(shown):
-    assert "<h2>shown</h2>" in shown
-    assert "step 5, version 5" in shown
-    assert "<td>ema</td>" in shown
-    assert "<polyline" in shown
-    assert "1 rank" in shown
-    assert "is not after" in shown
+def test_the_json_has_models_tracks_and_errors(server, shown):
+    status = get_status(url_of(server))
+    assert status["is_serving"]
+    assert status["usage"]["models"]["used"] == 1
+    assert status["memory"]["limit"] >= status["memory"]["used"] > 0
+    (model,) = status["models"]
+    assert (model["name"], model["step"], model["version"]) == ("shown", 5, 5)
+    assert [track["name"] for track in model["tracks"]] == ["ema", "raw"]
+    assert model["history"][-1]["distances"]["ema"] > 0
+    assert model["run"]["world_size"] == 1
+    assert any("is not after" in problem["text"] for problem in status["problems"])
 
 
 @pytest.mark.framework
@@ -162,6 +188,8 @@ def test_a_browser_shows_the_page(server, shown, tmp_path):
     if browser is None:
         pytest.skip("no Chromium: Debian's package chromium-headless-shell has it")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    # Virtual time passes only when nothing is being fetched.
+    flags += ["--virtual-time-budget=4000", "--enable-logging=stderr"]
     dumped = subprocess.run(
         [browser, *flags, "--dump-dom", url_of(server) + "/"],
         capture_output=True,
@@ -169,7 +197,15 @@ def test_a_browser_shows_the_page(server, shown, tmp_path):
         timeout=100,
     )
     assert dumped.returncode == 0, dumped.stderr
-    # What the browser has made of it, and nothing that it had to refuse.
-    assert "<polyline" in dumped.stdout
+    for part in (
+        "<h2>shown</h2>",
+        "step 5, version 5",
+        ">ema</td>",
+        "<polyline",
+        "1 rank",
+    ):
+        assert part in dumped.stdout
+    assert "is not after" in dumped.stdout
     assert dumped.stdout.rstrip().endswith("</html>")
     assert "Content Security Policy" not in dumped.stderr
+    assert "Uncaught" not in dumped.stderr

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from server_process import ServerProcess
@@ -47,6 +49,13 @@ def get(url: str, path: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
+
+
+def get_status(url: str) -> dict[str, Any]:
+    """What the status page shows."""
+    code, text = get(url, "/status.json")
+    assert code == 200
+    return json.loads(text)
 
 
 def parse(text: str) -> dict[str, Series]:
