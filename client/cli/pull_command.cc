@@ -88,7 +88,7 @@ absl::Status CheckFile(const PullOptions& options) {
   if (exists(there) && !is_regular_file(there)) {
     // A rename would put a file in its place: of /dev/null, too.
     return absl::FailedPreconditionError(
-        absl::StrCat(options.output, ": is there, and is no regular file"));
+        absl::StrCat(options.output, ": is there, and is not a regular file"));
   }
   for (const std::filesystem::path path : {options.output, RealPath(options.output)}) {
     if (path.extension() == ".safetensors") return absl::OkStatus();

@@ -230,8 +230,8 @@ class Model : public std::enable_shared_from_this<Model> {
     std::optional<RankPush::Committed> already_committed;
   };
   // Finds the session of the step, or makes it.
-  absl::StatusOr<StepSession> GetSession(const PushStart& start) ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<StepSession> GetSession(const PushStart& start)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
   absl::StatusOr<ConcurrencyLimit::Permit> AcquireSessionPermit() const;
   // Commits the step of `session`. REQUIRES: all its ranks have committed. noexcept: half a commit

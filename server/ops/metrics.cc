@@ -68,9 +68,7 @@ struct Metrics::ModelSeries {
 };
 
 Metrics::Metrics() {
-  refused_connections_ = {{Refusal::kLimit, 0},
-                          {Refusal::kDescriptors, 0},
-                          {Refusal::kLanes, 0}};
+  refused_connections_ = {{Refusal::kLimit, 0}, {Refusal::kDescriptors, 0}, {Refusal::kLanes, 0}};
 }
 Metrics::~Metrics() = default;
 

@@ -184,23 +184,5 @@ TEST_F(TorchCudaTest, StepCopiesNothingThatTheOptimizerHolds) {
   EXPECT_EQ(Pushed(1), All(1)) << ema_->stats().last_error;
 }
 
-TEST_F(TorchCudaTest, SumsTellValuesAndTheirPlaces) {
-  const auto sum_of = [](const at::Tensor& tensor) {
-    return torch_internal::WeightedSum(tensor).item<int64_t>();
-  };
-  const at::Tensor values = at::arange(3'000'001, at::kFloat);
-  const int64_t sum = sum_of(values);
-  EXPECT_EQ(sum_of(values.clone()), sum);
-  for (const int64_t place : {int64_t{0}, int64_t{1'500'000}, int64_t{3'000'000}}) {
-    at::Tensor other = values.clone();
-    other[place] += 1;
-    EXPECT_NE(sum_of(other), sum) << place;
-  }
-  EXPECT_NE(sum_of(values.roll(2)), sum);
-  // Wherever it begins in its storage.
-  EXPECT_EQ(sum_of(at::cat({at::zeros({1}), values}).narrow(0, 1, 3'000'001)), sum);
-  EXPECT_EQ(sum_of(at::empty({0})), 0);
-}
-
 }  // namespace
 }  // namespace ema

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -118,44 +117,6 @@ TEST_P(DeviceConformanceTest, AnAbsurdSizeIsRefusedAndTheDeviceStaysHealthy) {
   const std::vector<Target> targets = {{Kind::kAverage, 0.5f}};
   const Folded folded = folder.Fold(Dtype::kFloat32, source, 100, source, targets);
   EXPECT_EQ(Misses(folded, Dtype::kFloat32, source, 100, source, targets), "");
-}
-
-TEST_P(DeviceConformanceTest, AFoldTellsWhereTheAverageIsNotWhatWasPushed) {
-  constexpr int64_t kCount = 3000;
-  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceStream> stream, device_->NewStream());
-  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> high, device_->Allocate(kCount * 4));
-  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Block> low, device_->Allocate(kCount * 4));
-  for (const Dtype dtype : kFloatDtypes) {
-    for (const bool compensated : {false, true}) {
-      SCOPED_TRACE(absl::StrCat(std::string(DtypeName(dtype)), compensated ? " compensated" : ""));
-      const auto differs = [&](const Bytes& source, bool assign) {
-        std::atomic<bool> result = false;
-        FoldTarget target = {.kind = assign ? Kind::kAssign : Kind::kAverage,
-                             .update_weight = 0.25,
-                             .current = high->data(),
-                             .next = high->data(),
-                             .differs = &result};
-        if (compensated) {
-          target.kind = assign ? Kind::kAssignCompensated : Kind::kAverageCompensated;
-          target.current_low = target.next_low = low->data();
-        }
-        EXPECT_THAT(stream->Fold({dtype, source.data(), kCount, {&target, 1}}), IsOk());
-        EXPECT_THAT(stream->Synchronize(), IsOk());
-        return result.load();
-      };
-      const int64_t size = DtypeSize(dtype);
-      Bytes source(kCount * size);  // Zeros, and one element that is not.
-      source[1234 * size + size - 1] = std::byte{0x3f};
-      EXPECT_FALSE(differs(source, true));
-      EXPECT_FALSE(differs(source, false));
-      Bytes negative = source;
-      negative[77 * size + size - 1] = std::byte{0x80};
-      EXPECT_FALSE(differs(negative, false));
-      Bytes other = source;
-      other[2999 * size + size - 1] = std::byte{0x3f};
-      EXPECT_TRUE(differs(other, false));
-    }
-  }
 }
 
 TEST_P(DeviceConformanceTest, TheHostViewHasTheBytesAndKeepsThem) {

@@ -146,7 +146,7 @@ TEST_F(SharingTest, ANewRunPushesThemOnceAgain) {
 
 TEST_F(SharingTest, ATrackThatWasNotDueHasThemStill) {
   Create({{.name = "often", .schedule = MakeSchedule("copy")},
-          {.name = "seldom", .schedule = MakeSchedule("copy, update_interval=3ba")}});
+          {.name = "seldom", .schedule = MakeSchedule("copy=true, update_interval=3ba")}});
   OpenRun("launch");
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(2, 2, 7));

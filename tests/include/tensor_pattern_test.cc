@@ -69,8 +69,8 @@ TEST(TensorPatternTest, AgreesWithFnmatch) {
   for (int i = 0; i < 30'000; ++i) {
     const std::string pattern = text(in_patterns, 6);
     const std::string name = text(in_names, 5);
-    // An escape at the end matches nothing in glibc.
-    if (pattern.ends_with('\\')) continue;
+    // glibc differs: an escape at the end matches nothing, and it knows collating symbols.
+    if (pattern.ends_with('\\') || pattern.find("[.") != std::string::npos) continue;
     const bool expected = name == pattern || fnmatch(pattern.c_str(), name.c_str(), 0) == 0;
     matches += expected ? 1 : 0;
     ASSERT_EQ(Matches(pattern, name), expected) << pattern << " with " << name;

@@ -210,7 +210,6 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "=32 (Env:EMA_MAX_PUSH_STREAMS)",
                            "=64 (Env:EMA_MAX_PULL_STREAMS)",
                            "=1024 (Env:EMA_MAX_CONNECTIONS)",
-                           "=64 (Env:EMA_MAX_CONNECTIONS_PER_PEER)",
                            "=on (Env:EMA_SAME_HOST_LANE)",
                            "=30s (Env:EMA_SESSION_TIMEOUT)",
                            "=30s (Env:EMA_STREAM_TIMEOUT)",

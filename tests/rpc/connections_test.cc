@@ -4,7 +4,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -226,9 +226,9 @@ TEST_F(ConnectionsTest, AnIdleConnectionIsClosedAndItsClientDoesNotNotice) {
 
 TEST(OpenConnectionsTest, ClosedConnectionsDoNotCount) {
   OpenConnections connections(/*limit=*/2);
-  const int first = eventfd(0, 0);
-  const int second = eventfd(0, 0);
-  const int third = eventfd(0, 0);
+  const int first = socket(AF_UNIX, SOCK_STREAM, 0);
+  const int second = socket(AF_UNIX, SOCK_STREAM, 0);
+  const int third = socket(AF_UNIX, SOCK_STREAM, 0);
   EXPECT_TRUE(connections.Add(first, /*is_unix=*/false));
   EXPECT_TRUE(connections.Add(second, /*is_unix=*/false));
   EXPECT_FALSE(connections.Add(third, /*is_unix=*/false));
@@ -236,7 +236,7 @@ TEST(OpenConnectionsTest, ClosedConnectionsDoNotCount) {
   EXPECT_EQ(connections.count(), 3);
   close(first);
   EXPECT_EQ(connections.count(), 2);
-  const int fourth = eventfd(0, 0);
+  const int fourth = socket(AF_UNIX, SOCK_STREAM, 0);
   EXPECT_TRUE(connections.Add(fourth, /*is_unix=*/false));
   for (const int fd : {second, third, fourth}) close(fd);
   EXPECT_EQ(connections.count(), 0);

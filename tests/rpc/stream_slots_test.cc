@@ -55,7 +55,7 @@ TEST(StreamSlotsTest, BusyStreamsAreNotEvicted) {
 
 TEST(StreamSlotsTest, TheLongestStalledStreamIsEvictedOneAtATime) {
   // Long, so that the test asks again within a fortieth of it.
-  constexpr absl::Duration kLongTimeout = 5 * kStallTimeout;
+  const absl::Duration kLongTimeout = 5 * kStallTimeout;
   StreamSlots slots(SlotsOf(3, kLongTimeout));
   FakeCall busy;
   FakeCall longest;

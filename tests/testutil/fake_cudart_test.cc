@@ -66,7 +66,6 @@ class Work {
     target.current = next();
     target.next_low = next();
     target.current_low = next();
-    target.differs = reinterpret_cast<uint32_t*>(next());
     table.tile_count = 1;
     table.non_finite = reinterpret_cast<uint32_t*>(next());
     run.average = reinterpret_cast<float*>(next());
@@ -172,14 +171,12 @@ TEST(FakeCudartTest, AGpuUsesItsOwnMemory) {
 TEST(FakeCudartTest, NotesMayBePinned) {
   Work work;
   work.target.update_weight = 0.5;
-  work.target.differs = reinterpret_cast<uint32_t*>(work.pinned);
   work.table.non_finite = reinterpret_cast<uint32_t*>(work.pinned + 4);
   work.PutItems();
   auto* const source = const_cast<std::byte*>(work.tile.source);
   Need(cudaMemsetAsync(source, 0xff, 4, work.stream));
   Need(cudaMemsetAsync(source + 4, 0x3f, 4, work.stream));
   Fold(work);
-  EXPECT_EQ(*work.target.differs, 1u);
   EXPECT_EQ(*work.table.non_finite, 1u);
 }
 
@@ -220,9 +217,6 @@ const Place kPlaces[] = {
      Fold},
     {"CurrentLow", "a target's current low",
      [](Work& work, std::byte* at) { work.target.current_low = at; }, Fold},
-    {"Differs", "a note of what differs",
-     [](Work& work, std::byte* at) { work.target.differs = reinterpret_cast<uint32_t*>(at); }, Fold,
-     /*may_be_pinned=*/true},
     {"NonFinite", "a note of what is not finite",
      [](Work& work, std::byte* at) { work.table.non_finite = reinterpret_cast<uint32_t*>(at); },
      Fold, /*may_be_pinned=*/true},

@@ -42,8 +42,8 @@ absl::StatusOr<std::vector<Gpu*>> PinnedRing::Follow(const GpuWeights& weights) 
     return MakeError(
         absl::StatusCode::kInternal, ErrorReason::kDevice,
         absl::StrCat(
-            "copies of an earlier push have not ended: the GPU, or the work that the trainer "
-            "had queued on it, hangs; ",
+            "copies of an earlier push have not ended: the GPU hangs, or work that the trainer "
+            "had queued on it does; ",
             lost_bytes(), " bytes of pinned memory wait for them"));
   }
   for (const GpuStream& stream : weights.streams) {

@@ -29,7 +29,9 @@ bool IsFinal(const absl::Status& error) {
   return !IsRetryableStep(error) && !absl::IsAborted(error);
 }
 
-SteadyTime OutageTimer::deadline() const { return After(since_.value_or(SteadyNow()), max_outage_); }
+SteadyTime OutageTimer::deadline() const {
+  return After(since_.value_or(SteadyNow()), max_outage_);
+}
 
 bool OutageTimer::ShouldRetry(const absl::Status& error) {
   if (has_stopped_waiting_ || !IsRetryableStep(error)) return false;

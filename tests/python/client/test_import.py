@@ -146,7 +146,9 @@ def test_the_config_says_which_weights_are_read(client, emactl, model, tmp_path,
 def test_a_model_with_versions_is_refused(client, emactl, model, folder):
     path = folder / "whole.safetensors"
     client.import_weights(model, path, tracks={"raw": "copy"}, step=5)
-    with pytest.raises(ema_client.AlreadyExistsError, match="version 1 .step 5. already"):
+    with pytest.raises(
+        ema_client.AlreadyExistsError, match="has version 1 .step 5., expected none"
+    ):
         client.import_weights(model, path, tracks={"raw": "copy"}, step=6)
     result = emactl("import", model, "--from", path, "--track", "raw=copy", "--step", "6")
     assert result.returncode == 4

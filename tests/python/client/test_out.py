@@ -9,6 +9,7 @@ import pytest
 import torch
 from ema_client._client.unread import wait_unread
 from safetensors.torch import save_file
+from testing import wait_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -244,7 +245,8 @@ def test_weights_that_a_push_reads_are_waited_for(server, client, model, monkeyp
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with ema_client.attach(module, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
         optimizer.step()
-        ema.wait_pushed()
+        # wait_pushed() would end the reading in place.
+        wait_for(lambda: ema.version is not None, "a version")
         waits = []
         monkeypatch.setattr(ema, "wait_released", lambda: waits.append(True))
         out = {name: tensor.detach() for name, tensor in module.named_parameters()}

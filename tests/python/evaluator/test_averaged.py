@@ -12,7 +12,7 @@ import torch
 from ema_client._callbacks import averaged_or_own
 from ema_client._evaluator.averaged import read_average
 from ema_client._model.torch_model import write
-from testing import assert_same_bits
+from testing import assert_same_bits, wait_for
 
 TRACKS = {"fast": "4ba", "raw": "copy"}
 
@@ -315,14 +315,15 @@ def test_memory_that_a_push_reads_is_waited_for(server, model, monkeypatch, how,
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with ema_client.attach(net, optimizer, server.url(model), half_life="5ba") as ema:
         optimizer.step()
-        ema.wait_pushed()
+        # wait_pushed() would end the reading in place; without a version both calls use it.
+        wait_for(lambda: ema.version is not None, "a version")
         waits = []
         monkeypatch.setattr(ema, "wait_released", lambda: waits.append(True))
         if how == "averaged":
-            with ema_client.averaged(other, server.url(model)):
+            with ema_client.averaged(other, server.url(model), version=1):
                 pass
         else:
-            ema_client.load_into(other, server.url(model))
+            ema_client.load_into(other, server.url(model), version=1)
     assert waits == ([] if kind == "copies" else [True])
 
 

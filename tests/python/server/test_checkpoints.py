@@ -188,9 +188,9 @@ def test_restore_makes_a_new_version_of_an_old_one(client, model, rng, versions,
 
 
 def test_restore_refuses_what_it_cannot_do(client, model, versions):
-    with pytest.raises(ema_client.InvalidArgumentError, match="a version or a label"):
+    with pytest.raises(ema_client.InvalidArgumentError, match="give either version or label"):
         client.restore(model)
-    with pytest.raises(ema_client.InvalidArgumentError, match="a version or a label"):
+    with pytest.raises(ema_client.InvalidArgumentError, match="give either version or label"):
         client.restore(model, version=1, label="best")
     with pytest.raises(ema_client.OutOfRangeError) as kept:
         client.restore(model, version=99)

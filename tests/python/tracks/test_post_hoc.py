@@ -235,8 +235,8 @@ def test_what_is_far_from_what_was_asked_for_is_said(client, made, caplog, asked
     assert len(said) == is_far
     if is_far:
         snapshot = asked["step"] // 10 * 10
-        assert f"its residual is {residual:.2g}, a good one is below 0.1" in said[0]
-        assert f"(step {asked['step']} is built from those up to step {snapshot})" in said[0]
+        assert f"residual {residual:.2g}, expected below 0.1" in said[0]
+        assert f"(step {asked['step']} is built from snapshots up to step {snapshot})" in said[0]
 
 
 @pytest.mark.parametrize(

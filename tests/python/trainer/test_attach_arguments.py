@@ -57,7 +57,7 @@ def test_a_lazy_module_is_named(server, client, model):
         lambda: ema_client.LocalEMA(net),
     ):
         with pytest.raises(
-            ema_client.InvalidArgumentError, match='"1.weight".*run a forward first'
+            ema_client.InvalidArgumentError, match='"1.weight".*run a forward before'
         ):
             make()
 

@@ -111,15 +111,6 @@ def test_checkpoint_leaves_a_push_error_to_the_next_step(server, model, net):
             optimizer.step()
 
 
-def test_checkpoint_of_an_optimizer_that_is_not_attached_gives_no_warning(
-    server, model, net, caplog
-):
-    with ema_client.attach(net, None, server.url(model)):
-        for _ in range(3):
-            get_optimizer_state_dict(net, make_optimizer("SGD", net))
-    assert messages(caplog) == []
-
-
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """A training of two ranks that ended one step after its checkpoint."""

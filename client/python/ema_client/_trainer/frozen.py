@@ -49,9 +49,7 @@ class FrozenTensors:
         return changed
 
     def _of(self, tensors: NamedTensors) -> dict[str, torch.Tensor]:
-        return {
-            name: tensors.parameters[name] for name in self.names & tensors.parameters.keys()
-        }
+        return {name: tensors.parameters[name] for name in self.names & tensors.parameters.keys()}
 
 
 def _mark(tensor: torch.Tensor) -> object:
@@ -63,4 +61,11 @@ def _mark(tensor: torch.Tensor) -> object:
     local = local_of(tensor).detach()
     # The reference does not keep the memory, but keeps another storage from looking the same.
     memory = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
-    return memory, local.storage_offset(), local.shape, local.stride(), local.dtype, writes_of(tensor)
+    return (
+        memory,
+        local.storage_offset(),
+        local.shape,
+        local.stride(),
+        local.dtype,
+        writes_of(tensor),
+    )
