@@ -10,6 +10,7 @@ import threading
 import ema_client
 import numpy as np
 import pytest
+from ema_client._client import version_calls
 from server_process import ServerProcess
 from testing import assert_same_bits, random_weights, replay
 
@@ -99,13 +100,13 @@ def test_who_waits_hears_of_versions_counted_anew(tmp_path, model, rng, monkeypa
             client.create_checkpoint(model)
             lost = push_steps(client, model, rng, [2, 3])[-1][0]
             has_looked = threading.Event()
-            first_commit = client._first_commit
+            watch = version_calls.watch
 
-            def told_first_commit(*args, **kwargs):
+            def signalling_watch(*args, **kwargs):
                 has_looked.set()
-                return first_commit(*args, **kwargs)
+                return watch(*args, **kwargs)
 
-            monkeypatch.setattr(client, "_first_commit", told_first_commit)
+            monkeypatch.setattr(version_calls, "watch", signalling_watch)
             with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as end:
                 end.callback(client.delete_model, model)  # Which ends every wait.
                 waiting = pool.submit(client.wait_for, model, step=5, timeout_s=timeout_s)
