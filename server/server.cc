@@ -166,7 +166,7 @@ absl::Status Server::OpenCheckpoints() {
   incarnation_ = checkpoints_->incarnation();
   // The life before has begun a moment ago. One that was set back is not waited for.
   const absl::Duration ahead = absl::FromUnixMicros(incarnation_) - absl::Now();
-  if (ahead <= absl::Microseconds(CheckpointStore::kIncarnationsPerLife)) absl::SleepFor(ahead);
+  if (ahead <= absl::Microseconds(DataDirectory::kIncarnationsPerLife)) absl::SleepFor(ahead);
   return absl::OkStatus();
 }
 

@@ -74,7 +74,7 @@ absl::Status AddCheckpointsIn(const std::string& directory, const std::string& p
   return absl::OkStatus();
 }
 
-// The folder of a model's checkpoints in a data directory, as CheckpointStore has them.
+// The folder of a model's checkpoints in a data directory, laid out as in folder_files.h.
 std::string CheckpointsOf(const std::string& models, const std::string& model) {
   return JoinPath(JoinPath(models, model), "checkpoints");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The part of CheckpointStore that knows what there is of a model, and its labels.
+#include "server/checkpoint/checkpoint_index.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -8,8 +8,6 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/checkpoint_store.h"
-#include "server/checkpoint/restore.h"
 
 namespace ema {
 namespace {
@@ -29,19 +27,6 @@ absl::Status Missing() {
                    "it is missing: LATEST named it at the start, and there was no such folder");
 }
 
-absl::Status LostLabels(const std::string& why) {
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-                   absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
-                                "the file that was set aside has been deleted as a checkpoint is"));
-}
-
-absl::Status VersionGone(const CheckpointLabel& label) {
-  return MakeError(
-      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-      absl::StrCat("label \"", label.name, "\": version ", label.id.version, " of incarnation ",
-                   label.id.incarnation, ", step ", label.step, ", is not on the disk"));
-}
-
 absl::Status UnknownLabel(std::string_view model_name, std::string_view label,
                           const LabelMap& labels) {
   constexpr size_t kListed = 16;
@@ -58,365 +43,223 @@ absl::Status UnknownLabel(std::string_view model_name, std::string_view label,
 
 }  // namespace
 
-CheckpointStore::Stored::Details CheckpointStore::DetailsOf(const CheckpointManifest& checkpoint) {
-  Stored::Details details{.commit_time = checkpoint.record.commit_time,
-                          .total_bytes = checkpoint.total_bytes};
+CheckpointEntry::Details DetailsOf(const CheckpointManifest& checkpoint) {
+  CheckpointEntry::Details details{.commit_time = checkpoint.record.commit_time,
+                                   .total_bytes = checkpoint.total_bytes};
   for (const CheckpointTrack& track : checkpoint.tracks) {
     if (track.weights.has_value()) details.tracks.push_back(track.config.name);
   }
   return details;
 }
 
-absl::Status CheckpointStore::IndexLocked(ModelDirectory& folder) {
-  {
-    absl::MutexLock lock(&folder.state_mu);
-    if (folder.is_indexed) return absl::OkStatus();
-  }
-  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(folder.path));
-  std::vector<DirectoryEntry> entries;
-  // What is still to be deleted is not the model's any more.
-  if (exists && !folder.must_delete) {
-    EMA_ASSIGN_OR_RETURN(entries, file_system_.ListDirectory(folder.path));
-  }
-  EMA_RETURN_IF_ERROR(ReadLabelsLocked(folder, entries));
-  absl::MutexLock lock(&folder.state_mu);
-  std::map<std::string, Stored, std::less<>> index;
-  for (const DirectoryEntry& entry : entries) {
-    if (IsLabelsAside(entry.name)) {
-      index.emplace(entry.name, Stored{.name = entry.name, .problem = folder.lost_labels});
+absl::Status VersionGone(const CheckpointLabel& label) {
+  return MakeError(
+      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+      absl::StrCat("label \"", label.name, "\": version ", label.id.version, " of incarnation ",
+                   label.id.incarnation, ", step ", label.step, ", is not on the disk"));
+}
+
+bool CheckpointIndex::is_current() const {
+  absl::MutexLock lock(&mu_);
+  return is_current_;
+}
+
+void CheckpointIndex::Invalidate() {
+  absl::MutexLock lock(&mu_);
+  is_current_ = false;
+}
+
+void CheckpointIndex::Replace(const std::vector<DirectoryEntry>& listing, LabelMap labels,
+                              const absl::Status& lost_labels) {
+  absl::MutexLock lock(&mu_);
+  labels_ = std::move(labels);
+  // They stay lost until the file that was set aside has been deleted.
+  if (!lost_labels.ok()) lost_labels_ = lost_labels;
+  Entries entries;
+  for (const DirectoryEntry& listed : listing) {
+    if (IsLabelsAside(listed.name)) {
+      entries.emplace(listed.name, CheckpointEntry{.name = listed.name, .problem = lost_labels_});
     }
-    if (!entry.is_directory) continue;
-    Stored stored{.name = entry.name};
-    std::optional<StoredName> name = ParseStoredName(entry.name);
+    if (!listed.is_directory) continue;
+    CheckpointEntry entry{.name = listed.name};
+    std::optional<StoredName> name = ParseStoredName(listed.name);
     if (!name.has_value()) {
-      name = ParseSetAsideName(entry.name);
+      name = ParseSetAsideName(listed.name);
       if (!name.has_value()) continue;
-      stored.problem = entry.name.starts_with(kAbandonedPrefix) ? Abandoned() : SetAsideEarlier();
+      entry.problem = listed.name.starts_with(kAbandonedPrefix) ? Abandoned() : SetAsideEarlier();
     }
-    if (folder.missing.has_value() && entry.name == CheckpointName(*folder.missing)) {
-      folder.missing.reset();  // Somebody has put it back.
-    } else if (const auto known = folder.index.find(entry.name); known != folder.index.end()) {
-      stored = known->second;
+    if (missing_.has_value() && listed.name == CheckpointName(*missing_)) {
+      missing_.reset();  // It has been put back.
+    } else if (const auto known = entries_.find(listed.name); known != entries_.end()) {
+      entry = known->second;
     }
-    stored.id = name->id;
-    stored.is_partial = name->is_partial;
-    index.emplace(entry.name, std::move(stored));
+    entry.id = name->id;
+    entry.is_partial = name->is_partial;
+    entries.emplace(listed.name, std::move(entry));
   }
-  if (folder.missing.has_value()) {
-    const std::string name = CheckpointName(*folder.missing);
-    index.emplace(name, Stored{.name = name, .id = *folder.missing, .problem = Missing()});
+  if (missing_.has_value()) {
+    const std::string name = CheckpointName(*missing_);
+    entries.emplace(name, CheckpointEntry{.name = name, .id = *missing_, .problem = Missing()});
   }
-  folder.index = std::move(index);
-  folder.is_indexed = true;
-  return absl::OkStatus();
+  entries_ = std::move(entries);
+  is_current_ = true;
 }
 
-absl::Status CheckpointStore::ReadLabelsLocked(ModelDirectory& folder,
-                                               std::vector<DirectoryEntry>& entries) {
-  LabelMap labels;
-  absl::Status lost;
-  for (DirectoryEntry& entry : entries) {
-    if (IsLabelsAside(entry.name)) lost = LostLabels(absl::StrCat(entry.name, " is there"));
-    if (entry.name != kLabelsFileName) continue;
-    absl::StatusOr<std::string> text =
-        file_system_.ReadSmallFile(JoinPath(folder.path, kLabelsFileName), kMaxLabelsFileBytes);
-    // No regular file, or too large for one of ours.
-    if (absl::IsFailedPrecondition(text.status())) {
-      text = absl::DataLossError(text.status().message());
-    }
-    absl::StatusOr<LabelMap> parsed =
-        text.ok() ? ParseLabels(*text) : absl::StatusOr<LabelMap>(text.status());
-    if (absl::IsDataLoss(parsed.status())) {
-      EMA_ASSIGN_OR_RETURN(entry.name,
-                           SetAside(folder, std::string(kLabelsFileName), kCorruptPrefix));
-      lost = LostLabels(std::string(parsed.status().message()));
-      continue;
-    }
-    EMA_RETURN_IF_ERROR(parsed.status());
-    labels = *std::move(parsed);
-  }
-  absl::MutexLock lock(&folder.state_mu);
-  folder.labels = std::move(labels);
-  // What has been lost stays so until what was set aside has been deleted.
-  if (!lost.ok()) folder.lost_labels = lost;
-  return absl::OkStatus();
+void CheckpointIndex::Clear() {
+  absl::MutexLock lock(&mu_);
+  entries_.clear();
+  labels_.clear();
+  lost_labels_ = absl::OkStatus();
+  missing_.reset();
+  is_current_ = true;
 }
 
-absl::Status CheckpointStore::EnsureIndexed(ModelDirectory& folder) {
+std::vector<CheckpointEntry> CheckpointIndex::All() const {
+  std::vector<CheckpointEntry> all;
   {
-    absl::MutexLock lock(&folder.state_mu);
-    if (folder.is_indexed) return absl::OkStatus();
+    absl::MutexLock lock(&mu_);
+    for (const auto& [name, entry] : entries_) all.push_back(entry);
   }
-  absl::MutexLock lock(&folder.mu);
-  // What another directory in the place of ours has is none of the model's: what was known stays.
-  if (GetErrorReason(CheckPlace()) == ErrorReason::kStoreReadOnly) return absl::OkStatus();
-  return IndexLocked(folder);
+  std::stable_sort(all.begin(), all.end(),
+                   [](const auto& a, const auto& b) { return a.id > b.id; });
+  return all;
 }
 
-void CheckpointStore::ForgetLocked(ModelDirectory& folder) {
-  folder.is_durable = false;
-  folder.latest = {};
-  folder.latest_bytes = 0;
-  absl::MutexLock lock(&folder.state_mu);
-  folder.is_indexed = false;
+std::optional<CheckpointEntry> CheckpointIndex::Find(std::string_view name) const {
+  absl::MutexLock lock(&mu_);
+  const auto it = entries_.find(name);
+  return it != entries_.end() ? std::optional(it->second) : std::nullopt;
 }
 
-absl::Status CheckpointStore::SetAsideCorruptLocked(ModelDirectory& folder, const std::string& name,
-                                                    const absl::Status& problem,
-                                                    std::string_view now_prefix) {
-  // Also after an error it may have gone, and another be the newest.
-  ForgetLocked(folder);
-  EMA_ASSIGN_OR_RETURN(const std::string new_name,
-                       SetAside(folder, name, kCorruptPrefix, now_prefix));
-  if (options_.on_set_aside) options_.on_set_aside({folder.model_name, name, problem});
-  EMA_ASSIGN_OR_RETURN(folder.latest, FindLatest(folder));
-  absl::MutexLock lock(&folder.state_mu);
-  folder.index.erase(name);
-  if (const auto parsed = ParseSetAsideName(new_name)) {
-    folder.index[new_name] = {
-        .name = new_name, .id = parsed->id, .is_partial = parsed->is_partial, .problem = problem};
+std::optional<CheckpointCounts> CheckpointIndex::Count() const {
+  absl::MutexLock lock(&mu_);
+  if (entries_.empty()) return std::nullopt;
+  CheckpointCounts counts;
+  for (const auto& [name, entry] : entries_) {
+    ++(!entry.unread.ok()                   ? counts.unreadable
+       : entry.problem.ok()                 ? counts.complete
+       : name.starts_with(kAbandonedPrefix) ? counts.abandoned
+                                            : counts.corrupt);
   }
-  return absl::OkStatus();
+  return counts;
 }
 
-absl::StatusOr<bool> CheckpointStore::Quarantine(std::string_view model_name, std::string_view name,
-                                                 const absl::Status& problem, bool waits) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  if (waits) {
-    folder->mu.Lock();
-  } else if (!folder->mu.TryLock()) {
-    return false;
-  }
-  absl::StatusOr<bool> was_latest = QuarantineLocked(*folder, std::string(name), problem);
-  folder->mu.Unlock();
-  return was_latest;
+void CheckpointIndex::Put(CheckpointEntry entry) {
+  absl::MutexLock lock(&mu_);
+  std::string name = entry.name;
+  entries_.insert_or_assign(std::move(name), std::move(entry));
 }
 
-absl::StatusOr<bool> CheckpointStore::QuarantineLocked(ModelDirectory& folder,
-                                                       const std::string& name,
-                                                       const absl::Status& problem) {
-  EMA_RETURN_IF_ERROR(CheckPlace());
-  EMA_RETURN_IF_ERROR(IndexLocked(folder));
-  {
-    absl::MutexLock state_lock(&folder.state_mu);
-    const auto it = folder.index.find(name);
-    if (it == folder.index.end() || !it->second.problem.ok()) return false;
-  }
-  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(folder));
-  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(folder, name, problem));
-  // Now, or who asks next would wait for the save that follows.
-  EMA_RETURN_IF_ERROR(IndexLocked(folder));
-  return CheckpointName(latest) == name;
+void CheckpointIndex::Erase(std::string_view name) {
+  absl::MutexLock lock(&mu_);
+  if (const auto it = entries_.find(name); it != entries_.end()) entries_.erase(it);
 }
 
-absl::StatusOr<bool> CheckpointStore::NoteRead(std::string_view model_name, std::string_view name,
-                                               const absl::Status& status) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  {
-    absl::MutexLock lock(&folder->state_mu);
-    const auto it = folder->index.find(name);
-    if (it == folder->index.end() || !it->second.problem.ok()) return false;
-    it->second.unread = status;
-  }
-  if (status.ok()) return false;
-  absl::MutexLock lock(&folder->mu);
-  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, FindLatest(*folder));
-  if (CheckpointName(latest) != name) return false;
-  folder->latest_bytes = 0;
+void CheckpointIndex::SetDetails(std::string_view name, const CheckpointEntry::Details& details) {
+  absl::MutexLock lock(&mu_);
+  if (const auto it = entries_.find(name); it != entries_.end()) it->second.details = details;
+}
+
+bool CheckpointIndex::SetUnread(std::string_view name, const absl::Status& status) {
+  absl::MutexLock lock(&mu_);
+  const auto it = entries_.find(name);
+  if (it == entries_.end() || !it->second.problem.ok()) return false;
+  it->second.unread = status;
   return true;
 }
 
-absl::Status CheckpointStore::UnreadProblem(ModelDirectory& folder, const std::string& name) {
-  absl::MutexLock lock(&folder.state_mu);
-  const auto it = folder.index.find(name);
-  return it != folder.index.end() ? it->second.unread : absl::OkStatus();
+std::optional<CheckpointId> CheckpointIndex::missing() const {
+  absl::MutexLock lock(&mu_);
+  return missing_;
 }
 
-absl::Status CheckpointStore::CheckMayCreate(std::string_view model_name) {
-  std::shared_ptr<ModelDirectory> folder;
-  {
-    absl::MutexLock lock(&mu_);
-    // Not GetDirectory(), which would keep an entry for every name that a client asks for.
-    const auto it = folders_.find(model_name);
-    if (it == folders_.end()) return absl::OkStatus();
-    folder = it->second;
+void CheckpointIndex::SetMissing(const CheckpointId& id) {
+  absl::MutexLock lock(&mu_);
+  missing_ = id;
+  const std::string name = CheckpointName(id);
+  entries_[name] = {.name = name, .id = id, .problem = Missing()};
+}
+
+void CheckpointIndex::ForgetMissing(const CheckpointId& id) {
+  absl::MutexLock lock(&mu_);
+  if (missing_ == id) missing_.reset();
+}
+
+// --- Readers ---
+
+std::optional<CheckpointEntry> CheckpointIndex::Hold(std::string_view name) {
+  absl::MutexLock lock(&mu_);
+  const auto it = entries_.find(name);
+  if (it == entries_.end() || !it->second.problem.ok()) return std::nullopt;
+  ++held_[it->first];
+  return it->second;
+}
+
+void CheckpointIndex::HoldAll(const std::vector<std::string>& names) {
+  absl::MutexLock lock(&mu_);
+  for (const std::string& name : names) ++held_[name];
+}
+
+void CheckpointIndex::Release(const std::vector<std::string>& names) {
+  absl::MutexLock lock(&mu_);
+  for (const std::string& name : names) {
+    const auto it = held_.find(name);
+    if (--it->second == 0) held_.erase(it);
   }
-  absl::MutexLock lock(&folder->state_mu);
-  return folder->creation_error;
 }
 
-absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::ListNames(
-    std::string_view model_name) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
-  std::vector<Stored> all;
-  {
-    absl::MutexLock lock(&folder->state_mu);
-    for (const auto& [name, stored] : folder->index) all.push_back(stored);
-  }
-  std::stable_sort(all.begin(), all.end(),
-                   [](const Stored& a, const Stored& b) { return a.id > b.id; });
-  return all;
+bool CheckpointIndex::is_held(std::string_view name) const {
+  absl::MutexLock lock(&mu_);
+  return held_.contains(name);
 }
 
-std::map<std::string, CheckpointCounts> CheckpointStore::CountAll() {
-  std::vector<std::pair<std::string, std::shared_ptr<ModelDirectory>>> folders;
-  {
-    absl::MutexLock lock(&mu_);
-    folders.assign(folders_.begin(), folders_.end());
-  }
-  std::map<std::string, CheckpointCounts> all;
-  for (const auto& [model, folder] : folders) {
-    absl::MutexLock lock(&folder->state_mu);
-    for (const auto& [name, stored] : folder->index) {
-      CheckpointCounts& counts = all[model];
-      ++(!stored.unread.ok()                  ? counts.unreadable
-         : stored.problem.ok()                ? counts.complete
-         : name.starts_with(kAbandonedPrefix) ? counts.abandoned
-                                              : counts.corrupt);
-    }
-  }
-  return all;
+bool CheckpointIndex::EraseUnlessHeld(std::string_view name,
+                                      std::optional<CheckpointEntry>* taken) {
+  absl::MutexLock lock(&mu_);
+  if (held_.contains(name)) return false;
+  const auto it = entries_.find(name);
+  if (it == entries_.end()) return true;
+  if (taken != nullptr) *taken = std::move(it->second);
+  entries_.erase(it);
+  return true;
 }
 
-absl::StatusOr<std::vector<CheckpointStore::Stored>> CheckpointStore::List(
-    std::string_view model_name, std::optional<std::string_view> name) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  EMA_ASSIGN_OR_RETURN(std::vector<Stored> all, ListNames(model_name));
-  if (name.has_value()) std::erase_if(all, [&](const Stored& s) { return s.name != *name; });
-  for (Stored& stored : all) {
-    if (!stored.problem.ok() || stored.details.has_value()) continue;
-    absl::StatusOr<Stored::Details> details = ReadDetails(*folder, stored.name);
-    stored.unread.Update(details.status());
-    if (details.ok()) stored.details = *std::move(details);
-  }
-  std::erase_if(all, [](const Stored& stored) { return absl::IsNotFound(stored.unread); });
-  return all;
+// --- Labels ---
+
+LabelMap CheckpointIndex::labels() const {
+  absl::MutexLock lock(&mu_);
+  return labels_;
 }
 
-absl::StatusOr<CheckpointStore::Stored::Details> CheckpointStore::ReadDetails(
-    ModelDirectory& folder, const std::string& name) {
-  const absl::StatusOr<CheckpointManifest> checkpoint =
-      ReadCheckpointManifest(file_system_, JoinPath(folder.path, name));
-  if (checkpoint.ok()) {
-    Stored::Details details = DetailsOf(*checkpoint);
-    absl::MutexLock lock(&folder.state_mu);
-    if (const auto it = folder.index.find(name); it != folder.index.end()) {
-      it->second.details = details;
-    }
-    return details;
-  }
-  if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
-  {
-    absl::MutexLock state_lock(&folder.state_mu);
-    if (!folder.index.contains(name)) return absl::NotFoundError("");  // Removed meanwhile.
-  }
-  // Who only asks does not wait for a save.
-  if (!folder.mu.TryLock()) return checkpoint.status();
-  const absl::Status is_there = CheckIsThereLocked(folder, name);
-  folder.mu.Unlock();
-  return is_there.ok() ? checkpoint.status() : is_there;
+void CheckpointIndex::SetLabels(LabelMap labels) {
+  absl::MutexLock lock(&mu_);
+  labels_ = std::move(labels);
 }
 
-absl::Status CheckpointStore::CheckIsThereLocked(ModelDirectory& folder, const std::string& name) {
-  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(JoinPath(folder.path, name)));
-  if (exists) return absl::OkStatus();
-  EMA_RETURN_IF_ERROR(CheckPlace());
-  absl::MutexLock state_lock(&folder.state_mu);
-  folder.index.erase(name);
-  return absl::NotFoundError("");
-}
-
-absl::StatusOr<std::vector<CheckpointLabel>> CheckpointStore::Labels(std::string_view model_name) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  EMA_RETURN_IF_ERROR(EnsureIndexed(*folder));
-  absl::MutexLock lock(&folder->state_mu);
-  std::vector<CheckpointLabel> labels;
-  for (const auto& [name, label] : folder->labels) labels.push_back(label);
-  return labels;
-}
-
-absl::StatusOr<CheckpointStore::FoundLabel> CheckpointStore::FindLabel(std::string_view model_name,
-                                                                       std::string_view label) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  absl::MutexLock lock(&folder->state_mu);
-  const auto it = folder->labels.find(label);
-  if (it == folder->labels.end()) return UnknownLabel(model_name, label, folder->labels);
+absl::StatusOr<FoundLabel> CheckpointIndex::FindLabel(std::string_view label) const {
+  absl::MutexLock lock(&mu_);
+  const auto it = labels_.find(label);
+  if (it == labels_.end()) return UnknownLabel(model_name_, label, labels_);
   FoundLabel found{.label = it->second, .checkpoint = VersionGone(it->second)};
-  for (const auto& [name, stored] : folder->index) {
-    if (stored.is_partial || stored.id.version_id() != found.label.id) {
-      continue;
-    }
-    found.checkpoint = stored.problem;
-    if (stored.problem.ok()) break;
+  for (const auto& [name, entry] : entries_) {
+    if (entry.is_partial || entry.id.version_id() != found.label.id) continue;
+    found.checkpoint = entry.problem;
+    if (entry.problem.ok()) break;
   }
   return found;
 }
 
-absl::Status CheckpointStore::PutLabel(std::string_view model_name, const CheckpointLabel& label) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  absl::MutexLock lock(&folder->mu);
-  EMA_RETURN_IF_ERROR(CheckMayWrite());
-  return AsSaveError(PutLabelLocked(*folder, label));
+absl::Status CheckpointIndex::lost_labels() const {
+  absl::MutexLock lock(&mu_);
+  return lost_labels_;
 }
 
-absl::Status CheckpointStore::PutLabelLocked(ModelDirectory& folder, const CheckpointLabel& label) {
-  EMA_RETURN_IF_ERROR(IndexLocked(folder));
-  // A later one is there if its save failed before LATEST: a restart sets it aside.
-  absl::StatusOr<CheckpointId> latest = folder.latest;
-  if (!folder.is_durable) latest = FindLatest(folder);
-  EMA_RETURN_IF_ERROR(latest.status());
-  LabelMap labels;
-  {
-    absl::MutexLock lock(&folder.state_mu);
-    const auto is_it = [&](const auto& entry) {
-      const Stored& stored = entry.second;
-      return stored.problem.ok() && !stored.is_partial && stored.id <= *latest &&
-             stored.id.version_id() == label.id;
-    };
-    if (std::none_of(folder.index.begin(), folder.index.end(), is_it)) {
-      return VersionGone(label);
-    }
-    labels = folder.labels;
+void CheckpointIndex::CheckLostLabels() {
+  absl::MutexLock lock(&mu_);
+  if (std::none_of(entries_.begin(), entries_.end(),
+                   [](const auto& entry) { return IsLabelsAside(entry.first); })) {
+    lost_labels_ = absl::OkStatus();
   }
-  if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {
-    // A call before may have ended between the rename and this.
-    return Sync(folder.path);
-  }
-  labels[label.name] = label;
-  if (labels.size() > kMaxLabels) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
-                     absl::StrCat("label \"", label.name, "\": the model has ", kMaxLabels,
-                                  " labels, as many as it may have"));
-  }
-  return WriteLabelsLocked(folder, std::move(labels));
-}
-
-absl::Status CheckpointStore::RemoveLabel(std::string_view model_name, std::string_view label) {
-  const std::shared_ptr<ModelDirectory> folder = GetDirectory(model_name);
-  absl::MutexLock lock(&folder->mu);
-  return AsSaveError(RemoveLabelLocked(*folder, label));
-}
-
-absl::Status CheckpointStore::RemoveLabelLocked(ModelDirectory& folder, std::string_view label) {
-  EMA_RETURN_IF_ERROR(CheckMayWrite());
-  EMA_RETURN_IF_ERROR(IndexLocked(folder));
-  LabelMap labels;
-  {
-    absl::MutexLock state_lock(&folder.state_mu);
-    labels = folder.labels;
-  }
-  const auto it = labels.find(label);
-  if (it == labels.end()) return UnknownLabel(folder.model_name, label, labels);
-  labels.erase(it);
-  return WriteLabelsLocked(folder, std::move(labels));
-}
-
-absl::Status CheckpointStore::WriteLabelsLocked(ModelDirectory& folder, LabelMap labels) {
-  EMA_RETURN_IF_ERROR(ReplaceFile(folder.path, kLabelsFileName, EncodeLabels(labels)));
-  absl::MutexLock lock(&folder.state_mu);
-  folder.labels = std::move(labels);
-  return absl::OkStatus();
 }
 
 }  // namespace ema

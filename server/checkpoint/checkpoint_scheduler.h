@@ -58,7 +58,7 @@ class CheckpointScheduler {
     std::function<absl::Status(Model&, const SnapshotRef&, bool keep)> save;
     // Told of an error, once until its code or reason changes or all that is due has been saved,
     // and what was to be saved; null: no version could be pinned. Called on the scheduler's thread.
-    std::function<void(const Model&, const SnapshotRef&, const absl::Status&)> on_error;
+    std::function<void(Model&, const SnapshotRef&, const absl::Status&)> on_error;
     absl::Duration retry_delay = absl::Seconds(10);
   };
 

@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/checkpoint/restore.h"
+#include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/synthesis_plan.h"
 #include "server/core/known_versions.h"
 #include "server/format/checkpoint_files.h"
@@ -101,9 +101,11 @@ class BlocksMixer {
 };
 
 // Which checkpoints there are on the branch of `latest`, newest first, and what they say.
-absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
-    FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held, const Model& model,
-    const Version& latest, ReadErrorHandler on_error) {
+absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(FileSystem& file_system,
+                                                            const CheckpointFolder::Held& held,
+                                                            const Model& model,
+                                                            const Version& latest,
+                                                            ReadErrorHandler on_error) {
   std::vector<KnownVersion> on_disk;
   on_disk.reserve(held.ids().size());
   for (const CheckpointId& id : held.ids()) {
@@ -163,7 +165,7 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
 }
 
 // All of the plan's sources in `track`'s blocks.
-absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointStore::HeldCheckpoints& held,
+absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointFolder::Held& held,
                            const Model& model, const SynthesisPlan& plan, const Track& track,
                            ReadErrorHandler on_error) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksMixer> mixer,
@@ -191,7 +193,7 @@ absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointStore::HeldC
   return mixer->Finish();
 }
 
-absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
+absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
                                          const SynthesisRequest& request,
                                          ReadErrorHandler on_error) {
   EMA_RETURN_IF_ERROR(model.closed());
@@ -210,9 +212,9 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   if (request.step > latest->step) {
     return StepNotYet(model.config().name, request.step, latest->id(), latest->step);
   }
-  EMA_ASSIGN_OR_RETURN(const auto held, store.HoldCheckpoints(model.config().name));
+  EMA_ASSIGN_OR_RETURN(const auto held, folder.HoldAll());
   EMA_ASSIGN_OR_RETURN(const std::vector<StoredCheckpoint> checkpoints,
-                       ReadManifests(store.file_system(), *held, model, *latest, on_error));
+                       ReadManifests(folder.file_system(), *held, model, *latest, on_error));
   EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan, PlanSynthesis(model, request, checkpoints));
 
   EMA_ASSIGN_OR_RETURN(TrackRef track, model.tracks().MakeSynthesizedTrack(plan.config));
@@ -229,7 +231,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
   // Another call may have made another of that name and version.
   result.block_versions.assign(track->block_count(), INT64_MAX);
   EMA_ASSIGN_OR_RETURN(result.blocks,
-                       Mix(store.file_system(), *held, model, plan, *track, on_error));
+                       Mix(folder.file_system(), *held, model, plan, *track, on_error));
   EMA_RETURN_IF_ERROR(model.tracks().AddSynthesized(std::move(snapshot)));
 
   Synthesis synthesis{.record = plan.record, .residual = plan.residual};
@@ -242,9 +244,9 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointStore& store, Model& model,
 
 }  // namespace
 
-absl::StatusOr<Synthesis> Synthesize(CheckpointStore& store, Model& model,
+absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
                                      const SynthesisRequest& request, ReadErrorHandler on_error) {
-  absl::StatusOr<Synthesis> result = SynthesizeOpen(store, model, request, on_error);
+  absl::StatusOr<Synthesis> result = SynthesizeOpen(folder, model, request, on_error);
   if (result.ok()) return result;
   // Of a deleted model the files go, which is no fault of theirs.
   EMA_RETURN_IF_ERROR(model.closed());

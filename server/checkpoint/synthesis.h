@@ -9,7 +9,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/checkpoint_folder.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
 
@@ -26,7 +26,7 @@ using ReadErrorHandler =
 // locks it holds none meanwhile, so saves and DeleteModel() go on. Ends soon with the model's error
 // when that is closed. What it needs besides the result and as much again is small: a few MiB, and
 // the checkpoints' manifests.
-absl::StatusOr<Synthesis> Synthesize(CheckpointStore& store, Model& model,
+absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
                                      const SynthesisRequest& request, ReadErrorHandler on_error);
 
 }  // namespace ema

@@ -3,7 +3,7 @@
 // Which files a checkpoint has:
 //
 //   manifest.json                             all that is not weights; see manifest_json.h
-//   KEEP                                      maybe; see checkpoint_store.h
+//   KEEP                                      maybe; see folder_files.h
 //   tracks/<track>/model.safetensors          or model-00001-of-00003.safetensors, ... and
 //                  model.safetensors.index.json
 //   tracks/<track>/low_parts.safetensors      of a compensated track; or split likewise, without

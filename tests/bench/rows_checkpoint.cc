@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/checkpoint_writer.h"
-#include "server/checkpoint/restore.h"
 #include "server/checkpoint/sync_latch.h"
 #include "server/format/checkpoint_name.h"
 #include "server/format/file_system.h"

@@ -105,7 +105,7 @@ class CheckpointFaultTest : public testing::Test {
     const auto store = OpenStore(*files);
     EXPECT_THAT(store, IsOk());
     for (int64_t version = 1; version <= count; ++version) {
-      EXPECT_THAT((*store)->Save(*versions_.model, versions_[version]), IsOk());
+      EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[version]), IsOk());
     }
     return files;
   }
@@ -128,7 +128,7 @@ TEST_P(CrashTest, WhileSavingLeavesTheVersionBeforeOrTheOneAfter) {
     ASSERT_THAT(store, IsOk());
     auto count = std::make_shared<int64_t>(0);
     files->set_hook(StopAt(stop, count));
-    const bool is_saved = (*store)->Save(*versions_.model, versions_[before + 1]).ok();
+    const bool is_saved = (*store)->Of("m").Save(*versions_.model, versions_[before + 1]).ok();
     const bool is_complete = *count <= stop;
     const auto check = [&](PowerLoss loss, uint32_t seed) {
       const auto after = files->AfterCrash(loss, seed);
@@ -143,7 +143,7 @@ TEST_P(CrashTest, WhileSavingLeavesTheVersionBeforeOrTheOneAfter) {
       // And the machine is as good as new.
       const auto next = OpenStore(*after);
       ASSERT_THAT(next, IsOk());
-      ASSERT_THAT((*next)->Save(*versions_.model, versions_[before + 2]), IsOk());
+      ASSERT_THAT((*next)->Of("m").Save(*versions_.model, versions_[before + 2]), IsOk());
       const auto lost = after->AfterCrash(PowerLoss::kNothing);
       EXPECT_EQ(LoadedVersion(*lost, versions_), before + 2);
     };
@@ -200,8 +200,8 @@ TEST_F(CheckpointFaultTest, IncarnationsNeverRepeatAfterACrash) {
       FakeFileSystem& now = after == nullptr ? files : *after;
       now.set_hook(StopAt(stop, std::make_shared<int64_t>(0)));
       if (const auto store = OpenStore(now); store.ok()) {
-        EXPECT_GT((*store)->incarnation(), highest);
-        highest = (*store)->incarnation();
+        EXPECT_GT((*store)->data().incarnation(), highest);
+        highest = (*store)->data().incarnation();
       }
       after = now.AfterCrash(PowerLoss::kAnything, static_cast<uint32_t>(stop));
     }
@@ -216,13 +216,13 @@ TEST_F(CheckpointFaultTest, AnyFailedOperationLeavesTheOldVersionOrTheNew) {
       ASSERT_THAT(store, IsOk());
       auto operation = std::make_shared<std::string>();
       files->set_hook(FailAt(fail, error, operation));
-      const auto saved = (*store)->Save(*versions_.model, versions_[3]);
+      const auto saved = (*store)->Of("m").Save(*versions_.model, versions_[3]);
       if (operation->empty()) {
         EXPECT_THAT(saved, IsOk());
         break;
       }
       const std::string where = absl::StrCat(*operation, " ", fail, " ", saved.status().ToString());
-      const bool is_latched = !(*store)->health().ok();
+      const bool is_latched = !(*store)->data().health().ok();
       if (absl::IsUnavailable(error) && absl::StrContains(*operation, "sync")) {
         EXPECT_TRUE(is_latched) << where;
       } else {
@@ -238,16 +238,16 @@ TEST_F(CheckpointFaultTest, AnyFailedOperationLeavesTheOldVersionOrTheNew) {
       const int64_t version = LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_);
       EXPECT_TRUE(version == 3 || (version == 2 && !saved.ok())) << where;
       if (is_latched) {
-        EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]),
+        EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]),
                     AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("read-only")),
                           ReasonIs(ErrorReason::kStoreReadOnly)));
         EXPECT_THAT((*store)->DeleteModel("m"), ReasonIs(ErrorReason::kStoreReadOnly));
         continue;
       }
       // It heals by itself.
-      EXPECT_THAT((*store)->Save(*versions_.model, versions_[3]), IsOk()) << where;
+      EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[3]), IsOk()) << where;
       EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 3) << where;
-      EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]), IsOk()) << where;
+      EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]), IsOk()) << where;
       EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 4) << where;
       if (HasFailure()) return;
     }
@@ -286,7 +286,7 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullIsNoticedBeforeAnythingIsWritten) {
   const auto store = OpenStore(*files);
   ASSERT_THAT(store, IsOk());
   files->set_free_bytes(1000);
-  EXPECT_THAT((*store)->Save(*versions_.model, versions_[2]),
+  EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[2]),
               AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("the disk has 1000")),
                     ReasonIs(ErrorReason::kDiskFull)));
   EXPECT_EQ(versions_.model->durable().step(), 10);
@@ -294,7 +294,7 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullIsNoticedBeforeAnythingIsWritten) {
     EXPECT_FALSE(absl::StrContains(path, "version-7-2")) << path;
   }
   files->set_free_bytes(int64_t{1} << 30);
-  EXPECT_THAT((*store)->Save(*versions_.model, versions_[2]), IsOk());
+  EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[2]), IsOk());
 }
 
 TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
@@ -303,8 +303,8 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
     auto files = Machine(2);  // As many as are kept.
     const auto store = OpenStore(*files);
     ASSERT_THAT(store, IsOk());
-    ASSERT_THAT((*store)->PutLabel("m", {.name = "l", .id = versions_[1]->record.id()}), IsOk());
-    ASSERT_THAT((*store)->Save(*versions_.model, versions_[3]), IsOk());
+    ASSERT_THAT((*store)->Of("m").PutLabel({.name = "l", .id = versions_[1]->record.id()}), IsOk());
+    ASSERT_THAT((*store)->Of("m").Save(*versions_.model, versions_[3]), IsOk());
     bool is_full = true;
     files->set_hook([&](const std::string& operation, const std::string& path) {
       if (operation == "remove" && absl::StrContains(path, "version-7-1")) is_full = false;
@@ -313,11 +313,12 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
                  ? DiskFull()
                  : absl::OkStatus();
     });
-    EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]), ReasonIs(ErrorReason::kDiskFull));
-    EXPECT_EQ((*store)->ListNames("m")->size(), 3u);
-    ASSERT_THAT((*store)->RemoveLabel("m", "l"), IsOk());
-    EXPECT_THAT((*store)->Save(*versions_.model, versions_[4]), IsOk());
-    EXPECT_EQ((*store)->ListNames("m")->size(), 2u);
+    EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]),
+                ReasonIs(ErrorReason::kDiskFull));
+    EXPECT_EQ((*store)->Of("m").ListNames()->size(), 3u);
+    ASSERT_THAT((*store)->Of("m").RemoveLabel("l"), IsOk());
+    EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]), IsOk());
+    EXPECT_EQ((*store)->Of("m").ListNames()->size(), 2u);
     EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 4);
   }
 }
@@ -329,8 +330,9 @@ TEST_F(CheckpointFaultTest, AFailedSaveRemovesItsTemporaryFiles) {
   files->set_hook([](const std::string& operation, const std::string& path) {
     return operation == "append" && absl::StrContains(path, "raw") ? DiskFull() : absl::OkStatus();
   });
-  EXPECT_THAT((*store)->Save(*versions_.model, versions_[2]), ReasonIs(ErrorReason::kDiskFull));
-  EXPECT_THAT((*store)->health(), IsOk());
+  EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[2]),
+              ReasonIs(ErrorReason::kDiskFull));
+  EXPECT_THAT((*store)->data().health(), IsOk());
   for (const std::string& path : files->AllPaths()) {
     EXPECT_FALSE(absl::StrContains(path, ".tmp-")) << path;
   }
@@ -383,14 +385,14 @@ TEST_F(CheckpointFaultTest, ADeletedCheckpointStaysAwayOnceThatWasOk) {
       ASSERT_THAT(store, IsOk());
       auto operation = std::make_shared<std::string>();
       files->set_hook(FailAt(fail, error, operation));
-      absl::Status deleted = (*store)->Delete("m", name);
+      absl::Status deleted = (*store)->Of("m").Delete(name);
       if (operation->empty()) {
         EXPECT_THAT(deleted, IsOk());
         break;
       }
       const std::string where = absl::StrCat(*operation, " ", fail, " ", deleted.ToString());
-      if (!deleted.ok()) deleted = (*store)->Delete("m", name);
-      EXPECT_EQ(deleted.ok(), (*store)->health().ok()) << where;
+      if (!deleted.ok()) deleted = (*store)->Of("m").Delete(name);
+      EXPECT_EQ(deleted.ok(), (*store)->data().health().ok()) << where;
       // The power goes now, not after the next sync.
       const auto after = files->AfterCrash(PowerLoss::kNothing);
       if (deleted.ok()) {

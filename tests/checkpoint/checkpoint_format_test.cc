@@ -9,8 +9,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/checkpoint_writer.h"
-#include "server/checkpoint/restore.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/safetensors.h"
 #include "tests/checkpoint/format_testing.h"

@@ -5,8 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/checkpoint/restore.h"
-#include "server/checkpoint/stored_track.h"
+#include "server/checkpoint/checkpoint_reader.h"
 #include "tests/checkpoint/fixture_model.h"
 
 namespace ema {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/checkpoint_writer.h"
-#include "server/checkpoint/restore.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/verify.h"
 #include "tests/checkpoint/test_checkpoints.h"

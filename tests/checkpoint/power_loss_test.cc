@@ -117,7 +117,7 @@ struct Allowed {
 
 // The version that has the label; 0: none.
 absl::StatusOr<int64_t> LabelledVersion(CheckpointStore& store) {
-  const auto found = store.FindLabel("m", kLabel);
+  const auto found = store.Of("m").FindLabel(kLabel);
   if (absl::IsNotFound(found.status())) return 0;
   EMA_RETURN_IF_ERROR(found.status());
   EMA_RETURN_IF_ERROR(found->checkpoint);
@@ -148,7 +148,7 @@ struct Server {
     auto opened = CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = 2}, kNow);
     if (!opened.ok()) return false;
     store = *std::move(opened);
-    allowed.above_incarnation = store->incarnation();
+    allowed.above_incarnation = store->data().incarnation();
     ModelStore found(TestDevice(), SmallBlocks());
     const auto report = store->LoadAll(found);
     if (!report.ok()) return false;
@@ -160,7 +160,8 @@ struct Server {
   }
   bool Save(int64_t version, bool keep = false) {
     allowed.versions.insert(version);
-    if (!store->Save(versions.model(), versions[version], {.keep = keep}).ok()) return false;
+    if (!store->Of("m").Save(versions.model(), versions[version], {.keep = keep}).ok())
+      return false;
     allowed.versions = {version};
     if (keep) allowed.kept_version = version;
     return true;
@@ -251,10 +252,10 @@ std::string FindLabelProblem(FakeFileSystem& files, CheckpointStore& store,
   if (!labelled.ok()) return absl::StrCat("its label: ", labelled.status().ToString());
   if (!allowed.contains(*labelled)) return absl::StrCat("version ", *labelled, " has the label");
   if (*labelled == 0) return "";
-  const auto names = store.ListNames("m");
-  for (const CheckpointStore::Stored& stored : *names) {
+  const auto names = store.Of("m").ListNames();
+  for (const CheckpointEntry& stored : *names) {
     if (stored.id.version != *labelled) continue;
-    const absl::Status whole = VerifyCheckpoint(files, store.Path("m", stored.name)).status();
+    const absl::Status whole = VerifyCheckpoint(files, store.Of("m").Path(stored.name)).status();
     if (!whole.ok()) return absl::StrCat("what has the label: ", whole.ToString());
   }
   return "";
@@ -265,10 +266,10 @@ std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed
   for (int start = 0; start < 2; ++start) {
     const auto store = CheckpointStore::Open(files, {.data_dir = "/data", .keep_count = 2}, kNow);
     if (!store.ok()) return absl::StrCat("it does not open: ", store.status().ToString());
-    if ((*store)->incarnation() <= allowed.above_incarnation) {
-      return absl::StrCat("incarnation ", (*store)->incarnation(), " is used again");
+    if ((*store)->data().incarnation() <= allowed.above_incarnation) {
+      return absl::StrCat("incarnation ", (*store)->data().incarnation(), " is used again");
     }
-    allowed.above_incarnation = (*store)->incarnation();
+    allowed.above_incarnation = (*store)->data().incarnation();
     ModelStore models(TestDevice(), SmallBlocks());
     const auto report = (*store)->LoadAll(models);
     if (!report.ok()) return absl::StrCat("it does not load: ", report.status().ToString());

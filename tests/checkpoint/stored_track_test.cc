@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/checkpoint/stored_track.h"
-
 #include <algorithm>
 #include <random>
 #include <string>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/format/checkpoint_files.h"
 #include "tests/checkpoint/format_testing.h"

@@ -146,17 +146,17 @@ void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
                         quarantined));
 }
 
-void PrintDisk(CheckpointStore& store, const CheckpointStore::LoadReport& report) {
+void PrintDisk(CheckpointStore& store, const LoadReport& report) {
   for (const auto& [model, problem] : report.lost_labels) CheckOk(problem);
   std::vector<int64_t> versions;
-  for (const CheckpointStore::Stored& stored : ValueOf(store.ListNames(kModel))) {
+  for (const CheckpointEntry& stored : ValueOf(store.Of(kModel).ListNames())) {
     if (!stored.problem.ok()) continue;
-    CheckOk(VerifyCheckpoint(PosixFileSystem(), store.Path(kModel, stored.name)).status());
+    CheckOk(VerifyCheckpoint(PosixFileSystem(), store.Of(kModel).Path(stored.name)).status());
     versions.push_back(stored.id.version);
   }
   std::vector<std::string> labels;
-  for (const CheckpointLabel& label : ValueOf(store.Labels(kModel))) {
-    CheckOk(ValueOf(store.FindLabel(kModel, label.name)).checkpoint);
+  for (const CheckpointLabel& label : ValueOf(store.Of(kModel).Labels())) {
+    CheckOk(ValueOf(store.Of(kModel).FindLabel(label.name)).checkpoint);
     labels.push_back(absl::StrCat(label.name, ":", label.id.version));
   }
   Print(absl::StrCat("checkpoints=", absl::StrJoin(versions, ","),
@@ -189,16 +189,16 @@ void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stop
   const std::unique_ptr<CheckpointStore> store =
       ValueOf(CheckpointStore::Open(PosixFileSystem(), StoreOptions(data_dir)));
   ModelStore::Options options = SmallBlocks();
-  options.model.incarnation = store->incarnation();
+  options.model.incarnation = store->data().incarnation();
   ModelStore models(TestDevice(), options);
-  const CheckpointStore::LoadReport report = ValueOf(store->LoadAll(models));
+  const LoadReport report = ValueOf(store->LoadAll(models));
   if (mode == "save" || mode == "keep") {
     const std::shared_ptr<Model> model = TheModel(models);
     TrainOneStep(model);
     const SnapshotRef snapshot = ValueOf(model->history().Pin(0));
     Mark(stops);
     const auto save = [&] {
-      return store->Save(*model, snapshot, {.keep = mode == "keep"}).status();
+      return store->Of(kModel).Save(*model, snapshot, {.keep = mode == "keep"}).status();
     };
     Act(save, save);
   } else if (mode == "delete") {
@@ -210,7 +210,7 @@ void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stop
     Print("done\n");
   }
   if (stops) return;
-  PrintState(models, store->incarnation(), report.quarantined.size());
+  PrintState(models, store->data().incarnation(), report.quarantined.size());
   if (mode == "recover") PrintDisk(*store, report);
 }
 

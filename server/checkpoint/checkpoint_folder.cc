@@ -1,0 +1,611 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/checkpoint/checkpoint_folder.h"
+
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <utility>
+
+#include "absl/algorithm/container.h"
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_reader.h"
+#include "server/format/verify.h"
+
+namespace ema {
+namespace {
+
+absl::Status LostLabels(const std::string& why) {
+  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+                   absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
+                                "the file that was set aside has been deleted as a checkpoint is"));
+}
+
+absl::Status InUse(std::string_view model, std::string_view name, const std::string& why) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
+                   absl::StrCat("model \"", std::string(model), "\", checkpoint \"",
+                                std::string(name), "\": it ", why));
+}
+
+// The model has every track that the snapshot has.
+bool HasTracksOf(const Model& model, const Snapshot& snapshot) {
+  const std::vector<TrackRef> tracks = model.tracks().after_next_commit();
+  return absl::c_all_of(snapshot.tracks, [&](const TrackSnapshot& saved) {
+    return absl::c_any_of(tracks,
+                          [&](const TrackRef& track) { return track->id() == saved.track->id(); });
+  });
+}
+
+}  // namespace
+
+// --- Saving ---
+
+std::string CheckpointFolder::NameOf(const Snapshot& snapshot,
+                                     const std::vector<std::string>& tracks) {
+  const CheckpointId id = IdOf(snapshot.record);
+  return tracks.empty() ? CheckpointName(id) : PartialCheckpointName(id, tracks);
+}
+
+absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::Save(Model& model,
+                                                                    const SnapshotRef& snapshot,
+                                                                    const SaveOptions& options) {
+  saving_count_.fetch_add(1, std::memory_order_relaxed);
+  const absl::Cleanup ended = [this] { saving_count_.fetch_sub(1, std::memory_order_relaxed); };
+  absl::MutexLock lock(&mu_);
+  // DeleteAll() may have come first, and what it has set aside must not come back.
+  if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
+  absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, options);
+  // There may be checkpoints to remove that were held or labelled at the last save. Unless
+  // `is_durable_`, it is unknown which ones retention keeps.
+  if (GetErrorReason(result.status()) == ErrorReason::kDiskFull && is_durable_ &&
+      RemoveOldLocked(NameOf(*snapshot, options.tracks)).value_or(false)) {
+    result = SaveLocked(model, *snapshot, options);
+  }
+  if (!result.ok()) return data_.AsSaveError(result.status());
+  return result;
+}
+
+absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
+    Model& model, const Snapshot& snapshot, const SaveOptions& options) {
+  EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
+  if (must_delete_) EMA_RETURN_IF_ERROR(DeleteAllLocked());
+  const CheckpointId id = IdOf(snapshot.record);
+  const bool is_whole = options.tracks.empty();
+  SaveResult result{.name = NameOf(snapshot, options.tracks)};
+  // Asked for before the write, which may save later settings.
+  const int64_t settings_revision = model.Describe().settings_revision;
+  const bool has_old_settings =
+      options.with_new_settings && is_whole &&
+      model.durable().HasOtherSettings(snapshot.record.id(), settings_revision) &&
+      HasTracksOf(model, snapshot);
+  const bool is_latest = is_whole && latest_ == id && latest_bytes_ > 0 && !has_old_settings;
+  if (is_latest) {
+    if (options.keep) EMA_RETURN_IF_ERROR(files_.Keep(Path(result.name)));
+    result.total_bytes = latest_bytes_;
+  } else {
+    EMA_RETURN_IF_ERROR(MakeDurableLocked());
+    EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindCompleteLocked(result.name));
+    if (bytes.has_value() && !has_old_settings) {
+      result.total_bytes = *bytes;
+      // An earlier call, or server, may have ended between the rename and this.
+      EMA_RETURN_IF_ERROR(files_.Sync());
+      if (options.keep) EMA_RETURN_IF_ERROR(files_.Keep(Path(result.name)));
+    } else {
+      if (bytes.has_value() && index_.is_held(result.name)) {
+        return CannotReplace(result.name, "it is being read");
+      }
+      EMA_ASSIGN_OR_RETURN(result.total_bytes, WriteLocked(model, snapshot, options, result.name,
+                                                           /*has_old_settings=*/bytes.has_value()));
+      result.was_written = true;
+    }
+    if (is_whole && id >= latest_) {
+      if (id != latest_) EMA_RETURN_IF_ERROR(files_.WriteLatest(id));
+      latest_ = id;
+      latest_bytes_ = result.total_bytes;
+    }
+  }
+  // It is durable also if it then gets no label.
+  if (is_whole) {
+    model.durable().SetVersion(
+        snapshot.record.id(), snapshot.record.step,
+        result.was_written ? std::optional(settings_revision) : std::nullopt);
+    if (options.keep) model.durable().SetKeptTime(snapshot.record.time);
+  }
+  if (options.label.has_value()) {
+    CheckpointLabel label = *options.label;
+    label.id = snapshot.record.id();
+    label.step = snapshot.record.step;
+    EMA_RETURN_IF_ERROR(PutLabelLocked(label));
+  }
+  // This version is safe even if an older one cannot be removed; the next save tries that again.
+  if (!is_latest) RemoveOldLocked(result.name).status().IgnoreError();
+  return result;
+}
+
+absl::Status CheckpointFolder::MakeDurableLocked() {
+  if (is_durable_) {
+    EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
+    if (exists) return absl::OkStatus();
+    ForgetLocked();  // It has been removed while the server runs.
+  }
+  EMA_RETURN_IF_ERROR(data_.MakeCheckpointsFolder(model_name_));
+  EMA_ASSIGN_OR_RETURN(latest_, files_.FindLatest());
+  latest_bytes_ = 0;
+  EMA_RETURN_IF_ERROR(IndexLocked());
+  is_durable_ = true;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<int64_t>> CheckpointFolder::FindCompleteLocked(
+    const std::string& name) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, files_.Has(name));
+  const std::optional<CheckpointEntry> entry = index_.Find(name);
+  if (!exists || (entry.has_value() && !entry->unread.ok())) return std::nullopt;
+  // It was complete when it got its name, so this fails only if it has been changed since.
+  const absl::StatusOr<CheckpointManifest> checkpoint = files_.ReadManifest(name);
+  if (checkpoint.ok()) return checkpoint->total_bytes;
+  if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
+  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(name, checkpoint.status()));
+  return std::nullopt;
+}
+
+absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapshot& snapshot,
+                                                      const SaveOptions& options,
+                                                      const std::string& name,
+                                                      bool has_old_settings) {
+  const bool keep = options.keep || files_.MayBeKept(name);
+  // A newly kept checkpoint stays for good, so it must leave room for one that is not kept.
+  EMA_ASSIGN_OR_RETURN(
+      const CheckpointManifest written,
+      files_.WriteTemporary(model, snapshot, name,
+                            {.tracks = options.tracks, .max_file_bytes = options_.max_file_bytes},
+                            keep, /*leave_room=*/options.keep));
+  if (has_old_settings && !HasTracksOf(model, snapshot)) {
+    file_system().RemoveTree(files_.TemporaryPath(name)).IgnoreError();
+    return CannotReplace(name, "a track of it has just been removed");
+  }
+  EMA_RETURN_IF_ERROR(TakeNameLocked(name, has_old_settings));
+  index_.Put({.name = name,
+              .id = IdOf(written.record),
+              .is_partial = !options.tracks.empty(),
+              .details = DetailsOf(written)});
+  return written.total_bytes;
+}
+
+absl::Status CheckpointFolder::TakeNameLocked(const std::string& name, bool has_old_settings) {
+  const std::string temporary = files_.TemporaryPath(name);
+  const std::optional<CheckpointEntry> old = index_.Find(name);
+  const absl::Status unread = old.has_value() ? old->unread : absl::OkStatus();
+  EMA_RETURN_IF_ERROR(data_.CheckPlace());  // Writing may have taken long.
+  absl::Status status;
+  bool is_exchanged = false;
+  if (unread.ok() && has_old_settings) {
+    status = ReplaceLocked(name);
+  } else if (unread.ok()) {
+    status = file_system().Rename(temporary, Path(name));
+  } else {
+    // The old one may be readable after all.
+    status = file_system().Exchange(temporary, Path(name));
+    is_exchanged = status.ok();
+    if (absl::IsUnimplemented(status)) {
+      EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(name, unread));
+      status = file_system().Rename(temporary, Path(name));
+    }
+  }
+  if (status.ok()) status = files_.Sync();
+  if (status.ok() && is_exchanged) {
+    index_.Erase(name);  // The entry is about the old one.
+    status = SetAsideCorruptLocked(name, unread, kTemporaryPrefix);
+  }
+  if (!status.ok()) ForgetLocked();  // It may have its name all the same.
+  return status;
+}
+
+absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
+  const std::string temporary = files_.TemporaryPath(name);
+  const auto exchange = [&]() -> absl::Status {
+    std::optional<CheckpointEntry> entry;
+    if (!index_.EraseUnlessHeld(name, &entry)) return CannotReplace(name, "it is being read");
+    absl::Status status = file_system().Exchange(temporary, Path(name));
+    if (status.ok()) return status;
+    if (entry.has_value()) index_.Put(*std::move(entry));
+    if (!absl::IsUnimplemented(status)) return status;
+    return absl::UnimplementedError(
+        absl::StrCat("model \"", model_name_, "\", checkpoint \"", name,
+                     "\": one with the model's settings of now cannot take its place, as the file "
+                     "system cannot exchange two folders; push one more step"));
+  };
+  absl::Status status = exchange();
+  if (status.ok()) {
+    EMA_RETURN_IF_ERROR(files_.Sync());
+  } else if (!absl::IsUnimplemented(status) &&
+             GetErrorReason(status) != ErrorReason::kCheckpointInUse) {
+    return status;  // It may have been exchanged all the same, and not be on the disk.
+  }
+  // This is the old one, or the new one; what is left of it is cleared later.
+  file_system().RemoveTree(temporary).IgnoreError();
+  return status;
+}
+
+absl::Status CheckpointFolder::CannotReplace(std::string_view name, std::string_view why) const {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kCheckpointInUse,
+                   absl::StrCat("model \"", model_name_, "\", checkpoint \"", std::string(name),
+                                "\": ", std::string(why),
+                                ", so one with the model's settings of now cannot take its place"),
+                   absl::Seconds(1));
+}
+
+absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(std::string_view saved_name) {
+  EMA_RETURN_IF_ERROR(data_.CheckPlace());
+  // A leftover of an error may have the temporary name that one of these needs.
+  EMA_RETURN_IF_ERROR(files_.ClearTemporary());
+  EMA_RETURN_IF_ERROR(index_.lost_labels());
+  std::set<VersionId> labelled;
+  for (const auto& [name, label] : index_.labels()) labelled.insert(label.id);
+  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> listing, files_.List());
+  // Only the newest abandoned one is kept: if an operator has put an old LATEST back, newer ones
+  // were set aside, too.
+  enum Kind { kWhole, kPartial, kAbandoned };
+  std::vector<std::pair<CheckpointId, std::string>> found[3];
+  for (const DirectoryEntry& listed : listing) {
+    const bool is_abandoned = listed.name.starts_with(kAbandonedPrefix);
+    const std::optional<StoredName> name =
+        is_abandoned ? ParseSetAsideName(listed.name) : ParseStoredName(listed.name);
+    if (!name.has_value() || !listed.is_directory) continue;
+    EMA_ASSIGN_OR_RETURN(const bool is_kept, files_.IsKept(listed.name));
+    const Kind kind = is_abandoned ? kAbandoned : name->is_partial ? kPartial : kWhole;
+    if (!is_kept) found[kind].emplace_back(name->id, listed.name);
+  }
+  bool is_any_removed = false;
+  for (const Kind kind : {kWhole, kPartial, kAbandoned}) {
+    auto& ids = found[kind];
+    std::sort(ids.begin(), ids.end(), std::greater<>());
+    const int64_t multiple = options_.keep_step_multiple;
+    for (size_t i = kind == kAbandoned ? 1 : options_.keep_count; i < ids.size(); ++i) {
+      const auto& [id, name] = ids[i];
+      if (name == saved_name || id == latest_ || labelled.contains(id.version_id()) ||
+          (multiple > 0 && id.step % multiple == 0)) {
+        continue;
+      }
+      EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(name));
+      is_any_removed |= is_removed;
+    }
+  }
+  EMA_RETURN_IF_ERROR(files_.ClearTemporary());
+  return is_any_removed;
+}
+
+// --- The index ---
+
+void CheckpointFolder::ForgetLocked() {
+  is_durable_ = false;
+  latest_ = {};
+  latest_bytes_ = 0;
+  index_.Invalidate();
+}
+
+absl::Status CheckpointFolder::IndexLocked() {
+  if (index_.is_current()) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
+  std::vector<DirectoryEntry> listing;
+  // Checkpoints that are still to be deleted are not the model's any more.
+  if (exists && !must_delete_) {
+    EMA_ASSIGN_OR_RETURN(listing, files_.List());
+  }
+  LabelMap labels;
+  absl::Status lost;
+  for (DirectoryEntry& listed : listing) {
+    if (IsLabelsAside(listed.name)) lost = LostLabels(absl::StrCat(listed.name, " is there"));
+    if (listed.name != kLabelsFileName) continue;
+    absl::StatusOr<LabelMap> read = files_.ReadLabels();
+    if (absl::IsDataLoss(read.status())) {
+      EMA_ASSIGN_OR_RETURN(listed.name,
+                           files_.SetAside(std::string(kLabelsFileName), kCorruptPrefix));
+      lost = LostLabels(std::string(read.status().message()));
+      continue;
+    }
+    EMA_RETURN_IF_ERROR(read.status());
+    labels = *std::move(read);
+  }
+  index_.Replace(listing, std::move(labels), lost);
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointFolder::EnsureIndexed() {
+  if (index_.is_current()) return absl::OkStatus();
+  absl::MutexLock lock(&mu_);
+  // Another directory in the place of ours says nothing about the model: the old entries stay.
+  if (GetErrorReason(data_.CheckPlace()) == ErrorReason::kStoreReadOnly) return absl::OkStatus();
+  return IndexLocked();
+}
+
+absl::StatusOr<std::vector<CheckpointEntry>> CheckpointFolder::ListNames() {
+  EMA_RETURN_IF_ERROR(EnsureIndexed());
+  return index_.All();
+}
+
+absl::StatusOr<std::vector<CheckpointEntry>> CheckpointFolder::List(
+    std::optional<std::string_view> name) {
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> all, ListNames());
+  if (name.has_value()) std::erase_if(all, [&](const auto& entry) { return entry.name != *name; });
+  for (CheckpointEntry& entry : all) {
+    if (!entry.problem.ok() || entry.details.has_value()) continue;
+    absl::StatusOr<CheckpointEntry::Details> details = ReadDetails(entry.name);
+    entry.unread.Update(details.status());
+    if (details.ok()) entry.details = *std::move(details);
+  }
+  std::erase_if(all, [](const CheckpointEntry& entry) { return absl::IsNotFound(entry.unread); });
+  return all;
+}
+
+absl::StatusOr<CheckpointEntry::Details> CheckpointFolder::ReadDetails(const std::string& name) {
+  const absl::StatusOr<CheckpointManifest> checkpoint = files_.ReadManifest(name);
+  if (checkpoint.ok()) {
+    CheckpointEntry::Details details = DetailsOf(*checkpoint);
+    index_.SetDetails(name, details);
+    return details;
+  }
+  if (!absl::IsDataLoss(checkpoint.status())) return checkpoint.status();
+  if (!index_.Find(name).has_value()) return absl::NotFoundError("");  // Removed meanwhile.
+  // Listing must not wait for a save.
+  if (!mu_.TryLock()) return checkpoint.status();
+  const absl::Status is_there = CheckIsThereLocked(name);
+  mu_.Unlock();
+  return is_there.ok() ? checkpoint.status() : is_there;
+}
+
+absl::Status CheckpointFolder::CheckIsThereLocked(const std::string& name) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, files_.Has(name));
+  if (exists) return absl::OkStatus();
+  EMA_RETURN_IF_ERROR(data_.CheckPlace());
+  index_.Erase(name);
+  return absl::NotFoundError("");
+}
+
+absl::Status CheckpointFolder::SetAsideCorruptLocked(const std::string& name,
+                                                     const absl::Status& problem,
+                                                     std::string_view old_prefix) {
+  // It may be gone also after an error, and then another one is the newest.
+  ForgetLocked();
+  EMA_ASSIGN_OR_RETURN(const std::string new_name,
+                       files_.SetAside(name, kCorruptPrefix, old_prefix));
+  LogTo(options_.log, LogLevel::kError, "checkpoint set aside",
+        {{"model", model_name_}, {"checkpoint", name}, {"error", problem}});
+  EMA_ASSIGN_OR_RETURN(latest_, files_.FindLatest());
+  index_.Erase(name);
+  if (const auto parsed = ParseSetAsideName(new_name)) {
+    index_.Put(
+        {.name = new_name, .id = parsed->id, .is_partial = parsed->is_partial, .problem = problem});
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> CheckpointFolder::Quarantine(std::string_view name,
+                                                  const absl::Status& problem, bool waits) {
+  if (waits) {
+    mu_.Lock();
+  } else if (!mu_.TryLock()) {
+    return false;
+  }
+  absl::StatusOr<bool> was_latest = QuarantineLocked(std::string(name), problem);
+  mu_.Unlock();
+  return was_latest;
+}
+
+absl::StatusOr<bool> CheckpointFolder::QuarantineLocked(const std::string& name,
+                                                        const absl::Status& problem) {
+  EMA_RETURN_IF_ERROR(data_.CheckPlace());
+  EMA_RETURN_IF_ERROR(IndexLocked());
+  const std::optional<CheckpointEntry> entry = index_.Find(name);
+  if (!entry.has_value() || !entry->problem.ok()) return false;
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
+  EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(name, problem));
+  // Now, or the next listing would wait for the save that follows.
+  EMA_RETURN_IF_ERROR(IndexLocked());
+  return CheckpointName(latest) == name;
+}
+
+absl::StatusOr<bool> CheckpointFolder::NoteRead(std::string_view name, const absl::Status& status) {
+  if (!index_.SetUnread(name, status) || status.ok()) return false;
+  absl::MutexLock lock(&mu_);
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
+  if (CheckpointName(latest) != name) return false;
+  latest_bytes_ = 0;
+  return true;
+}
+
+// --- Removing ---
+
+absl::StatusOr<bool> CheckpointFolder::StartRemovingLocked(const std::string& name) {
+  if (!index_.EraseUnlessHeld(name)) return false;
+  const absl::Status status = file_system().Rename(Path(name), files_.TemporaryPath(name));
+  if (status.ok() || absl::IsNotFound(status)) return true;
+  index_.Invalidate();  // It may still be there.
+  return status;
+}
+
+absl::Status CheckpointFolder::Delete(std::string_view name) {
+  absl::MutexLock lock(&mu_);
+  return data_.AsSaveError(DeleteLocked(name));
+}
+
+absl::Status CheckpointFolder::DeleteLocked(std::string_view name) {
+  EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
+  EMA_RETURN_IF_ERROR(IndexLocked());
+  if (const std::optional<CheckpointEntry> entry = index_.Find(name); entry.has_value()) {
+    std::vector<std::string> labels;
+    for (const auto& [label_name, label] : index_.labels()) {
+      if (label.id == entry->id.version_id())
+        labels.push_back(absl::StrCat("\"", label_name, "\""));
+    }
+    if (!labels.empty() && entry->problem.ok() && !entry->is_partial) {
+      return InUse(model_name_, name, absl::StrCat("has the label ", absl::StrJoin(labels, ", ")));
+    }
+    EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
+    if (CheckpointName(latest) == name) {
+      return InUse(model_name_, name, "is the newest, which a restart goes on from");
+    }
+    if (!entry->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatestLocked(*entry));
+    EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(std::string(name)));
+    if (!is_removed) return InUse(model_name_, name, "is being read; try again");
+    index_.ForgetMissing(entry->id);
+  }
+  // Also if it is gone: an earlier call may have ended before that was on the disk.
+  EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
+  if (exists) EMA_RETURN_IF_ERROR(files_.ClearTemporary());
+  // An operator who deletes the file accepts the loss.
+  if (IsLabelsAside(name)) index_.CheckLostLabels();
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointFolder::TakeOffLatestLocked(const CheckpointEntry& entry) {
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> named, files_.ReadLatestName());
+  if (entry.is_partial || named != CheckpointName(entry.id)) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
+  if (latest == entry.id) return absl::OkStatus();  // It has been saved again.
+  return latest == CheckpointId{} ? files_.RemoveLatest() : files_.WriteLatest(latest);
+}
+
+absl::Status CheckpointFolder::DeleteAll() {
+  absl::MutexLock lock(&mu_);
+  must_delete_ = true;
+  return data_.AsSaveError(DeleteAllLocked());
+}
+
+absl::Status CheckpointFolder::DeleteAllLocked() {
+  ForgetLocked();
+  index_.Clear();
+  EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
+  EMA_RETURN_IF_ERROR(data_.SetAsideModel(model_name_));
+  must_delete_ = false;
+  return absl::OkStatus();
+}
+
+// --- Readers ---
+
+absl::StatusOr<std::unique_ptr<CheckpointFolder::Held>> CheckpointFolder::HoldAll() {
+  std::unique_ptr<Held> held(new Held(*this));
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(data_.CheckPlace());
+  EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
+  if (!exists || must_delete_) return held;
+  EMA_ASSIGN_OR_RETURN(held->ids_, files_.FindCheckpoints());
+  std::sort(held->ids_.begin(), held->ids_.end(), std::greater<>());
+  for (const CheckpointId& id : held->ids_) held->names_.push_back(CheckpointName(id));
+  index_.HoldAll(held->names_);
+  return held;
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointFolder::Held>> CheckpointFolder::Hold(
+    std::string_view name) {
+  EMA_RETURN_IF_ERROR(EnsureIndexed());
+  const std::optional<CheckpointEntry> entry = index_.Hold(name);
+  if (!entry.has_value()) return std::unique_ptr<Held>();
+  std::unique_ptr<Held> held(new Held(*this));
+  if (!entry->is_partial) held->ids_ = {entry->id};
+  held->names_ = {entry->name};
+  return held;
+}
+
+// --- Labels ---
+
+absl::StatusOr<std::vector<CheckpointLabel>> CheckpointFolder::Labels() {
+  EMA_RETURN_IF_ERROR(EnsureIndexed());
+  std::vector<CheckpointLabel> labels;
+  for (auto& [name, label] : index_.labels()) labels.push_back(label);
+  return labels;
+}
+
+absl::Status CheckpointFolder::PutLabel(const CheckpointLabel& label) {
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
+  return data_.AsSaveError(PutLabelLocked(label));
+}
+
+absl::Status CheckpointFolder::PutLabelLocked(const CheckpointLabel& label) {
+  EMA_RETURN_IF_ERROR(IndexLocked());
+  // One later than LATEST is there if its save failed before that: a restart sets it aside.
+  absl::StatusOr<CheckpointId> latest = latest_;
+  if (!is_durable_) latest = files_.FindLatest();
+  EMA_RETURN_IF_ERROR(latest.status());
+  const std::vector<CheckpointEntry> all = index_.All();
+  if (std::none_of(all.begin(), all.end(), [&](const CheckpointEntry& entry) {
+        return entry.problem.ok() && !entry.is_partial && entry.id <= *latest &&
+               entry.id.version_id() == label.id;
+      })) {
+    return VersionGone(label);
+  }
+  LabelMap labels = index_.labels();
+  if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {
+    // An earlier call may have ended between the rename and this.
+    return files_.Sync();
+  }
+  labels[label.name] = label;
+  if (labels.size() > kMaxLabels) {
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
+                     absl::StrCat("label \"", label.name, "\": the model has ", kMaxLabels,
+                                  " labels, as many as it may have"));
+  }
+  return WriteLabelsLocked(std::move(labels));
+}
+
+absl::Status CheckpointFolder::RemoveLabel(std::string_view label) {
+  absl::MutexLock lock(&mu_);
+  return data_.AsSaveError(RemoveLabelLocked(label));
+}
+
+absl::Status CheckpointFolder::RemoveLabelLocked(std::string_view label) {
+  EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
+  EMA_RETURN_IF_ERROR(IndexLocked());
+  EMA_RETURN_IF_ERROR(index_.FindLabel(label).status());
+  LabelMap labels = index_.labels();
+  labels.erase(labels.find(label));
+  return WriteLabelsLocked(std::move(labels));
+}
+
+absl::Status CheckpointFolder::WriteLabelsLocked(LabelMap labels) {
+  EMA_RETURN_IF_ERROR(files_.WriteLabels(labels));
+  index_.SetLabels(std::move(labels));
+  return absl::OkStatus();
+}
+
+// --- At the start ---
+
+absl::StatusOr<bool> CheckpointFolder::Recover() {
+  absl::MutexLock lock(&mu_);
+  EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
+  if (!exists) return false;
+  // A killed server may have renamed a checkpoint without syncing that, and what is loaded counts
+  // as durable from here on.
+  EMA_RETURN_IF_ERROR(files_.Sync());
+  if (const absl::Status indexed = IndexLocked(); !indexed.ok()) {
+    return LocateError(indexed, model_name_, kLabelsFileName);
+  }
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> latest, files_.ReadLatestName());
+  if (!latest.has_value()) return true;
+  EMA_ASSIGN_OR_RETURN(const bool has_latest, files_.Has(*latest));
+  const CheckpointId id = *ParseCheckpointName(*latest);
+  const std::vector<CheckpointEntry> all = index_.All();
+  const bool is_set_aside = std::any_of(all.begin(), all.end(), [&](const CheckpointEntry& entry) {
+    return entry.id == id && !entry.is_partial;
+  });
+  if (!has_latest && !is_set_aside) index_.SetMissing(id);
+  return true;
+}
+
+absl::Status CheckpointFolder::SetAsideCorrupt(const std::string& name,
+                                               const absl::Status& problem) {
+  absl::MutexLock lock(&mu_);
+  return SetAsideCorruptLocked(name, problem);
+}
+
+absl::StatusOr<std::string> CheckpointFolder::Abandon(const CheckpointId& id) {
+  absl::MutexLock lock(&mu_);
+  ForgetLocked();
+  return files_.SetAside(CheckpointName(id), kAbandonedPrefix);
+}
+
+}  // namespace ema

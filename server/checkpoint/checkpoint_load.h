@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Loads models from their checkpoints when a server starts.
+#ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_LOAD_H_
+#define EMA_SERVER_CHECKPOINT_CHECKPOINT_LOAD_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "ema/checkpoint_info.h"
+#include "server/checkpoint/checkpoint_folder.h"
+#include "server/checkpoint/data_directory.h"
+#include "server/core/model_store.h"
+
+namespace ema {
+
+struct LoadReport {
+  struct Loaded {
+    std::string model;
+    std::string checkpoint;
+    Version record;
+    int64_t total_bytes = 0;
+  };
+  std::vector<Loaded> loaded;  // By model.
+  // Corrupt checkpoints that were set aside. A model that is here but not in `loaded` had no good
+  // one left.
+  struct Quarantined {
+    std::string model;
+    std::string checkpoint;
+    absl::Status problem;
+  };
+  std::vector<Quarantined> quarantined;
+  // Models, and the new names of checkpoints that a crash had left newer than LATEST.
+  std::vector<std::pair<std::string, std::string>> abandoned;
+  // Checkpoints that LATEST names and that are neither there nor set aside, so somebody has removed
+  // them. They are listed, as bad ones, until they are deleted.
+  struct Missing {
+    std::string model;
+    std::string checkpoint;
+    std::string loaded;  // In its place; empty: none.
+  };
+  std::vector<Missing> missing;
+  // Folders that have a manifest.json but not the name of a checkpoint. They are ignored.
+  struct Misnamed {
+    std::string model;
+    std::string folder;
+    std::string expected;  // The name that a server would find; empty: the manifest does not say.
+  };
+  std::vector<Misnamed> misnamed;
+  // Models, and labels whose version has no good checkpoint.
+  std::vector<std::pair<std::string, CheckpointLabel>> bare_labels;
+  // Models that may have lost labels because the file was corrupt, and CheckpointIndex's
+  // lost_labels().
+  std::vector<std::pair<std::string, absl::Status>> lost_labels;
+  // Models that have checkpoints and no good one, and why no such model may be created:
+  // FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT.
+  std::vector<std::pair<std::string, absl::Status>> all_corrupt;
+};
+
+// Creates the model of `folder` in `models` and loads its newest good checkpoint, verifying every
+// byte: the one that LATEST names, else the newest by name. Bad checkpoints are set aside and the
+// next older one is tried; a model without a good one is not created. Adds to `report`.
+// Errors are never the fault of a checkpoint's bytes, so that no model silently starts from
+// scratch; the message names model and checkpoint. FAILED_PRECONDITION: written by a newer server.
+// RESOURCE_EXHAUSTED: the model does not fit. UNAVAILABLE: the disk failed. Blocks on the disk.
+absl::Status LoadModel(DataDirectory& data, CheckpointFolder& folder, ModelStore& models,
+                       LoadReport& report);
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_CHECKPOINT_LOAD_H_

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A server's data directory:
+//
+//   LOCK                                  held by the one server that uses the directory; while
+//                                         another file is in its place, or none, that server
+//                                         writes nothing
+//   INCARNATION                           durable counter, raised at each start
+//   SCRUBBED                              when all checkpoints were last read again
+//   models/<model>/checkpoints/           one model's checkpoints: folder_files.h
+//   models/.deleted-*-<model>             a deleted model, never loaded again
+//   .tmp-*                                (in any of these folders) unfinished, or being removed;
+//                                         cleared at start
+#ifndef EMA_SERVER_CHECKPOINT_DATA_DIRECTORY_H_
+#define EMA_SERVER_CHECKPOINT_DATA_DIRECTORY_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/base/log_event.h"
+#include "server/checkpoint/sync_latch.h"
+#include "server/format/file_system.h"
+
+namespace ema {
+
+// The incarnation of a server without a data directory: microseconds since 1970, so that it grows
+// from start to start.
+int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
+
+// A locked data directory, in which every change is durable once the call has returned. It knows
+// the names of models and nothing of their content.
+//
+// Thread-safe. Calls may block on the disk, unless they say otherwise.
+class DataDirectory {
+ public:
+  // Makes the directory if it is not there, locks it, clears what a crash has left, and raises the
+  // incarnation. `file_system` outlives the result. `log` gets a line when the directory turns
+  // read-only, and back. FAILED_PRECONDITION: another server uses the directory (the message names
+  // it), it cannot be written, or a model's folder is a symbolic link. RESOURCE_EXHAUSTED,
+  // DISK_FULL. UNAVAILABLE: the disk failed. After an error the lock is free.
+  static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(FileSystem& file_system,
+                                                             std::string path, LogSink log,
+                                                             absl::Time now);
+
+  // The number of this life of the server, larger than every number that an earlier life has used.
+  int64_t incarnation() const { return incarnation_; }
+  // A life owns this many numbers from incarnation() on: each new model takes one as its
+  // incarnation, each new run one as its epoch. Only the first is on the disk, and the clock may be
+  // set back, so the next life starts after the last of them. They last for a run a minute during
+  // three months. The numbers are microseconds since 1970, and a server waits until the clock is
+  // past its first one; unless the clock is set back, it therefore distinguishes lives even if the
+  // file is lost.
+  static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 17;
+
+  FileSystem& file_system() const { return file_system_; }
+  std::string ModelPath(std::string_view model) const { return JoinPath(ModelsPath(), model); }
+  std::string CheckpointsPath(std::string_view model) const {
+    return JoinPath(ModelPath(model), "checkpoints");
+  }
+  // Folders with a model's name. FAILED_PRECONDITION: one is a symbolic link.
+  absl::StatusOr<std::vector<std::string>> ModelNames() const;
+
+  // --- Health ---
+
+  // OK, or UNAVAILABLE, STORE_READ_ONLY: sync_error(), or the last write that was reported could
+  // not be made. Never blocks on the disk.
+  absl::Status health() const;
+  // OK, or the failed sync that has latched: UNAVAILABLE, STORE_READ_ONLY until the next start.
+  absl::Status sync_error() const { return latch_.status(); }
+  SyncLatch& latch() { return latch_; }
+  // UNAVAILABLE, STORE_READ_ONLY: the directory is gone, or another one has taken its place.
+  absl::Status CheckPlace() const;
+  // CheckPlace() and sync_error(), before something is changed.
+  absl::Status CheckMayWrite() const;
+  // The same, and that a file can be made; reports that.
+  absl::Status CheckWritable();
+  // CheckWritable() if the last write that was reported could not be made.
+  void RetryIfUnwritable();
+  // Reports how a write has ended, for health().
+  void NoteWritten(const absl::Status& status);
+  // `status` with the reason that callers of a save get: UNAVAILABLE, STORE_READ_ONLY where the
+  // directory is gone, UNAVAILABLE, DISK_FAILED where a file cannot be used.
+  absl::Status AsSaveError(const absl::Status& status) const;
+  // How much was free at the last UpdateFreeBytes(). Absent: the disk was not asked, or has not
+  // answered. Never blocks on the disk.
+  std::optional<int64_t> free_bytes() const;
+  void UpdateFreeBytes();
+
+  // --- Changes ---
+
+  absl::Status Sync(const std::string& directory) {
+    return latch_.Check(file_system_.SyncDirectory(directory));
+  }
+  // Makes the folder of a model's checkpoints; syncs it and its parents also if they are there.
+  absl::Status MakeCheckpointsFolder(std::string_view model);
+  // Replaces a small file atomically.
+  absl::Status ReplaceFile(const std::string& directory, std::string_view name,
+                           const std::string& text);
+  // Removes everything whose name starts with kTemporaryPrefix.
+  absl::Status ClearTemporary(const std::string& directory);
+  // Renames a deleted model's folder, so that the model is not loaded again. OK if it is not there.
+  absl::Status SetAsideModel(std::string_view model);
+  // Removes what SetAsideModel() has renamed, for all models of that name. After an error some of
+  // it is left.
+  absl::Status PurgeDeleted(std::string_view model);
+
+  // When all checkpoints were last read again, by this server or an earlier one. NOT_FOUND: no time
+  // was written. Other errors: the file cannot be read.
+  absl::StatusOr<absl::Time> ReadScrubTime() const;
+  // Not to be called by two threads at once.
+  absl::Status WriteScrubTime(absl::Time time);
+
+ private:
+  DataDirectory(FileSystem& file_system, std::string path, LogSink log);
+
+  std::string ModelsPath() const { return JoinPath(path_, "models"); }
+  absl::Status Start(absl::Time now);
+  absl::Status RaiseIncarnation(absl::Time now);
+  // The highest in the names of checkpoints.
+  absl::StatusOr<int64_t> HighestIncarnation() const;
+
+  FileSystem& file_system_;
+  const std::string path_;
+  const LogSink log_;
+  std::unique_ptr<FileLock> lock_;  // Constant after Open(), like incarnation_.
+  int64_t incarnation_ = 0;
+  SyncLatch latch_;
+  std::atomic<int64_t> probe_count_ = 0;  // Names CheckWritable()'s files. Relaxed: a counter.
+
+  mutable absl::Mutex mu_;                        // Never held across a call of file_system_.
+  absl::Status unwritable_ ABSL_GUARDED_BY(mu_);  // Never what has latched.
+  std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_DATA_DIRECTORY_H_

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The folder of one model's checkpoints, models/<model>/checkpoints in the data directory:
+//
+//   LATEST                name of the newest complete checkpoint, and its CRC32C; if that one is
+//                         gone, the newest by name takes its place
+//   LABELS.json           the labels of versions: label_file.h
+//   <name>/               manifest.json, tracks/<track>/model.safetensors
+//   <name>/KEEP           an empty file: retention neither removes nor counts this checkpoint;
+//                         operators may make or remove it
+//   <name>-part-<8 digits>/
+//                         some tracks of a version; never loaded at start
+//   .corrupt-<name>       a checkpoint that failed verification, kept for an operator; for
+//                         LABELS.json: while it is there, retention removes nothing
+//   .abandoned-<name>     a checkpoint that a crash left newer than LATEST, kept for an operator; a
+//                         save removes all but the newest without a KEEP file
+//   .tmp-*                unfinished, or being removed
+#ifndef EMA_SERVER_CHECKPOINT_FOLDER_FILES_H_
+#define EMA_SERVER_CHECKPOINT_FOLDER_FILES_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/data_directory.h"
+#include "server/core/model.h"
+#include "server/core/snapshot.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/file_system.h"
+#include "server/format/label_file.h"
+#include "server/format/manifest_json.h"
+
+namespace ema {
+
+// Reads and changes the files of one model's checkpoints. Remembers nothing, so that every answer
+// is the disk's, and every change is durable once its call has returned.
+//
+// Thread-safe, but the caller serializes changes. Every call blocks on the disk.
+class FolderFiles {
+ public:
+  // `data` outlives this.
+  FolderFiles(DataDirectory& data, std::string_view model)
+      : data_(data), path_(data.CheckpointsPath(model)) {}
+
+  const std::string& path() const { return path_; }
+  std::string Path(std::string_view name) const { return JoinPath(path_, name); }
+  std::string TemporaryPath(std::string_view name) const {
+    return Path(std::string(kTemporaryPrefix).append(name));
+  }
+
+  // --- Reading ---
+
+  absl::StatusOr<bool> Exists() const { return disk().Exists(path_); }
+  absl::StatusOr<bool> Has(std::string_view name) const { return disk().Exists(Path(name)); }
+  absl::StatusOr<bool> IsKept(std::string_view name) const {
+    return disk().Exists(JoinPath(Path(name), kKeepFileName));
+  }
+  // The checkpoint of that name, also where it was set aside, has its KEEP file, or the disk does
+  // not say.
+  bool MayBeKept(std::string_view name) const;
+  absl::StatusOr<std::vector<DirectoryEntry>> List() const { return disk().ListDirectory(path_); }
+  absl::StatusOr<CheckpointManifest> ReadManifest(std::string_view name) const;
+  // The complete checkpoints in the order in which a start tries them: the one that LATEST names,
+  // then by falling name.
+  absl::StatusOr<std::vector<CheckpointId>> FindCheckpoints() const;
+  // The first of FindCheckpoints(); all zero: there is none.
+  absl::StatusOr<CheckpointId> FindLatest() const;
+  // nullopt: LATEST is missing or corrupt.
+  absl::StatusOr<std::optional<std::string>> ReadLatestName() const;
+  // DATA_LOSS, CHECKPOINT_CORRUPT; FAILED_PRECONDITION: written by a newer server.
+  absl::StatusOr<LabelMap> ReadLabels() const;
+
+  // --- Changes ---
+
+  absl::Status Sync() { return data_.Sync(path_); }
+  absl::Status ClearTemporary() { return data_.ClearTemporary(path_); }
+  absl::Status WriteLatest(const CheckpointId& id);
+  absl::Status RemoveLatest();
+  absl::Status WriteLabels(const LabelMap& labels);
+  // Makes the KEEP file of the checkpoint at `checkpoint_path`. OK if it is there.
+  absl::Status Keep(const std::string& checkpoint_path);
+  // Writes `snapshot` under the temporary name of `name`, with a KEEP file if `keep`, and reads it
+  // back. After an error nothing of it is left, unless removing it failed, too.
+  // RESOURCE_EXHAUSTED, DISK_FULL: the disk has less than it takes, or less than twice that if
+  // `leave_room` for another one. Other errors: WriteCheckpoint(), VerifyCheckpoint().
+  absl::StatusOr<CheckpointManifest> WriteTemporary(Model& model, const Snapshot& snapshot,
+                                                    const std::string& name,
+                                                    const WriteOptions& options, bool keep,
+                                                    bool leave_room);
+  // Renames `name`, which has `old_prefix` in front, to `prefix` and `name`, with a number behind
+  // if there is one of that name. Returns the new name.
+  absl::StatusOr<std::string> SetAside(const std::string& name, std::string_view prefix,
+                                       std::string_view old_prefix = "");
+
+ private:
+  FileSystem& disk() const { return data_.file_system(); }
+
+  DataDirectory& data_;
+  const std::string path_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_FOLDER_FILES_H_

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves versions of one model.
+#ifndef EMA_SERVER_CHECKPOINT_MODEL_SAVER_H_
+#define EMA_SERVER_CHECKPOINT_MODEL_SAVER_H_
+
+#include <cstddef>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/checkpoint/checkpoint_folder.h"
+#include "server/checkpoint/stored_versions.h"
+#include "server/core/checkpoints.h"
+#include "server/core/snapshot.h"
+
+namespace ema {
+
+// Saves versions of one model, at once or through the SaveQueue, and has a record of each
+// checkpoint that is being saved, is queued, or has failed and not been saved since.
+//
+// Thread-safe. Saves block on the disk.
+class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
+ public:
+  using Saved = Checkpoints::Saved;
+  using SaveOptions = CheckpointFolder::SaveOptions;
+
+  // The log's event of a save that has failed, which the observer has been given, too.
+  static constexpr std::string_view kSaveFailed = "checkpoint failed";
+
+  explicit ModelSaver(const ModelContext& context) : context_(context), versions_(context) {}
+
+  // Checkpoints::Save().
+  absl::StatusOr<Saved> Save(const Checkpoints::SaveRequest& request);
+  // Saves `snapshot`, records how that ends, and logs a failure unless the last save has failed
+  // with the same error.
+  absl::StatusOr<Saved> SaveSnapshot(const SnapshotRef& snapshot, const SaveOptions& options);
+  // The same, but the caller logs a failure.
+  absl::StatusOr<Saved> TrySave(const SnapshotRef& snapshot, const SaveOptions& options);
+  // `snapshot` is null if no version could be pinned. `more` comes before the error.
+  void LogFailure(const SnapshotRef& snapshot, const std::vector<std::string>& tracks,
+                  const absl::Status& status, const std::vector<LogField>& more) const;
+  // CheckpointFolder::PutLabel(), with a line in the log.
+  absl::Status PutLabel(const CheckpointLabel& label) const;
+
+  // Checkpoints::List(): what is on the disk, with the records of saves; all, or those of that
+  // name.
+  absl::StatusOr<Checkpoints::Listing> List(std::optional<std::string_view> name) const;
+  // Checkpoints::Get().
+  absl::StatusOr<CheckpointInfo> Get(std::string_view name) const;
+  size_t failed_count() const;
+
+ private:
+  // A checkpoint that is being saved or is queued.
+  struct Saving {
+    CheckpointInfo info;
+    int count = 0;  // Of calls and queued saves.
+    bool is_queued = false;
+    std::vector<std::string> labels;  // Those that a queued save still has to put on it.
+  };
+
+  // The error of Save() for a version that is neither in memory nor on the disk with all tracks;
+  // `status` is that of pinning it.
+  absl::Status NotPinned(const VersionId& id, const absl::Status& status) const;
+  // Save() of a version that is not in memory any more.
+  absl::StatusOr<Saved> FindSaved(const Checkpoints::SaveRequest& request,
+                                  const absl::Status& not_pinned) const;
+  absl::StatusOr<Saved> Enqueue(const SnapshotRef& snapshot,
+                                const Checkpoints::SaveRequest& request);
+  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: as many other versions are being saved or queued as leaves
+  // readers none to pin. A version that waits for the scheduler is not counted.
+  absl::Status CheckMayWaitLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Makes a queued save and puts its labels.
+  void SaveQueued(const std::string& name, SnapshotRef snapshot,
+                  const std::vector<std::string>& tracks);
+  // `status` of a save that a caller asked for. True: it is an error, and not the one of the last
+  // such save.
+  bool IsNewFailure(const absl::Status& status);
+  void NoteEndLocked(const std::string& name, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LogLabel(std::string_view label, int64_t version, int64_t step) const;
+
+  const ModelContext context_;
+  const StoredVersions versions_;
+
+  mutable absl::Mutex mu_;  // Never held across a call that may block.
+  std::map<std::string, Saving> saving_ ABSL_GUARDED_BY(mu_);  // By name.
+  std::deque<CheckpointInfo> failed_ ABSL_GUARDED_BY(mu_);     // Oldest first.
+  absl::Status asked_error_ ABSL_GUARDED_BY(mu_);  // Of the last save that a caller asked for.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_MODEL_SAVER_H_

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The thread that makes the saves whose callers do not wait.
+#ifndef EMA_SERVER_CHECKPOINT_SAVE_QUEUE_H_
+#define EMA_SERVER_CHECKPOINT_SAVE_QUEUE_H_
+
+#include <deque>
+#include <functional>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/base/heartbeat.h"
+#include "server/base/steady_wait.h"
+#include "server/checkpoint/data_directory.h"
+
+namespace ema {
+
+// Makes queued saves, one at a time and in order; every save that was accepted is made. Between
+// saves it keeps the state of the data directory's disk up to date. Thread-safe.
+class SaveQueue {
+ public:
+  // `disk_interval`: how often it asks the disk; infinite: never. `data` and `heartbeat` (which may
+  // be null) outlive this.
+  SaveQueue(DataDirectory& data, absl::Duration disk_interval, Heartbeat* heartbeat);
+  ~SaveQueue() { Stop(); }
+
+  // Shows the queue's thread to be at work; for the saves themselves.
+  Heartbeat* heartbeat() const { return heartbeat_; }
+
+  // False: Stop() or RequestStop() has been called.
+  bool Push(std::function<void()> save);
+  // Waits until everything that was pushed is done. For tests.
+  void AwaitIdle();
+
+  bool is_stopping() const;
+  // Push() accepts no more.
+  void RequestStop();
+  // The same, and waits for the saves that were accepted. Not to be called by two threads at once.
+  void Stop();
+
+ private:
+  void Run();
+  void UpdateFreeBytes() {
+    if (disk_interval_ != absl::InfiniteDuration()) data_.UpdateFreeBytes();
+  }
+
+  DataDirectory& data_;
+  const absl::Duration disk_interval_;
+  Heartbeat* const heartbeat_;
+
+  mutable absl::Mutex mu_;
+  std::deque<std::function<void()>> saves_ ABSL_GUARDED_BY(mu_);  // The running one is the first.
+  bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
+  SteadyWait wait_;  // Woken when one of these has changed.
+  std::thread thread_;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_SAVE_QUEUE_H_
