@@ -249,7 +249,8 @@ absl::StatusOr<ModelSaver::Saved> ModelSaver::Enqueue(const SnapshotRef& snapsho
   EMA_RETURN_IF_ERROR(CheckMayWaitLocked(saved.record.id()));
   if (const auto it = saving_.find(name); it == saving_.end() || !it->second.is_queued) {
     if (!context_.queue.Push([self = shared_from_this(), model = context_.model.shared_from_this(),
-                              name, snapshot, tracks = request.tracks]() mutable {
+                              name, snapshot = SnapshotRef(snapshot),
+                              tracks = request.tracks]() mutable {
           self->SaveQueued(name, std::move(snapshot), tracks);
         })) {
       return DrainingError();

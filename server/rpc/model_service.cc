@@ -54,12 +54,12 @@ absl::StatusOr<VersionId> ReadVersion(int64_t version, int64_t incarnation) {
 void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           const Workers& workers) {
 // The last argument, if any, chooses where the call runs; without one, on the queue's thread.
-#define EMA_LISTEN(method, ...)                                                              \
-  ListenUnary(                                                                               \
-      rpc, queue, &rpc->service, "/ema.v1.EmaService/" #method,                              \
-      &RpcContext::EmaService::Request##method,                                              \
-      [this](const v1::method##Request& request, const Access&) { return method(request); }, \
-      ##__VA_ARGS__)
+#define EMA_LISTEN(method, ...)                                           \
+  ListenUnary(rpc, queue, &rpc->service, "/ema.v1.EmaService/" #method,   \
+              &RpcContext::EmaService::Request##method,                   \
+              [this](const v1::method##Request& request, const Access&) { \
+                return method(request);                                   \
+              } __VA_OPT__(, ) __VA_ARGS__)
   const auto on = [](Worker* worker) {
     return [worker](const auto&) { return Turn{.worker = worker, .held = nullptr}; };
   };

@@ -98,8 +98,8 @@ absl::Status PullHandler::OpenFromDisk(Wanted wanted) {
     EMA_RETURN_IF_ERROR(wanted.too_many_pins);
   }
   EMA_RETURN_IF_ERROR(snapshot.status());
-  EMA_ASSIGN_OR_RETURN(
-      reading_, model_->readings().OpenStored(*std::move(snapshot), std::move(wanted.selection)));
+  EMA_ASSIGN_OR_RETURN(reading_,
+                       model_->readings().OpenStored(*std::move(snapshot), wanted.selection));
   return absl::OkStatus();
 }
 
