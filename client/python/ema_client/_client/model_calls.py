@@ -188,9 +188,9 @@ def update_model(
 
     Args:
         name: the model.
-        tracks: new tracks, and existing ones with another schedule, as for `create_model`. tensor_rules,
-            buffers and compensated of an existing track cannot change: give the same. It stays paused,
-            or not paused.
+        tracks: new tracks, and existing ones with another schedule, as for `create_model`. Of an
+            existing track only the schedules, also those of its tensor_rules, can change: give the rest
+            as it is. It stays paused, or not paused.
         remove, pause, resume: names of tracks, or one name. Pushes do not change paused tracks.
         timeout_s: seconds.
 
