@@ -13,7 +13,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_reader.h"
-#include "server/format/verify.h"
 
 namespace ema {
 namespace {
@@ -164,7 +163,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
                             {.tracks = options.tracks, .max_file_bytes = options_.max_file_bytes},
                             keep, /*leave_room=*/options.keep));
   if (has_old_settings && !HasTracksOf(model, snapshot)) {
-    file_system().RemoveTree(files_.TemporaryPath(name)).IgnoreError();
+    files_.RemoveTemporary(name);
     return CannotReplace(name, "a track of it has just been removed");
   }
   EMA_RETURN_IF_ERROR(TakeNameLocked(name, has_old_settings));
@@ -176,7 +175,6 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
 }
 
 absl::Status CheckpointFolder::TakeNameLocked(const std::string& name, bool has_old_settings) {
-  const std::string temporary = files_.TemporaryPath(name);
   const std::optional<CheckpointEntry> old = index_.Find(name);
   const absl::Status unread = old.has_value() ? old->unread : absl::OkStatus();
   EMA_RETURN_IF_ERROR(data_.CheckPlace());  // Writing may have taken long.
@@ -185,14 +183,14 @@ absl::Status CheckpointFolder::TakeNameLocked(const std::string& name, bool has_
   if (unread.ok() && has_old_settings) {
     status = ReplaceLocked(name);
   } else if (unread.ok()) {
-    status = file_system().Rename(temporary, Path(name));
+    status = files_.RenameFromTemporary(name);
   } else {
     // The old one may be readable after all.
-    status = file_system().Exchange(temporary, Path(name));
+    status = files_.ExchangeWithTemporary(name);
     is_exchanged = status.ok();
     if (absl::IsUnimplemented(status)) {
       EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(name, unread));
-      status = file_system().Rename(temporary, Path(name));
+      status = files_.RenameFromTemporary(name);
     }
   }
   if (status.ok()) status = files_.Sync();
@@ -205,11 +203,10 @@ absl::Status CheckpointFolder::TakeNameLocked(const std::string& name, bool has_
 }
 
 absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
-  const std::string temporary = files_.TemporaryPath(name);
   const auto exchange = [&]() -> absl::Status {
     std::optional<CheckpointEntry> entry;
     if (!index_.EraseUnlessHeld(name, &entry)) return CannotReplace(name, "it is being read");
-    absl::Status status = file_system().Exchange(temporary, Path(name));
+    absl::Status status = files_.ExchangeWithTemporary(name);
     if (status.ok()) return status;
     if (entry.has_value()) index_.Put(*std::move(entry));
     if (!absl::IsUnimplemented(status)) return status;
@@ -226,7 +223,7 @@ absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
     return status;  // It may have been exchanged all the same, and not be on the disk.
   }
   // This is the old one, or the new one; what is left of it is cleared later.
-  file_system().RemoveTree(temporary).IgnoreError();
+  files_.RemoveTemporary(name);
   return status;
 }
 
@@ -421,7 +418,7 @@ absl::StatusOr<bool> CheckpointFolder::NoteRead(std::string_view name, const abs
 
 absl::StatusOr<bool> CheckpointFolder::StartRemovingLocked(const std::string& name) {
   if (!index_.EraseUnlessHeld(name)) return false;
-  const absl::Status status = file_system().Rename(Path(name), files_.TemporaryPath(name));
+  const absl::Status status = files_.RenameToTemporary(name);
   if (status.ok() || absl::IsNotFound(status)) return true;
   index_.Invalidate();  // It may still be there.
   return status;
@@ -457,7 +454,7 @@ absl::Status CheckpointFolder::DeleteLocked(std::string_view name) {
   EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
   if (exists) EMA_RETURN_IF_ERROR(files_.ClearTemporary());
   // An operator who deletes the file accepts the loss.
-  if (IsLabelsAside(name)) index_.CheckLostLabels();
+  if (IsLabelsAside(name)) index_.ClearLostLabelsIfDeleted();
   return absl::OkStatus();
 }
 

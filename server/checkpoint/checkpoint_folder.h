@@ -80,7 +80,7 @@ class CheckpointFolder {
     std::optional<CheckpointLabel> label;
   };
   struct SaveResult {
-    std::string name;  // Of the checkpoint, in this folder.
+    std::string name;  // The name of its folder.
     int64_t total_bytes = 0;
     bool was_written = false;  // False: it was there already.
   };
@@ -111,10 +111,10 @@ class CheckpointFolder {
   // once. UNAVAILABLE: the disk failed.
   absl::StatusOr<std::vector<CheckpointEntry>> List(
       std::optional<std::string_view> name = std::nullopt) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same without details. Waits for the disk, and a running Save(), only if the folder must be
+  // List() without details. Waits for the disk, and a running Save(), only if the folder must be
   // listed again.
   absl::StatusOr<std::vector<CheckpointEntry>> ListNames() ABSL_LOCKS_EXCLUDED(mu_);
-  // CheckpointIndex::Count(). Never blocks.
+  // How many checkpoints of each kind there are; nullopt: none. Never blocks.
   std::optional<CheckpointCounts> Count() const { return index_.Count(); }
 
   // Removes a checkpoint, or one that was set aside or is missing, whatever retention says. OK if

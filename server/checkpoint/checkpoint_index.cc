@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
-#include "ema/internal/status_macros.h"
 
 namespace ema {
 namespace {
@@ -254,7 +253,7 @@ absl::Status CheckpointIndex::lost_labels() const {
   return lost_labels_;
 }
 
-void CheckpointIndex::CheckLostLabels() {
+void CheckpointIndex::ClearLostLabelsIfDeleted() {
   absl::MutexLock lock(&mu_);
   if (std::none_of(entries_.begin(), entries_.end(),
                    [](const auto& entry) { return IsLabelsAside(entry.first); })) {

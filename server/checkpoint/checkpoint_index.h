@@ -110,8 +110,8 @@ class CheckpointIndex {
   absl::StatusOr<FoundLabel> FindLabel(std::string_view label) const;
   // DATA_LOSS: labels may have been lost, because their file was corrupt.
   absl::Status lost_labels() const;
-  // OK again, if no labels' file that was set aside is left.
-  void CheckLostLabels();
+  // Makes lost_labels() OK if no labels' file that was set aside is left.
+  void ClearLostLabelsIfDeleted();
 
  private:
   using Entries = std::map<std::string, CheckpointEntry, std::less<>>;

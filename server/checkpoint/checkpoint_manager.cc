@@ -32,12 +32,12 @@ CheckpointScheduler::Options CheckpointManager::SchedulerOptions() {
           .save =
               [this](Model& model, const SnapshotRef& snapshot, bool keep) {
                 const Heartbeat::Work at_work(scheduler_heartbeat_);
-                return Of(model)->saver->TrySave(snapshot, {.keep = keep}).status();
+                return CheckpointsOf(model)->saver->TrySave(snapshot, {.keep = keep}).status();
               },
           .on_error =
               [this](Model& model, const SnapshotRef& snapshot, const absl::Status& status) {
-                Of(model)->saver->LogFailure(snapshot, {}, status,
-                                             {{"automatic", true}, {"retry", true}});
+                CheckpointsOf(model)->saver->LogFailure(snapshot, {}, status,
+                                                        {{"automatic", true}, {"retry", true}});
                 // TrySave() was not called, so the observer does not know.
                 if (snapshot == nullptr) {
                   options_.observer->OnSaveEnded({.model = model.config().name, .status = status});
@@ -59,18 +59,18 @@ void CheckpointManager::Stop() {
   scrubber_.Stop();
 }
 
-std::shared_ptr<ModelCheckpoints> CheckpointManager::Of(Model& model) {
-  const std::string& name = model.config().name;
+std::shared_ptr<ModelCheckpoints> CheckpointManager::CheckpointsOf(Model& model) {
   absl::MutexLock lock(&mu_);
-  const auto found = models_.find(name);
-  if (found != models_.end() && found->second->model.lock().get() == &model) return found->second;
+  // The caller holds `model`, so an entry of an earlier model at its address has expired.
+  const auto found = models_.find(&model);
+  if (found != models_.end() && !found->second->model.expired()) return found->second;
   std::erase_if(models_, [](const auto& entry) { return entry.second->model.expired(); });
-  return models_[name] = std::make_shared<ModelCheckpoints>(ContextOf(model));
+  return models_[&model] = std::make_shared<ModelCheckpoints>(ContextOf(model));
 }
 
 ModelContext CheckpointManager::ContextOf(Model& model) {
   return {.model = model,
-          .folder = store_->Of(model.config().name),
+          .folder = store_->FolderOf(model.config().name),
           .data = store_->data(),
           .scheduler = scheduler_,
           .queue = queue_,
@@ -139,7 +139,7 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   for (const std::shared_ptr<Model>& model : models.List()) {
     const SnapshotRef newest = model->history().newest();
     if (newest == nullptr) continue;
-    const std::shared_ptr<ModelCheckpoints> checkpoints = Of(*model);
+    const std::shared_ptr<ModelCheckpoints> checkpoints = CheckpointsOf(*model);
     ModelSaver& saver = *checkpoints->saver;
     ModelSaver::SaveOptions options = {.keep = IsKeepDue(*newest, model->durable().kept_time()),
                                        .with_new_settings = true};
@@ -170,9 +170,9 @@ void CheckpointManager::AwaitIdle() {
 std::map<std::string, CheckpointCounts> CheckpointManager::CountAll() {
   std::map<std::string, CheckpointCounts> counts = store_->CountAll();
   absl::MutexLock lock(&mu_);
-  for (const auto& [name, model] : models_) {
-    const auto failed_count = static_cast<int64_t>(model->saver->failed_count());
-    if (failed_count > 0) counts[name].failed = failed_count;
+  for (const auto& [model, checkpoints] : models_) {
+    const auto failed_count = static_cast<int64_t>(checkpoints->saver->failed_count());
+    if (failed_count > 0) counts[checkpoints->name].failed += failed_count;
   }
   return counts;
 }
@@ -211,7 +211,7 @@ absl::Status CheckpointManager::CheckMayForget() {
 absl::Status CheckpointManager::Forget(std::string_view model_name) {
   {
     absl::MutexLock lock(&mu_);
-    if (const auto it = models_.find(model_name); it != models_.end()) models_.erase(it);
+    std::erase_if(models_, [&](const auto& entry) { return entry.second->name == model_name; });
   }
   return store_->DeleteModel(model_name);
 }

@@ -10,7 +10,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -42,12 +41,14 @@ namespace ema {
 struct ModelCheckpoints {
   explicit ModelCheckpoints(const ModelContext& context)
       : model(context.model.weak_from_this()),
+        name(context.name()),
         versions(context),
         saver(std::make_shared<ModelSaver>(context)),
         labels(context, *saver),
         rollback(context, *saver) {}
 
   const std::weak_ptr<Model> model;
+  const std::string name;
   const StoredVersions versions;
   const std::shared_ptr<ModelSaver> saver;  // Its queued saves share it.
   ModelLabels labels;
@@ -115,32 +116,32 @@ class CheckpointManager final : public Checkpoints {
   // --- Checkpoints ---
 
   absl::StatusOr<Saved> Save(Model& model, const SaveRequest& request) override {
-    return Of(model)->saver->Save(request);
+    return CheckpointsOf(model)->saver->Save(request);
   }
   absl::StatusOr<CheckpointInfo> Get(Model& model, std::string_view name) override {
-    return Of(model)->saver->Get(name);
+    return CheckpointsOf(model)->saver->Get(name);
   }
   absl::StatusOr<Listing> List(Model& model) override {
-    return Of(model)->saver->List(std::nullopt);
+    return CheckpointsOf(model)->saver->List(std::nullopt);
   }
   absl::Status Delete(Model& model, std::string_view name) override;
   absl::StatusOr<Version> Restore(Model& model, const VersionId& id,
                                   std::string_view label) override {
-    return Of(model)->rollback.Restore(id, label);
+    return CheckpointsOf(model)->rollback.Restore(id, label);
   }
   absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch& launch,
                                                   const ResumePoint& point) override {
-    return Of(model)->rollback.Resume(launch, point);
+    return CheckpointsOf(model)->rollback.Resume(launch, point);
   }
   absl::StatusOr<CheckpointLabel> SetLabel(Model& model, const std::string& label,
                                            const VersionId& id) override {
-    return Of(model)->labels.Set(label, id);
+    return CheckpointsOf(model)->labels.Set(label, id);
   }
   absl::Status RemoveLabel(Model& model, const std::string& label) override {
-    return Of(model)->labels.Remove(label);
+    return CheckpointsOf(model)->labels.Remove(label);
   }
   absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) override {
-    return Of(model)->labels.Report(score);
+    return CheckpointsOf(model)->labels.Report(score);
   }
   absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) override;
   absl::Status CheckMayCreate(std::string_view model_name) override {
@@ -152,22 +153,22 @@ class CheckpointManager final : public Checkpoints {
     return store_->data().PurgeDeleted(model_name);
   }
   absl::Status health() const override { return store_->data().health(); }
-  absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) override {
-    return StoredVersions::FindLabel(model, store_->Of(model.config().name), label);
+  absl::StatusOr<VersionId> FindLabel(Model& model, std::string_view label) override {
+    return CheckpointsOf(model)->versions.FindLabel(label);
   }
-  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model& model, bool with_partial) override {
-    return StoredVersions::OnDisk(store_->Of(model.config().name), with_partial);
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(Model& model, bool with_partial) override {
+    return CheckpointsOf(model)->versions.OnDisk(with_partial);
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view track) override {
-    return Of(model)->versions.OpenVersion(id, track);
+    return CheckpointsOf(model)->versions.OpenVersion(id, track);
   }
 
  private:
   CheckpointManager(Options options, std::unique_ptr<CheckpointStore> store);
 
   // Never blocks on the disk.
-  std::shared_ptr<ModelCheckpoints> Of(Model& model) ABSL_LOCKS_EXCLUDED(mu_);
+  std::shared_ptr<ModelCheckpoints> CheckpointsOf(Model& model) ABSL_LOCKS_EXCLUDED(mu_);
   ModelContext ContextOf(Model& model);
   CheckpointScheduler::Options SchedulerOptions();
   // Null without options_.heartbeats.
@@ -177,14 +178,16 @@ class CheckpointManager final : public Checkpoints {
 
   const Options options_;
   const std::unique_ptr<CheckpointStore> store_;
+
+  absl::Mutex mu_;  // Never held across a call that may block.
+  // Entries of deleted models stay until the next model gets one.
+  std::map<const Model*, std::shared_ptr<ModelCheckpoints>> models_ ABSL_GUARDED_BY(mu_);
+
   Heartbeat* const scheduler_heartbeat_;
+  // Their threads use all of the above.
   SaveQueue queue_;
   CheckpointScrubber scrubber_;
   CheckpointScheduler scheduler_;
-
-  absl::Mutex mu_;  // Never held across a call that may block.
-  std::map<std::string, std::shared_ptr<ModelCheckpoints>, std::less<>> models_
-      ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

@@ -94,7 +94,7 @@ void CheckpointScrubber::ScrubCheckpoint(const ModelContext& context, const std:
 }
 
 absl::Status CheckpointScrubber::Read(const ModelContext& context, const std::string& name) {
-  // The heartbeat ends here: handling the result may wait for a save.
+  // Covers only the reading: handling the result may wait for a save.
   const Heartbeat::Work at_work(heartbeat_);
   Pacer pacer(context.model);
   return VerifyCheckpoint(context.folder.file_system(), context.folder.Path(name), nullptr,

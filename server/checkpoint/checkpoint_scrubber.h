@@ -56,7 +56,7 @@ class CheckpointScrubber {
   std::optional<absl::Time> time() const;
 
   void RequestStop();
-  // The same, and waits for the thread. Not to be called by two threads at once.
+  // RequestStop(), and waits for the thread. Not to be called by two threads at once.
   void Stop();
 
  private:

@@ -22,7 +22,7 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(FileSyste
   return store;
 }
 
-CheckpointFolder& CheckpointStore::Of(std::string_view model_name) {
+CheckpointFolder& CheckpointStore::FolderOf(std::string_view model_name) {
   absl::MutexLock lock(&mu_);
   std::unique_ptr<CheckpointFolder>& folder = folders_[std::string(model_name)];
   if (folder == nullptr) folder = std::make_unique<CheckpointFolder>(*data_, options_, model_name);
@@ -33,7 +33,7 @@ absl::StatusOr<LoadReport> CheckpointStore::LoadAll(ModelStore& models) {
   LoadReport report;
   EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, data_->ModelNames());
   for (const std::string& name : names) {
-    EMA_RETURN_IF_ERROR(LoadModel(*data_, Of(name), models, report));
+    EMA_RETURN_IF_ERROR(LoadModel(*data_, FolderOf(name), models, report));
   }
   absl::MutexLock lock(&mu_);
   creation_errors_.insert(report.all_corrupt.begin(), report.all_corrupt.end());
@@ -47,7 +47,7 @@ absl::Status CheckpointStore::CheckMayCreate(std::string_view model_name) const 
 }
 
 absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
-  EMA_RETURN_IF_ERROR(Of(model_name).DeleteAll());
+  EMA_RETURN_IF_ERROR(FolderOf(model_name).DeleteAll());
   absl::MutexLock lock(&mu_);
   if (const auto it = creation_errors_.find(model_name); it != creation_errors_.end()) {
     creation_errors_.erase(it);

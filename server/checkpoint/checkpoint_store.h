@@ -39,24 +39,24 @@ class CheckpointStore {
   DataDirectory& data() { return *data_; }
 
   // Lives as long as the store. Never blocks.
-  CheckpointFolder& Of(std::string_view model_name);
+  CheckpointFolder& FolderOf(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
 
   // LoadModel() for every model in the directory; the models loaded before an error stay in
   // `models`. The next epoch of each is above all earlier ones. To be called once, before `models`
   // is served.
-  absl::StatusOr<LoadReport> LoadAll(ModelStore& models);
+  absl::StatusOr<LoadReport> LoadAll(ModelStore& models) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Whether a model of that name may be created: a new average must not silently replace a lost
   // one. Never blocks. FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT: LoadAll() found checkpoints of
   // the model and no good one, and DeleteModel() has not succeeded since.
-  absl::Status CheckMayCreate(std::string_view model_name) const;
+  absl::Status CheckMayCreate(std::string_view model_name) const ABSL_LOCKS_EXCLUDED(mu_);
   // CheckpointFolder::DeleteAll(); if it succeeds, the name may be used again.
-  absl::Status DeleteModel(std::string_view model_name);
+  absl::Status DeleteModel(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // CheckpointFolder::Count() of every model that has any. Never blocks.
-  std::map<std::string, CheckpointCounts> CountAll() const;
+  // How many checkpoints of each kind each model has; without models that have none. Never blocks.
+  std::map<std::string, CheckpointCounts> CountAll() const ABSL_LOCKS_EXCLUDED(mu_);
   // A hint: a save is running.
-  bool is_saving() const;
+  bool is_saving() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   explicit CheckpointStore(const Options& options) : options_(options) {}

@@ -177,14 +177,6 @@ absl::Status DataDirectory::health() const {
   return unwritable_;
 }
 
-void DataDirectory::RetryIfUnwritable() {
-  {
-    absl::MutexLock lock(&mu_);
-    if (unwritable_.ok()) return;
-  }
-  CheckWritable().IgnoreError();
-}
-
 void DataDirectory::NoteWritten(const absl::Status& status) {
   const bool is_unwritable =
       GetErrorReason(status) == ErrorReason::kStoreReadOnly && sync_error().ok();

@@ -20,7 +20,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -39,8 +38,8 @@ namespace ema {
 // from start to start.
 int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 
-// A locked data directory, in which every change is durable once the call has returned. It knows
-// the names of models and nothing of their content.
+// A locked data directory. Every change but the removal of temporary files is durable once the call
+// has returned. It knows the names of models and nothing of their content.
 //
 // Thread-safe. Calls may block on the disk, unless they say otherwise.
 class DataDirectory {
@@ -84,10 +83,8 @@ class DataDirectory {
   absl::Status CheckPlace() const;
   // CheckPlace() and sync_error(), before something is changed.
   absl::Status CheckMayWrite() const;
-  // The same, and that a file can be made; reports that.
+  // CheckMayWrite(), and creates and removes a file; passes the result to NoteWritten().
   absl::Status CheckWritable();
-  // CheckWritable() if the last write that was reported could not be made.
-  void RetryIfUnwritable();
   // Reports how a write has ended, for health().
   void NoteWritten(const absl::Status& status);
   // `status` with the reason that callers of a save get: UNAVAILABLE, STORE_READ_ONLY where the

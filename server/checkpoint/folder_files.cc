@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
@@ -126,8 +125,7 @@ absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(Model& model,
   if (written.ok() && keep) {
     if (const absl::Status kept = Keep(path); !kept.ok()) written = kept;
   }
-  // Best effort: the next start clears it, too.
-  if (!written.ok()) disk().RemoveTree(path).IgnoreError();
+  if (!written.ok()) RemoveTemporary(name);
   return written;
 }
 

@@ -18,7 +18,6 @@
 #ifndef EMA_SERVER_CHECKPOINT_FOLDER_FILES_H_
 #define EMA_SERVER_CHECKPOINT_FOLDER_FILES_H_
 
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -37,8 +36,8 @@
 
 namespace ema {
 
-// Reads and changes the files of one model's checkpoints. Remembers nothing, so that every answer
-// is the disk's, and every change is durable once its call has returned.
+// Reads and changes the files of one model's checkpoints. Remembers nothing: every answer comes
+// from the disk. A change is durable once its call has returned, unless the call says otherwise.
 //
 // Thread-safe, but the caller serializes changes. Every call blocks on the disk.
 class FolderFiles {
@@ -47,7 +46,6 @@ class FolderFiles {
   FolderFiles(DataDirectory& data, std::string_view model)
       : data_(data), path_(data.CheckpointsPath(model)) {}
 
-  const std::string& path() const { return path_; }
   std::string Path(std::string_view name) const { return JoinPath(path_, name); }
   std::string TemporaryPath(std::string_view name) const {
     return Path(std::string(kTemporaryPrefix).append(name));
@@ -92,6 +90,21 @@ class FolderFiles {
                                                     const std::string& name,
                                                     const WriteOptions& options, bool keep,
                                                     bool leave_room);
+  // The checkpoint `name` and the folder with its temporary name. Durable after the next Sync().
+  absl::Status RenameFromTemporary(std::string_view name) {
+    return disk().Rename(TemporaryPath(name), Path(name));
+  }
+  absl::Status RenameToTemporary(std::string_view name) {
+    return disk().Rename(Path(name), TemporaryPath(name));
+  }
+  // UNIMPLEMENTED: the file system cannot exchange two folders.
+  absl::Status ExchangeWithTemporary(std::string_view name) {
+    return disk().Exchange(TemporaryPath(name), Path(name));
+  }
+  // Best effort: the next start clears it, too.
+  void RemoveTemporary(std::string_view name) {
+    disk().RemoveTree(TemporaryPath(name)).IgnoreError();
+  }
   // Renames `name`, which has `old_prefix` in front, to `prefix` and `name`, with a number behind
   // if there is one of that name. Returns the new name.
   absl::StatusOr<std::string> SetAside(const std::string& name, std::string_view prefix,

@@ -20,8 +20,7 @@ absl::StatusOr<Version> ModelRollback::Restore(const VersionId& id, std::string_
     return BadRequest("version, label: one of the two must be given");
   }
   if (label.empty()) return RollBack(id);
-  EMA_ASSIGN_OR_RETURN(const VersionId labelled,
-                       StoredVersions::FindLabel(context_.model, context_.folder, label));
+  EMA_ASSIGN_OR_RETURN(const VersionId labelled, versions_.FindLabel(label));
   return RollBack(labelled);
 }
 

@@ -188,12 +188,12 @@ bool ModelSaver::IsNewFailure(const absl::Status& status) {
   const bool is_stopping = context_.queue.is_stopping();
   absl::MutexLock lock(&mu_);
   if (status.ok() || absl::IsNotFound(status) || is_stopping) {
-    asked_error_ = absl::OkStatus();
+    last_requested_error_ = absl::OkStatus();
     return !status.ok();
   }
-  const bool is_new = asked_error_.code() != status.code() ||
-                      GetErrorReason(asked_error_) != GetErrorReason(status);
-  asked_error_ = status;
+  const bool is_new = last_requested_error_.code() != status.code() ||
+                      GetErrorReason(last_requested_error_) != GetErrorReason(status);
+  last_requested_error_ = status;
   return is_new;
 }
 
@@ -295,10 +295,7 @@ void ModelSaver::SaveQueued(const std::string& name, SnapshotRef snapshot,
         labels.pop_back();
       }
     }
-    {
-      const Heartbeat::Work at_work(context_.queue.heartbeat());
-      status = TrySave(snapshot, options).status();
-    }
+    status = TrySave(snapshot, options).status();
     is_new_failure = IsNewFailure(status);
     absl::MutexLock lock(&mu_);
     Saving& saving = saving_[name];

@@ -39,12 +39,14 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   explicit ModelSaver(const ModelContext& context) : context_(context), versions_(context) {}
 
   // Checkpoints::Save().
-  absl::StatusOr<Saved> Save(const Checkpoints::SaveRequest& request);
+  absl::StatusOr<Saved> Save(const Checkpoints::SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
   // Saves `snapshot`, records how that ends, and logs a failure unless the last save has failed
   // with the same error.
-  absl::StatusOr<Saved> SaveSnapshot(const SnapshotRef& snapshot, const SaveOptions& options);
-  // The same, but the caller logs a failure.
-  absl::StatusOr<Saved> TrySave(const SnapshotRef& snapshot, const SaveOptions& options);
+  absl::StatusOr<Saved> SaveSnapshot(const SnapshotRef& snapshot, const SaveOptions& options)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // SaveSnapshot(), but the caller logs a failure.
+  absl::StatusOr<Saved> TrySave(const SnapshotRef& snapshot, const SaveOptions& options)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // `snapshot` is null if no version could be pinned. `more` comes before the error.
   void LogFailure(const SnapshotRef& snapshot, const std::vector<std::string>& tracks,
                   const absl::Status& status, const std::vector<LogField>& more) const;
@@ -53,16 +55,17 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
 
   // Checkpoints::List(): what is on the disk, with the records of saves; all, or those of that
   // name.
-  absl::StatusOr<Checkpoints::Listing> List(std::optional<std::string_view> name) const;
+  absl::StatusOr<Checkpoints::Listing> List(std::optional<std::string_view> name) const
+      ABSL_LOCKS_EXCLUDED(mu_);
   // Checkpoints::Get().
-  absl::StatusOr<CheckpointInfo> Get(std::string_view name) const;
-  size_t failed_count() const;
+  absl::StatusOr<CheckpointInfo> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
+  size_t failed_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // A checkpoint that is being saved or is queued.
   struct Saving {
     CheckpointInfo info;
-    int count = 0;  // Of calls and queued saves.
+    int count = 0;  // Calls and queued saves that are saving it.
     bool is_queued = false;
     std::vector<std::string> labels;  // Those that a queued save still has to put on it.
   };
@@ -74,16 +77,16 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   absl::StatusOr<Saved> FindSaved(const Checkpoints::SaveRequest& request,
                                   const absl::Status& not_pinned) const;
   absl::StatusOr<Saved> Enqueue(const SnapshotRef& snapshot,
-                                const Checkpoints::SaveRequest& request);
+                                const Checkpoints::SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
   // RESOURCE_EXHAUSTED, TOO_MANY_PINS: as many other versions are being saved or queued as leaves
   // readers none to pin. A version that waits for the scheduler is not counted.
   absl::Status CheckMayWaitLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes a queued save and puts its labels.
   void SaveQueued(const std::string& name, SnapshotRef snapshot,
-                  const std::vector<std::string>& tracks);
-  // `status` of a save that a caller asked for. True: it is an error, and not the one of the last
-  // such save.
-  bool IsNewFailure(const absl::Status& status);
+                  const std::vector<std::string>& tracks) ABSL_LOCKS_EXCLUDED(mu_);
+  // Records `status`, the result of a save that a client requested. True: it is an error, and not
+  // that of the last such save.
+  bool IsNewFailure(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEndLocked(const std::string& name, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LogLabel(std::string_view label, int64_t version, int64_t step) const;
@@ -94,7 +97,8 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   mutable absl::Mutex mu_;  // Never held across a call that may block.
   std::map<std::string, Saving> saving_ ABSL_GUARDED_BY(mu_);  // By name.
   std::deque<CheckpointInfo> failed_ ABSL_GUARDED_BY(mu_);     // Oldest first.
-  absl::Status asked_error_ ABSL_GUARDED_BY(mu_);  // Of the last save that a caller asked for.
+  absl::Status last_requested_error_
+      ABSL_GUARDED_BY(mu_);  // Of the last save that a client requested.
 };
 
 }  // namespace ema

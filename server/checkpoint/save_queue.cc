@@ -32,14 +32,13 @@ void SaveQueue::Run() {
         save = std::move(saves_.front());
       }
     }
+    const Heartbeat::Work at_work(heartbeat_);
+    if (save != nullptr) save();
+    UpdateFreeBytes();
     if (save == nullptr) {
-      const Heartbeat::Work at_work(heartbeat_);
-      UpdateFreeBytes();
-      data_.RetryIfUnwritable();
+      if (!data_.health().ok()) data_.CheckWritable().IgnoreError();
       continue;
     }
-    save();
-    UpdateFreeBytes();
     save = nullptr;  // Releases the model before AwaitIdle() returns.
     absl::MutexLock lock(&mu_);
     saves_.pop_front();

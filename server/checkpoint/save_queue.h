@@ -26,22 +26,19 @@ class SaveQueue {
   SaveQueue(DataDirectory& data, absl::Duration disk_interval, Heartbeat* heartbeat);
   ~SaveQueue() { Stop(); }
 
-  // Shows the queue's thread to be at work; for the saves themselves.
-  Heartbeat* heartbeat() const { return heartbeat_; }
-
   // False: Stop() or RequestStop() has been called.
-  bool Push(std::function<void()> save);
+  bool Push(std::function<void()> save) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until everything that was pushed is done. For tests.
-  void AwaitIdle();
+  void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
-  bool is_stopping() const;
+  bool is_stopping() const ABSL_LOCKS_EXCLUDED(mu_);
   // Push() accepts no more.
-  void RequestStop();
-  // The same, and waits for the saves that were accepted. Not to be called by two threads at once.
-  void Stop();
+  void RequestStop() ABSL_LOCKS_EXCLUDED(mu_);
+  // RequestStop(), and waits for the accepted saves. Not to be called by two threads at once.
+  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  void Run();
+  void Run() ABSL_LOCKS_EXCLUDED(mu_);
   void UpdateFreeBytes() {
     if (disk_interval_ != absl::InfiniteDuration()) data_.UpdateFreeBytes();
   }

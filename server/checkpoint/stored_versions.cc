@@ -51,9 +51,8 @@ absl::StatusOr<std::optional<CheckpointEntry>> StoredVersions::Find(const Versio
   return std::optional<CheckpointEntry>();
 }
 
-absl::StatusOr<std::vector<KnownVersion>> StoredVersions::OnDisk(CheckpointFolder& folder,
-                                                                 bool with_partial) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, folder.ListNames());
+absl::StatusOr<std::vector<KnownVersion>> StoredVersions::OnDisk(bool with_partial) const {
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, context_.folder.ListNames());
   std::vector<KnownVersion> on_disk;
   for (const CheckpointEntry& entry : all) {
     if (!entry.problem.ok() || (entry.is_partial && !with_partial)) continue;
@@ -63,20 +62,17 @@ absl::StatusOr<std::vector<KnownVersion>> StoredVersions::OnDisk(CheckpointFolde
 }
 
 absl::StatusOr<std::vector<KnownVersion>> StoredVersions::Known() const {
-  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk,
-                       OnDisk(context_.folder, /*with_partial=*/false));
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk, OnDisk(/*with_partial=*/false));
   return KnownVersions(context_.model.history(), on_disk);
 }
 
-absl::StatusOr<VersionId> StoredVersions::FindLabel(const Model& model,
-                                                    const CheckpointFolder& folder,
-                                                    std::string_view label) {
-  EMA_ASSIGN_OR_RETURN(const FoundLabel found, folder.FindLabel(label));
-  if (found.checkpoint.ok() || IsInMemory(model, found.label.id)) return found.label.id;
+absl::StatusOr<VersionId> StoredVersions::FindLabel(std::string_view label) const {
+  EMA_ASSIGN_OR_RETURN(const FoundLabel found, context_.folder.FindLabel(label));
+  if (found.checkpoint.ok() || IsInMemory(context_.model, found.label.id)) return found.label.id;
   return WithPlace(
       found.checkpoint,
-      absl::StrCat("model \"", model.config().name, "\", label \"", std::string(label),
-                   "\": version ", found.label.id.version, ", step ", found.label.step, ": "));
+      absl::StrCat("model \"", context_.name(), "\", label \"", std::string(label), "\": version ",
+                   found.label.id.version, ", step ", found.label.step, ": "));
 }
 
 // --- Errors ---
@@ -98,7 +94,7 @@ absl::Status StoredVersions::CheckNotPartial(const VersionId& id) const {
 }
 
 absl::Status StoredVersions::CheckLabel(std::string_view label) const {
-  if (FindLabel(context_.model, context_.folder, label).ok()) return absl::OkStatus();
+  if (FindLabel(label).ok()) return absl::OkStatus();
   return ValidateNewLabel(label);
 }
 

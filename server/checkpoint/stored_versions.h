@@ -25,8 +25,8 @@
 
 namespace ema {
 
-// What the classes for one model's checkpoints work with. Everything but the model outlives them;
-// their callers hold the model during each call.
+// The objects that the classes for one model's checkpoints share. All but the model outlive these
+// classes; the caller of each of their functions holds the model.
 struct ModelContext {
   Model& model;
   CheckpointFolder& folder;
@@ -60,13 +60,11 @@ class StoredVersions {
   absl::StatusOr<std::optional<CheckpointEntry>> Find(const VersionId& id,
                                                       bool is_partial = false) const;
   // Checkpoints::OnDisk().
-  static absl::StatusOr<std::vector<KnownVersion>> OnDisk(CheckpointFolder& folder,
-                                                          bool with_partial);
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(bool with_partial) const;
   // Versions that are in memory, or on the disk with all tracks: newest first, each once.
   absl::StatusOr<std::vector<KnownVersion>> Known() const;
   // Checkpoints::FindLabel().
-  static absl::StatusOr<VersionId> FindLabel(const Model& model, const CheckpointFolder& folder,
-                                             std::string_view label);
+  absl::StatusOr<VersionId> FindLabel(std::string_view label) const;
 
   // --- Errors ---
 

@@ -111,11 +111,10 @@ class Checkpoints {
   virtual absl::Status health() const = 0;
 
   // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
-  virtual absl::StatusOr<VersionId> FindLabel(const Model& model, std::string_view label) = 0;
+  virtual absl::StatusOr<VersionId> FindLabel(Model& model, std::string_view label) = 0;
   // The versions of a model that are on the disk with all tracks, or, `with_partial`, with some:
   // newest first. Without a data directory none.
-  virtual absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model& model,
-                                                           bool with_partial) = 0;
+  virtual absl::StatusOr<std::vector<KnownVersion>> OnDisk(Model& model, bool with_partial) = 0;
   // One track of a version on the disk, to be read from there: TrackSnapshot::stored. Nothing of it
   // is in memory; removing the checkpoint does not hinder whoever holds it, but it is not read
   // after this has gone. A checkpoint of which a byte turns out to be wrong, now or then, is set

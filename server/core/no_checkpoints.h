@@ -47,13 +47,13 @@ class NoCheckpoints : public Checkpoints {
   absl::Status Forget(std::string_view) override { return absl::OkStatus(); }
   absl::Status Purge(std::string_view) override { return absl::OkStatus(); }
   absl::Status health() const override { return NoDataDir(); }
-  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
+  absl::StatusOr<VersionId> FindLabel(Model&, std::string_view label) override {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
                      absl::StrCat("label: ", Quoted(label),
                                   " given, but the server was started without --data-dir, so it "
                                   "keeps no labels"));
   }
-  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model&, bool) override {
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(Model&, bool) override {
     return std::vector<KnownVersion>();
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,

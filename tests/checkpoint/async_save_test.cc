@@ -85,6 +85,24 @@ TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
   EXPECT_EQ(manager_->Get(*model_, saved.name)->state, State::kComplete);
 }
 
+TEST_F(AsyncSaveTest, CallsForADeletedModelKeepTheRecordsOfItsSuccessor) {
+  const std::shared_ptr<Model> deleted = model_;
+  models_.Delete("m");
+  ASSERT_THAT(manager_->Forget("m"), IsOk());
+  model_ = models_.Create(TwoTracks())->model;
+  rank_ = std::make_unique<TestRank>(model_, "launch");
+  ASSERT_THAT(rank_->Join(), IsOk());
+  ASSERT_THAT(rank_->Push(10, BytesOf({1, 2, 3})), IsOk());
+  // A file where the model's folder must be.
+  EMA_ASSERT_OK_AND_ASSIGN(auto file, PosixFileSystem().NewWritableFile(directory_ + "/models/m"));
+  ASSERT_THAT(file->Close(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, manager_->Save(*model_, {.async = true}));
+  manager_->AwaitIdle();
+  manager_->List(*deleted).IgnoreError();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto failed, manager_->Get(*model_, saved.name));
+  EXPECT_EQ(failed.state, State::kFailed);
+}
+
 TEST_F(AsyncSaveTest, SaysThatALabelIsMissing) {
   ASSERT_THAT(manager_->Save(*model_, {}), IsOk());
   // A folder where the new labels are to be written.

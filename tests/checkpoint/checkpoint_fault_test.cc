@@ -105,7 +105,7 @@ class CheckpointFaultTest : public testing::Test {
     const auto store = OpenStore(*files);
     EXPECT_THAT(store, IsOk());
     for (int64_t version = 1; version <= count; ++version) {
-      EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[version]), IsOk());
+      EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[version]), IsOk());
     }
     return files;
   }
@@ -128,7 +128,8 @@ TEST_P(CrashTest, WhileSavingLeavesTheVersionBeforeOrTheOneAfter) {
     ASSERT_THAT(store, IsOk());
     auto count = std::make_shared<int64_t>(0);
     files->set_hook(StopAt(stop, count));
-    const bool is_saved = (*store)->Of("m").Save(*versions_.model, versions_[before + 1]).ok();
+    const bool is_saved =
+        (*store)->FolderOf("m").Save(*versions_.model, versions_[before + 1]).ok();
     const bool is_complete = *count <= stop;
     const auto check = [&](PowerLoss loss, uint32_t seed) {
       const auto after = files->AfterCrash(loss, seed);
@@ -143,7 +144,7 @@ TEST_P(CrashTest, WhileSavingLeavesTheVersionBeforeOrTheOneAfter) {
       // And the machine is as good as new.
       const auto next = OpenStore(*after);
       ASSERT_THAT(next, IsOk());
-      ASSERT_THAT((*next)->Of("m").Save(*versions_.model, versions_[before + 2]), IsOk());
+      ASSERT_THAT((*next)->FolderOf("m").Save(*versions_.model, versions_[before + 2]), IsOk());
       const auto lost = after->AfterCrash(PowerLoss::kNothing);
       EXPECT_EQ(LoadedVersion(*lost, versions_), before + 2);
     };
@@ -216,7 +217,7 @@ TEST_F(CheckpointFaultTest, AnyFailedOperationLeavesTheOldVersionOrTheNew) {
       ASSERT_THAT(store, IsOk());
       auto operation = std::make_shared<std::string>();
       files->set_hook(FailAt(fail, error, operation));
-      const auto saved = (*store)->Of("m").Save(*versions_.model, versions_[3]);
+      const auto saved = (*store)->FolderOf("m").Save(*versions_.model, versions_[3]);
       if (operation->empty()) {
         EXPECT_THAT(saved, IsOk());
         break;
@@ -238,16 +239,16 @@ TEST_F(CheckpointFaultTest, AnyFailedOperationLeavesTheOldVersionOrTheNew) {
       const int64_t version = LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_);
       EXPECT_TRUE(version == 3 || (version == 2 && !saved.ok())) << where;
       if (is_latched) {
-        EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]),
+        EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[4]),
                     AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("read-only")),
                           ReasonIs(ErrorReason::kStoreReadOnly)));
         EXPECT_THAT((*store)->DeleteModel("m"), ReasonIs(ErrorReason::kStoreReadOnly));
         continue;
       }
       // It heals by itself.
-      EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[3]), IsOk()) << where;
+      EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[3]), IsOk()) << where;
       EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 3) << where;
-      EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]), IsOk()) << where;
+      EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[4]), IsOk()) << where;
       EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 4) << where;
       if (HasFailure()) return;
     }
@@ -286,7 +287,7 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullIsNoticedBeforeAnythingIsWritten) {
   const auto store = OpenStore(*files);
   ASSERT_THAT(store, IsOk());
   files->set_free_bytes(1000);
-  EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[2]),
+  EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[2]),
               AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("the disk has 1000")),
                     ReasonIs(ErrorReason::kDiskFull)));
   EXPECT_EQ(versions_.model->durable().step(), 10);
@@ -294,7 +295,7 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullIsNoticedBeforeAnythingIsWritten) {
     EXPECT_FALSE(absl::StrContains(path, "version-7-2")) << path;
   }
   files->set_free_bytes(int64_t{1} << 30);
-  EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[2]), IsOk());
+  EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[2]), IsOk());
 }
 
 TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
@@ -303,8 +304,9 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
     auto files = Machine(2);  // As many as are kept.
     const auto store = OpenStore(*files);
     ASSERT_THAT(store, IsOk());
-    ASSERT_THAT((*store)->Of("m").PutLabel({.name = "l", .id = versions_[1]->record.id()}), IsOk());
-    ASSERT_THAT((*store)->Of("m").Save(*versions_.model, versions_[3]), IsOk());
+    ASSERT_THAT((*store)->FolderOf("m").PutLabel({.name = "l", .id = versions_[1]->record.id()}),
+                IsOk());
+    ASSERT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[3]), IsOk());
     bool is_full = true;
     files->set_hook([&](const std::string& operation, const std::string& path) {
       if (operation == "remove" && absl::StrContains(path, "version-7-1")) is_full = false;
@@ -313,12 +315,12 @@ TEST_F(CheckpointFaultTest, ADiskThatIsFullOfWhatRetentionLetsGoHealsByItself) {
                  ? DiskFull()
                  : absl::OkStatus();
     });
-    EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]),
+    EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[4]),
                 ReasonIs(ErrorReason::kDiskFull));
-    EXPECT_EQ((*store)->Of("m").ListNames()->size(), 3u);
-    ASSERT_THAT((*store)->Of("m").RemoveLabel("l"), IsOk());
-    EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[4]), IsOk());
-    EXPECT_EQ((*store)->Of("m").ListNames()->size(), 2u);
+    EXPECT_EQ((*store)->FolderOf("m").ListNames()->size(), 3u);
+    ASSERT_THAT((*store)->FolderOf("m").RemoveLabel("l"), IsOk());
+    EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[4]), IsOk());
+    EXPECT_EQ((*store)->FolderOf("m").ListNames()->size(), 2u);
     EXPECT_EQ(LoadedVersion(*files->AfterCrash(PowerLoss::kNothing), versions_), 4);
   }
 }
@@ -330,7 +332,7 @@ TEST_F(CheckpointFaultTest, AFailedSaveRemovesItsTemporaryFiles) {
   files->set_hook([](const std::string& operation, const std::string& path) {
     return operation == "append" && absl::StrContains(path, "raw") ? DiskFull() : absl::OkStatus();
   });
-  EXPECT_THAT((*store)->Of("m").Save(*versions_.model, versions_[2]),
+  EXPECT_THAT((*store)->FolderOf("m").Save(*versions_.model, versions_[2]),
               ReasonIs(ErrorReason::kDiskFull));
   EXPECT_THAT((*store)->data().health(), IsOk());
   for (const std::string& path : files->AllPaths()) {
@@ -385,13 +387,13 @@ TEST_F(CheckpointFaultTest, ADeletedCheckpointStaysAwayOnceThatWasOk) {
       ASSERT_THAT(store, IsOk());
       auto operation = std::make_shared<std::string>();
       files->set_hook(FailAt(fail, error, operation));
-      absl::Status deleted = (*store)->Of("m").Delete(name);
+      absl::Status deleted = (*store)->FolderOf("m").Delete(name);
       if (operation->empty()) {
         EXPECT_THAT(deleted, IsOk());
         break;
       }
       const std::string where = absl::StrCat(*operation, " ", fail, " ", deleted.ToString());
-      if (!deleted.ok()) deleted = (*store)->Of("m").Delete(name);
+      if (!deleted.ok()) deleted = (*store)->FolderOf("m").Delete(name);
       EXPECT_EQ(deleted.ok(), (*store)->data().health().ok()) << where;
       // The power goes now, not after the next sync.
       const auto after = files->AfterCrash(PowerLoss::kNothing);

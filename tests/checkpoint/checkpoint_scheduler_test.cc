@@ -70,8 +70,9 @@ class CheckpointSchedulerTest : public testing::Test {
         .policy = policy_,
         .save =
             [this](Model& model, const SnapshotRef& snapshot, bool keep) {
-              const absl::Status status =
-                  store_->Of(model.config().name).Save(model, snapshot, {.keep = keep}).status();
+              const absl::Status status = store_->FolderOf(model.config().name)
+                                              .Save(model, snapshot, {.keep = keep})
+                                              .status();
               absl::MutexLock lock(&mu_);
               tried_.push_back(snapshot->record.step);
               mu_.Await(absl::Condition(&may_end_));
@@ -254,7 +255,7 @@ TEST_F(CheckpointSchedulerTest, SavesTheNewestVersionEveryNCommits) {
   PushAndSettle({1, 2, 3, 4, 5, 6, 7});
   EXPECT_THAT(AwaitTried(2), ElementsAre(3, 6));
   // A save by somebody else counts, too.
-  EXPECT_THAT(store_->Of("m").Save(*model_, *model_->history().Pin(0)), IsOk());
+  EXPECT_THAT(store_->FolderOf("m").Save(*model_, *model_->history().Pin(0)), IsOk());
   PushAndSettle({8, 9, 10, 11});
   scheduler_->Stop();
   EXPECT_THAT(AwaitTried(3), ElementsAre(3, 6, 10));
@@ -446,17 +447,20 @@ TEST(KeepTest, RetentionLeavesWhatIsKeptAndDoesNotCountIt) {
   const auto store = OpenStore(files, /*keep_count=*/2);
   const Versions versions({10, 20, 30, 40, 50});
   for (size_t i = 0; i < 5; ++i) {
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[i], {.keep = i % 2 == 1}),
-                IsOk());
+    EXPECT_THAT(
+        store->FolderOf("m").Save(*versions.model, versions.snapshots[i], {.keep = i % 2 == 1}),
+        IsOk());
   }
   EXPECT_THAT(SavedSteps(files), ElementsAre(-20, 30, -40, 50));
   // Saved already: it only gets the file.
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[4], {.keep = true}), IsOk());
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[2], {.keep = true}), IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[4], {.keep = true}),
+              IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[2], {.keep = true}),
+              IsOk());
   EXPECT_THAT(SavedSteps(files), ElementsAre(-20, -30, -40, -50));
   // By hand.
   EXPECT_THAT(files.RemoveFile(JoinPath(PathOf(*versions.snapshots[1]), "KEEP")), IsOk());
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[0]), IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[0]), IsOk());
   EXPECT_THAT(SavedSteps(files), ElementsAre(10, 20, -30, -40, -50));
 }
 
@@ -465,9 +469,9 @@ TEST(KeepTest, WhatIsKeptLeavesRoomForWhatIsNot) {
   const auto store = OpenStore(files);
   const Versions versions({10, 20});
   files.set_free_bytes(kRoomForOne);
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[0], {.keep = true}),
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[0], {.keep = true}),
               ReasonIs(ErrorReason::kDiskFull));
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[1]), IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[1]), IsOk());
 }
 
 TEST(KeepTest, AVersionThatACrashLeftBeforeLatestIsNoPartOfWhatFollows) {
@@ -475,13 +479,13 @@ TEST(KeepTest, AVersionThatACrashLeftBeforeLatestIsNoPartOfWhatFollows) {
   const Versions versions({10, 20});
   {
     const auto store = OpenStore(files);
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[0]), IsOk());
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[0]), IsOk());
     files.set_hook([](const std::string& operation, const std::string& path) {
       return operation == "rename" && absl::StrContains(path, "LATEST")
                  ? absl::UnavailableError("Input/output error")
                  : absl::OkStatus();
     });
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[1], {.keep = true}),
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[1], {.keep = true}),
                 testing::Not(IsOk()));
     files.set_hook(nullptr);
     EXPECT_THAT(SavedSteps(files), ElementsAre(10, -20));
@@ -501,17 +505,17 @@ TEST(KeepTest, WhatIsHeldIsNotRemoved) {
   FakeFileSystem files;
   const auto store = OpenStore(files);
   const Versions versions({10, 20, 30, 40});
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[0]), IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[0]), IsOk());
   {
-    EMA_ASSERT_OK_AND_ASSIGN(const auto held, store->Of("m").HoldAll());
-    EMA_ASSERT_OK_AND_ASSIGN(const auto held_too, store->Of("m").HoldAll());
+    EMA_ASSERT_OK_AND_ASSIGN(const auto held, store->FolderOf("m").HoldAll());
+    EMA_ASSERT_OK_AND_ASSIGN(const auto held_too, store->FolderOf("m").HoldAll());
     ASSERT_EQ(held->ids().size(), 1u);
     EXPECT_EQ(held->Path(held->ids()[0]), PathOf(*versions.snapshots[0]));
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[1]), IsOk());
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[2]), IsOk());
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[1]), IsOk());
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[2]), IsOk());
     EXPECT_THAT(SavedSteps(files), ElementsAre(10, 30));
   }
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[3]), IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[3]), IsOk());
   EXPECT_THAT(SavedSteps(files), ElementsAre(40));
 }
 
@@ -520,11 +524,11 @@ TEST(KeepTest, ARestartKnowsWhatIsKept) {
   const Versions versions({10, 20, 30});
   {
     const auto store = OpenStore(files);
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[0], {.keep = true}),
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[0], {.keep = true}),
                 IsOk());
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[1], {.keep = true}),
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[1], {.keep = true}),
                 IsOk());
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[2]), IsOk());
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[2]), IsOk());
   }
   const auto store = OpenStore(files);
   ModelStore models(TestDevice(), SmallBlocks());
@@ -540,15 +544,15 @@ TEST(KeepTest, ACrashNeverLosesWhatWasSaidToBeKept) {
   for (int64_t stop = 0;; ++stop) {
     FakeFileSystem files;
     const auto store = OpenStore(files);
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions.snapshots[0]), IsOk());
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions.snapshots[0]), IsOk());
     int64_t count = 0;
     files.set_hook([&](const std::string&, const std::string&) {
       return count++ < stop ? absl::OkStatus() : absl::UnavailableError("Input/output error");
     });
     const bool first =
-        store->Of("m").Save(*versions.model, versions.snapshots[0], {.keep = true}).ok();
+        store->FolderOf("m").Save(*versions.model, versions.snapshots[0], {.keep = true}).ok();
     const bool second =
-        store->Of("m").Save(*versions.model, versions.snapshots[1], {.keep = true}).ok();
+        store->FolderOf("m").Save(*versions.model, versions.snapshots[1], {.keep = true}).ok();
     for (const PowerLoss loss : {PowerLoss::kNothing, PowerLoss::kNone}) {
       const auto after = files.AfterCrash(loss);
       const std::vector<int64_t> steps = SavedSteps(*after);

@@ -79,7 +79,8 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
   {
     EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
     EXPECT_EQ(versions.model->durable().step(), 0);
-    EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Of("m").Save(*versions.model, versions[3]));
+    EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                             store->FolderOf("m").Save(*versions.model, versions[3]));
     name = saved.name;
     EXPECT_EQ(name, "step-000000000030-version-7-3");
     EXPECT_EQ(versions.model->durable().step(), 30);
@@ -129,7 +130,7 @@ TEST(CheckpointStoreTest, AModelsFolderMustNotBeALinkButItsCheckpointsMay) {
   TestVersions versions(1);
   {
     EMA_ASSERT_OK_AND_ASSIGN(auto store, CheckpointStore::Open(PosixFileSystem(), options));
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions[1]), IsOk());
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
   }
   const fs::path model = fs::path(directory) / "models/m";
   const fs::path elsewhere = fs::path(directory) / "elsewhere";
@@ -158,7 +159,7 @@ TEST(CheckpointStoreTest, AModelsFolderMustNotBeALinkButItsCheckpointsMay) {
 TEST(CheckpointStoreTest, ALoadedModelGoesOnAsIfNothingHadHappened) {
   FakeFileSystem files;
   TestVersions versions(2);
-  EXPECT_THAT(OpenStore(files)->Of("m").Save(*versions.model, versions[2]), IsOk());
+  EXPECT_THAT(OpenStore(files)->FolderOf("m").Save(*versions.model, versions[2]), IsOk());
   Restarted server(files);
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
   // Every epoch that an earlier life can have given is fenced.
@@ -197,7 +198,7 @@ TEST(CheckpointStoreTest, TracksThatWereChangedComeBackAsTheyWere) {
                   {.put = {{.name = "late", .schedule = MakeSchedule("copy")}}, .pause = {"new"}}),
               IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef newest, versions.model->history().Pin(0));
-  EXPECT_THAT(OpenStore(files)->Of("m").Save(*versions.model, newest), IsOk());
+  EXPECT_THAT(OpenStore(files)->FolderOf("m").Save(*versions.model, newest), IsOk());
 
   Restarted server(files);
   EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
@@ -227,13 +228,15 @@ TEST(CheckpointStoreTest, SavingAVersionAgainWritesNothing) {
   FakeFileSystem files;
   TestVersions versions(1);
   auto store = OpenStore(files);
-  EMA_ASSERT_OK_AND_ASSIGN(const auto first, store->Of("m").Save(*versions.model, versions[1]));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first,
+                           store->FolderOf("m").Save(*versions.model, versions[1]));
   files.set_hook([](const std::string& operation, const std::string&) {
     EXPECT_THAT(operation, Not(testing::AnyOf("create", "append", "rename", "remove")));
     return absl::OkStatus();
   });
   for (int i = 0; i < 2; ++i) {
-    EMA_ASSERT_OK_AND_ASSIGN(const auto again, store->Of("m").Save(*versions.model, versions[1]));
+    EMA_ASSERT_OK_AND_ASSIGN(const auto again,
+                             store->FolderOf("m").Save(*versions.model, versions[1]));
     EXPECT_EQ(again.name, first.name);
     EXPECT_EQ(again.total_bytes, first.total_bytes);
     // The next server does not know of it, but finds it.
@@ -248,7 +251,7 @@ TEST(CheckpointStoreTest, KeepsTheNewestThree) {
   TestVersions versions(5);
   auto store = OpenStore(files);
   for (int64_t version = 1; version <= 5; ++version) {
-    ASSERT_THAT(store->Of("m").Save(*versions.model, versions[version]), IsOk());
+    ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[version]), IsOk());
   }
   EXPECT_THAT(Saved(files),
               testing::ElementsAre("step-000000000030-version-7-3", "step-000000000040-version-7-4",
@@ -261,8 +264,8 @@ TEST(CheckpointStoreTest, AnOlderVersionSavedLateIsNotTheLatest) {
   TestVersions versions(2);
   {
     auto store = OpenStore(files);
-    ASSERT_THAT(store->Of("m").Save(*versions.model, versions[2]), IsOk());
-    ASSERT_THAT(store->Of("m").Save(*versions.model, versions[1]), IsOk());
+    ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[2]), IsOk());
+    ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
     EXPECT_EQ(versions.model->durable().step(), 20);
     // Both are on the disk.
     EXPECT_EQ(Saved(*files.AfterCrash(PowerLoss::kNothing)).size(), 2u);
@@ -284,7 +287,7 @@ TEST(CheckpointStoreTest, SavesOfManyModelsAndThreadsDoNotMix) {
       for (int64_t version = 1; version <= 2; ++version) {
         for (int i = 0; i < 2; ++i) {
           threads.emplace_back([&store, versions, version] {
-            EXPECT_THAT(store->Of(versions->model->config().name)
+            EXPECT_THAT(store->FolderOf(versions->model->config().name)
                             .Save(*versions->model, (*versions)[version]),
                         IsOk());
           });
@@ -308,7 +311,7 @@ class DamageTest : public testing::Test {
   DamageTest() : versions_(2) {
     auto store = OpenStore(files_);
     for (int64_t version = 1; version <= 2; ++version) {
-      EXPECT_THAT(store->Of("m").Save(*versions_.model, versions_[version]), IsOk());
+      EXPECT_THAT(store->FolderOf("m").Save(*versions_.model, versions_[version]), IsOk());
     }
   }
 
@@ -414,7 +417,7 @@ TEST_F(DamageTest, ANewestThatHasGoneIsMissedUntilThatIsAcknowledged) {
     EXPECT_EQ(server.report.missing[0].model, "m");
     EXPECT_EQ(server.report.missing[0].checkpoint, gone);
     EXPECT_EQ(server.report.missing[0].loaded, loaded);
-    EMA_ASSERT_OK_AND_ASSIGN(const auto stored, server.store->Of("m").List());
+    EMA_ASSERT_OK_AND_ASSIGN(const auto stored, server.store->FolderOf("m").List());
     ASSERT_EQ(stored.size(), 2u);
     EXPECT_EQ(stored[0].name, gone);
     EXPECT_THAT(stored[0].problem,
@@ -422,9 +425,10 @@ TEST_F(DamageTest, ANewestThatHasGoneIsMissedUntilThatIsAcknowledged) {
                       ReasonIs(ErrorReason::kCheckpointCorrupt)));
     EXPECT_EQ(server.store->CountAll().at("m").corrupt, 1);
     if (start == 0) continue;
-    EXPECT_THAT(server.store->Of("m").Delete(gone), IsOk());
+    EXPECT_THAT(server.store->FolderOf("m").Delete(gone), IsOk());
     EXPECT_EQ(server.store->CountAll().at("m").corrupt, 0);
-    EXPECT_THAT(server.store->Of("m").Delete(loaded), ReasonIs(ErrorReason::kCheckpointInUse));
+    EXPECT_THAT(server.store->FolderOf("m").Delete(loaded),
+                ReasonIs(ErrorReason::kCheckpointInUse));
   }
   EXPECT_THAT(Restarted(files_).report.missing, IsEmpty());
   EXPECT_EQ(Restarted(files_).report.loaded.size(), 1u);
@@ -437,7 +441,7 @@ TEST_F(DamageTest, AModelThatHasNoneLeftIsMissed) {
     ASSERT_EQ(server.report.missing.size(), 1u);
     EXPECT_EQ(server.report.missing[0].loaded, "");
     EXPECT_EQ(server.store->CountAll().at("m").corrupt, 1);
-    EXPECT_THAT(server.store->Of("m").Delete(server.report.missing[0].checkpoint), IsOk());
+    EXPECT_THAT(server.store->FolderOf("m").Delete(server.report.missing[0].checkpoint), IsOk());
   }
   EXPECT_THAT(Restarted(files_).report.missing, IsEmpty());
 }
@@ -449,7 +453,8 @@ TEST_F(DamageTest, WhatIsSetAsideIsNotMissedNorIsItOnceItIsDeleted) {
     EXPECT_EQ(server.report.quarantined.size(), start == 0 ? 1u : 0u);
     EXPECT_THAT(server.report.missing, IsEmpty());
     if (start == 0) continue;
-    EXPECT_THAT(server.store->Of("m").Delete(".corrupt-step-000000000020-version-7-2"), IsOk());
+    EXPECT_THAT(server.store->FolderOf("m").Delete(".corrupt-step-000000000020-version-7-2"),
+                IsOk());
   }
   EXPECT_THAT(Restarted(files_).report.missing, IsEmpty());
 }
@@ -457,12 +462,12 @@ TEST_F(DamageTest, WhatIsSetAsideIsNotMissedNorIsItOnceItIsDeleted) {
 TEST_F(DamageTest, WhatWasLoadedInItsPlaceIsTheNewest) {
   files_.FileBytes(PathOf(2) + "/manifest.json")[100] ^= 1;
   Restarted server(files_);
-  EXPECT_THAT(server.store->Of("m").Delete("step-000000000010-version-7-1"),
+  EXPECT_THAT(server.store->FolderOf("m").Delete("step-000000000010-version-7-1"),
               ReasonIs(ErrorReason::kCheckpointInUse));
   // And if it goes bad in its turn, nothing is left that a restart could load.
-  EXPECT_THAT(
-      server.store->Of("m").Quarantine("step-000000000010-version-7-1", DataLoss(), /*waits=*/true),
-      IsOkAndHolds(true));
+  EXPECT_THAT(server.store->FolderOf("m").Quarantine("step-000000000010-version-7-1", DataLoss(),
+                                                     /*waits=*/true),
+              IsOkAndHolds(true));
 }
 
 TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace) {
@@ -471,13 +476,13 @@ TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace)
   {
     auto store = OpenStore(files);
     for (const int64_t version : {2, 3}) {
-      ASSERT_THAT(store->Of("m").Save(*versions.model, versions[version]), IsOk());
+      ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[version]), IsOk());
     }
-    EXPECT_THAT(
-        store->Of("m").Quarantine("step-000000000030-version-7-3", DataLoss(), /*waits=*/true),
-        IsOkAndHolds(true));
+    EXPECT_THAT(store->FolderOf("m").Quarantine("step-000000000030-version-7-3", DataLoss(),
+                                                /*waits=*/true),
+                IsOkAndHolds(true));
     ASSERT_THAT(
-        store->Of("m").Save(*versions.model, versions[1], {.label = CheckpointLabel{"old"}}),
+        store->FolderOf("m").Save(*versions.model, versions[1], {.label = CheckpointLabel{"old"}}),
         IsOk());
   }
   Restarted server(files);
@@ -491,10 +496,10 @@ TEST(CheckpointStoreTest, AnOldVersionWhoseCheckpointIsBadIsSavedAnewAsAnOldOne)
   {
     auto store = OpenStore(files);
     for (const int64_t version : {1, 2}) {
-      ASSERT_THAT(store->Of("m").Save(*versions.model, versions[version]), IsOk());
+      ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[version]), IsOk());
     }
     files.FileBytes(CheckpointsPath("m") + "/step-000000000010-version-7-1/manifest.json")[99] ^= 1;
-    ASSERT_THAT(store->Of("m").Save(*versions.model, versions[1]), IsOk());
+    ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
   }
   Restarted server(files);
   EXPECT_EQ(server.report.loaded.at(0).record.number, 2);
@@ -507,7 +512,7 @@ TEST(CheckpointStoreTest, ASaveThatFailedBehindItsRenameIsKnownWhenItIsTriedAgai
   FakeFileSystem files;
   TestVersions versions(2);
   auto store = OpenStore(files);
-  ASSERT_THAT(store->Of("m").Save(*versions.model, versions[1]), IsOk());
+  ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
   bool is_renamed = false;
   files.set_hook([&](const std::string& operation, const std::string& path) {
     is_renamed |= operation == "rename" && absl::StrContains(path, ".tmp-step-");
@@ -515,34 +520,35 @@ TEST(CheckpointStoreTest, ASaveThatFailedBehindItsRenameIsKnownWhenItIsTriedAgai
                ? absl::ResourceExhaustedError("too many open files")
                : absl::OkStatus();
   });
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions[2]),
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions[2]),
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
   files.set_hook(nullptr);
-  EXPECT_THAT(
-      store->Of("m").Save(*versions.model, versions[2], {.label = CheckpointLabel{.name = "best"}}),
-      IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, store->Of("m").List());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions[2],
+                                        {.label = CheckpointLabel{.name = "best"}}),
+              IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, store->FolderOf("m").List());
   ASSERT_EQ(stored.size(), 2u);
   EXPECT_EQ(stored[0].id.version, 2);
   EXPECT_GT(stored[0].details->total_bytes, 0);
-  EXPECT_NE(*store->Of("m").Hold(stored[0].name), nullptr);
+  EXPECT_NE(*store->FolderOf("m").Hold(stored[0].name), nullptr);
 }
 
 TEST(CheckpointStoreTest, AVersionThatWasHalfSetAsideIsSavedAnew) {
   FakeFileSystem files;
   TestVersions versions(1);
   auto store = OpenStore(files);
-  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Of("m").Save(*versions.model, versions[1]));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           store->FolderOf("m").Save(*versions.model, versions[1]));
   files.set_hook([](const std::string& operation, const std::string&) {
     return operation == "syncdir" ? absl::ResourceExhaustedError("too many open files")
                                   : absl::OkStatus();
   });
-  EXPECT_THAT(store->Of("m").Quarantine(saved.name, DataLoss(), /*waits=*/true),
+  EXPECT_THAT(store->FolderOf("m").Quarantine(saved.name, DataLoss(), /*waits=*/true),
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
   files.set_hook(nullptr);
-  EXPECT_THAT(store->Of("m").Save(*versions.model, versions[1]), IsOk());
+  EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
   EXPECT_THAT(Saved(files), testing::ElementsAre(saved.name));
-  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, store->Of("m").List());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, store->FolderOf("m").List());
   ASSERT_EQ(stored.size(), 2u);
 }
 
@@ -554,7 +560,7 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheNextSaveIsLoaded) {
     Restarted server(files_);
     EXPECT_EQ(server.report.quarantined.size(), 2u);
     EXPECT_THAT(server.report.loaded, IsEmpty());
-    EXPECT_THAT(server.store->Of("m").Save(*versions_.model, versions_[1]), IsOk());
+    EXPECT_THAT(server.store->FolderOf("m").Save(*versions_.model, versions_[1]), IsOk());
   }
   ExpectLoads(1);
 }
@@ -586,16 +592,16 @@ TEST(CheckpointStoreTest, ADeletedModelIsNotLoadedAndNotSavedAgain) {
   {
     auto store = OpenStore(files);
     for (const int64_t version : {1, 2}) {
-      ASSERT_THAT(store->Of("m").Save(*versions.model, versions[version]), IsOk());
+      ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[version]), IsOk());
     }
     ASSERT_TRUE(versions.models.Delete("m"));
     ASSERT_THAT(store->DeleteModel("m"), IsOk());
-    EXPECT_THAT(store->Of("m").Save(*versions.model, versions[3]),
+    EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions[3]),
                 AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("m")),
                       ReasonIs(ErrorReason::kModelNotFound)));
     // Another model of that name starts from nothing, and can be deleted, too.
     TestVersions others(1);
-    ASSERT_THAT(store->Of("m").Save(*others.model, others[1]), IsOk());
+    ASSERT_THAT(store->FolderOf("m").Save(*others.model, others[1]), IsOk());
     EXPECT_THAT(Saved(files), testing::ElementsAre("step-000000000010-version-7-1"));
     ASSERT_TRUE(others.models.Delete("m"));
     ASSERT_THAT(store->DeleteModel("m"), IsOk());
@@ -615,7 +621,7 @@ TEST(CheckpointStoreTest, ADeletionThatFailedComesBeforeTheNextSave) {
   FakeFileSystem files;
   TestVersions versions(2);
   auto store = OpenStore(files);
-  ASSERT_THAT(store->Of("m").Save(*versions.model, versions[2]), IsOk());
+  ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[2]), IsOk());
   ASSERT_TRUE(versions.models.Delete("m"));
   files.set_hook([](const std::string& operation, const std::string&) {
     return operation == "rename" ? absl::UnavailableError("I/O error") : absl::OkStatus();
@@ -623,7 +629,7 @@ TEST(CheckpointStoreTest, ADeletionThatFailedComesBeforeTheNextSave) {
   EXPECT_THAT(store->DeleteModel("m"), StatusIs(absl::StatusCode::kUnavailable, "I/O error"));
   files.set_hook(nullptr);
   TestVersions others(1);
-  ASSERT_THAT(store->Of("m").Save(*others.model, others[1]), IsOk());
+  ASSERT_THAT(store->FolderOf("m").Save(*others.model, others[1]), IsOk());
   EXPECT_THAT(Saved(files), testing::ElementsAre("step-000000000010-version-7-1"));
 }
 
@@ -708,7 +714,7 @@ TEST(SyncLatchTest, LatchesOnAFailedFsyncAndOnNothingElse) {
 TEST(IncarnationTest, GrowsWhenItsFileIsLost) {
   FakeFileSystem files;
   TestVersions versions(1);
-  EXPECT_THAT(OpenStore(files)->Of("m").Save(*versions.model, versions[1]), IsOk());
+  EXPECT_THAT(OpenStore(files)->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
   for (const char* bad : {"", "x", "-5\n", "99999999999999999999\n", "9223372036854775807\n"}) {
     files.FileBytes("/data/INCARNATION") = bad;
     EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(3))->data().incarnation(),
@@ -745,8 +751,9 @@ TEST(CheckpointStoreTest, PatternsThatOneRequestMayNotHaveAreSavedAndLoaded) {
 
   FakeFileSystem files;
   // Reads it back, too.
-  EXPECT_THAT(OpenStore(files)->Of("m").Save(*created.model, *created.model->history().Pin(0)),
-              IsOk());
+  EXPECT_THAT(
+      OpenStore(files)->FolderOf("m").Save(*created.model, *created.model->history().Pin(0)),
+      IsOk());
   Restarted next(files);
   EXPECT_THAT(next.report.quarantined, IsEmpty());
   EMA_ASSERT_OK_AND_ASSIGN(const auto loaded, next.models.Get("m"));

@@ -117,7 +117,7 @@ struct Allowed {
 
 // The version that has the label; 0: none.
 absl::StatusOr<int64_t> LabelledVersion(CheckpointStore& store) {
-  const auto found = store.Of("m").FindLabel(kLabel);
+  const auto found = store.FolderOf("m").FindLabel(kLabel);
   if (absl::IsNotFound(found.status())) return 0;
   EMA_RETURN_IF_ERROR(found.status());
   EMA_RETURN_IF_ERROR(found->checkpoint);
@@ -160,7 +160,7 @@ struct Server {
   }
   bool Save(int64_t version, bool keep = false) {
     allowed.versions.insert(version);
-    if (!store->Of("m").Save(versions.model(), versions[version], {.keep = keep}).ok())
+    if (!store->FolderOf("m").Save(versions.model(), versions[version], {.keep = keep}).ok())
       return false;
     allowed.versions = {version};
     if (keep) allowed.kept_version = version;
@@ -252,10 +252,11 @@ std::string FindLabelProblem(FakeFileSystem& files, CheckpointStore& store,
   if (!labelled.ok()) return absl::StrCat("its label: ", labelled.status().ToString());
   if (!allowed.contains(*labelled)) return absl::StrCat("version ", *labelled, " has the label");
   if (*labelled == 0) return "";
-  const auto names = store.Of("m").ListNames();
+  const auto names = store.FolderOf("m").ListNames();
   for (const CheckpointEntry& stored : *names) {
     if (stored.id.version != *labelled) continue;
-    const absl::Status whole = VerifyCheckpoint(files, store.Of("m").Path(stored.name)).status();
+    const absl::Status whole =
+        VerifyCheckpoint(files, store.FolderOf("m").Path(stored.name)).status();
     if (!whole.ok()) return absl::StrCat("what has the label: ", whole.ToString());
   }
   return "";

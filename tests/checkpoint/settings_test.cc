@@ -240,18 +240,19 @@ TEST_F(SettingsTest, AreNotPutInThePlaceOfACheckpointThatIsBeingRead) {
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(10, BytesOf({1, 1, 1})), IsOk());
   const SnapshotRef snapshot = *model->history().Pin(0);
-  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, store->Of("m").Save(*model, snapshot, {.keep = true}));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           store->FolderOf("m").Save(*model, snapshot, {.keep = true}));
   Change(*model);
   {
-    const auto held = store->Of("m").Hold(saved.name);
+    const auto held = store->FolderOf("m").Hold(saved.name);
     ASSERT_THAT(held, IsOk());
-    EXPECT_THAT(store->Of("m").Save(*model, snapshot, {.with_new_settings = true}),
+    EXPECT_THAT(store->FolderOf("m").Save(*model, snapshot, {.with_new_settings = true}),
                 AllOf(ReasonIs(ErrorReason::kCheckpointInUse),
                       StatusIs(absl::StatusCode::kUnavailable, HasSubstr("it is being read"))));
     EXPECT_THAT(VerifyCheckpoint(files_, (*held)->Path((*held)->ids()[0])), IsOk());
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const auto again,
-                           store->Of("m").Save(*model, snapshot, {.with_new_settings = true}));
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto again, store->FolderOf("m").Save(*model, snapshot, {.with_new_settings = true}));
   EXPECT_TRUE(again.was_written);
   EXPECT_THAT(files_.Exists(JoinPath(JoinPath(kTestFolder, saved.name), "KEEP")),
               IsOkAndHolds(true));

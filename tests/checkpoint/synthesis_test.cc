@@ -84,7 +84,7 @@ class SynthesisTest : public testing::Test {
       EXPECT_THAT(rank_->Push(step, Weights()), IsOk());
       if (std::find(saved.begin(), saved.end(), step) == saved.end()) continue;
       const SnapshotRef snapshot = *model_->history().Pin(0);
-      EXPECT_THAT(store_->Of("m").Save(*model_, snapshot), IsOk());
+      EXPECT_THAT(store_->FolderOf("m").Save(*model_, snapshot), IsOk());
       for (const TrackSnapshot& track : snapshot->tracks) {
         values_[{track.track->name(), step}] = *ReadAll(*model_, track.track->name());
       }
@@ -93,7 +93,7 @@ class SynthesisTest : public testing::Test {
   }
 
   absl::StatusOr<Synthesis> Build(const SynthesisRequest& request) {
-    return Synthesize(store_->Of("m"), *model_, request,
+    return Synthesize(store_->FolderOf("m"), *model_, request,
                       [](const std::string& checkpoint, const absl::Status& status) {
                         return LocateError(status, "m", checkpoint);
                       });

@@ -33,7 +33,7 @@ class DataDirTest : public testing::Test {
         const auto store,
         CheckpointStore::Open(PosixFileSystem(),
                               {.data_dir = directory_, .max_file_bytes = max_file_bytes}));
-    return store->Of("m").Save(model, snapshot).status();
+    return store->FolderOf("m").Save(model, snapshot).status();
   }
   // The next life: what it has of the model "m" when it serves.
   absl::StatusOr<std::shared_ptr<Model>> Start(ModelStore& models) const {

@@ -149,14 +149,14 @@ void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
 void PrintDisk(CheckpointStore& store, const LoadReport& report) {
   for (const auto& [model, problem] : report.lost_labels) CheckOk(problem);
   std::vector<int64_t> versions;
-  for (const CheckpointEntry& stored : ValueOf(store.Of(kModel).ListNames())) {
+  for (const CheckpointEntry& stored : ValueOf(store.FolderOf(kModel).ListNames())) {
     if (!stored.problem.ok()) continue;
-    CheckOk(VerifyCheckpoint(PosixFileSystem(), store.Of(kModel).Path(stored.name)).status());
+    CheckOk(VerifyCheckpoint(PosixFileSystem(), store.FolderOf(kModel).Path(stored.name)).status());
     versions.push_back(stored.id.version);
   }
   std::vector<std::string> labels;
-  for (const CheckpointLabel& label : ValueOf(store.Of(kModel).Labels())) {
-    CheckOk(ValueOf(store.Of(kModel).FindLabel(label.name)).checkpoint);
+  for (const CheckpointLabel& label : ValueOf(store.FolderOf(kModel).Labels())) {
+    CheckOk(ValueOf(store.FolderOf(kModel).FindLabel(label.name)).checkpoint);
     labels.push_back(absl::StrCat(label.name, ":", label.id.version));
   }
   Print(absl::StrCat("checkpoints=", absl::StrJoin(versions, ","),
@@ -198,7 +198,7 @@ void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stop
     const SnapshotRef snapshot = ValueOf(model->history().Pin(0));
     Mark(stops);
     const auto save = [&] {
-      return store->Of(kModel).Save(*model, snapshot, {.keep = mode == "keep"}).status();
+      return store->FolderOf(kModel).Save(*model, snapshot, {.keep = mode == "keep"}).status();
     };
     Act(save, save);
   } else if (mode == "delete") {

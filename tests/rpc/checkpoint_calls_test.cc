@@ -166,9 +166,7 @@ TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
 struct ThrowingCheckpoints : NoCheckpoints {
   absl::StatusOr<Listing> List(Model&) override { throw std::bad_alloc(); }
   absl::Status Delete(Model&, std::string_view) override { throw std::length_error("too long"); }
-  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view) override {
-    throw std::bad_alloc();
-  }
+  absl::StatusOr<VersionId> FindLabel(Model&, std::string_view) override { throw std::bad_alloc(); }
 };
 
 class ThrowingCallTest : public RpcFixture {

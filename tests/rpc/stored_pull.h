@@ -51,13 +51,13 @@ class FakeCheckpoints final : public NoCheckpoints {
   std::map<std::string, VersionId, std::less<>> labels;
   std::atomic<int64_t> open_count = 0;
 
-  absl::StatusOr<VersionId> FindLabel(const Model&, std::string_view label) override {
+  absl::StatusOr<VersionId> FindLabel(Model&, std::string_view label) override {
     const auto it = labels.find(label);
     if (it != labels.end()) return it->second;
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
                      absl::StrCat("no label \"", std::string(label), "\"; there is best"));
   }
-  absl::StatusOr<std::vector<KnownVersion>> OnDisk(const Model&, bool with_partial) override {
+  absl::StatusOr<std::vector<KnownVersion>> OnDisk(Model&, bool with_partial) override {
     std::vector<KnownVersion> on_disk;
     for (const auto& [id, kept] : kept_) {
       if (kept.is_partial && !with_partial) continue;
