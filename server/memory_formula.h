@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How much memory a server may take, from its limits.
+// The upper bound of a server's memory, computed from its limits.
 #ifndef EMA_SERVER_MEMORY_FORMULA_H_
 #define EMA_SERVER_MEMORY_FORMULA_H_
 
@@ -14,10 +14,11 @@ namespace ema {
 
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device);
 
-// What `--memory-bytes` is if nobody says it.
+// The default of --memory-bytes.
 int64_t DefaultMemoryBytes(const ServerOptions& options, const Device& device);
 
-// With a warning if the limits allow more than there is. `model_bytes`: of all models together.
+// Logs the formula, with a warning if the limits allow more memory than exists. `model_bytes`: the
+// budget of all models together.
 void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula,
                       const Device& device, int64_t model_bytes);
 

@@ -30,37 +30,40 @@
 
 namespace ema {
 
-// One EMA server: Start, serve, Drain. Files: server.cc, and server_status.cc for what HTTP shows.
+// One EMA server: Start(), serve, Drain(). Files: server.cc, and server_status.cc for the HTTP
+// pages.
 class Server {
  public:
-  // What the process has to do. Both may be empty, and may be called from any thread.
+  // Callbacks to the process, from any thread. Both may be empty.
   struct Hooks {
-    // Before the first client can get in: until then there is nothing that only this process has.
+    // The checkpoints are loaded, and no RPC is served yet: from now on the process may hold state
+    // that is not on the disk.
     std::function<void()> on_recovered;
-    // A client has asked for Drain(), which is not to be called here, but soon. False: somebody has
-    // asked before.
+    // A client has requested a drain: the process is to call Drain() soon, but not inside this
+    // callback. Returns false if a drain was requested before.
     std::function<bool()> on_drain_asked;
   };
 
-  // Loads the newest checkpoints and serves; HTTP comes first, and says that it is not ready. The
-  // message of an error says what to do. `device`: whatever `options` say; null: what they say.
+  // Loads the newest checkpoints, then serves. HTTP starts first, and reports "recovering" until
+  // RPCs are served. An error's message says what to do. `device`: overrides that of `options`;
+  // null: the one that `options` name.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
                                                        const Hooks& hooks = {},
                                                        std::shared_ptr<Device> device = nullptr);
 
   int port() const { return rpc_->port(); }
 
-  // Health turns NOT_SERVING at once; for the drain delay everything goes on; then what is new is
-  // refused, and sessions that are open may commit, for at most the drain grace; then every model's
-  // newest version is saved (if there is a data directory) and running pulls get what is left of
-  // the grace. Blocks. What has broken the device, or else the first error of a save, which the
-  // process should exit with; all else is done all the same.
+  // Health turns NOT_SERVING at once, but all calls are served for the drain delay. Then new work
+  // is rejected, and open sessions may commit, within the drain grace. Then every model's newest
+  // version is saved (if there is a data directory), and running pulls get the rest of the grace.
+  // Blocks. Returns the error that broke the device, else the first error of a save, for the
+  // process to exit with; no error stops the drain.
   absl::Status Drain();
 
  private:
   explicit Server(const ServerOptions& options) : options_(options) {}
 
-  // The log, whose errors the status page shows, too.
+  // Writes to the log, and shows errors on the status page.
   LogSink Sink();
   CheckpointManager::Options CheckpointOptions();
   RpcServer::Options RpcOptions(const Hooks& hooks);
@@ -70,7 +73,7 @@ class Server {
   void MakeStore(std::shared_ptr<Device> device);
   absl::Status StartHttp();
   absl::Status StartRpc(const Hooks& hooks);
-  // OK: it serves. UNAVAILABLE: it recovers, or as RpcServer::health().
+  // UNAVAILABLE while checkpoints are loaded, else RpcServer::health().
   absl::Status Health() const ABSL_LOCKS_EXCLUDED(mu_);
   ServerState State(bool with_history) const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -78,18 +81,18 @@ class Server {
   const absl::Time start_time_ = absl::Now();
   Metrics metrics_;
   const std::shared_ptr<Heartbeats> heartbeats_ = std::make_shared<Heartbeats>();
-  MemoryFormula formula_;  // Constant once HTTP has started, as store_ and checkpoints_.
+  MemoryFormula formula_;  // Constant once HTTP has started, like store_ and checkpoints_.
   int64_t incarnation_ = 0;
   NoCheckpoints no_checkpoints_;
-  std::unique_ptr<TokenFile> tokens_;  // Null: callers need none.
+  std::unique_ptr<TokenFile> tokens_;  // Null: calls need no token.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
-  std::unique_ptr<CommitStatistics> statistics_;    // Null if they are only asked for.
-  std::unique_ptr<RpcServer> rpc_;  // Behind the others, so that it goes first: its calls use them.
+  std::unique_ptr<CommitStatistics> statistics_;    // Null: computed only on request.
+  std::unique_ptr<RpcServer> rpc_;  // Destroyed before the above, which its calls use.
   mutable absl::Mutex mu_;
-  // rpc_, from the moment when it serves.
+  // Equals rpc_ once it serves; null before.
   RpcServer* serving_ ABSL_GUARDED_BY(mu_) = nullptr;
-  std::unique_ptr<HttpServer> http_;  // Uses all of the above. Null: there is none.
+  std::unique_ptr<HttpServer> http_;  // Uses all of the above. Null: no HTTP.
 };
 
 }  // namespace ema

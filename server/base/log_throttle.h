@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Limits how often unauthenticated peers can cause log lines.
+// Limits how often an event is logged that peers can cause at will.
 #ifndef EMA_SERVER_BASE_LOG_THROTTLE_H_
 #define EMA_SERVER_BASE_LOG_THROTTLE_H_
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Text from clients in our messages.
+// Quotes text from clients for messages.
 #ifndef EMA_SERVER_BASE_QUOTED_H_
 #define EMA_SERVER_BASE_QUOTED_H_
 

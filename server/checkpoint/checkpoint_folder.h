@@ -72,8 +72,8 @@ class CheckpointFolder {
     // Only these tracks; empty: all. A partial checkpoint is not a durable version of the model.
     std::vector<std::string> tracks;
     // If this is the newest version on the disk, and the model's settings have changed since, it is
-    // written again with the new settings; not if it has a track that the model has no more, which
-    // would be lost. Then the settings reach the disk with the next version.
+    // written again with the new settings, unless it has a track that the model no longer has,
+    // which would be lost: then the settings reach the disk with the next version.
     bool with_new_settings = false;
     // Put on it before anything is removed; its version and step become the snapshot's. REQUIRES:
     // no `tracks`.
@@ -223,7 +223,7 @@ class CheckpointFolder {
 
   // --- The index ---
 
-  // What is known of the folder may be wrong: it is read again before the next use.
+  // The index may be wrong: the folder is read again before the next use.
   void ForgetLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Lists the folder and reads the labels, unless the index is current.
   absl::Status IndexLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

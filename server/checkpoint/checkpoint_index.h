@@ -66,7 +66,8 @@ class CheckpointIndex {
   // False: the folder must be listed, and Replace() called, before the entries are used.
   bool is_current() const;
   void Invalidate();
-  // Takes over a listing of the folder. `lost_labels`: not OK if a labels' file has been set aside.
+  // Replaces all entries by a listing of the folder. `lost_labels`: not OK if a label file has been
+  // set aside.
   void Replace(const std::vector<DirectoryEntry>& listing, LabelMap labels,
                const absl::Status& lost_labels);
   // The model has been deleted: nothing is left, which is current.
@@ -85,7 +86,7 @@ class CheckpointIndex {
   bool SetUnread(std::string_view name, const absl::Status& status);
 
   // The checkpoint that LATEST named at the start and that was not there. It has an entry, as a bad
-  // one, until it is deleted or comes back.
+  // one, until it is deleted or reappears.
   std::optional<CheckpointId> missing() const;
   void SetMissing(const CheckpointId& id);
   void ForgetMissing(const CheckpointId& id);

@@ -33,7 +33,7 @@ struct LoadReport {
     absl::Status problem;
   };
   std::vector<Quarantined> quarantined;
-  // Models, and the new names of checkpoints that a crash had left newer than LATEST.
+  // Models, and the new names of checkpoints that a crash has left newer than LATEST.
   std::vector<std::pair<std::string, std::string>> abandoned;
   // Checkpoints that LATEST names and that are neither there nor set aside, so somebody has removed
   // them. They are listed, as bad ones, until they are deleted.

@@ -64,12 +64,12 @@ class CheckpointManager final : public Checkpoints {
   struct Options {
     CheckpointStore::Options store;
     SavePolicy policy;
-    // When a failed automatic save is tried again.
+    // Delay before a failed automatic save is retried.
     absl::Duration retry_delay = absl::Seconds(10);
-    // How often every checkpoint is read again, to find bytes that have gone bad. Zero: never.
+    // Interval at which every checkpoint is re-read, to find bytes that have gone bad. Zero: never.
     absl::Duration scrub_interval = absl::ZeroDuration();
-    // How often the disk is asked how much is free and, if it could not be written, tried again.
-    // Infinite: never.
+    // Interval at which the disk's free space is read and, after a failed write, whether it is
+    // writable again. Infinite: never.
     absl::Duration free_space_interval = absl::InfiniteDuration();
     LogSink log;
     // Called when saves have ended. Outlives the manager.

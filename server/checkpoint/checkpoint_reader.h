@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reads a checkpoint, into a model or where it is on the disk.
+// Reads a checkpoint into a model, or opens it for reading from the disk.
 #ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_READER_H_
 #define EMA_SERVER_CHECKPOINT_CHECKPOINT_READER_H_
 
@@ -24,35 +24,34 @@ namespace ema {
 absl::Status LocateError(const absl::Status& status, std::string_view model,
                          std::string_view checkpoint);
 
-// The checkpoint's version in new blocks of `model`, a model of the same tensors: one that was made
-// with ConfigOf(checkpoint), or one that is to go back to it. Only those of the model's present
-// tracks are in the result that are of the same name, do the same with each tensor, are compensated
-// or not alike, and have as many schedules. Every byte that is read is verified, but for the files
-// of tracks that are left out. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing; the
-// message names track and tensor. FAILED_PRECONDITION, MODEL_DIFFERS: other tensors.
-// RESOURCE_EXHAUSTED: no memory. UNAVAILABLE: the disk failed. INTERNAL, DEVICE. Calls `rest`, if
-// it is given, as VerifyCheckpoint() does, but from several threads. Nothing stays allocated after
-// an error. Blocks on the disk.
+// Reads the checkpoint's version into new blocks of `model`, a model of the same tensors: one that
+// was made with ConfigOf(checkpoint), or one that is to be rolled back to it. The result has only
+// those of the model's current tracks that are in the checkpoint with a value and in the same form
+// (Track::HasFormOf()). Every byte of their files is verified. DATA_LOSS, CHECKPOINT_CORRUPT: a
+// byte is wrong or missing; the message names track and tensor. FAILED_PRECONDITION, MODEL_DIFFERS:
+// other tensors. RESOURCE_EXHAUSTED: no memory. UNAVAILABLE: the disk failed. INTERNAL, DEVICE.
+// Calls `rest`, if given, like VerifyCheckpoint(), but from several threads. Nothing stays
+// allocated after an error. Blocks on the disk.
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
                                                          Model& model,
                                                          const RestBetweenReads& rest = nullptr);
 
-// One track's weights. Every byte that Read() gives is verified: of a long tensor the pieces that
-// the range touches, of a short one all. Holds the files open, so that removing the checkpoint does
-// not hinder it, and up to 8 pieces in memory.
-// `layout`: of the track in that checkpoint. NOT_FOUND, TRACK_NOT_FOUND: the checkpoint does not
-// have it. DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed. Blocks on the disk.
+// Opens one track's weights. Every byte that Read() returns is verified: of a long tensor the
+// pieces that the range touches, of a short one all. Holds the files open, so removing the
+// checkpoint does not affect it, and up to 8 pieces in memory. `layout`: of the track in that
+// checkpoint. NOT_FOUND, TRACK_NOT_FOUND: the checkpoint does not have it. DATA_LOSS,
+// CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed. Blocks on the disk.
 absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(
     FileSystem& file_system, const std::string& path, const CheckpointManifest& checkpoint,
     std::string_view track_name, const StorageLayout& layout,
     std::function<void(const absl::Status& problem)> on_corrupt = nullptr);
 
-// The checkpoint's version, with only that track, as the track was then. It is no track of a model:
-// its id is of none, it has no memory reserved, and every block of it counts as changed since any
-// version. `on_corrupt`, which may be empty, is told of each DATA_LOSS that reading it gives later,
-// by the thread that reads. Errors as OpenStoredTrack().
+// The checkpoint's version with only that track, as the track was then. The track belongs to no
+// model: it has no id and no reserved memory, and every block of it counts as changed since any
+// version. `on_corrupt`, which may be empty, is called with each later DATA_LOSS of a read, on the
+// reading thread. Errors as OpenStoredTrack().
 absl::StatusOr<SnapshotRef> OpenStoredVersion(
     FileSystem& file_system, const std::string& path, const CheckpointManifest& checkpoint,
     std::string_view track_name,

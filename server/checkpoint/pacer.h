@@ -8,11 +8,10 @@
 
 namespace ema {
 
-// Keeps work on the disk to a third of the time while its model is being pushed. Measured on two
-// cores: without, saving one version after another leaves pushes 0.65 of their speed, with this
-// 0.78 to 0.81. Most of the rest is the disk's own traffic (a loop of `dd` leaves them 0.78), so
-// that the lowest priority of the thread, which is never sure to come to its turn, leaves no more
-// than 0.72. For one thread.
+// Limits disk work to a third of the time while its model is being pushed. Measured on two cores:
+// without it, saving one version after another reduces pushes to 0.65 of their speed, with it to
+// 0.78 to 0.81. Most of the remaining loss is disk traffic (a loop of `dd` leaves 0.78). The lowest
+// thread priority instead, which may starve the thread, leaves only 0.72. For one thread.
 class Pacer {
  public:
   explicit Pacer(Model& model) : model_(model) {}

@@ -13,8 +13,8 @@
 
 namespace ema {
 
-// What an average at time `end` gives to the weights of the time u, 0 < u <= end: a density, whose
-// integral is 1. Times are in one unit, counted from the start of averaging.
+// The share of an average at time `end` that the weights of time u contribute, 0 < u <= end: a
+// density, whose integral is 1. Times are in one unit, counted from the start of averaging.
 
 // (gamma + 1) u^gamma / end^(gamma + 1). end > 0, gamma >= 0.
 struct PowerProfile {
@@ -35,16 +35,16 @@ long double InnerProduct(const PowerProfile& a, const PowerProfile& b);
 long double InnerProduct(const PowerProfile& a, const HalfLifeProfile& b);
 
 struct PostHocSolution {
-  // As the sources. Their sum is 1.
+  // Parallel to the sources. Their sum is 1.
   std::vector<double> weights;
   // |sum of weight * source - target| / |target|, where |p|^2 is the integral of p^2.
   double residual = 0;
 };
 
-// The weights by which `sources` give `target`: least squares, then divided by their sum, as EDM2
-// does. Sources may be equal or nearly so; weights stay so small that the rounding of float32
-// averages does not show, and those that would not show in a float32 themselves are 0. O(n^3).
-// REQUIRES: at least one source, none ends after the target.
+// The weights by which `sources` approximate `target`: least squares, then divided by their sum, as
+// EDM2 does. Sources may be equal or nearly so; weights stay so small that the rounding of float32
+// averages does not show, and weights too small to change a float32 are 0. O(n^3). REQUIRES: at
+// least one source, none ends after the target.
 PostHocSolution SolvePostHoc(absl::Span<const PowerProfile> sources, const TargetProfile& target);
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The thread that makes the saves whose callers do not wait.
+// The thread for saves whose callers do not wait.
 #ifndef EMA_SERVER_CHECKPOINT_SAVE_QUEUE_H_
 #define EMA_SERVER_CHECKPOINT_SAVE_QUEUE_H_
 
@@ -17,12 +17,12 @@
 
 namespace ema {
 
-// Makes queued saves, one at a time and in order; every save that was accepted is made. Between
-// saves it keeps the state of the data directory's disk up to date. Thread-safe.
+// Runs queued saves, one at a time and in order; every accepted save is run. Between saves it
+// updates the free space and health of the data directory. Thread-safe.
 class SaveQueue {
  public:
-  // `disk_interval`: how often it asks the disk; infinite: never. `data` and `heartbeat` (which may
-  // be null) outlive this.
+  // `disk_interval`: between updates of the disk's state; infinite: never. `data` and `heartbeat`
+  // (which may be null) outlive this.
   SaveQueue(DataDirectory& data, absl::Duration disk_interval, Heartbeat* heartbeat);
   ~SaveQueue() { Stop(); }
 
@@ -32,7 +32,7 @@ class SaveQueue {
   void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
   bool is_stopping() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Push() accepts no more.
+  // From now on Push() accepts no more.
   void RequestStop() ABSL_LOCKS_EXCLUDED(mu_);
   // RequestStop(), and waits for the accepted saves. Not to be called by two threads at once.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);

@@ -21,7 +21,7 @@ namespace ema {
 // Thread-safe; never blocks for long.
 class SyncLatch {
  public:
-  // `on_latch`, which may be empty, is told once, from any thread, what has latched.
+  // `on_latch`, which may be empty, is called once, from any thread, with the message of the error.
   explicit SyncLatch(std::function<void(const std::string&)> on_latch = nullptr)
       : on_latch_(std::move(on_latch)) {}
 
@@ -46,7 +46,7 @@ class SyncLatch {
     return status();
   }
 
-  // OK, or what has latched.
+  // OK, or the error that has latched.
   absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     return latched_;

@@ -15,17 +15,16 @@
 
 namespace ema {
 
-// What a call ends with after reading `checkpoint` has given `status`.
+// Converts `status`, the error of reading `checkpoint`, to the error with which the call fails.
 using ReadErrorHandler =
     absl::FunctionRef<absl::Status(const std::string& checkpoint, const absl::Status& status)>;
 
-// As Synthesize in ema_service.proto: reads and verifies each checkpoint that has a weight, once,
-// and gives the result to model.tracks().AddSynthesized(). Only float32 values are read: of a
-// compensated track the rounded average. Averaged buffers, and what is copied, are the newest
-// source's. Thread-safe. Blocks on the disk for as long as it takes to read them; of the store's
-// locks it holds none meanwhile, so saves and DeleteModel() go on. Ends soon with the model's error
-// when that is closed. What it needs besides the result and as much again is small: a few MiB, and
-// the checkpoints' manifests.
+// Handles Synthesize of ema_service.proto: reads and verifies each checkpoint that has a weight,
+// once, and adds the result by model.tracks().AddSynthesized(). Reads only float32 values: of a
+// compensated track, the rounded average. Averaged buffers and copied tensors come from the newest
+// source. Thread-safe. Blocks on the disk until they are read, but holds no lock of the store
+// meanwhile, so saves and DeleteModel() continue. When the model is closed, fails soon with its
+// error. Takes the memory of two results, plus a few MiB and the checkpoints' manifests.
 absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
                                      const SynthesisRequest& request, ReadErrorHandler on_error);
 

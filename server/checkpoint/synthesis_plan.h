@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which snapshots a synthesized average is built from, and with what weights. Reads manifests only.
+// Chooses the snapshots from which a synthesized average is built, and their weights. Reads
+// manifests only.
 #ifndef EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_
 #define EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_
 
@@ -28,12 +29,12 @@ struct SynthesisPlan {
   struct Source {
     const StoredCheckpoint* checkpoint = nullptr;
     const CheckpointTrack* track = nullptr;
-    double weight = 0;  // Their sum is 1; 0: not to be read for its averages.
+    double weight = 0;  // They sum to 1; 0: its averages are not read.
   };
-  TrackConfig config;  // Of the result; its tensors are as the sources'.
-  // By track's name and step.
+  TrackConfig config;  // Of the result; it has the sources' tensors.
+  // Sorted by the track's name and step.
   std::vector<Source> sources;
-  // What is not averaged comes from here.
+  // The source of everything that is not averaged.
   Source newest;
   Version record;
   double residual = 0;

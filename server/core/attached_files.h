@@ -22,7 +22,7 @@
 
 namespace ema {
 
-// Those that are coming, which nobody sees.
+// Files that a model may receive at the same time. Readers do not see them until they are complete.
 inline constexpr size_t kMaxUnfinishedFiles = 2;
 
 // The files of one model. Thread-safe.
@@ -31,36 +31,37 @@ class AttachedFiles {
   // `budget` outlives this.
   explicit AttachedFiles(MemoryBudget* budget) : budget_(*budget) {}
 
-  // Bytes [offset, offset + data.size()) of a file of `total_bytes`. Parts come in order; offset 0
-  // begins anew, and the last one attaches the file, in the place of one of its name. The last part
-  // again is OK. INVALID_ARGUMENT: BAD_NAME; BAD_REQUEST: a size, or another part than the next.
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: kMaxAttachedFiles, unfinished ones among them, or no memory;
-  // TOO_MANY_CALLS: kMaxUnfinishedFiles others. After an error of offset 0 the file is as it was
-  // attached before; else what has come of it is kept.
+  // Adds bytes [offset, offset + data.size()) of a file of `total_bytes`. Parts must arrive in
+  // order; offset 0 starts over, and the last part attaches the file, replacing one of that name.
+  // Sending a received part again is OK, unless its offset is 0. INVALID_ARGUMENT: BAD_NAME;
+  // BAD_REQUEST: a bad size, or not the next part. RESOURCE_EXHAUSTED, MEMORY_BUDGET:
+  // kMaxAttachedFiles, unfinished ones included, or no memory; TOO_MANY_CALLS: kMaxUnfinishedFiles
+  // others. RESOURCE_EXHAUSTED discards the parts received so far, other errors keep them. No error
+  // changes an attached file.
   absl::Status AddPart(const std::string& name, int64_t total_bytes, int64_t offset,
                        std::string_view data) ABSL_LOCKS_EXCLUDED(mu_);
-  // Forgets unfinished files of which no part has come for `timeout`.
+  // Discards unfinished files that have received no part for `timeout`.
   void ExpireUnfinished(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
-  // One that is not there is OK.
+  // Removes the file of that name, attached or unfinished. OK if there is none.
   void Remove(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Found {
     std::shared_ptr<const AttachedFile> file;
-    uint32_t crc32c = 0;  // Of its bytes.
+    uint32_t crc32c = 0;  // CRC32C of the file's bytes.
   };
-  // NOT_FOUND, FILE_NOT_FOUND: none of that name is attached; lists those that are.
+  // NOT_FOUND, FILE_NOT_FOUND: no such file is attached; the message lists the attached ones.
   absl::StatusOr<Found> Find(const std::string& name) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // By name.
+  // All attached files, sorted by name.
   std::vector<std::shared_ptr<const AttachedFile>> files() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Grows with each change of that.
+  // Grows with each change of files().
   int64_t revision() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // The same file is `attached` and `unfinished`, once each, while a new one comes.
+  // While a file is being replaced, both maps have an entry of its name.
   struct Held {
     std::shared_ptr<AttachedFile> file;
-    uint32_t crc32c = 0;  // Of what has come.
+    uint32_t crc32c = 0;  // CRC32C of the bytes received so far.
     SteadyTime last_part_time;
     std::unique_ptr<MemoryBudget::Reservation> reservation;
   };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How many checkpoints a model has, by how they stand.
+// Numbers of a model's checkpoints, by state.
 #ifndef EMA_SERVER_CORE_CHECKPOINT_COUNTS_H_
 #define EMA_SERVER_CORE_CHECKPOINT_COUNTS_H_
 
@@ -9,13 +9,13 @@
 namespace ema {
 
 struct CheckpointCounts {
-  int64_t complete = 0;    // Those of some tracks, too.
-  int64_t unreadable = 0;  // The same, but when it was last read, the disk failed.
-  int64_t failed = 0;      // Could not be saved, or not with their labels, and have not been since.
-  // Set aside because a byte is wrong or missing, files of labels among them; and the newest, if it
-  // has gone as a whole.
+  int64_t complete = 0;    // Partial ones included.
+  int64_t unreadable = 0;  // Complete, but the disk failed when it was last read.
+  int64_t failed = 0;      // The save or its label failed, and has not succeeded since.
+  // Set aside because bytes are wrong or missing, label files included; also the newest one if its
+  // folder is missing.
   int64_t corrupt = 0;
-  int64_t abandoned = 0;  // Set aside because a crash had left them newer than LATEST.
+  int64_t abandoned = 0;  // Set aside because a crash left them newer than LATEST.
 };
 
 }  // namespace ema

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What calls need of the versions on a disk: between the layers that know RPCs and those that know
-// files.
+// The interface to the versions on the disk, called by the RPC layer and implemented by the
+// checkpoint layer.
 #ifndef EMA_SERVER_CORE_CHECKPOINTS_H_
 #define EMA_SERVER_CORE_CHECKPOINTS_H_
 
@@ -43,16 +43,16 @@ struct Synthesis {
   std::vector<Source> sources;
 };
 
-// The checkpoints of all models of a server. Thread-safe. Calls may block on the disk for as long
-// as a model takes to write or read, but for FindLabel(), CheckMayCreate() and health(): not for a
-// thread that serves RPCs. Their errors are those of the calls in ema_service.proto; without a data
-// directory it is NO_DATA_DIR.
+// The checkpoints of all models of a server. Thread-safe. All calls except FindLabel(),
+// CheckMayCreate() and health() may block on the disk for as long as writing or reading a model
+// takes, so completion-queue threads must not make them. Errors are those of the calls in
+// ema_service.proto; without a data directory, NO_DATA_DIR.
 class Checkpoints {
  public:
   virtual ~Checkpoints() = default;
 
   struct SaveRequest {
-    VersionId id;  // All zero: the newest. Incarnation 0: whichever is kept.
+    VersionId id;  // All zero: the newest version. Incarnation 0: any.
     std::vector<std::string> tracks;
     bool async = false;
     std::string label;
@@ -72,12 +72,14 @@ class Checkpoints {
   virtual absl::StatusOr<Listing> List(Model& model) = 0;
   virtual absl::Status Delete(Model& model, std::string_view name) = 0;
 
-  // Rolls the model back to one of the two; `id` with incarnation 0: the newest of that number.
+  // Rolls the model back to `id` or to the version with `label`, whichever is given. Incarnation 0:
+  // the newest version of that number.
   virtual absl::StatusOr<Version> Restore(Model& model, const VersionId& id,
                                           std::string_view label) = 0;
-  // Before the run of `launch` opens: brings the model to where the trainer stands. Does nothing if
-  // that run is open already, or the model stands there; but a rollback that is only in memory is
-  // saved. Returns the newest version then, for Model::JoinRun(); nullopt: the run is open.
+  // Rolls the model back to the version from which a resuming trainer continues, before the run of
+  // `launch` opens. Does nothing if that run is open. If the model is at that version already, only
+  // saves a rollback that is in memory only. Returns the resulting newest version, for
+  // Model::JoinRun(); nullopt: the run is open.
   virtual absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch& launch,
                                                           const ResumePoint& point) = 0;
 
@@ -92,34 +94,36 @@ class Checkpoints {
   virtual absl::StatusOr<MetricResult> ReportMetric(Model& model, const CheckpointLabel& score) = 0;
 
   virtual absl::StatusOr<Synthesis> Synthesize(Model& model, const SynthesisRequest& request) = 0;
-  // Whether a model of that name may be created now. Never blocks. FAILED_PRECONDITION,
-  // ALL_CHECKPOINTS_CORRUPT: the server found only corrupt checkpoints of it at its start, and
-  // Forget() has not been called since. No such model is in memory.
+  // Whether a model of that name may be created. Never blocks. FAILED_PRECONDITION,
+  // ALL_CHECKPOINTS_CORRUPT: at its start the server found only corrupt checkpoints of the model,
+  // and Forget() has not succeeded since. No such model is in memory.
   virtual absl::Status CheckMayCreate(std::string_view model_name) = 0;
-  // Before a model is deleted. OK: Forget() finds a disk that can be written. UNAVAILABLE,
+  // Call before deleting a model. OK: the disk is writable, which Forget() needs. UNAVAILABLE,
   // STORE_READ_ONLY or DISK_FAILED.
   virtual absl::Status CheckMayForget() = 0;
-  // After a model has been deleted, so that a restart does not bring it back: sets its checkpoints
-  // aside.
+  // Call after deleting a model: sets its checkpoints aside, so that a restart does not load it
+  // again.
   virtual absl::Status Forget(std::string_view model_name) = 0;
-  // Removes what Forget() has set aside, also of models of that name that were deleted before.
-  // After an error some of it is still there.
+  // Removes the checkpoints that Forget() has set aside, of all deleted models of that name. After
+  // an error some may remain.
   virtual absl::Status Purge(std::string_view model_name) = 0;
 
-  // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: not any more, until the server is
-  // started again, or, as the message says, until the disk is writable again. Never blocks.
+  // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: they cannot; the message says
+  // whether a restart or a writable disk ends that. Never blocks.
   virtual absl::Status health() const = 0;
 
-  // Which version has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND, listing the labels.
+  // The version that has the label. Never blocks. NOT_FOUND, LABEL_NOT_FOUND: the message lists the
+  // labels.
   virtual absl::StatusOr<VersionId> FindLabel(Model& model, std::string_view label) = 0;
-  // The versions of a model that are on the disk with all tracks, or, `with_partial`, with some:
-  // newest first. Without a data directory none.
+  // The versions of a model that are on the disk, newest first. `with_partial`: including those
+  // with only some tracks. Empty without a data directory.
   virtual absl::StatusOr<std::vector<KnownVersion>> OnDisk(Model& model, bool with_partial) = 0;
-  // One track of a version on the disk, to be read from there: TrackSnapshot::stored. Nothing of it
-  // is in memory; removing the checkpoint does not hinder whoever holds it, but it is not read
-  // after this has gone. A checkpoint of which a byte turns out to be wrong, now or then, is set
-  // aside. OUT_OF_RANGE, VERSION_NOT_KEPT, also where only other tracks were saved, which the
-  // message lists. NOT_FOUND, TRACK_NOT_FOUND: all tracks were saved, and it is none of them.
+  // Opens one track of a version on the disk for reading (TrackSnapshot::stored); loads no weights.
+  // Removing the checkpoint does not affect a held result, but it must not be read after this
+  // object is destroyed. A checkpoint found to be corrupt, now or during a later read, is set
+  // aside. OUT_OF_RANGE, VERSION_NOT_KEPT: the version is not on the disk, or only with other
+  // tracks, which the message lists. NOT_FOUND, TRACK_NOT_FOUND: it was saved with all tracks, and
+  // has no such track.
   virtual absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                                   std::string_view track) = 0;
 };

@@ -21,24 +21,23 @@
 namespace ema {
 
 // Walks the pieces of one chunk and the stretches of its rank's layout together. Tensors that are
-// neighbours, in the layout and in all tracks, are walked as one and are one run for the device:
-// folding small tensors one by one would cost more than reading their bytes. For one chunk, on one
-// thread.
+// adjacent in the layout and in all tracks are folded as one run: folding small tensors one by one
+// would cost more than reading their bytes. For one chunk, on one thread.
 class ChunkFolder {
  public:
   struct Result {
     uint32_t crc32c = 0;  // CRC32C of the chunk. 0 without `with_checksum`.
-    // Of the frozen tensors' bytes; the XOR over all chunks of a step identifies their values,
-    // however ranks cut them.
+    // From the chunk's frozen tensors. The XOR over all chunks of a step identifies their values,
+    // however the ranks shard them.
     uint32_t frozen_crc32c = 0;
-    std::vector<NonFiniteElement> non_finite;  // By tensor, the first of each.
+    std::vector<NonFiniteElement> non_finite;  // At most one per tensor.
   };
 
   // Both outlive the folder.
   ChunkFolder(const NextSnapshot& next, DeviceStream& device_stream);
 
-  // `pieces`, end to end, are the bytes `range` of a rank with that layout. INTERNAL: the device
-  // failed.
+  // Folds the bytes `range` of a rank with `layout`; `pieces` are these bytes, end to end.
+  // INTERNAL: the device failed.
   absl::StatusOr<Result> Fold(const RankLayout& layout, const Coverage::Range& range,
                               absl::Span<const std::span<const std::byte>> pieces,
                               bool with_checksum);
@@ -54,8 +53,8 @@ class ChunkFolder {
   // fold finds the bytes in the cache.
   void NextPiece();
   absl::Status FoldStretch(const RankLayout& layout, const RankLayout::Stretch& stretch);
-  // Adds up to `count` elements, which may reach beyond the tensor's end, to the run; returns how
-  // many.
+  // Adds up to `count` elements to the run, which may continue beyond the tensor's end. Returns how
+  // many it has added.
   absl::StatusOr<int64_t> FoldElements(const Place& place, Dtype dtype, const std::byte* source,
                                        int64_t count);
   // Adds the `count` elements from `place` on, whose bytes are at `source`, to frozen_crc32c.
@@ -63,28 +62,28 @@ class ChunkFolder {
                          int64_t count);
   // The offset of an element in the bytes of track `t`.
   int64_t StoredOffset(size_t t, const Place& place) const;
-  // Points `target` at an element of track `t`; returns how many elements follow there, of tensors
-  // before `end_tensor`.
+  // Points `target` at an element of track `t`. Returns how many elements are contiguous there, of
+  // tensors before `end_tensor`.
   int64_t SetTarget(size_t t, const Place& place, int64_t end_tensor, Dtype source_dtype,
                     FoldTarget& target) const;
   // Whether `targets_`, for the bytes at `source`, continue where `run_` ends, in memory and in the
   // tracks. `offset`: of the first element in its track.
   bool ContinuesRun(Dtype dtype, const std::byte* source, int64_t offset) const;
-  // Gives the run to the device.
+  // Folds the run on the device, if it has elements.
   absl::Status EndRun();
 
   const NextSnapshot& next_;
   DeviceStream& device_stream_;
   std::vector<size_t> changing_tracks_;
   bool folds_tensors_separately_ = false;
-  // Of the current elements, one per track that they change.
+  // The tracks that the current elements change, and a target in each.
   std::vector<FoldTarget> targets_;
   std::vector<size_t> tracks_;
-  FoldOp run_;              // Not folded yet.
-  int64_t run_offset_ = 0;  // Of its first element, in the bytes of its first track.
+  FoldOp run_;              // Its elements are not folded yet.
+  int64_t run_offset_ = 0;  // Of its first element, in the bytes of the run's first track.
   std::vector<FoldTarget> run_targets_;
   std::vector<size_t> run_tracks_;
-  absl::Span<const std::span<const std::byte>> pieces_;  // Not begun.
+  absl::Span<const std::span<const std::byte>> pieces_;  // After the current one.
   std::span<const std::byte> piece_;                     // The rest of the current one.
   bool with_checksum_ = true;
   Result result_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Computes statistics by itself.
+// Computes statistics of new versions in the background.
 #ifndef EMA_SERVER_CORE_COMMIT_STATISTICS_H_
 #define EMA_SERVER_CORE_COMMIT_STATISTICS_H_
 
@@ -15,24 +15,24 @@
 
 namespace ema {
 
-// Told of every commit; computes the statistics of each model's versions whose number is a multiple
-// of N, in a thread of its own, one at a time, so that commits never wait. A version that comes
-// while one of its model waits or is computed is passed over. Thread-safe.
+// Computes the statistics of each model's versions whose number is a multiple of N, in a thread of
+// its own, one at a time, so that commits never wait. Skips a version if another one of its model
+// is queued or being computed. Thread-safe.
 class CommitStatistics {
  public:
   // REQUIRES: every_commits > 0.
   explicit CommitStatistics(int64_t every_commits);
-  ~CommitStatistics();  // Waits for the one that is computed; those that wait are dropped.
+  ~CommitStatistics();  // Waits for the running computation, drops queued ones.
 
-  // As Model::Options::on_commit.
+  // For Model::Options::on_commit.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Waits until nothing is to be computed of the commits so far. For tests.
+  // Waits until nothing is queued or being computed. For tests.
   void AwaitIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // It is pinned only when its turn comes.
+  // Pinned only when its computation begins.
   struct Work {
     std::weak_ptr<Model> model;
     VersionId id;

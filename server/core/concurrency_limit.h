@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How many of something there may be at once.
+// Limits how many operations run at once.
 #ifndef EMA_SERVER_CORE_CONCURRENCY_LIMIT_H_
 #define EMA_SERVER_CORE_CONCURRENCY_LIMIT_H_
 
@@ -29,7 +29,7 @@ class ConcurrencyLimit : public std::enable_shared_from_this<ConcurrencyLimit> {
             }};
   }
 
-  // May count, for a moment, one that is just being refused.
+  // May briefly include a permit that is being refused.
   int64_t used_count() const { return used_.load(std::memory_order_relaxed); }
   int64_t limit() const { return limit_; }
 

@@ -29,10 +29,10 @@ class Coverage {
   Coverage(int64_t total_bytes, int64_t max_ranges)
       : total_bytes_(total_bytes), max_ranges_(max_ranges) {}
 
-  // Claims a range before it is folded. REQUIRES: inside the total, not empty.
-  // INVALID_ARGUMENT, CHUNK_OVERLAP: some of it is covered by a range with other bounds, or the
-  // same range with another checksum. BAD_CHUNK: it would be one too many. UNAVAILABLE, RANGE_BUSY:
-  // some of it is claimed. Nothing changes then.
+  // Claims a range before it is folded. REQUIRES: inside the total, not empty. INVALID_ARGUMENT,
+  // CHUNK_OVERLAP: some of it is covered by a range with other bounds, or by the same range with
+  // another checksum; BAD_CHUNK: there are `max_ranges` already. UNAVAILABLE, RANGE_BUSY: some of
+  // it is claimed. On an error nothing changes.
   absl::StatusOr<ClaimResult> Claim(Range range, uint32_t crc32c);
 
   // Ends a claim. REQUIRES: `range` is claimed.
@@ -52,14 +52,15 @@ class Coverage {
  private:
   struct Extent {
     int64_t length_bytes = 0;
-    uint32_t crc32c = 0;  // Of covered ones.
+    uint32_t crc32c = 0;  // Set if the range is covered.
   };
   const int64_t total_bytes_;
   const int64_t max_ranges_;
   absl::btree_map<int64_t, Extent> covered_;  // By offset; never overlap.
   absl::btree_map<int64_t, Extent> claimed_;
   int64_t covered_bytes_ = 0;
-  // Of the covered bytes from the first one on, so that a commit has nothing to add up.
+  // The contiguous covered bytes from offset 0 on, and their CRC32C: kept up to date, so that a
+  // commit computes nothing.
   int64_t digested_bytes_ = 0;
   uint32_t digest_ = 0;
 };

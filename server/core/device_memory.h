@@ -20,8 +20,8 @@ struct DeviceMemory {
   std::shared_ptr<Device> device;
   std::shared_ptr<MemoryBudget> budget;
 
-  // As MemoryBudget::Reserve(). The result is to be dropped after the blocks that it was for, and
-  // without a lock: the device's pool releases unused memory before others may have it.
+  // Like MemoryBudget::Reserve(). Drop the result after the blocks that it is for, and without
+  // holding a lock: dropping it trims the device's pool before the bytes can be reserved again.
   absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Reserve(std::string_view what,
                                                                            int64_t bytes) const {
     EMA_ASSIGN_OR_RETURN(std::unique_ptr<MemoryBudget::Reservation> reserved,
@@ -29,7 +29,8 @@ struct DeviceMemory {
     return std::shared_ptr<const MemoryBudget::Reservation>(
         reserved.release(),
         [device = device, budget = budget](const MemoryBudget::Reservation* reservation) {
-          // What the others may use stays, and is not mapped again at their next step.
+          // Memory that other reservations may use is kept, so that the next step need not map it
+          // again.
           device->Trim(budget->reserved_bytes() - reservation->bytes());
           delete reservation;
         });

@@ -28,8 +28,8 @@ class DurableState {
   Saved saved() const ABSL_LOCKS_EXCLUDED(mu_);
   VersionId version() const { return saved().version; }
   int64_t step() const { return saved().step; }
-  // Notes that version `id` is on the disk with the settings of that revision; nullopt: with those
-  // that were noted for it, or older ones. Ignores a version before version().
+  // Notes that version `id` is on the disk with the settings of that revision; nullopt: with the
+  // settings noted for it before, or older ones. Ignores a version before version().
   void SetVersion(const VersionId& id, int64_t step, std::optional<int64_t> settings_revision)
       ABSL_LOCKS_EXCLUDED(mu_);
   // True: `id` is version(), but on the disk it has other settings than those of that revision.
@@ -41,8 +41,8 @@ class DurableState {
   std::optional<TrainingTime> kept_time() const ABSL_LOCKS_EXCLUDED(mu_);
   void SetKeptTime(const TrainingTime& time) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A rollback has made the version of that record. What is on the disk after its step, or kept
-  // after its time, belongs to an abandoned branch.
+  // A rollback has made the version of `record`: steps on the disk after its step, and kept times
+  // after its time, belong to an abandoned branch.
   void RollBackTo(const Version& record) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -50,7 +50,7 @@ class DurableState {
   Saved saved_ ABSL_GUARDED_BY(mu_);
   int64_t settings_revision_ ABSL_GUARDED_BY(mu_) = 0;  // -1: older than any that is known.
   std::optional<TrainingTime> kept_time_ ABSL_GUARDED_BY(mu_);
-  // Of the last rollback.
+  // The version and step of the last rollback.
   VersionId rollback_version_ ABSL_GUARDED_BY(mu_);
   int64_t rollback_step_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whether the layouts of all ranks together hold each element of a manifest once.
+// Checks that the layouts of all ranks together hold each element of a manifest once.
 #ifndef EMA_SERVER_CORE_LAYOUT_COVERAGE_H_
 #define EMA_SERVER_CORE_LAYOUT_COVERAGE_H_
 
@@ -20,9 +20,10 @@ class LayoutCoverage {
  public:
   explicit LayoutCoverage(const Manifest* manifest);
 
-  // Adds rank `rank`'s shards. INVALID_ARGUMENT: LAYOUT_OVERLAP, an element is held already;
-  // BAD_LAYOUT, a tensor is frozen here and not on another rank, or its shards are cut too
-  // irregularly to be compared. The message names the tensor and both ranks, and nothing was added.
+  // Adds the shards of `rank`. INVALID_ARGUMENT: LAYOUT_OVERLAP, an element is held already;
+  // BAD_LAYOUT, a tensor is frozen here but not on another rank, or its shards are cut too
+  // irregularly to be compared. The message names the tensor, and both ranks if two conflict. On an
+  // error nothing is added.
   absl::Status Add(int64_t rank, std::shared_ptr<const RankLayout> layout);
 
   // By tensor: frozen on all ranks that hold some of it.
@@ -35,9 +36,9 @@ class LayoutCoverage {
  private:
   struct Tensor {
     int64_t covered_elements = 0;
-    bool is_frozen = false;  // If it has boxes.
-    // Each has less than half as many boxes as the one before: a box is put into a tree anew only
-    // as often as their number doubles.
+    bool is_frozen = false;  // Meaningful if it has boxes.
+    // Each has less than half as many boxes as the one before, so a box is put into a new tree only
+    // when the number of boxes doubles.
     std::vector<std::shared_ptr<const BoxTree>> trees;
   };
 
@@ -46,7 +47,7 @@ class LayoutCoverage {
 
   const Manifest* manifest_;
   std::vector<Tensor> tensors_;
-  std::vector<std::shared_ptr<const RankLayout>> layouts_;  // In which the boxes lie.
+  std::vector<std::shared_ptr<const RankLayout>> layouts_;  // Own the boxes.
 };
 
 }  // namespace ema

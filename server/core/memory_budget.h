@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory that is promised before it is used, so that the server refuses instead of dying later.
+// Memory that is reserved before it is used, so that the server rejects work instead of running out
+// of memory later.
 #ifndef EMA_SERVER_CORE_MEMORY_BUDGET_H_
 #define EMA_SERVER_CORE_MEMORY_BUDGET_H_
 
@@ -17,7 +18,7 @@ namespace ema {
 // Thread-safe. Outlives its reservations.
 class MemoryBudget {
  public:
-  // Gives its bytes back when destroyed.
+  // Returns its bytes to the budget when destroyed.
   class Reservation {
    public:
     ~Reservation();
@@ -30,12 +31,12 @@ class MemoryBudget {
     const int64_t bytes_;
   };
 
-  // `whose`: memory, as messages name it; a literal.
+  // `whose`: the owner of the memory in messages, such as "the host's"; a literal.
   explicit MemoryBudget(int64_t total_bytes, std::string_view whose = "the server's")
       : total_bytes_(total_bytes), whose_(whose) {}
 
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: more than is left. The message says what `what` needs, what
-  // is left, and of how much; nothing is reserved.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: too little is left; nothing is reserved. The message says
+  // how much `what` needs, how much is left, and the total.
   absl::StatusOr<std::unique_ptr<Reservation>> Reserve(std::string_view what, int64_t bytes);
 
   int64_t total_bytes() const { return total_bytes_; }

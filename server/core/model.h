@@ -48,8 +48,8 @@
 
 namespace ema {
 
-// Owns the parts of one model and moves them together: a run that opens, a step that begins, a
-// commit and a rollback each change several parts at one moment, under the model's lock.
+// Owns the parts of one model and changes them together: opening a run, beginning a step, a commit
+// and a rollback each change several parts atomically, under the model's lock.
 //
 // Thread-safe. Always held by shared_ptr. Commits are serialized; readers never wait for one and
 // never see half of one. Files: model.cc, and model_rollback.cc for rollbacks.
@@ -58,23 +58,23 @@ class Model : public std::enable_shared_from_this<Model> {
   struct Options {
     // Size of a block: larger ones cost fewer references, smaller ones are freed sooner.
     int64_t block_bytes = int64_t{32} << 20;
-    // Of this life of the model; in every record, and where the epochs of its runs begin.
+    // The number of this life of the model: in every record, and where its run epochs begin.
     int64_t incarnation = 1;
-    // Logs opened runs, dropped steps and, once for each track, warnings to its owner. Called
+    // Gets opened runs, dropped steps and warnings about schedules, each warning once. Called
     // without a lock that readers take.
     LogSink log;
     // Called after every commit and rollback, when the trainer's ranks have their replies; from any
-    // thread, also from several at once, without a lock of the model. Must not block for long. May
-    // be empty.
+    // thread, even several at once, without a lock of the model. Must not block for long. May be
+    // empty.
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
-    // Counts what happens to steps. Outlives the model.
+    // Gets the steps' events. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
     // Host memory for attached files, for bytes that are read, cast or sliced for readers, and for
     // large manifests and layouts. Null: the budget of the versions, as blocks are host memory.
     std::shared_ptr<MemoryBudget> host_budget;
-    // Limits the steps of all models that are pushed at once. Null: no limit.
+    // Limits how many steps are pushed at once, over all models. Null: no limit.
     std::shared_ptr<ConcurrencyLimit> sessions;
   };
 
@@ -82,13 +82,14 @@ class Model : public std::enable_shared_from_this<Model> {
   // tables of its tracks and the layouts of its run.
   static constexpr int64_t kUncountedBytes = VersionRecords::kMaxBytes + 3 * TrainerRun::kFreeBytes;
 
-  // `tracks`: MakeTracks() of the config's. REQUIRES: config.Validate() is OK. RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET: `budget` is too small for their versions, or the host's for the manifest.
+  // `tracks`: made from config.tracks by MakeTracks(). REQUIRES: config.Validate() is OK.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` is too small for their versions, or the host's for
+  // the manifest.
   static absl::StatusOr<std::shared_ptr<Model>> Create(
       ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
       std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options);
 
-  // As it was created or loaded: UpdateTracks() does not change it.
+  // The config of the creation or load: UpdateTracks() does not change it.
   const ModelConfig& config() const { return config_; }
   const Manifest& manifest() const { return *config_.manifest; }
   Device& device() const { return *memory_.device; }
@@ -96,7 +97,7 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // --- Parts that lock themselves ---
 
-  // Files that every checkpoint has, from the next one on.
+  // Files that every later checkpoint has.
   AttachedFiles& attached_files() const { return attached_files_; }
   VersionHistory& history() const { return history_; }
   TrackTable& tracks() const { return tracks_; }
@@ -104,17 +105,17 @@ class Model : public std::enable_shared_from_this<Model> {
   DurableState& durable() const { return durable_; }
   CommitWatchers& watchers() const { return watchers_; }
 
-  // The state of the parts at one moment.
+  // A consistent view of the parts.
   struct Description {
     std::vector<TrackRef> tracks;
-    std::vector<TrackRef> pending_tracks;  // After the next commit; empty: as now.
+    std::vector<TrackRef> pending_tracks;  // After the next commit; empty: no change.
     int64_t plan_revision = 0;  // Grows with each change of the tracks that pushes go by.
-    // Grows with each change of what a checkpoint has beside a version: the tracks after the next
-    // commit, and attached_files().
+    // Grows with each change of the settings in a checkpoint: the tracks after the next commit, and
+    // attached_files().
     int64_t settings_revision = 0;
     int64_t reserved_bytes = 0;
     int64_t run_epoch = 0;
-    int64_t begun_step = 0;  // The newest that has been begun in the run; 0: none.
+    int64_t begun_step = 0;  // The newest step begun in the run; 0: none.
     std::optional<Version> latest;
     DurableState::Saved saved;
     std::shared_ptr<const PushSession> session;  // Of the open step; null: none is open.
@@ -124,9 +125,9 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Changes tracks, all or nothing. A replaced track keeps its paused state. Takes effect at the
   // next commit; immediately if no run is open or every track is paused. Repeating a change is OK.
-  // INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change of what is
-  // stored of an existing track, or of the profile that its snapshots have. NOT_FOUND,
-  // TRACK_NOT_FOUND. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
+  // INVALID_ARGUMENT: as ValidateTrack(), a name twice, no track left, or a change to the stored
+  // form of an existing track, or to the profile of its snapshots. NOT_FOUND, TRACK_NOT_FOUND.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Runs ---
@@ -139,30 +140,32 @@ class Model : public std::enable_shared_from_this<Model> {
     std::optional<Version> latest;
     PushPlan plan;
   };
-  // As OpenRun in ema_service.proto. A new launch drops the session of the run before, and must
-  // find `newest`, if given, as the newest version (all zero: none). UNAVAILABLE, SESSION_BUSY: it
-  // does not, or the model is being rolled back.
+  // Handles OpenRun of ema_service.proto. A new launch drops the previous run's session. `newest`,
+  // if given, must then be the newest version (all zero: no version). UNAVAILABLE, SESSION_BUSY: it
+  // is not, or the model is being rolled back.
   absl::StatusOr<JoinResult> JoinRun(const Launch& launch, int64_t rank, int64_t world_size,
                                      RankLayout layout,
                                      const std::optional<VersionId>& newest = std::nullopt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // True: that launch's run is open, so that JoinRun() joins it. Errors as
-  // RunRegistry::CheckLaunch(), and what RefuseNew() or Close() was given.
+  // True: that launch's run is open, so JoinRun() would join it. Errors as
+  // RunRegistry::CheckLaunch(), or the status given to RefuseNew() or Close().
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
   // Publishes the version `from`, which `load` returns, again as the newest: a new version with the
-  // values, step, time and state of `from`, in a run epoch of its own. The result is
-  // pinned as by VersionHistory::PinRestored(), also beyond what may be held: then, until one is
-  // released, nothing can be pushed, as another version would have no memory. First it ends the
-  // open run: its session ends with ABORTED, FENCED, and so do its writers' calls from then on.
-  // While `load` runs, which may block for long and allocate one version's memory, JoinRun(),
-  // OpenPush() and other rollbacks get UNAVAILABLE, SESSION_BUSY; readers continue. The result of
-  // `load` has its values in blocks, which may be shared, and is held by no one else. The new
-  // version keeps those of its tracks that the model has, by name and in the same form (the log
-  // names the others); tracks of the model that it lacks begin with the next push. Records,
-  // watchers and on_commit as at a commit. Errors: those of `load`, what RefuseNew() or Close() was
-  // given, UNAVAILABLE, SESSION_BUSY: pinned versions leave no memory for another one, or
-  // FAILED_PRECONDITION, MODEL_DIFFERS: no track would be kept. After an error of `load`, or
-  // MODEL_DIFFERS, the run has ended; otherwise nothing has changed.
+  // values, step, time and state of `from`, in a run epoch of its own. First ends the open run: its
+  // session, and later calls of its writers, get ABORTED, FENCED. While `load` runs, which may
+  // block for long and allocate one version's memory, JoinRun(), OpenPush() and other rollbacks get
+  // UNAVAILABLE, SESSION_BUSY; readers continue. The blocks of the result of `load` may be shared,
+  // the result itself must not be. The new version keeps those of its tracks that the model has, by
+  // name and in the same form (the log names the others); tracks that only the model has begin with
+  // the next push. Adds a record and calls watchers and on_commit, like a commit.
+  //
+  // The result is pinned by VersionHistory::PinRestored(), even beyond the limit on pins: then
+  // nothing can be pushed until a pin is released, as there is no memory for another version.
+  //
+  // Errors: those of `load`; the status given to RefuseNew() or Close(); UNAVAILABLE, SESSION_BUSY:
+  // pinned versions leave no memory for another one; FAILED_PRECONDITION, MODEL_DIFFERS: no track
+  // would be kept. An error before `load` runs changes nothing; after a later one the run has
+  // ended.
   absl::StatusOr<SnapshotRef> RollBack(
       const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
@@ -171,12 +174,12 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Opens a stream of one rank into the session of `start.step`, making that session if need be.
   // `on_end` is called at most once, from any thread (also from inside the RankPush's calls), when
-  // the session ends; it may still be running when the RankPush is destroyed, so it must hold what
-  // it needs. FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED.
-  // ABORTED: FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST.
-  // UNAVAILABLE, SESSION_BUSY: an open earlier step waits for other ranks, or the model is being
-  // rolled back, or has no memory for another version yet (see RollBack()). RESOURCE_EXHAUSTED. A
-  // rank that opens a later step without having committed the open one ends that: STEP_ABANDONED.
+  // the session ends; it may still run when the RankPush is destroyed, so it must own what it uses.
+  // FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED. ABORTED:
+  // FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
+  // SESSION_BUSY: an open earlier step waits for other ranks, or the model is being rolled back, or
+  // has no memory for another version yet (see RollBack()). RESOURCE_EXHAUSTED. A rank that opens a
+  // later step without having committed the open one drops that one: STEP_ABANDONED.
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -184,36 +187,38 @@ class Model : public std::enable_shared_from_this<Model> {
     enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
     std::optional<Version> record;
     PushPlan plan;  // If committed.
-    // The rank's, if this is what was committed last.
+    // Of the rank's bytes, if this is the last committed step.
     std::optional<uint32_t> digest;
     bool rank_committed = false;
     std::vector<std::pair<Coverage::Range, std::string>> missing;  // With the first tensor's name.
     std::vector<int64_t> missing_ranks;
   };
-  // As QueryPush in ema_service.proto.
+  // Handles QueryPush of ema_service.proto.
   absl::StatusOr<PushState> QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
                                       bool abandon_if_unfinished,
                                       std::string_view give_up_reason = {})
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Ends the open session if nothing has arrived for `timeout`: SESSION_EXPIRED, naming the ranks
-  // that are missing.
+  // Ends the open session if it has received nothing for `timeout`: SESSION_EXPIRED, naming the
+  // missing ranks.
   void ExpireSession(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Refuses new runs and sessions with `status` from here on.
   void RefuseNew(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // RefuseNew(), waits until `deadline` for the open session to end, then ends it. Readers go on.
+  // RefuseNew(), waits until `deadline` for the open session to end, then ends it. Readers
+  // continue.
   void Drain(const absl::Status& status, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until no push is arriving, nor was one a moment ago; for at most `timeout`.
+  // Waits until no step has been open for 100 ms, but at most for `timeout`.
   void AwaitQuiet(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Rejects readers, then new runs and sessions; ends the open session without waiting, and calls
   // the watchers. Versions that are pinned stay until they are released.
   void Close(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // OK, or what Close() was given.
+  // OK, or the status given to Close().
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Puts a version from a checkpoint in place. Incarnation and run epoch go on above the record's.
-  // REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the model's.
+  // Makes a version from a checkpoint the newest one. Incarnation and run epoch continue above the
+  // record's. REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the
+  // model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -224,7 +229,7 @@ class Model : public std::enable_shared_from_this<Model> {
   KeepAlive keep_alive() {
     return [this] { return shared_from_this(); };
   }
-  // The session of a step, or what it has become: exactly one is set.
+  // The session of a step, or the result of a step that is committed already: exactly one is set.
   struct StepSession {
     std::shared_ptr<PushSession> session;
     std::optional<RankPush::Committed> already_committed;
@@ -234,21 +239,21 @@ class Model : public std::enable_shared_from_this<Model> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(push_mu_) ABSL_LOCKS_EXCLUDED(mu_);
   // For a new session. RESOURCE_EXHAUSTED, TOO_MANY_SESSIONS.
   absl::StatusOr<ConcurrencyLimit::Permit> AcquireSessionPermit() const;
-  // Commits the step of `session`. REQUIRES: all its ranks have committed. noexcept: half a commit
-  // would hold up all later ones.
+  // Commits the step of `session`. REQUIRES: all its ranks have committed. noexcept: a commit that
+  // stops halfway would block all later ones.
   void CompleteStep(const std::shared_ptr<PushSession>& session) noexcept ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes the version of a complete step the newest, for everyone at one moment.
+  // Makes the version of a complete step the newest one, atomically.
   void Publish(const std::shared_ptr<PushSession>& session, PushSession::Taken taken,
                absl::Time begin) ABSL_LOCKS_EXCLUDED(mu_);
   // Calls the watchers and on_commit for a published version.
   void Announce(const Snapshot& version) ABSL_LOCKS_EXCLUDED(mu_);
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends `session`, which is not the open one any more, without a version. If it had not ended,
-  // logs this, unless too many steps are dropped.
+  // Ends `session`, which is no longer the open one, without a version. Logs that, throttled,
+  // unless the session had ended before.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes the snapshot that a rollback has loaded the version after the newest. Returns the tracks
-  // that are not in it any more, to be freed without the lock.
+  // Turns the snapshot that a rollback has loaded into the version after the newest. Returns the
+  // tracks that it does not keep, to be freed without the lock.
   std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -259,7 +264,7 @@ class Model : public std::enable_shared_from_this<Model> {
   const std::shared_ptr<MemoryBudget> host_budget_;
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.
 
-  // These lock themselves; they are mutable as a mutex is.
+  // Synchronized by themselves, and mutable like a mutex.
   mutable AttachedFiles attached_files_;
   mutable VersionHistory history_;
   mutable TrackTable tracks_;

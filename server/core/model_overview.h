@@ -17,13 +17,13 @@ namespace ema {
 
 class Model;
 
-// Of a model at one moment.
+// The state of a model at one moment.
 struct ModelOverview {
   struct Track {
     std::string name;
-    std::string config;  // As Version has it.
+    std::string config;  // As in TrackVersion.
     bool is_paused = false;
-    double update_weight = 0;                   // Of its last update; 0: none is remembered.
+    double update_weight = 0;                   // Of its last update; 0: not remembered.
     std::optional<TrackStatistics> statistics;  // The newest that are remembered.
   };
   // The open run.
@@ -36,18 +36,18 @@ struct ModelOverview {
   struct Session {
     int64_t step = 0;
     absl::Duration age;
-    std::vector<int64_t> missing_ranks;  // That have not committed; some of them.
+    std::vector<int64_t> missing_ranks;  // Some of those that have not committed.
   };
 
-  // Of the newest version; 0: there is none.
+  // The newest version; 0: there is none.
   int64_t step = 0;
   VersionId version;
   absl::Time commit_time;  // Meaningless without a version.
-  // Of the newest one on the disk, likewise.
+  // The newest version on the disk; 0: there is none.
   int64_t durable_step = 0;
   VersionId durable_version;
   std::optional<absl::Time> durable_commit_time;  // Absent: none, or not remembered.
-  // That a trainer has begun to push in this run; 0: none.
+  // The newest step begun in this run; 0: none.
   int64_t begun_step = 0;
   int64_t reserved_bytes = 0;
   std::vector<Track> tracks;
@@ -55,7 +55,7 @@ struct ModelOverview {
   std::optional<Session> session;
 };
 
-// Read at once, but never waits for a commit.
+// Never waits for a commit.
 ModelOverview OverviewOf(const Model& model);
 
 // The statistics of one version.

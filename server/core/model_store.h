@@ -24,20 +24,21 @@
 
 namespace ema {
 
-// What a server that stops says to whoever asks for more: UNAVAILABLE, DRAINING.
+// The error for new work on a draining server: UNAVAILABLE, DRAINING.
 absl::Status DrainingError();
 
-// Thread-safe. A model lives while the store or somebody else holds it.
+// Thread-safe. A deleted model lives on while somebody else holds it.
 class ModelStore {
  public:
   struct Options {
-    int64_t memory_bytes = 0;  // What all models together may reserve.
-    // Model::Options::host_budget's, of all models together. 0: it is part of `memory_bytes`.
+    int64_t memory_bytes = 0;  // For all models together.
+    // Size of Model::Options::host_budget, for all models together. 0: it is part of
+    // `memory_bytes`.
     int64_t host_memory_bytes = 0;
     int64_t max_models = 64;
     int64_t max_sessions = 64;  // Steps that are pushed at once, over all models.
-    // Its incarnation is the first model's; it grows from there. `sessions` and `host_budget` are
-    // the store's to set.
+    // `incarnation` is the first model's; later models get larger ones. The store sets `sessions`
+    // and `host_budget`.
     Model::Options model;
   };
 
@@ -47,26 +48,26 @@ class ModelStore {
     std::shared_ptr<Model> model;
     bool created = false;
   };
-  // As CreateModel in ema_service.proto; UNAVAILABLE, SESSION_BUSY: one of that name is being
-  // deleted. `budget`: as ModelConfig::Validate(); a request's.
+  // Finds or creates a model, as CreateModel in ema_service.proto. UNAVAILABLE, SESSION_BUSY: a
+  // model of that name is being deleted. `budget`: see ModelConfig::Validate().
   absl::StatusOr<CreateResult> Create(ModelConfig config, GlobBudget budget = {})
       ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Model>> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
-  // By name.
+  // All models, sorted by name.
   std::vector<std::shared_ptr<Model>> List() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Closes the model and forgets it. Its memory comes back when the last reader lets go. False: it
-  // was not there.
+  // Closes and removes the model. Its memory is freed when the last reader releases it. False:
+  // there was no such model.
   bool Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same, and then, also if it was not there, runs `forget`, which may block, before a model of
-  // that name can be created again. The status of `forget`.
+  // The same; then, even if there was no such model, runs `forget`, which may block. Until that
+  // returns, no model of that name can be created. Returns the status of `forget`.
   absl::Status Delete(std::string_view name, absl::FunctionRef<absl::Status()> forget)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Expires the sessions of all models. Called every second or so.
   void ExpireSessions(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Refuses new models, runs and sessions with UNAVAILABLE, DRAINING; waits for the open sessions
-  // until `deadline`, then ends them. Readers go on.
+  // until `deadline`, then ends them. Readers continue.
   void Drain(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // Closes all models with UNAVAILABLE, DRAINING. REQUIRES: Drain() has returned.
   void Close() ABSL_LOCKS_EXCLUDED(mu_);
@@ -77,7 +78,7 @@ class ModelStore {
   Device& device() const { return *device_; }
 
  private:
-  // The model that `config` asks for, if there is one; null: it can be made. Errors as Create().
+  // The existing model that matches `config`; null: a new one can be made. Errors as Create().
   absl::StatusOr<std::shared_ptr<Model>> FindSameLocked(const ModelConfig& config) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
 

@@ -21,24 +21,24 @@
 
 namespace ema {
 
-// What a step does with one track.
+// The effect of a step on one track.
 struct TrackPlan {
   TrackRef track;
   const TrackSnapshot* base = nullptr;    // In the base snapshot. Null: it has no value yet.
   TrackState state;                       // Before this step.
-  std::vector<Schedule::Update> updates;  // By SchedulesOf() the track.
+  std::vector<Schedule::Update> updates;  // One for each of SchedulesOf().
 };
 
-// What the first header of a step fixes.
+// The plan of a step, which its first header determines.
 struct StepPlan {
   int64_t step = 0;
   TrainingTime time;
-  bool omits_frozen = false;  // As ema.v1.PushHeader has it.
+  bool omits_frozen = false;  // See ema.v1.PushHeader.
   int64_t imported_updates = 0;
   std::vector<TrackPlan> tracks;
 };
 
-// What a session reads of its model.
+// The parts of a model that a session reads.
 struct ModelView {
   std::string name;
   std::shared_ptr<const Manifest> manifest;
@@ -48,20 +48,20 @@ struct ModelView {
 };
 
 // Invariant: the base snapshot never changes, and each element of the new blocks is written only by
-// the stream that has claimed its range; so folding a chunk again gives the same bits. Knows no
-// ranks and no streams. Folds may run concurrently; the session calls Finish() after the last one.
+// the stream that has claimed its range; so folding a chunk again gives the same bits. Folds may
+// run concurrently; the session calls Finish() after the last one.
 class NextSnapshot {
  public:
-  // Of one track.
+  // The new blocks of one track.
   struct TrackBlocks {
     // Null: none of the block's bytes change, so the base's block stays.
     std::vector<std::shared_ptr<Block>> blocks;
     std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
   };
 
-  // Allocates the blocks of the tracks that change. `base`, null before the first commit, holds the
-  // plan's bases. `model`, `run` and `plan` outlive the result. RESOURCE_EXHAUSTED: no memory; none
-  // stays allocated.
+  // Allocates the blocks of the tracks that change. `base`, null before the first commit, is the
+  // snapshot that the plan's bases are in. `model`, `run` and `plan` outlive the result.
+  // RESOURCE_EXHAUSTED: no memory; nothing stays allocated.
   static absl::StatusOr<std::unique_ptr<NextSnapshot>> Create(const ModelView& model,
                                                               const TrainerRun& run,
                                                               const StepPlan& plan,
@@ -70,28 +70,28 @@ class NextSnapshot {
   const ModelView& model() const { return model_; }
   const TrainerRun& run() const { return run_; }
   const StepPlan& plan() const { return plan_; }
-  // Of plan().tracks[t]; empty if the track does not change.
+  // The new blocks of plan().tracks[t]; empty if the track does not change.
   const TrackBlocks& next(size_t t) const { return next_[t]; }
-  // A block of zeros, smaller than the others: the current values of an average that begins with
-  // zeros. Null: no average begins
-  // with zeros.
+  // A small block of zeros: the current values of averages that begin with zeros. Null: no average
+  // does.
   const Block* zeros() const { return zeros_.get(); }
 
-  // Whether the pushed values of a tensor go into the track.
+  // Whether the pushed values of a tensor change the track.
   bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
   // Whether they replace the track's values, because the weight is 1. REQUIRES: Changes().
   static bool IsAssigned(const TrackPlan& plan, int64_t tensor_index);
-  // A device names an element by the first tensor of a run; this gives it by its own tensor.
+  // Converts an element that a device names by the first tensor of a run to the element of its own
+  // tensor.
   NonFiniteElement Locate(NonFiniteElement element) const;
 
-  // The snapshot, its record without incarnation and commit time. The `skipped` tensors keep their
-  // base's values. `frozen_crc32c`: of all pushed frozen bytes, see ChunkFolder. To be called once,
-  // after the last fold. INTERNAL: the device failed.
+  // Returns the snapshot; its record lacks incarnation and commit time. The `skipped` tensors keep
+  // their base's values. `frozen_crc32c`: the XOR of ChunkFolder::Result::frozen_crc32c over all
+  // chunks. Call once, after the last fold. INTERNAL: the device failed.
   absl::StatusOr<std::shared_ptr<Snapshot>> Finish(const absl::btree_set<int64_t>& skipped,
                                                    uint32_t frozen_crc32c);
 
  private:
-  // Bytes of a track.
+  // A range of a track's bytes.
   struct Range {
     int64_t begin = 0;
     int64_t end = 0;
@@ -110,7 +110,7 @@ class NextSnapshot {
   absl::Status RestoreTensors(const absl::btree_set<int64_t>& tensors) const;
   Version NewRecord(const absl::btree_set<int64_t>& skipped) const;
   TrackVersion RecordOf(const TrackPlan& plan) const;
-  // What the `i`-th schedule of the track did.
+  // The record of the track's `i`-th schedule.
   TrackVersion ScheduleRecord(const TrackPlan& plan, size_t i) const;
   TrackSnapshot TakeTrack(size_t t, int64_t version, int64_t frozen_digest,
                           const absl::btree_set<int64_t>& skipped);
@@ -125,7 +125,7 @@ class NextSnapshot {
   const TrainerRun& run_;
   const StepPlan& plan_;
   const SnapshotRef base_;
-  std::vector<TrackBlocks> next_;  // As plan_.tracks.
+  std::vector<TrackBlocks> next_;  // Parallel to plan_.tracks.
   std::shared_ptr<Block> zeros_;
 };
 

@@ -16,9 +16,10 @@
 
 namespace ema {
 
-// Every call gives FAILED_PRECONDITION, NO_DATA_DIR, but for Forget(), Purge() and what is asked
-// before: there is nothing to forget; OnDisk(); and OpenVersion(): OUT_OF_RANGE, VERSION_NOT_KEPT.
-// Thread-safe; never blocks.
+// Calls fail with FAILED_PRECONDITION, NO_DATA_DIR, except that CheckMayCreate(), CheckMayForget(),
+// Forget() and Purge() succeed, as there is nothing to lose; OnDisk() is empty; and OpenVersion()
+// fails like VersionHistory::Pin(), else with OUT_OF_RANGE, VERSION_NOT_KEPT. Thread-safe; never
+// blocks.
 class NoCheckpoints : public Checkpoints {
  public:
   absl::StatusOr<Saved> Save(Model&, const SaveRequest&) override { return NoDataDir(); }
@@ -58,7 +59,7 @@ class NoCheckpoints : public Checkpoints {
   }
   absl::StatusOr<SnapshotRef> OpenVersion(Model& model, const VersionId& id,
                                           std::string_view) override {
-    // Says what is in memory.
+    // For its error, which names the newest version.
     EMA_RETURN_IF_ERROR(model.history().Pin(id.version, id.incarnation).status());
     return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
                      "the version is in memory only");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The step that a model's trainer is pushing, and what is known of the steps around it.
+// The step that a model's trainer is pushing, and the last committed and the abandoned steps.
 #ifndef EMA_SERVER_CORE_OPEN_STEP_H_
 #define EMA_SERVER_CORE_OPEN_STEP_H_
 
@@ -39,45 +39,47 @@ class OpenStep {
 
   // Null: none is open.
   const std::shared_ptr<PushSession>& session() const { return session_; }
-  // The previous session; the next one waits for its memory. Null: that has been freed.
+  // The previous session; the next one waits for its memory. Null: the memory is free.
   std::shared_ptr<PushSession> previous_session() const { return previous_session_.lock(); }
-  SteadyTime last_end() const { return last_end_; }  // Of a session.
-  // The newest that has been begun in the run; 0: none.
+  SteadyTime last_end() const { return last_end_; }  // When a session last ended.
+  // The newest step begun in the run; 0: none.
   int64_t begun_step() const { return begun_step_; }
   // Woken when session() changes.
   SteadyWait& changed() { return changed_; }
 
-  // Checks a rank's start against the versions and the abandoned steps. Returns the digest of what
-  // the rank has pushed if it pushes the last committed step again; nullopt: the step is new.
-  // ABORTED: STALE_STEP, STEP_GIVEN_UP. FAILED_PRECONDITION, PLAN_MISMATCH.
+  // Checks a rank's start against the versions and the abandoned steps. Returns the digest of the
+  // rank's bytes if it pushes the last committed step again; nullopt: the step is new. ABORTED:
+  // STALE_STEP, STEP_GIVEN_UP. FAILED_PRECONDITION, PLAN_MISMATCH.
   absl::StatusOr<std::optional<uint32_t>> CheckStep(const PushStart& start,
                                                     const Snapshot* newest) const;
   // ABORTED, STEP_GIVEN_UP.
   absl::Status CheckNotAbandoned(int64_t step) const;
   // The open session if `start` belongs to it; null: a new one must be made, which ends the open
-  // one. ABORTED, STALE_STEP. FAILED_PRECONDITION, PLAN_MISMATCH; if it is about frozen tensors,
-  // `runs` notes it. UNAVAILABLE, SESSION_BUSY: the open step still waits for other ranks.
+  // one. ABORTED, STALE_STEP. FAILED_PRECONDITION, PLAN_MISMATCH; if ranks disagree on omitting
+  // frozen tensors, calls runs.RequireFrozen(). UNAVAILABLE, SESSION_BUSY: the open step still
+  // waits for other ranks.
   absl::StatusOr<std::shared_ptr<PushSession>> JoinSession(const PushStart& start,
                                                            RunRegistry& runs) const;
-  // The digest of what the rank has pushed, if that is the last committed step of the run.
+  // The digest of the rank's bytes if `step` is the last one that the run has committed; else
+  // nullopt.
   std::optional<uint32_t> CommittedDigest(int64_t run_epoch, int64_t step, int64_t rank) const;
 
-  // REQUIRES: none is open.
+  // REQUIRES: no session is open.
   void Begin(std::shared_ptr<PushSession> session);
-  // Takes the open session, which may be null, out.
+  // Removes and returns the open session; null: none was open.
   std::shared_ptr<PushSession> Take();
-  // Takes `session` out; false: it is not the open one.
+  // Removes `session`. False: it is not the open one.
   bool Detach(const PushSession* session);
   // The step of `session` has been committed; `digests`: by rank.
   void NoteCommit(const PushSession& session, std::vector<uint32_t> digests);
-  // Notes that a step can never be completed; of more than 16 steps, only the highest 16. Ignores
-  // steps that are not after `newest`.
+  // Records that a step can never be completed; keeps the highest 16 such steps. Ignores steps that
+  // are not after `newest`.
   void NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest);
-  // Forgets the steps of the run, which has been fenced, and takes its session out.
+  // Clears the steps of the run, which has been fenced. Removes and returns its session.
   std::shared_ptr<PushSession> EndRun();
 
  private:
-  // All zero, which is no run's epoch: none.
+  // run_epoch 0: there was no commit.
   struct LastCommit {
     int64_t run_epoch = 0;
     int64_t step = 0;

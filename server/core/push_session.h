@@ -35,7 +35,8 @@
 
 namespace ema {
 
-// The tracks and where they stand: which pushes are due. Mirrors ema.v1.PushPlan.
+// The tracks and their states, from which clients know which pushes are due. Mirrors
+// ema.v1.PushPlan.
 struct PushPlan {
   struct Entry {
     TrackRef track;
@@ -52,12 +53,12 @@ struct PushResult {
   Version record;
   bool duplicate = false;
   PushPlan plan;
-  absl::Duration commit_time;  // What making it the next version took.
+  absl::Duration commit_time;  // Duration of publishing the version.
 };
 // Called once, from any thread. It may take locks of its own, but not call its model.
 using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
 
-// What the header of a push says.
+// The header of a push.
 struct PushStart {
   int64_t run_epoch = 0;
   int64_t rank = 0;
@@ -65,15 +66,15 @@ struct PushStart {
   int64_t step = 0;
   TrainingTime time;
   int64_t plan_revision = 0;  // 0: any.
-  bool omits_frozen = false;  // As ema.v1.PushHeader has it.
-  // The streams by which the rank pushes at once; as ema.v1.PushHeader has them.
+  bool omits_frozen = false;  // See ema.v1.PushHeader.
+  // The rank's parallel streams: see ema.v1.PushHeader.
   int64_t stream_group = 0;
   int64_t stream_count = 0;
-  int64_t imported_updates = 0;  // As ema.v1.PushHeader has it.
+  int64_t imported_updates = 0;  // See ema.v1.PushHeader.
 };
 inline constexpr int64_t kMaxStreamsOfRank = 16;
 
-// What the commit message of a push says.
+// The commit message of a push.
 struct PushTotals {
   int64_t chunk_count = 0;
   int64_t total_bytes = 0;
@@ -90,8 +91,8 @@ struct PushTotals {
 class PushSession {
  public:
   // Allocates the next blocks of the tracks that change. `base`, null before the first commit, is
-  // what the plan's bases are in. The session holds `permit` until it ends.
-  // RESOURCE_EXHAUSTED: no memory; none stays allocated.
+  // the snapshot that the plan's bases are in. The session holds `permit` until it ends.
+  // RESOURCE_EXHAUSTED: no memory; nothing stays allocated.
   static absl::StatusOr<std::shared_ptr<PushSession>> Create(ModelView model,
                                                              std::shared_ptr<const TrainerRun> run,
                                                              SnapshotRef base, StepPlan plan,
@@ -101,17 +102,17 @@ class PushSession {
   const TrainerRun& run() const { return *run_; }
   SteadyTime begin() const { return begin_; }
 
-  // Makes a stream of `start`'s rank one that may add chunks, and returns its number.
+  // Opens a stream of `start`'s rank, which may then add chunks, and returns its number.
   //
   // A rank may push by several streams at once: they form a group, whose number and stream count
-  // all of them give in `start`. Only one group of a rank may add: a stream of a higher group ends
-  // the rank's earlier streams, FENCED. A stream of group 0 is alone, and ends the earlier ones,
-  // too. The rank has committed when all the streams of its group have.
+  // each of them gives in `start`. Only one group of a rank may add chunks: a stream of a higher
+  // group ends the rank's earlier streams, FENCED. A stream of group 0 is a group of its own, and
+  // always ends the earlier ones. The rank has committed when all streams of its group have.
   //
-  // `on_end` is called when the session ends, however it does, or the stream is fenced. Fails with
-  // the session's end status if it has ended. ABORTED, FENCED: the group is lower than the rank's
-  // present one. INVALID_ARGUMENT, BAD_REQUEST: the count is not that of the group's other streams,
-  // or all of the group's streams have been opened already.
+  // `on_end` is called when the session ends for any reason, or when the stream is fenced. Fails
+  // with the session's end status if it has ended. ABORTED, FENCED: the group is lower than the
+  // rank's current one. INVALID_ARGUMENT, BAD_REQUEST: the count differs from that of the group's
+  // other streams, or all of the group's streams have been opened already.
   absl::StatusOr<int64_t> OpenStream(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until the device has folded the stream's chunks. CommitRank() returns its error, if any.
@@ -172,7 +173,7 @@ class PushSession {
     int64_t first_stream = 0;
     int64_t stream_group = 0;
     int64_t stream_count = 0;
-    std::optional<uint32_t> group_digest;  // Once one of them has committed.
+    std::optional<uint32_t> group_digest;  // Once one of its streams has committed.
     int64_t unopened_streams = 0;          // Of the group.
     int64_t uncommitted_streams = 0;       // Of the group.
     std::optional<uint32_t> digest;        // Once committed.

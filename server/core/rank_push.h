@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One rank's part in a step.
+// One stream of a rank's push.
 #ifndef EMA_SERVER_CORE_RANK_PUSH_H_
 #define EMA_SERVER_CORE_RANK_PUSH_H_
 
@@ -23,13 +23,13 @@ class Model;
 // is running; what it has covered stays in the session for a retry.
 class RankPush {
  public:
-  // A stream of `session`, of that number there, whose rank is `rank`.
+  // Stream number `stream` of `session`, which belongs to `rank`.
   RankPush(std::shared_ptr<Model> model, std::shared_ptr<PushSession> session, int64_t rank,
            int64_t stream, std::shared_ptr<DeviceStream> device_stream);
-  // A step that is committed already, which is pushed again.
+  // A committed step that is pushed again.
   struct Committed {
     PushResult result;
-    uint32_t digest = 0;  // Of what the rank has pushed.
+    uint32_t digest = 0;  // Of the rank's bytes.
   };
   RankPush(Committed committed, PushCallback on_end);
   RankPush(const RankPush&) = delete;
@@ -40,25 +40,27 @@ class RankPush {
   absl::Status AddChunk(const ChunkHeader& header,
                         absl::Span<const std::span<const std::byte>> pieces);
 
-  // Waits until the device has folded every chunk, and gives back the memory by which they came:
-  // who waits for other ranks holds none. What has failed Commit() tells. No chunk may follow.
+  // Waits until the device has folded every chunk, and releases the device stream, so that a rank
+  // that waits for others holds none. Commit() returns the device's error, if any. No chunk may
+  // follow.
   void EndChunks();
-  // Ends the stream, and its chunks. OK: `on_end` is called, now or when the last rank has
-  // committed. INVALID_ARGUMENT, COUNT_MISMATCH: other counts than arrived; else as
-  // PushSession::CommitRank(). After an error more chunks may come, unless EndChunks() was called.
+  // Commits the stream; on success it also calls EndChunks(). OK: `on_end` is called, now or when
+  // the last rank has committed. INVALID_ARGUMENT, COUNT_MISMATCH: the counts differ from those
+  // received; other errors as PushSession::CommitRank(). After an error more chunks may come,
+  // unless EndChunks() was called.
   absl::Status Commit(const PushTotals& totals);
 
-  // Of the chunks that it was given, whatever has come of them.
+  // Bytes of all chunks passed to AddChunk(), rejected ones included.
   int64_t total_bytes() const { return total_bytes_; }
 
  private:
-  // All null: the step is committed already, this is a retry.
+  // Null in a retry of a step that is committed already.
   const std::shared_ptr<Model> model_;
   const std::shared_ptr<PushSession> session_;
-  std::shared_ptr<DeviceStream> device_stream_;  // Null: EndChunks() was called.
+  std::shared_ptr<DeviceStream> device_stream_;  // Null after EndChunks().
   const int64_t rank_ = 0;
   const int64_t stream_ = 0;
-  // Of a retry:
+  // Only for a retry.
   const Committed committed_;
   const PushCallback on_end_;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a reader gets of one track at one version: its bytes laid end to end.
+// The bytes of one track at one version, as a reader gets them.
 #ifndef EMA_SERVER_CORE_READING_H_
 #define EMA_SERVER_CORE_READING_H_
 
@@ -30,48 +30,48 @@ namespace ema {
 struct GlobBudget;
 
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
-// Where that is how they are stored, or an accelerator has cast them, its memory is given, but for
-// chunks that would hold many blocks' copies; what else is cast, cut out, or read from a
-// StoredTrack is made on demand, a chunk at a time, and once for all who hold this object, if the
-// memory budget has room for all of it (else for each anew). Holds the snapshot, so the version
-// stays pinned. Thread-safe.
+// Bytes that are stored in this form, or that an accelerator has cast, are served from where they
+// are, except in chunks that would hold copies of many blocks. All other chunks (cast, cut out, or
+// read from a StoredTrack) are made on demand: once for all holders of this object if the memory
+// budget has room for all of them, else once per read. Holds the snapshot, so the version stays
+// pinned. Thread-safe.
 class Reading {
  public:
-  // What a list of tensors, boxes and names may take that no budget counts.
+  // A list of tensors, boxes and names up to this size is not counted by any budget.
   static constexpr int64_t kFreeBytes = int64_t{1} << 20;
-  // Chunks lie at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
+  // Chunks begin at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
   // second-level cache between the cast and the socket.
   static constexpr int64_t kChunkBytes = int64_t{1} << 20;
 
   // `track` is one of `snapshot`'s; `manifest`, `device` and `budget` live while that is held.
-  // INVALID_ARGUMENT: BAD_REQUEST, a tensor that the track has not, one twice, or a dtype that
-  // floats cannot be cast to; BAD_LAYOUT, a box that does not fit its tensor. RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET: it is of so many tensors that `budget` has no room for the list.
+  // INVALID_ARGUMENT: BAD_REQUEST, a tensor that the track lacks, a tensor given twice, or a dtype
+  // that floats cannot be cast to; BAD_LAYOUT, a box that does not fit its tensor.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has no room for the list of tensors.
   static absl::StatusOr<std::shared_ptr<Reading>> Create(SnapshotRef snapshot,
                                                          const TrackSnapshot& track,
                                                          const Manifest& manifest, Device& device,
                                                          MemoryBudget& budget, Selection selection);
 
-  // What Create() asks of any selection, whatever the tensors: for one that waits until a version
-  // is there. INVALID_ARGUMENT, BAD_REQUEST: more than a model can have, or a dtype as above.
+  // The checks of Create() that need no track, for a selection that waits for its version to be
+  // opened. INVALID_ARGUMENT, BAD_REQUEST: more entries than allowed, or a dtype as above.
   static absl::Status CheckCounts(const Selection& selection);
-  // The part of it that needs no Selection to be made.
+  // The part of it that needs only the counts.
   static absl::Status CheckCounts(int64_t tensor_count, int64_t slice_count);
 
-  // What its names and boxes take.
+  // Memory of its names and boxes.
   static int64_t BytesOf(const Selection& selection);
 
   const SnapshotRef& snapshot() const { return snapshot_; }
   const TrackSnapshot& track() const { return track_; }
   const Selection& selection() const { return selection_; }
-  // Read() blocks on the disk.
+  // True: Read() blocks on the disk.
   bool is_stored() const { return track_.stored != nullptr; }
   // False: Read() of the chunk that holds `offset` would wait, for the disk or for a copy from the
   // device. REQUIRES: offset < total_bytes().
   bool IsAtHand(int64_t offset) const;
 
   int64_t total_bytes() const { return layout().total_bytes(); }
-  // What is read of one tensor, and where it lies in the bytes.
+  // The part of one tensor that is read, and where it lies in the bytes.
   struct Tensor {
     int64_t index = 0;  // In the manifest.
     const StorageLayout::Entry& place;
@@ -79,27 +79,27 @@ class Reading {
   };
   void ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const;
 
-  // The bytes [offset, offset + length_bytes), in order, in pieces that are valid while their
-  // owners are held, and this object. REQUIRES: they are of one chunk. INTERNAL, DEVICE. If
-  // is_stored(): as StoredTrack::Read().
+  // The bytes [offset, offset + length_bytes), in order, in pieces that are valid while both their
+  // owners and this object are held. REQUIRES: the range is inside one chunk. INTERNAL, DEVICE. If
+  // is_stored(): errors as StoredTrack::Read().
   absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes);
 
-  // CRC32C of `pieces`, which Read() gave from `offset` to the chunk's end. That of a whole chunk
-  // is computed once for all who hold this object.
+  // CRC32C of `pieces`, which Read() gave from `offset` to the chunk's end. Computed once for a
+  // whole chunk, for all holders of this object.
   uint32_t Checksum(int64_t offset, absl::Span<const HostPiece> pieces) const;
 
   // Where the chunk that holds `offset` ends. REQUIRES: offset < total_bytes().
   int64_t ChunkEnd(int64_t offset) const {
     return std::min((offset / kChunkBytes + 1) * kChunkBytes, total_bytes());
   }
-  // False: the chunk that holds `offset` is as it was at `version`, which was committed, or loaded,
-  // in this life of the server. Of what is_stored() nothing is known: true.
+  // False: the chunk that holds `offset` has not changed since `version`, which was committed or
+  // loaded in this life of the server. Always true if is_stored(), whose history is unknown.
   bool ChunkChangedSince(int64_t version, int64_t offset) const;
 
  private:
   // Elements that are contiguous both where they are stored and where they are read.
   struct Run {
-    int64_t offset = 0;  // Where they are read.
+    int64_t offset = 0;  // In the bytes that are read.
     int64_t stored_offset = 0;
     int64_t element_count = 0;
     Dtype stored_dtype = Dtype::kFloat32;
@@ -109,12 +109,12 @@ class Reading {
     int64_t end() const { return offset + element_count * DtypeSize(dtype); }
   };
   struct MadeChunk {
-    absl::Mutex mu;  // Held while it is made, which others that want it wait for.
-    // Null: it has not been made, or that has failed.
+    absl::Mutex mu;  // Held while the chunk is made: other readers wait for it.
+    // Null: it has not been made, or making it failed.
     std::shared_ptr<const std::byte> bytes ABSL_GUARDED_BY(mu);
   };
 
-  // Absent until it is computed. Several may compute it at once: all get the same.
+  // 0 until it is computed. Several threads may compute it at once, with the same result.
   struct ChunkChecksum {
     static constexpr uint64_t kKnown = uint64_t{1} << 32;
     std::atomic<uint64_t> value = 0;
@@ -130,15 +130,14 @@ class Reading {
 
   bool is_as_stored() const { return selection_.is_default(); }
   const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
-  // Finds which elements the selection takes, and in which layout they are read. For a selection
-  // that is not the default.
+  // Resolves a selection other than the default: the boxes, and the layout in which they are read.
   absl::Status Select();
-  // Host memory of what Select() has found, and of the header that lists it.
+  // Host memory of the result of Select(), and of the pull header that lists it.
   int64_t ListBytes() const;
   absl::Status SelectSlices(GlobBudget& budget,
                             absl::btree_map<int64_t, const TensorSlice*>& selected) const;
-  // The runs whose bytes make up [offset, end) as it is read. Where all is read as it is stored,
-  // one run of bytes. REQUIRES: neither end lies inside an element.
+  // The runs whose bytes make up [offset, end) as it is read; one run of bytes if is_as_stored().
+  // REQUIRES: neither end lies inside an element.
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
@@ -146,25 +145,27 @@ class Reading {
   absl::StatusOr<std::shared_ptr<const std::byte>> ReadChunk(int64_t offset,
                                                              int64_t length_bytes) const;
   // Called with the elements of each run, in order, in one or more pieces, none of which ends
-  // inside an element. `dtype` says what they are: the stored dtype, or already that which is read.
+  // inside an element. `dtype`: that of `bytes`, either the stored dtype or already the one that is
+  // read.
   using RunVisitor =
       absl::FunctionRef<void(const Run&, std::span<const std::byte> bytes, Dtype dtype)>;
   absl::Status VisitRuns(absl::Span<const Run> runs, RunVisitor visit) const;
   // REQUIRES: !is_stored().
   absl::Status VisitRunsInBlocks(absl::Span<const Run> runs, RunVisitor visit) const;
-  // What an accelerator casts the elements of a run to; absent: it gives them as they are stored.
+  // The dtype that an accelerator casts the elements of a run to; nullopt: it copies them as
+  // stored.
   std::optional<Dtype> CastOf(const Run& run) const;
-  // True: the bytes [offset, end), whose runs these are, can be sent from where they lie, which
-  // ReadInPlace() says.
+  // True: ReadInPlace() can give the bytes [offset, end), which consist of `runs`, without a copy
+  // by this class.
   bool AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const;
-  // What an accelerator copies for `runs` is as much as one block and their own bytes. The memory
-  // formula counts that for each reader, which holds it until gRPC has sent the chunk; a few bytes
-  // here and there may be of many blocks.
+  // True: an accelerator's copies of the blocks that `runs` are in take at most one block and a
+  // chunk. The memory formula counts that much per reader, which holds the copies until gRPC has
+  // sent the chunk; scattered runs may be in many blocks.
   bool HoldsLittle(absl::Span<const Run> runs) const;
   absl::StatusOr<std::vector<HostPiece>> ReadInPlace(absl::Span<const Run> runs, int64_t offset,
                                                      int64_t length_bytes) const;
-  // Whether `is_so` of each block that `runs` are in, and what it is cast to. One that many runs in
-  // a row are in, such as the rows of a box, is asked about once.
+  // Whether `is_so` is true of each block that `runs` are in, and the dtype that it is cast to.
+  // Asks only once about a block that consecutive runs share, such as the rows of a box.
   bool AllBlocks(absl::Span<const Run> runs,
                  absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> is_so) const;
 
@@ -173,13 +174,13 @@ class Reading {
   const Manifest& manifest_;
   Device& device_;
   const Selection selection_;
-  // Of a part, by the tensors' order in it. What is read as it is stored needs none of these.
+  // The result of Select(), in the order of the tensors read; unused if is_as_stored().
   RankLayout boxes_;
   StorageLayout layout_;
   std::vector<const TensorSlice*> slices_;
-  std::unique_ptr<MemoryBudget::Reservation> list_memory_;  // Null: it is short.
+  std::unique_ptr<MemoryBudget::Reservation> list_memory_;  // Null: the list is short.
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
-  std::unique_ptr<MadeChunk[]> made_chunks_;  // Null: nothing is kept.
+  std::unique_ptr<MadeChunk[]> made_chunks_;  // Null: made chunks are not kept.
   std::unique_ptr<ChunkChecksum[]> checksums_;
 };
 

@@ -52,7 +52,7 @@ class ReadingCache {
                                                 int64_t incarnation, const Selection& selection)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Opens a version on the disk: its one track has TrackSnapshot::stored. Pins nothing.
-  // INVALID_ARGUMENT: as Reading::Create(). Or the model is closed.
+  // INVALID_ARGUMENT: as Reading::Create(). Or the status given to Model::Close().
   absl::StatusOr<std::shared_ptr<Reading>> OpenStored(SnapshotRef snapshot,
                                                       const Selection& selection)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -63,10 +63,10 @@ class ReadingCache {
 
   // The version that Open() of this track would open for version 0. nullopt: nothing has been
   // committed yet, or the track is synthesized: then another average may come under the same
-  // version. NOT_FOUND, TRACK_NOT_FOUND. Or the model is closed.
+  // version. NOT_FOUND, TRACK_NOT_FOUND. Or the status given to Model::Close().
   absl::StatusOr<std::optional<Version>> NewestOf(std::string_view track);
-  // As VersionHistory::FindStep(), for Open() of this track. OUT_OF_RANGE, VERSION_NOT_KEPT: it is
-  // synthesized, of another step.
+  // Like VersionHistory::FindStep(), for Open() of this track. OUT_OF_RANGE, VERSION_NOT_KEPT: the
+  // track is synthesized, and of another step.
   absl::StatusOr<std::optional<VersionId>> FindStep(std::string_view track, int64_t step);
 
  private:

@@ -23,7 +23,7 @@ namespace ema {
 // Identifies one start of a trainer. All its ranks give the same `id`, also when they rejoin.
 struct Launch {
   std::string id;
-  int64_t last_run_epoch = 0;  // Of the run that it has had open; 0: none.
+  int64_t last_run_epoch = 0;  // Epoch of the run that it had open; 0: none.
 };
 
 // Invariant: at most one run is open, none during a rollback; run epochs only grow; a fenced
@@ -62,7 +62,7 @@ class RunRegistry {
   // CheckRank(), and FAILED_PRECONDITION, RUN_INCOMPLETE or LAYOUT_MISMATCH.
   absl::Status CheckMayPush(const PushStart& start, const Snapshot* newest) const;
 
-  // All later pushes of the run must have its frozen tensors: a step was lost because some ranks
+  // All later pushes of the run must contain its frozen tensors: a step was lost because some ranks
   // omitted them and others did not.
   void RequireFrozen() { requires_frozen_ = true; }
   bool requires_frozen() const { return requires_frozen_; }
@@ -86,8 +86,10 @@ class RunRegistry {
   std::shared_ptr<TrainerRun> run_;
   bool is_rolling_back_ = false;
   std::vector<std::string> fenced_launches_;
-  // A launch whose last run epoch is below this is fenced. The first epoch of the open run's
-  // launch, or the epoch of the last rollback, or that of the restored version.
+  // A launch other than the open run's is fenced if its last run epoch is below this, or equal to
+  // it while a run is open. It is the highest last_run_epoch that the open run's launch has
+  // reported (for a new launch the run's epoch), or the epoch of the last rollback or of the
+  // restored version.
   int64_t fence_epoch_ = 0;
   bool requires_frozen_ = false;
 };

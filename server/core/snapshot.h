@@ -36,29 +36,29 @@ struct HostPiece {
   std::span<const std::byte> bytes;
 };
 
-// A track's bytes where they are in no block but in a checkpoint's files. Thread-safe.
+// The bytes of a track that are in a checkpoint's files instead of in blocks. Thread-safe.
 class StoredTrack {
  public:
   virtual ~StoredTrack() = default;
 
   // The bytes [offset, offset + length_bytes) of the track as its StorageLayout places them, in
-  // order; bytes between tensors are zero. Verified before they are given. Blocks on the disk.
-  // REQUIRES: the range is inside the layout. DATA_LOSS, CHECKPOINT_CORRUPT: names the tensor.
-  // UNAVAILABLE: the disk failed.
+  // order and verified; bytes between tensors are zero. Blocks on the disk. REQUIRES: the range is
+  // inside the layout. DATA_LOSS, CHECKPOINT_CORRUPT: names the tensor. UNAVAILABLE: the disk
+  // failed.
   virtual absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes) = 0;
 };
 
-// One track at one version: its values and where its schedule stands.
+// One track at one version: its values and the state of its schedules.
 struct TrackSnapshot {
   TrackRef track;
   Blocks blocks;
   Blocks low_blocks;  // Of a compensated track.
-  // Null, or where the bytes are instead of in blocks: of a version that is only read.
+  // The bytes of a version that is read from the disk, which has no blocks; else null.
   std::shared_ptr<StoredTrack> stored;
   // At which version each block was made; 0: before the server started.
   std::vector<int64_t> block_versions;
   TrackState state;
-  // The trainer's step of the last update, by each schedule.
+  // The trainer's step of the last update, for each schedule.
   std::vector<int64_t> last_steps;
   // The digest of the frozen tensors that the average equals bit for bit, but for the sign of 0.
   // See NextSnapshot::FrozenDigest(). 0: none.
@@ -82,7 +82,7 @@ using SnapshotRef = std::shared_ptr<const Snapshot>;
 
 // Returns the owner of the memory that snapshots are in.
 using KeepAlive = std::function<std::shared_ptr<const void>()>;
-// The same snapshot; its result keeps `owner` alive, and is dropped before that.
+// Returns the same snapshot as a reference that keeps `owner` alive, and is dropped before it.
 SnapshotRef WithOwner(SnapshotRef snapshot, std::shared_ptr<const void> owner);
 
 // The states of a version's tracks, by name; those without a value are not among them.
@@ -90,16 +90,16 @@ using TrackStates = std::map<std::string, TrackState, std::less<>>;
 TrackStates TrackStatesOf(const Snapshot& version);
 
 // The bytes [offset, offset + length_bytes) of a track's `blocks`, in order, as pieces that need no
-// copy on the CPU device. `cast`: of blocks of float32s all through, each cast to float16 or
-// bfloat16 by the device. REQUIRES: the range is inside track.layout().total_bytes(), and cuts no
+// copy on the CPU device. `cast`: the device casts the elements to float16 or bfloat16; the blocks
+// must hold only float32s. REQUIRES: the range is inside track.layout().total_bytes(), and cuts no
 // element that is cast. INTERNAL, DEVICE: the device has failed.
 absl::StatusOr<std::vector<HostPiece>> ReadBlocks(Device& device, const Track& track,
                                                   const Blocks& blocks, int64_t offset,
                                                   int64_t length_bytes,
                                                   std::optional<Dtype> cast = std::nullopt);
 
-// The same of a track at one version, wherever its bytes are. Of a stored one: blocks on the disk,
-// and the errors of StoredTrack::Read().
+// The same bytes of `track`, from its blocks or from the disk. If they are on the disk, waits for
+// it, and fails like StoredTrack::Read().
 absl::StatusOr<std::vector<HostPiece>> ReadTrack(Device& device, const TrackSnapshot& track,
                                                  int64_t offset, int64_t length_bytes);
 
@@ -109,9 +109,9 @@ class BlocksWriter {
   // RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<std::unique_ptr<BlocksWriter>> Create(Device& device, const Track& track);
 
-  // The very memory of the bytes [offset, offset + length_bytes), to be filled before the Write()
-  // of them, which then copies nothing. Empty: it is not the host's, or of more than one block.
-  // REQUIRES: as Write().
+  // The memory of the bytes [offset, offset + length_bytes) itself: if it is filled before their
+  // Write(), that copies nothing. Empty: it is device memory, or in more than one block. REQUIRES:
+  // as Write().
   std::span<std::byte> InPlace(int64_t offset, int64_t length_bytes) const;
 
   // REQUIRES: inside track.layout().total_bytes().
@@ -139,7 +139,7 @@ class BlocksWriter {
   const std::vector<std::shared_ptr<Block>> blocks_;
   absl::Mutex mu_;  // Held across calls of the device.
   const std::unique_ptr<DeviceStream> stream_ ABSL_PT_GUARDED_BY(mu_);
-  // In the order of the writes; neighbours are one.
+  // In the order of the writes; adjacent ranges are merged.
   std::vector<Range> written_ ABSL_GUARDED_BY(mu_);
 };
 

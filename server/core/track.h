@@ -30,26 +30,27 @@ namespace ema {
 // blocks, after the memory for the track's bytes has been reserved.
 class Track {
  public:
-  // What the tables take for each tensor of the manifest.
+  // Bytes of the tables for each tensor of the manifest.
   static constexpr int64_t kBytesPerTensor =
       sizeof(TensorAction) + sizeof(int) + sizeof(StorageLayout::Entry) + sizeof(int32_t);
 
   // Matches the rules' patterns with all tensors, which may take long: not for a caller that holds
-  // a lock. `table_memory` holds what the tables take; null: nothing is reserved for them.
-  // REQUIRES: ValidateTrack() is OK.
+  // a lock. `table_memory`: the reservation for the tables; null: none. REQUIRES: ValidateTrack()
+  // is OK.
   Track(TrackConfig config, const Manifest& manifest,
         std::shared_ptr<const MemoryBudget::Reservation> table_memory = nullptr)
       : config_(std::move(config)),
         config_text_(TrackText(config_)),
         tables_(std::make_shared<const Tables>(config_, manifest, std::move(table_memory))) {}
 
-  // The same track with other schedules, or paused. REQUIRES: HasFormOf() one of that config.
+  // The same track with other schedules, or paused. REQUIRES: `before` HasFormOf() a track of
+  // `config`.
   Track(const Track& before, TrackConfig config) : Track(before) {
     config_ = std::move(config);
     config_text_ = TrackText(config_);
   }
 
-  // `id`: of no other track that the model ever had. `reservation` holds the memory of all its
+  // `id`: never used for another track of the model. `reservation` holds the memory of all its
   // versions. REQUIRES: called once, before the track is shared; block_bytes is a positive multiple
   // of 4 KiB.
   void AddToModel(int64_t id, std::shared_ptr<const MemoryBudget::Reservation> reservation,
@@ -58,54 +59,55 @@ class Track {
     reservation_ = std::move(reservation);
     CutIntoBlocks(block_bytes);
   }
-  // The part of AddToModel() that a track needs whose bytes exist already, as on a disk.
+  // The part of AddToModel() for a track whose bytes exist already, as on a disk.
   void CutIntoBlocks(int64_t block_bytes) {
     blocks_ = std::make_shared<const BlockTable>(layout(), block_bytes);
   }
 
-  // Its bytes mean the same in the other. REQUIRES: both are of the same manifest.
+  // True: bytes of one track are valid as bytes of the other. REQUIRES: both are of the same
+  // manifest.
   bool HasFormOf(const Track& other) const {
     return actions() == other.actions() &&
            tables_->schedule_indices == other.tables_->schedule_indices &&
            SchedulesOf(config_).size() == SchedulesOf(other.config_).size() &&
            config_.compensated == other.config_.compensated;
   }
-  // The same of one that is stored, in whatever blocks.
+  // The same for the config of a stored track, however that is cut into blocks.
   bool HasFormOf(const TrackConfig& stored, const Manifest& manifest) const {
     return HasFormOf(Track(stored, manifest));
   }
 
-  // -1: no model's.
+  // -1: not added to a model.
   int64_t id() const { return id_; }
   const TrackConfig& config() const { return config_; }
   const std::string& name() const { return config_.name; }
-  // As Version shows it.
+  // As shown in version records.
   const std::string& config_text() const { return config_text_; }
   TensorAction action(int64_t tensor_index) const { return tables_->actions[tensor_index]; }
   const std::vector<TensorAction>& actions() const { return tables_->actions; }
-  // By which of SchedulesOf(config()) a tensor goes.
+  // Index in SchedulesOf(config()) of the tensor's schedule.
   int schedule_index(int64_t tensor_index) const { return tables_->schedule_indices[tensor_index]; }
   const StorageLayout& layout() const { return tables_->layout; }
-  // The end of the run of tensors from this one whose bytes are neighbours and with which a push
-  // does the same.
+  // The end of the run of tensors, from this one on, that are adjacent in the track's bytes and
+  // that a push treats alike.
   int64_t neighbours_end(int64_t tensor_index) const {
     return tables_->neighbours_ends[tensor_index];
   }
-  // What `version_count` versions take at most; INT64_MAX: more than that.
+  // Memory of `version_count` versions at most; INT64_MAX if it overflows.
   int64_t MemoryBytes(int64_t version_count) const {
     int64_t bytes = 0;
     const int64_t copies = (config_.compensated ? 2 : 1) * version_count;
     return __builtin_mul_overflow(layout().total_bytes(), copies, &bytes) ? INT64_MAX : bytes;
   }
-  // REQUIRES: it is a model's.
+  // REQUIRES: added to a model.
   int64_t reserved_bytes() const { return reservation_->bytes(); }
 
-  // REQUIRES, as for what follows: it has been cut into blocks.
+  // This and the functions below REQUIRE that the track has been cut into blocks.
   int64_t block_count() const { return static_cast<int64_t>(blocks_->starts.size()) - 1; }
   // In the track's bytes; `i` == block_count() gives their end.
   int64_t block_start(int64_t i) const { return blocks_->starts[i]; }
   int64_t block_size(int64_t i) const { return blocks_->starts[i + 1] - blocks_->starts[i]; }
-  // Every element of it, and between them, is a float32.
+  // True: the block holds nothing but float32s, gaps between tensors included.
   bool has_only_float32(int64_t i) const { return blocks_->has_only_float32[i]; }
   // The block that holds `byte` of the track's bytes. REQUIRES: there is one.
   int64_t FindBlock(int64_t byte) const { return blocks_->Find(byte); }

@@ -32,8 +32,8 @@
 
 namespace ema {
 
-// One track for each config, for TrackTable::Admit(). RESOURCE_EXHAUSTED, MEMORY_BUDGET: `memory`
-// has no room for their tables; those of a manifest with few tensors are not counted (see
+// Makes a track for each config, for TrackTable::Admit(). RESOURCE_EXHAUSTED, MEMORY_BUDGET:
+// `memory` has no room for their tables; those of a manifest with few tensors are not counted (see
 // Model::kUncountedBytes).
 absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
     const std::vector<TrackConfig>& configs, const Manifest& manifest, MemoryBudget& memory);
@@ -41,8 +41,8 @@ absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
 // Invariant: each track and each synthesized average has a name and an id of its own, and the
 // memory of all its versions is reserved. A model has 1 to kMaxTracks tracks.
 //
-// Thread-safe. The model changes the tracks under its own lock, so that what is read under that
-// belongs together; its lock, this one's and the history's are taken in that order.
+// Thread-safe. The model changes the tracks under its own lock, so reads under the model's lock are
+// consistent. Lock order: the model's, this one's, the history's.
 class TrackTable {
  public:
   static constexpr size_t kMaxSynthesized = 4;
@@ -65,7 +65,7 @@ class TrackTable {
 
   struct State {  // At one moment.
     std::vector<TrackRef> tracks;
-    std::vector<TrackRef> pending_tracks;  // After the next commit; empty: as now.
+    std::vector<TrackRef> pending_tracks;  // After the next commit; empty: no change.
     int64_t plan_revision = 0;
     int64_t revision = 0;        // Grows with each change of the tracks after the next commit.
     int64_t reserved_bytes = 0;  // Of all tracks, pending and synthesized ones too.
@@ -74,8 +74,8 @@ class TrackTable {
   std::vector<TrackRef> after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
   bool AreAllPaused() const ABSL_LOCKS_EXCLUDED(mu_);
-  // NOT_FOUND, TRACK_NOT_FOUND, listing the tracks: neither the model nor its newest version has
-  // it.
+  // NOT_FOUND, TRACK_NOT_FOUND: neither the model nor its newest version has the track; the message
+  // lists the tracks.
   absl::Status CheckTrack(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
   // A track of a version. Errors as CheckTrack(). FAILED_PRECONDITION, NO_VERSION: it has no value
   // in that version.
@@ -96,32 +96,32 @@ class TrackTable {
 
   // --- Changes, by the model under its lock ---
 
-  // Puts the first tracks in. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
+  // Adds the model's first tracks. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION,
+  // NO_DATA_DIR.
   absl::Status Admit(absl::Span<const std::shared_ptr<Track>> tracks) ABSL_LOCKS_EXCLUDED(mu_);
   // References to be dropped without a lock: they may free much.
   using Replaced = std::vector<std::shared_ptr<const void>>;
-  // Changes the pending tracks, all or nothing; `put` is made of `changes.put`. Errors as
+  // Changes the pending tracks, all or nothing; `put` was made from `changes.put`. Errors as
   // Model::UpdateTracks().
   absl::StatusOr<Replaced> Change(const TrackChanges& changes,
                                   absl::Span<const std::shared_ptr<Track>> put,
                                   const Snapshot* newest) ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes the pending tracks the present ones.
+  // Makes the pending tracks the current ones.
   [[nodiscard]] Replaced ApplyPending() ABSL_LOCKS_EXCLUDED(mu_);
-  // Warnings about schedules in the record of a commit, once for each.
+  // Warnings about schedules in the record of a commit, each once.
   std::vector<LogEvent> NewWarnings(const Version& record) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Synthesized averages ---
 
-  // What AddSynthesized() needs of a track: one version's memory is reserved. REQUIRES:
+  // Makes a track for AddSynthesized(), with the memory of one version reserved. REQUIRES:
   // ValidateTrack() is OK. ALREADY_EXISTS, MODEL_DIFFERS: the model has a track of that name.
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET. Or the model is closed.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET. Or the status given to Model::Close().
   absl::StatusOr<TrackRef> MakeSynthesizedTrack(const TrackConfig& config) ABSL_LOCKS_EXCLUDED(mu_);
-  // Keeps an average that does not come from pushes, under its one track's name, in memory only. It
-  // replaces one of that name, and the oldest of more than kMaxSynthesized, and goes when the model
-  // gets a track of that name. Errors as MakeSynthesizedTrack().
+  // Keeps an average that was not pushed, in memory only, under the name of its one track. Replaces
+  // the average of that name, else the oldest of kMaxSynthesized. Change() drops it if it puts or
+  // removes that name. Errors as MakeSynthesizedTrack().
   absl::Status AddSynthesized(SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
-  // Null: there is none of that name. The result keeps the model alive; no version counts as pinned
-  // by it.
+  // Null: there is none of that name. The result keeps the model alive, and pins no version.
   SnapshotRef FindSynthesized(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
   void DropSynthesized() ABSL_LOCKS_EXCLUDED(mu_);
 

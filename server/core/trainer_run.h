@@ -22,19 +22,19 @@ namespace ema {
 // thread-safe: its model locks it. Once ready() it does not change any more.
 class TrainerRun {
  public:
-  // Layouts may take so many bytes that no budget counts.
+  // Layouts up to this size together are not counted by any budget.
   static constexpr int64_t kFreeBytes = int64_t{1} << 20;
 
-  // `manifest` outlives the run. `memory` counts what its layouts take beyond kFreeBytes; null:
-  // nobody does. INVALID_ARGUMENT: launch_id or world_size out of range.
+  // `manifest` outlives the run. `memory` counts the layouts' bytes beyond kFreeBytes; null: they
+  // are not counted. INVALID_ARGUMENT: launch_id or world_size out of range.
   static absl::StatusOr<std::unique_ptr<TrainerRun>> Create(
       const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
       std::shared_ptr<MemoryBudget> memory = nullptr);
 
   // Joins a rank. The same layout again is OK. INVALID_ARGUMENT: rank or world_size does not fit,
-  // another layout than this rank joined with, another wire dtype than others', LAYOUT_OVERLAP with
-  // another rank, or LAYOUT_HOLE when this is the last one. RESOURCE_EXHAUSTED, MEMORY_BUDGET.
-  // Nothing changes then.
+  // another layout than this rank joined with, another wire dtype than the other ranks',
+  // LAYOUT_OVERLAP with another rank, or LAYOUT_HOLE when this is the last one. RESOURCE_EXHAUSTED,
+  // MEMORY_BUDGET. On an error nothing changes.
   absl::Status Join(int64_t rank, int64_t world_size, RankLayout layout);
 
   const std::string& launch_id() const { return launch_id_; }
@@ -60,13 +60,13 @@ class TrainerRun {
   const std::shared_ptr<MemoryBudget> memory_;
   std::optional<LayoutCoverage> coverage_;                            // Until ready.
   std::vector<std::shared_ptr<const RankLayout>> layouts_;            // By rank.
-  int64_t layout_bytes_ = 0;                                          // That they take.
-  std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // Of these.
+  int64_t layout_bytes_ = 0;                                          // Memory of layouts_.
+  std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // For layouts_.
   std::vector<bool> frozen_;  // By tensor, once ready; empty: none.
   uint32_t frozen_set_digest_ = 0;
   int64_t joined_count_ = 0;
-  int64_t first_joined_ = 0;   // In time, if any has.
-  int64_t first_missing_ = 0;  // By number. With many ranks, to look for it takes long.
+  int64_t first_joined_ = 0;   // The first rank that joined, if any has.
+  int64_t first_missing_ = 0;  // The lowest missing rank; kept, as a search of many ranks is slow.
 };
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The versions of a model in memory, who pins them, and the records of those that were.
+// The versions of a model in memory, their pins, and the records of past versions.
 #ifndef EMA_SERVER_CORE_VERSION_HISTORY_H_
 #define EMA_SERVER_CORE_VERSION_HISTORY_H_
 
@@ -51,36 +51,36 @@ class VersionHistory {
 
   // Keeps a version alive for a reader until the result is dropped: O(1), no copy. `version` 0: the
   // newest; `incarnation` 0: any. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
-  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS: readers hold max_pinned_versions others.
-  // Or what Close() was given.
+  // VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS: readers hold max_pinned_versions others. Or
+  // the status given to Close().
   absl::StatusOr<SnapshotRef> Pin(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
   // As Pin(), for a caller who may hold the version for long: fails unless one more pin remains
   // available after this one. REQUIRES: `version` is not 0.
   absl::StatusOr<SnapshotRef> PinSpare(int64_t version, int64_t incarnation)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // As Pin(), for a save to the data directory: one version that is being saved has room beside
-  // those of the readers.
+  // Like Pin(), for a save to the data directory: one version that is being saved may be pinned in
+  // addition to those of readers.
   absl::StatusOr<SnapshotRef> PinForSave(int64_t version, int64_t incarnation = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Pins the version that a rollback has just published, as PinForSave() (without a data directory
-  // as Pin()), but whatever is pinned already.
+  // Pins the version that a rollback has just published, even beyond the limits: like PinForSave(),
+  // or without a data directory like Pin().
   SnapshotRef PinRestored(const SnapshotRef& restored) ABSL_LOCKS_EXCLUDED(mu_);
   bool IsPinned(const Snapshot& version) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A reader has got TOO_MANY_PINS.
+  // Records that a reader got TOO_MANY_PINS.
   void NotePinShortage() { has_pin_shortage_.store(true, std::memory_order_relaxed); }
-  // The oldest version that readers pin, if a shortage was noted since the last call of this, and
-  // there is still no place.
+  // The oldest version that readers pin, if a shortage has been noted since the last call and still
+  // lasts.
   std::optional<VersionId> TakePinShortage() ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Queries ---
 
-  // OK, or what Close() was given.
+  // OK, or the status given to Close().
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
   // The newest version without a pin; null: there is none. REQUIRES: no commit can happen while the
-  // result is held, which would reuse its memory: the caller holds the model's
-  // lock, or has drained the model.
+  // result is held, as it might reuse the version's memory: the caller holds the model's lock, or
+  // has drained the model.
   SnapshotRef newest() const ABSL_LOCKS_EXCLUDED(mu_);
   // The record of the newest version, with its statistics.
   std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -88,7 +88,7 @@ class VersionHistory {
   bool NewestHasTrack(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
   // The newest version of `step` that can be pinned, among those on the branch that the model is on
   // (see BranchWalk); nullopt: none is in memory. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE,
-  // VERSION_NOT_YET. Or what Close() was given.
+  // VERSION_NOT_YET. Or the status given to Close().
   absl::StatusOr<std::optional<VersionId>> FindStep(int64_t step) const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct RecordEntry {
@@ -111,14 +111,14 @@ class VersionHistory {
 
   // UNAVAILABLE, SESSION_BUSY: so many versions are pinned that another one has no memory.
   absl::Status CheckRoomForNext() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes `next` the newest version, and completes its record. Returns the version that is not kept
-  // any more, which may be null, for Free().
+  // Makes `next` the newest version, and completes its record. Returns the evicted version, which
+  // may be null, for Free().
   [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next) ABSL_LOCKS_EXCLUDED(mu_);
-  // Frees what Publish() has returned. To be called without a lock that readers take.
+  // Frees the result of Publish(). To be called without a lock that readers take.
   void Free(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until what was evicted has been freed: the next version is built in its memory.
+  // Waits until the evicted version has been freed: the next version is built in its memory.
   void AwaitFreed() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Puts a version from a checkpoint in place. The incarnation continues above the record's.
+  // Makes a version from a checkpoint the newest one. The incarnation continues above the record's.
   // REQUIRES: there is no version.
   void Restore(SnapshotRef snapshot) ABSL_LOCKS_EXCLUDED(mu_);
   // Readers get `status` from here on. Versions that are pinned stay until they are released.
@@ -131,7 +131,7 @@ class VersionHistory {
     int64_t save_count = 0;
   };
 
-  // One version that is being saved, besides those of readers.
+  // The versions that readers may pin, and one that is being saved.
   int64_t max_older_count() const {
     return options_.max_pinned_versions + (options_.has_data_dir ? 1 : 0);
   }
@@ -144,9 +144,9 @@ class VersionHistory {
   absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, const SnapshotRef& snapshot)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t ReaderPinCountLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Whether there is memory for a version that is pinned besides the others, or it is one of them.
+  // Whether `version` is pinned already, or there is memory to pin one more.
   bool CanPinLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Pins it while the result is held, or a copy of it; `count` says for whom.
+  // Pins a version until the last copy of the result is dropped; `count`: for a reader or a save.
   SnapshotRef PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Unpin(const Snapshot* snapshot, int64_t Pins::*count) ABSL_LOCKS_EXCLUDED(mu_);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The records of a model's commits that are remembered.
+// The remembered records of a model's latest commits.
 #ifndef EMA_SERVER_CORE_VERSION_RECORDS_H_
 #define EMA_SERVER_CORE_VERSION_RECORDS_H_
 
@@ -14,7 +14,8 @@
 namespace ema {
 
 // Invariant: the records are the latest ones without a gap, at most kMaxCount of them and at most
-// kMaxBytes, statistics included; the newest is always remembered. Not thread-safe.
+// kMaxBytes, statistics included; the newest is always remembered, whatever its size. Not
+// thread-safe.
 class VersionRecords {
  public:
   static constexpr int64_t kMaxCount = 4096;
@@ -28,11 +29,11 @@ class VersionRecords {
     const size_t i = IndexOf(id);
     return i < records_.size() ? &records_[i] : nullptr;
   }
-  // Keeps statistics with the record of their version, unless that is forgotten or has them.
+  // Adds statistics to the record of their version, unless that is forgotten or has them.
   void AddStatistics(const VersionId& id, const TrackStatistics& statistics);
 
  private:
-  // records_.size(): it is not remembered.
+  // records_.size(): not remembered.
   size_t IndexOf(const VersionId& id) const;
 
   std::deque<Version> records_;

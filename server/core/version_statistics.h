@@ -18,17 +18,17 @@
 
 namespace ema {
 
-// The record of a version (all zero: the newest), with the statistics of these of its tracks, in
-// that order; none given: of all that average a tensor. The device computes them from the values in
-// memory, then the record has them for as long as it is remembered. Pins the version meanwhile, and
-// blocks for as long as it takes to read it. Errors as VersionHistory::Pin() and
-// TrackTable::FindIn(). INVALID_ARGUMENT, BAD_REQUEST: a track averages nothing. RESOURCE_EXHAUSTED
-// or INTERNAL: as Device::SumSquares().
+// Returns the record of a version (all zero: the newest) with the statistics of `tracks`, in that
+// order; empty: of all tracks that average a tensor. The device computes missing statistics from
+// the values in memory, and the record keeps them while it is remembered. Pins the version, and
+// blocks until it has been read. Errors as VersionHistory::Pin() and TrackTable::FindIn().
+// INVALID_ARGUMENT, BAD_REQUEST: a track averages nothing. RESOURCE_EXHAUSTED or INTERNAL: as
+// Device::SumSquares().
 absl::StatusOr<Version> ComputeStatistics(Model& model, const VersionId& id,
                                           absl::Span<const std::string> tracks);
 
-// The statistics that the remembered records have, oldest first; of many, about `limit` at even
-// distances.
+// The statistics in the remembered records, oldest first; if there are more than `limit`, `limit`
+// of them at even distances.
 std::vector<StatisticsPoint> StatisticsHistory(const VersionHistory& history, size_t limit);
 
 }  // namespace ema

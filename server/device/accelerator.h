@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The few operations that a device with memory and queues of its own is made of. The device itself
-// (accelerator_device.h) is all in terms of these: CUDA implements them, and in the tests one on
-// the CPU that delays, reorders and fails.
+// The few operations from which accelerator_device.h builds a device with memory and queues of its
+// own. CUDA implements them; so does, for tests, a CPU implementation that delays, reorders and
+// fails.
 #ifndef EMA_SERVER_DEVICE_ACCELERATOR_H_
 #define EMA_SERVER_DEVICE_ACCELERATOR_H_
 
@@ -20,13 +20,12 @@
 
 namespace ema {
 
-// Thread-safe. Errors are INTERNAL, DEVICE, unless said otherwise. CUDA reports what has gone wrong
-// in earlier work at any later call.
+// Thread-safe. Errors are INTERNAL, DEVICE, unless said otherwise. CUDA may report a failure of
+// earlier work at any later call.
 class Accelerator {
  public:
-  // Work that is done in its order, while whoever queued it goes on. Work of different queues is
-  // done in any order. Host memory is pinned, and untouched until the work is done. Not
-  // thread-safe.
+  // Asynchronous work, done in the order in which it was queued. Queues are not ordered with each
+  // other. Host memory must be pinned, and stay untouched until the work is done. Not thread-safe.
   class Queue {
    public:
     // Waits until all work is done, or has failed.
@@ -34,8 +33,8 @@ class Accelerator {
 
     virtual absl::Status CopyToDevice(std::byte* device, const std::byte* host,
                                       int64_t size_bytes) = 0;
-    // The same beside what has been queued before, in any order with that; what is queued from now
-    // on comes after it.
+    // CopyToDevice() without waiting for work that was queued before; work that is queued later
+    // waits for it.
     virtual absl::Status CopyAhead(std::byte* device, const std::byte* host,
                                    int64_t size_bytes) = 0;
     virtual absl::Status CopyToHost(std::byte* host, const std::byte* device,
@@ -46,8 +45,8 @@ class Accelerator {
     virtual absl::Status Sum(const SumTable& table) = 0;
     virtual absl::Status Cast(const CastRun& run) = 0;
 
-    // Marks `slot`, of kSlots, as done when all that has been queued so far is. Replaces its mark
-    // of before.
+    // Marks `slot`, below kSlots, as done when all work queued so far is done. Replaces the slot's
+    // earlier mark.
     virtual absl::Status Mark(int slot) = 0;
     // Waits until the work before the slot's mark is done; returns at once if there was no mark.
     virtual absl::Status Wait(int slot) = 0;
@@ -58,16 +57,16 @@ class Accelerator {
 
   // "cuda:0".
   virtual std::string name() const = 0;
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no memory for one.
+  // Makes a queue. RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no memory for one.
   virtual absl::StatusOr<std::unique_ptr<Queue>> NewQueue() = 0;
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none.
+  // Allocates device memory. RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none.
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocateDevice(int64_t size_bytes) = 0;
-  // Pinned host memory, which kernels write at the same address. Likewise.
+  // Allocates pinned host memory, which kernels write at the same address. Errors as
+  // AllocateDevice().
   virtual absl::StatusOr<std::unique_ptr<BlockPool::Memory>> AllocatePinned(int64_t size_bytes) = 0;
-  // Gives memory that was freed, and kept for whoever asks next, back to the system. May wait for
-  // all work.
+  // Returns freed memory that is kept for reuse to the system. May wait for all work.
   virtual void Trim() = 0;
-  // Of the device, in bytes.
+  // Memory of the device, in bytes.
   virtual int64_t total_memory_bytes() const = 0;
 };
 

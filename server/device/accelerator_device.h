@@ -18,19 +18,19 @@
 namespace ema {
 
 struct AcceleratorOptions {
-  // Freed blocks of device memory that are kept for reuse.
+  // Freed device blocks that are kept for reuse, in bytes.
   int64_t kept_free_bytes = 0;
-  // Of one slab: larger ones cost fewer copies and launches, smaller ones overlap sooner, and those
-  // of all busy streams stay in the processor's cache, from which the link reads them.
+  // Bytes of one slab. Larger slabs cost fewer copies and launches; smaller ones overlap sooner,
+  // and those of all busy streams fit in the processor's cache, from which the link reads them.
   int64_t slab_bytes = int64_t{8} << 20;
-  // Pinned memory kept for the next readers: copies of blocks that nobody reads, the oldest of
-  // which go first, and memory of copies that have gone; a sixteenth of it also while readers hold
-  // as much.
+  // Pinned memory kept for later readers: copies of blocks that are not being read, of which the
+  // oldest are dropped first, and memory of dropped copies. A sixteenth of it is kept even while
+  // readers hold this much.
   int64_t kept_host_bytes = int64_t{1} << 30;
 };
 
-// The first error of the accelerator, other than a lack of memory, breaks the device: it is what
-// every call gives from then on, but for HostView() of what has been copied before.
+// The first error of the accelerator, other than a lack of memory, breaks the device: every later
+// call returns it, except HostView() of blocks that have been copied before.
 std::unique_ptr<Device> MakeAcceleratorDevice(std::shared_ptr<Accelerator> accelerator,
                                               const AcceleratorOptions& options);
 

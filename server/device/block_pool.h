@@ -14,11 +14,11 @@
 
 namespace ema {
 
-// Hands out blocks; takes them back when their last reference goes, and keeps some of them, by
-// exact size. Thread-safe. A block may outlive the pool; its memory is then freed for good.
+// Allocates blocks, takes their memory back when the last reference is dropped, and keeps some of
+// it, by exact size. Thread-safe. A block may outlive the pool; its memory is then freed.
 class BlockPool {
  public:
-  // Owns memory of one block; frees it when destroyed.
+  // Owns the memory of one block; frees it when destroyed.
   class Memory {
    public:
     virtual ~Memory() = default;
@@ -26,30 +26,30 @@ class BlockPool {
   };
   using Allocator = std::function<absl::StatusOr<std::unique_ptr<Memory>>(int64_t size_bytes)>;
 
-  // Keeps up to `kept_free_bytes` of blocks that came back, and fewer where they and the blocks
-  // that are out would be more than `kept_total_bytes`; but LeastKept() of that always, or each
-  // block that is taken and given back then would cost an allocation.
+  // Keeps up to `kept_free_bytes` of freed blocks, and fewer if they and the used blocks would
+  // exceed `kept_total_bytes`; but LeastKept() of that may always be kept, as otherwise every block
+  // used then would cost an allocation.
   BlockPool(Allocator allocator, int64_t kept_free_bytes,
             int64_t kept_total_bytes = std::numeric_limits<int64_t>::max());
 
   static constexpr int64_t LeastKept(int64_t kept_total_bytes) { return kept_total_bytes / 16; }
 
-  // A kept block of this size, or new memory. When the allocator has none, frees what is kept and
-  // asks once more. RESOURCE_EXHAUSTED: from the allocator.
+  // Returns a kept block of this size, or new memory. If the allocator fails, frees the kept blocks
+  // and tries once more. RESOURCE_EXHAUSTED: from the allocator.
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes);
 
-  // True: a block of this size is kept free now.
+  // Whether a free block of this size is kept.
   bool HasFree(int64_t size_bytes) const;
-  // Bytes kept free now.
+  // Bytes of the kept free blocks.
   int64_t free_bytes() const;
-  // Bytes of the blocks that are out.
+  // Bytes of the blocks in use.
   int64_t used_bytes() const;
-  // Frees what was kept longest, until that and the blocks that are out are `most_bytes` at most.
+  // Frees kept blocks, oldest first, until they and the used blocks take at most `most_bytes`.
   void Trim(int64_t most_bytes);
 
  private:
   class PooledBlock;
-  struct State;  // Shared with the blocks that are out.
+  struct State;  // Shared with the blocks in use.
   std::shared_ptr<State> state_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the layers above know of memory and arithmetic: blocks and streams. Two implementations,
-// CPU and accelerators (CUDA); both give the same bits. Knows no models and no RPCs.
+// The interface to memory and arithmetic: blocks and streams. Two implementations, CPU and
+// accelerators (CUDA), give the same bits. Knows no models and no RPCs.
 #ifndef EMA_SERVER_DEVICE_DEVICE_H_
 #define EMA_SERVER_DEVICE_DEVICE_H_
 
@@ -28,7 +28,7 @@ namespace ema {
 class Block {
  public:
   virtual ~Block() = default;
-  // On the CPU device a host address; on a GPU a device address, of no use to the host.
+  // On the CPU device a host address; on a GPU a device address, which the host cannot use.
   std::byte* data() const { return data_; }
   int64_t size_bytes() const { return size_bytes_; }
 
@@ -41,7 +41,7 @@ class Block {
 };
 using BlockRef = std::shared_ptr<const Block>;
 
-// A value that is NaN or infinity, by the names of FoldOp.
+// A value that is NaN or infinity, identified as in FoldOp.
 struct NonFiniteElement {
   int64_t source_id = 0;
   int64_t element = 0;
@@ -49,30 +49,29 @@ struct NonFiniteElement {
   bool operator==(const NonFiniteElement&) const = default;
 };
 
-// INTERNAL, BUG: the elements of `op` are no floats, and a target does not only copy them. OK: `op`
-// can be folded. `device` is named in the message.
+// INTERNAL, BUG: the elements of `op` are not floats, but a target does more than copy them. OK:
+// `op` can be folded. `device` is named in the message.
 absl::Status CheckFold(const FoldOp& op, std::string_view device);
 
-// A queue of work on the device. Each stream of a push has one; so has whoever fills or copies
-// blocks otherwise: a session that allocates or restores tensors, a load, a synthesis. Not
+// A queue of work on the device. Each stream of a push has one, and so has any other code that
+// fills or copies blocks: a session that allocates or restores tensors, a load, a synthesis. Not
 // thread-safe; many queues may be used at once on ranges that do not overlap.
 //
 // On a GPU the work is asynchronous. It is done in the order of the calls, with one exception:
-// Fold() and CopyFromHost() calls that follow each other are done together, in any order. So none
-// of these may read or write what another of them writes, unless Synchronize() was called between
-// the two.
+// consecutive Fold() and CopyFromHost() calls are done together, in any order. So none of these may
+// read or write what another of them writes, unless Synchronize() was called between the two.
 class DeviceStream {
  public:
   virtual ~DeviceStream() = default;
 
   // Folds `op`. When it returns, the source has been read (or copied to pinned memory) and may be
   // freed; the targets are complete after Synchronize(). NaN and infinity are folded like any
-  // value, and reported: gives the index in `op` of the first element whose float value is not
-  // finite, if that is known already. A device that learns it later reports it from Synchronize().
-  // The double of a float64 source is checked before it is rounded to float32, and after.
-  // INTERNAL, DEVICE: the device has failed; the targets hold anything. RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET: there is no memory to begin with; only of a stream's first fold or copy from
-  // the host, of which nothing is done.
+  // value, and reported: returns the index in `op` of the first element whose float value is not
+  // finite, if that is known already. A device that finds it later reports it from Synchronize().
+  // The double of a float64 source is checked before it is rounded to float32, and after. INTERNAL,
+  // DEVICE: the device has failed; the targets hold anything. RESOURCE_EXHAUSTED, MEMORY_BUDGET:
+  // only from a stream's first fold or copy from the host: there is no memory for it, and nothing
+  // has been folded.
   virtual absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) = 0;
 
   // Sets `size_bytes` bytes of device memory to zero.
@@ -85,8 +84,8 @@ class DeviceStream {
   virtual absl::Status CopyFromHost(std::byte* device, const std::byte* host,
                                     int64_t size_bytes) = 0;
 
-  // Waits until everything queued so far is done. Gives, by `source_id`, the first of each source's
-  // elements that were folded since the last call, are not finite, and that Fold() did not tell of.
+  // Waits until everything queued so far is done. Returns, for each `source_id`, the first element
+  // that has been folded since the last call, is not finite, and was not reported by Fold().
   // INTERNAL, DEVICE: as Fold().
   virtual absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() = 0;
 };
@@ -99,59 +98,60 @@ class Device {
   // "cpu", "cuda:0".
   virtual std::string name() const = 0;
 
-  // Memory of any content. RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none; nothing else has
-  // changed.
+  // Allocates memory with undefined content. RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is none;
+  // nothing else has changed.
   virtual absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) = 0;
 
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no memory for one.
   virtual absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() = 0;
 
-  // Blocks are host memory, so that who may write one can do it without a stream.
+  // True: blocks are host memory, so a block that may be written can be written without a stream.
   virtual bool is_host() const = 0;
 
   // Host memory with a block's bytes, valid while the result is held. On the CPU device that is the
-  // block itself; on a GPU a pinned copy, made once for all who ask. `cast`: of a block of float32s
-  // all through, each cast to that; from a GPU, half the bytes are moved. Blocks the caller.
-  // REQUIRES: the block is published (no writer); `cast` is float16 or bfloat16, if anything.
+  // block itself, or a new copy if it is cast; on a GPU a pinned copy, made once for all callers.
+  // `cast`: the block must hold only float32s, each of which is cast to that; from a GPU, half the
+  // bytes are moved. Blocks the caller. REQUIRES: the block is published (no writer); `cast` is
+  // float16 or bfloat16, if anything.
   virtual absl::StatusOr<std::shared_ptr<const std::byte>> HostView(const BlockRef& block,
                                                                     std::optional<Dtype> cast) = 0;
-  // False: HostView() waits for a copy. True may have become false when it is called.
+  // False: HostView() would wait for a copy. True may be outdated when HostView() is called.
   virtual bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) = 0;
 
-  // Of all elements of `runs` together, in float64: the same runs give the same bits. NaN and
-  // infinity are summed like any value. Blocks the caller. REQUIRES: nobody writes what is read.
-  // INTERNAL, DEVICE. RESOURCE_EXHAUSTED, MEMORY_BUDGET: no memory for a stream.
+  // Sums of squares over all elements of `runs`, in float64; the same runs give the same bits. NaN
+  // and infinity are summed like any value. Blocks the caller. REQUIRES: nobody writes these
+  // elements. INTERNAL, DEVICE. RESOURCE_EXHAUSTED, MEMORY_BUDGET: no memory for a stream.
   virtual absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) = 0;
 
   // All memory of the device that the server may use, in bytes: on the CPU the smaller of physical
   // memory and the control group's limit.
   virtual int64_t total_memory_bytes() const = 0;
-  // Memory that is taken now, in bytes.
+  // Memory in use now, in bytes.
   struct MemoryUse {
-    int64_t block_bytes = 0;      // Of all blocks that somebody holds.
+    int64_t block_bytes = 0;      // Of all blocks that are referenced.
     int64_t kept_bytes = 0;       // Of freed blocks, kept for reuse.
     int64_t host_copy_bytes = 0;  // Of copies for readers, pinned; none on the CPU device.
   };
   virtual MemoryUse memory_use() const = 0;
 
-  // Streams that move weights beside those of pushes: a restore's and a synthesis's, of which there
-  // is one each.
+  // Streams that move weights besides those of pushes: one of a restore, and one of a synthesis.
   static constexpr int kOtherStreams = 2;
-  // Memory that is taken beside blocks, in bytes; none on the CPU device.
+  // Memory besides blocks, in bytes; none on the CPU device.
   struct Overhead {
     int64_t bytes_per_stream = 0;       // Of the device.
-    int64_t shared_bytes = 0;           // Likewise, for kOtherStreams, all readers and sums.
-    int64_t host_bytes_per_stream = 0;  // Pinned, as all that follows.
-    // What two HostView() hold: of a chunk that is being made, and of the one that is being sent.
+    int64_t shared_bytes = 0;           // The same, for kOtherStreams, all readers and sums.
+    int64_t host_bytes_per_stream = 0;  // Pinned, like the next two.
+    // For the results of two HostView() calls: of a chunk that is being made, and of one that is
+    // being sent.
     int64_t host_bytes_per_reader = 0;
-    int64_t shared_host_bytes = 0;  // As shared_bytes, and what is kept for the next readers.
+    int64_t shared_host_bytes = 0;  // For shared_bytes' users, and kept for later readers.
   };
-  // `block_bytes`: the largest block that readers ask for.
+  // `block_bytes`: the largest block that readers read.
   virtual Overhead overhead(int64_t block_bytes) const = 0;
 
-  // Gives memory that is kept for reuse back to the system, until all blocks, kept ones among them,
-  // take `most_bytes` at most; with 0 that of streams, too; and that of readers once no block is
-  // left that they have read. Copies of blocks that are there stay.
+  // Returns memory that is kept for reuse to the system, until all blocks, kept ones included, take
+  // at most `most_bytes`; with 0 also that of idle streams; and that of readers once no block is
+  // left that they have read. Copies of existing blocks stay.
   virtual void Trim(int64_t most_bytes) = 0;
 
   // The first error that has broken the device for good; OK while it works.
@@ -169,10 +169,10 @@ std::unique_ptr<Device> MakeCpuDevice(int64_t kept_free_bytes);
 // work.
 absl::StatusOr<std::unique_ptr<Device>> MakeDevice(std::string_view name, int64_t kept_free_bytes);
 
-// What "auto" has to choose from, for the log: "2 GPUs", and why one is of no use, or why there is
-// none.
+// Describes the GPUs that "auto" chooses from, for the log: "2 GPUs", and why one cannot be used,
+// or why there is none.
 std::string DescribeGpus();
-// The CUDA toolkit that this was built with, such as "13.0"; "none" without.
+// The CUDA toolkit of this build, such as "13.0"; "none" without.
 std::string CudaVersion();
 
 }  // namespace ema

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Queues of an accelerator with the memory by which they are fed, the memory of blocks, and whether
-// the accelerator still works.
+// Pools what an accelerator's streams and readers share: queues, the slabs through which bytes
+// pass, and block memory. Also the accelerator's health.
 #ifndef EMA_SERVER_DEVICE_FEED_POOL_H_
 #define EMA_SERVER_DEVICE_FEED_POOL_H_
 
@@ -23,11 +23,11 @@
 
 namespace ema {
 
-// The first error breaks the device. Thread-safe.
+// Remembers the first error, which breaks the device for good. Thread-safe.
 class DeviceHealth {
  public:
-  // Passes `status` on; an error that is no lack of memory breaks the device, and what broke it
-  // first is returned.
+  // Returns `status`; but any error except a lack of memory breaks the device, and then returns the
+  // error that broke it first.
   absl::Status Check(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
     if (status.ok() || absl::IsResourceExhausted(status)) return status;
     absl::MutexLock lock(&mu_);
@@ -42,12 +42,12 @@ class DeviceHealth {
   }
 
  private:
-  std::atomic<bool> is_broken_ = false;  // So that who asks at each fold waits for nobody.
+  std::atomic<bool> is_broken_ = false;  // Lets the check at each fold skip the lock.
   mutable absl::Mutex mu_;
   absl::Status first_ ABSL_GUARDED_BY(mu_);
 };
 
-// By which bytes come from the host and go there: two slabs, each in pinned memory and on the
+// The slabs through which bytes pass between host and device: two, each in pinned memory and on the
 // device.
 struct Ring {
   using Memory = BlockPool::Memory;
@@ -59,20 +59,20 @@ struct Ring {
     FoldBatch batch;
   };
   std::vector<Slab> slabs;       // Queue::kSlots.
-  std::unique_ptr<Memory> host;  // Of all that.
+  std::unique_ptr<Memory> host;  // Of all slabs.
   std::unique_ptr<Memory> device;
 };
 
-// A queue, and its ring once it has moved or folded anything. Made seldom, and used again by stream
-// after stream: pinning memory takes milliseconds.
+// A queue, with a ring once it has moved or folded anything. Reused by stream after stream, since
+// pinning memory takes milliseconds.
 struct Feed {
   std::unique_ptr<Ring> ring;
-  std::unique_ptr<Accelerator::Queue> queue;  // Destroyed, and so waited for, first.
+  std::unique_ptr<Accelerator::Queue> queue;  // Destroyed first, which waits for its work.
 };
 
-// What blocks, streams and readers share with their device, which they may outlive. Thread-safe.
+// Shared by the blocks, streams and readers of a device, which may outlive it. Thread-safe.
 struct FeedPool {
-  // By which blocks go to the host and are summed: one copies while the other casts.
+  // Feeds that copy blocks to the host or sum them: one copies while the other casts.
   static constexpr int kReaderFeeds = 2;
 
   FeedPool(std::shared_ptr<Accelerator> the_accelerator, const AcceleratorOptions& the_options);
@@ -80,13 +80,13 @@ struct FeedPool {
   absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
   // REQUIRES: nothing is queued.
   void GiveBack(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
-  // The feed's ring. If it has none it gets an idle one, or else one that is made now, also of
-  // blocks' memory that is kept free.
+  // The feed's ring. If it has none, gives it an idle one, else makes one, freeing kept blocks if
+  // memory is short.
   absl::StatusOr<Ring*> RingOf(Feed& feed) ABSL_LOCKS_EXCLUDED(mu);
-  // Calls `work` with a feed, whose work it waits for. Waits until one of kReaderFeeds is free: few
-  // of them keep the link busy, and the memory formula counts them.
+  // Calls `work`, which waits for the work that it queues, with a feed. Waits until one of
+  // kReaderFeeds is free: few of them keep the link busy, and the memory formula counts them.
   absl::Status DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) ABSL_LOCKS_EXCLUDED(mu);
-  // Frees the rings that nobody has.
+  // Frees the idle rings.
   void FreeRings() ABSL_LOCKS_EXCLUDED(mu);
 
   const std::shared_ptr<Accelerator> accelerator;
@@ -95,7 +95,7 @@ struct FeedPool {
   BlockPool blocks;
 
   absl::Mutex mu;
-  // Apart: who only copies or clears needs no ring, and takes none away.
+  // Separate, as a user that only copies or clears needs no ring.
   std::vector<std::unique_ptr<Accelerator::Queue>> idle_queues ABSL_GUARDED_BY(mu);
   std::vector<std::unique_ptr<Ring>> idle_rings ABSL_GUARDED_BY(mu);
   int reader_count ABSL_GUARDED_BY(mu) = 0;

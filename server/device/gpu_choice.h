@@ -18,7 +18,7 @@ struct Gpu {
 
 struct GpuList {
   std::vector<Gpu> gpus;  // By index.
-  // That the build has code for; also for every later one, as the last is there as PTX, too.
+  // The oldest one that the build has code for; by PTX, every later one can run it, too.
   int oldest_capability = 0;
 };
 
@@ -26,7 +26,7 @@ struct GpuList {
 // names it and says what is needed.
 absl::Status CheckGpu(const GpuList& list, int index);
 
-// "2 GPUs", and why those that cannot be used cannot.
+// "2 GPUs", and why each unusable one cannot be used.
 std::string Describe(const GpuList& list);
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What readers get of blocks that are in an accelerator's memory.
+// Host copies, for readers, of blocks in an accelerator's memory.
 #ifndef EMA_SERVER_DEVICE_HOST_COPIES_H_
 #define EMA_SERVER_DEVICE_HOST_COPIES_H_
 
@@ -21,11 +21,11 @@
 
 namespace ema {
 
-// Copies of blocks in pinned host memory: each made once, shared by all readers, and kept for the
-// next ones as long as its block is there and there is room. Thread-safe.
+// Copies of blocks in pinned host memory: each made once, shared by all readers, and kept for later
+// readers as long as its block exists and there is room. Thread-safe.
 class HostCopies {
  public:
-  // `kept_bytes`: of copies that nobody reads, and of memory for the next ones.
+  // `kept_bytes`: limit of the copies that are not being read and of memory kept for later copies.
   HostCopies(std::shared_ptr<FeedPool> feeds, int64_t kept_bytes)
       : feeds_(std::move(feeds)),
         kept_bytes_(kept_bytes),
@@ -33,23 +33,23 @@ class HostCopies {
                     int64_t size_bytes) { return accelerator->AllocatePinned(size_bytes); },
                 kept_bytes, kept_bytes) {}
 
-  // kNoFloat: as it is; else of float32s, cast.
+  // `format`: kNoFloat: a copy as it is; else the block's float32s are cast to that.
   absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // True: Get() would not wait now.
+  // True: Get() would not wait.
   bool Has(const BlockRef& block, SourceFormat format) ABSL_LOCKS_EXCLUDED(mu_);
-  // Pinned now: of copies, and of memory kept for the next ones.
+  // Pinned bytes: of copies, and of memory kept for later ones.
   int64_t size_bytes() const { return pinned_.used_bytes() + pinned_.free_bytes(); }
-  // Frees the memory kept for the next copies, unless there are copies of blocks that are still
-  // there: others will follow these, and unpinning waits for the whole device.
+  // Frees the memory kept for later copies, unless there are copies of blocks that still exist:
+  // then others will follow, and unpinning waits for the whole device.
   void Trim() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   struct Copy {
-    absl::Mutex mu;  // Held while it is made: others wait for it.
+    absl::Mutex mu;  // Held while the copy is made: others wait for it.
     std::shared_ptr<Block> memory ABSL_GUARDED_BY(mu);
   };
-  // A block that has gone may have had the same address.
+  // The address alone does not identify a block: a freed one may have had it.
   using Key = std::pair<const Block*, SourceFormat>;
   struct Entry {
     std::weak_ptr<const Block> block;
@@ -59,17 +59,17 @@ class HostCopies {
   };
   using Entries = std::list<Entry>;
 
-  // Of the copy of a block.
+  // Size of a copy of the block.
   static int64_t SizeBytes(const Block& block, SourceFormat format) {
     return format == SourceFormat::kNoFloat ? block.size_bytes() : block.size_bytes() / 2;
   }
   // entries_.end(): there is none.
   Entries::iterator FindLocked(const BlockRef& block, SourceFormat format)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Takes out copies, from the one that was used longest ago on: of blocks that have gone, and
-  // while `needed_bytes` have not come together also idle ones; ends once they have.
+  // Removes idle copies, least recently used first, until `needed_bytes` are removed; on the way
+  // also all copies of freed blocks.
   Entries DropLocked(int64_t needed_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Takes out `copy`, which could not be made: it has no memory that others could have.
+  // Removes `copy`, which could not be made.
   void Forget(const Key& key, const Copy& copy) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
@@ -81,7 +81,7 @@ class HostCopies {
   // and freeing it waits for the whole device.
   BlockPool pinned_;
   absl::Mutex mu_;
-  Entries entries_ ABSL_GUARDED_BY(mu_);  // Used last comes first.
+  Entries entries_ ABSL_GUARDED_BY(mu_);  // Most recently used first.
   absl::flat_hash_map<Key, Entries::iterator> by_key_ ABSL_GUARDED_BY(mu_);
 };
 

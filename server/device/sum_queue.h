@@ -14,16 +14,16 @@
 
 namespace ema {
 
-// Pinned host memory, and as much of the device, both aligned to 64 bytes: 4 KiB at least.
+// Pinned host memory and device memory of the same size, both aligned to 64 bytes, at least 4 KiB.
 struct SumMemory {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
   int64_t size_bytes = 0;
 };
 
-// As Device::SumSquares(), by work on `queue`, and waits for it. `tables` takes what is to be
-// summed, many runs for each launch; `sums` has a place for each thread, so its size says how many
-// work. Errors: the queue's.
+// Computes Device::SumSquares() by work on `queue`, and waits for it. `tables` holds the tables of
+// runs, many for each launch; `sums` has a place for each thread, so its size determines the number
+// of threads. Errors: the queue's.
 absl::StatusOr<SquareSums> SumOnQueue(Accelerator::Queue& queue, std::span<const SumRun> runs,
                                       const SumMemory& tables, const SumMemory& sums);
 

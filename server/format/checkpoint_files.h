@@ -37,18 +37,18 @@ enum class TensorKind {
   kLowParts,  // What a compensated track adds to its averages.
 };
 
-// "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one; with
-// "low_parts" in front for these.
+// "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one;
+// beginning with "low_parts" for kLowParts.
 std::string TensorFileName(TensorKind kind, size_t index, size_t count);
 
 std::string TracksPath(std::string_view checkpoint_path);
 std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name);
 
-// DATA_LOSS, CHECKPOINT_CORRUPT.
+// The error DATA_LOSS, CHECKPOINT_CORRUPT.
 absl::Status CorruptCheckpoint(const std::string& problem);
 
-// The same if the checkpoint is at fault: a file of it is missing, short or no regular file. All
-// else is the disk's fault, and stays as it is.
+// Converts an error that is the checkpoint's fault to CorruptCheckpoint(): a file of it is missing,
+// short or not a regular file. Returns other errors, which are the disk's fault, unchanged.
 absl::Status BlameCheckpoint(const absl::Status& status);
 
 }  // namespace ema

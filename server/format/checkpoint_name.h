@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Names in a data directory: of checkpoints, and of what the start-up clears or passes over.
+// Names in a data directory: of checkpoints, and of entries that the start-up clears or skips.
 #ifndef EMA_SERVER_FORMAT_CHECKPOINT_NAME_H_
 #define EMA_SERVER_FORMAT_CHECKPOINT_NAME_H_
 
@@ -23,7 +23,7 @@ inline constexpr std::string_view kAbandonedPrefix = ".abandoned-";
 inline constexpr std::string_view kDeletedPrefix = ".deleted-";
 inline constexpr std::string_view kLatestFileName = "LATEST";
 inline constexpr std::string_view kLabelsFileName = "LABELS.json";
-// In a checkpoint that is never removed.
+// In a checkpoint that retention never removes.
 inline constexpr std::string_view kKeepFileName = "KEEP";
 
 // Which version a checkpoint holds. Ordered as versions are: by incarnation, then version.
@@ -43,8 +43,8 @@ std::string CheckpointName(const CheckpointId& id);
 // nullopt: `name` is not what CheckpointName() gives.
 std::optional<CheckpointId> ParseCheckpointName(std::string_view name);
 
-// Of a checkpoint that has only these tracks: CheckpointName(), "-part-" and 8 hexadecimal digits
-// of the CRC32C of their sorted names, each with a line end.
+// Name of a checkpoint that has only these tracks: CheckpointName(), "-part-" and 8 hexadecimal
+// digits: the CRC32C of the sorted track names, each followed by a line end.
 std::string PartialCheckpointName(const CheckpointId& id, std::vector<std::string> tracks);
 
 struct StoredName {
@@ -54,20 +54,22 @@ struct StoredName {
 };
 // nullopt: `name` is not what CheckpointName() or PartialCheckpointName() gives.
 std::optional<StoredName> ParseStoredName(std::string_view name);
-// The same of a checkpoint that was set aside: kCorruptPrefix or kAbandonedPrefix and its name, and
-// perhaps "-1" or so behind.
+// The same for a checkpoint that was set aside: kCorruptPrefix or kAbandonedPrefix, its name, and
+// perhaps a suffix such as "-1".
 std::optional<StoredName> ParseSetAsideName(std::string_view name);
 
-// Whether that is the name of a labels' file that was set aside.
+// Whether `name` is that of a label file that was set aside.
 bool IsLabelsAside(std::string_view name);
 
-// ".deleted-1760000000-1-gpt": of a model that an incarnation has deleted, as its `count`th of that
-// name. Of which model such a name is: "" if it is none.
+// ".deleted-1760000000-1-gpt": name of the folder of a model that an incarnation has deleted, as
+// its `count`th one of that name. DeletedModelName(): the model's name; "" if `name` is of another
+// form.
 std::string DeletedName(int64_t incarnation, int64_t count, std::string_view model);
 std::string_view DeletedModelName(std::string_view name);
 
-inline constexpr int64_t kMaxLatestBytes = 256;  // Of a LATEST file; more is none.
-// Text of a LATEST file: the name and its CRC32C. Parse: nullopt if the text is anything else.
+inline constexpr int64_t kMaxLatestBytes = 256;  // Of a LATEST file; a longer one is invalid.
+// Text of a LATEST file: the name and its CRC32C. ParseLatest(): nullopt if `text` is anything
+// else.
 std::string EncodeLatest(const std::string& name);
 std::optional<std::string> ParseLatest(std::string_view text);
 

@@ -28,8 +28,8 @@ class WritableFile {
   // RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed.
   virtual absl::Status Append(std::span<const std::byte> bytes) = 0;
 
-  // Returns when everything appended so far is on the disk. After an error nobody knows what is:
-  // the file must be given up, not synced again (Linux reports such an error once).
+  // Returns when everything appended so far is on the disk. After an error it is unknown what is:
+  // the file must be discarded, not synced again (Linux reports such an error once).
   // RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE.
   virtual absl::Status Sync() = 0;
 
@@ -60,8 +60,8 @@ class FileLock {
  public:
   virtual ~FileLock() = default;
 
-  // False: its path names another file by now, or none, so that others may lock what is there.
-  // Errors as those of FileSystem.
+  // False: the path names another file by now, or none, so another process may hold a lock there.
+  // Errors as FileSystem's.
   virtual absl::StatusOr<bool> IsInPlace() const = 0;
 };
 
@@ -90,12 +90,12 @@ class FileSystem {
   // is followed or opened).
   virtual absl::StatusOr<std::unique_ptr<RandomAccessFile>> OpenFile(const std::string& path) = 0;
 
-  // Gives `from` the name `to`, at once; a file that is there is replaced, a directory only if it
-  // is empty (ALREADY_EXISTS). Durable only after SyncDirectory() of the parents.
+  // Atomically renames `from` to `to`, replacing a file, or a directory that is empty (else
+  // ALREADY_EXISTS). Durable only after SyncDirectory() of the parents.
   virtual absl::Status Rename(const std::string& from, const std::string& to) = 0;
 
-  // Gives each of two that are there the other's name, at once, and durably as Rename().
-  // UNIMPLEMENTED: not every file system can.
+  // Atomically exchanges the names of two existing files or directories; durable as Rename().
+  // UNIMPLEMENTED: the file system cannot.
   virtual absl::Status Exchange(const std::string& a, const std::string& b) = 0;
 
   // Returns when the directory's list of names is on the disk.
@@ -104,13 +104,13 @@ class FileSystem {
   // Makes one directory. ALREADY_EXISTS: something has that name.
   virtual absl::Status CreateDirectory(const std::string& path) = 0;
 
-  // By name, without "." and "..".
+  // Sorted by name, without "." and "..".
   virtual absl::StatusOr<std::vector<DirectoryEntry>> ListDirectory(const std::string& path) = 0;
 
   virtual absl::Status RemoveFile(const std::string& path) = 0;
 
-  // Removes a directory and all in it; follows no symbolic link. OK if it is not there. On an error
-  // some of it is left.
+  // Removes a directory and all in it; follows no symbolic link. OK if it does not exist. After an
+  // error some of it is left.
   virtual absl::Status RemoveTree(const std::string& path) = 0;
 
   virtual absl::StatusOr<bool> Exists(const std::string& path) = 0;
@@ -118,12 +118,13 @@ class FileSystem {
   // Bytes that this process may still write to the file system that holds `path`.
   virtual absl::StatusOr<int64_t> FreeBytes(const std::string& path) = 0;
 
-  // Locks the file `path`, made if need be, without waiting. ABORTED: another holder has it.
+  // Locks the file `path`, made if need be, without waiting. ABORTED: another holder has locked it.
   virtual absl::StatusOr<std::unique_ptr<FileLock>> Lock(const std::string& path) = 0;
 
   // --- In terms of the above ---
 
-  // All of a file. FAILED_PRECONDITION: it has more than `max_bytes`, or is no regular file.
+  // Reads a whole file. FAILED_PRECONDITION: it has more than `max_bytes`, or is not a regular
+  // file.
   absl::StatusOr<std::string> ReadSmallFile(const std::string& path, int64_t max_bytes);
 };
 

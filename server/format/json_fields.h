@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reading of a checkpoint's JSON: strict, and with errors that name the place. Internal to this
-// folder.
+// Strict reading of a checkpoint's JSON, with errors that name the place. Internal to this folder.
 #ifndef EMA_SERVER_FORMAT_JSON_FIELDS_H_
 #define EMA_SERVER_FORMAT_JSON_FIELDS_H_
 
@@ -18,7 +17,7 @@
 
 namespace ema {
 
-// Of sorted keys: an ordered_json searches through all members for each that is added.
+// With sorted keys: adding a member to an ordered_json searches all members.
 using Json = nlohmann::json;
 
 // DATA_LOSS, CHECKPOINT_CORRUPT: "manifest.json: " and `problem`.
@@ -27,22 +26,22 @@ absl::Status CorruptManifest(const std::string& problem);
 // An object without doubled keys, at most 8 levels deep. nullopt: `text` is anything else.
 std::optional<Json> ParseStrictJson(std::string_view text);
 
-// A CRC32C as it is written: 8 hexadecimal digits, lower case. nullopt: `text` is anything else.
+// A CRC32C as text: 8 hexadecimal digits, lower case. nullopt: `text` is anything else.
 inline constexpr size_t kChecksumDigits = 8;
 std::string FormatChecksum(uint32_t crc);
 std::optional<uint32_t> ParseChecksum(std::string_view text);
 
-// The text of a JSON object whose first member is "crc32c": of `covered`, the text of the others up
-// to the end, so that a changed byte is noticed.
+// The text of a JSON object whose first member is "crc32c", the checksum of `covered`, so that a
+// changed byte is detected. `covered`: the text of the other members up to the end.
 std::string AddChecksum(std::string_view covered);
-// True of a text that AddChecksum() has made; `text` may be anything.
+// True: AddChecksum() has made this text. `text` may be anything.
 bool HasRightChecksum(std::string_view text);
 
-// Typed access to one JSON object, which outlives this. Every getter gives CorruptManifest(), with
-// the key, where it is missing or of another type.
+// Typed access to one JSON object, which outlives this. A getter fails with CorruptManifest(), with
+// the key, if it is missing or of another type.
 class Fields {
  public:
-  // `where` is put before each key in messages, such as "tracks[0].". An error: `json` is no
+  // `where` is put before each key in messages, such as "tracks[0].". Fails if `json` is not an
   // object.
   static absl::StatusOr<Fields> Of(const Json& json, std::string where);
 
@@ -65,7 +64,8 @@ class Fields {
   absl::Status ForEachObject(const std::string& key,
                              absl::FunctionRef<absl::Status(const Fields&)> parse) const;
 
-  // CorruptManifest() for what somebody else's Parse() or Create() says of this object's values.
+  // CorruptManifest() with `status`, an error of another Parse() or Create() about this object's
+  // values.
   absl::Status Bad(const absl::Status& status) const;
 
  private:

@@ -16,16 +16,16 @@
 
 namespace ema {
 
-// What this build writes, and the newest that it reads. A later format keeps the checksum as its
-// first member, as that of manifest.json does.
+// The format that this build writes, and the newest that it reads. A later format keeps the
+// checksum as its first member, like manifest.json.
 inline constexpr int64_t kLabelsFormatVersion = 1;
-// More than 1024 labels take.
+// Enough for 1024 labels.
 inline constexpr int64_t kMaxLabelsFileBytes = int64_t{4} << 20;
 
 using LabelMap = std::map<std::string, CheckpointLabel, std::less<>>;  // By name.
 
-// INVALID_ARGUMENT, BAD_NAME: what may not be made a label of, though the file may have it: no
-// name, or digits only, which say a version's number where either may be given.
+// INVALID_ARGUMENT, BAD_NAME: not a name, or digits only, which mean a version's number where
+// either may be given. A file may contain such labels, but none may be made.
 absl::Status ValidateNewLabel(std::string_view label);
 
 // The file's text: JSON, whose first member is a CRC32C of all that follows, as in manifest.json.

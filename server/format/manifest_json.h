@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// manifest.json of a checkpoint: all that is not weights, and the checksums of what is.
+// manifest.json of a checkpoint: everything but the weights, and the weights' checksums.
 #ifndef EMA_SERVER_FORMAT_MANIFEST_JSON_H_
 #define EMA_SERVER_FORMAT_MANIFEST_JSON_H_
 
@@ -18,20 +18,20 @@
 
 namespace ema {
 
-// What this build writes and reads; earlier ones were of no release. A later format keeps the
-// checksum as its first member, and says its format_version, so that it is refused by name, and not
-// taken for damage.
+// The format that this build writes and reads; earlier ones were never released. A later format
+// keeps the checksum as its first member, and its format_version, so that it is rejected by version
+// instead of being taken for damage.
 inline constexpr int64_t kCheckpointFormatVersion = 3;
 
-// A longer tensor has a checksum for each piece of so many bytes, so that a part of it can be read
-// and verified without the rest.
+// A longer tensor has a checksum for each piece of this size, so that a part of it can be read and
+// verified without the rest.
 inline constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 // One safetensors file of a track.
 struct TensorFile {
   std::string name;
   int64_t file_bytes = 0;
-  uint32_t header_crc32c = 0;  // Of its bytes before the data section.
+  uint32_t header_crc32c = 0;  // Of the bytes before the data section.
 
   friend bool operator==(const TensorFile&, const TensorFile&) = default;
 };
@@ -45,13 +45,13 @@ struct SmallFile {
   friend bool operator==(const SmallFile&, const SmallFile&) = default;
 };
 
-// Tensors of one kind of a track, in one or more safetensors files; no tensor is in two.
+// Tensors of one kind of a track, in one or more safetensors files; each is in one file only.
 struct TensorFiles {
-  std::vector<TensorFile> files;   // Named as TensorFileName() says.
-  std::optional<SmallFile> index;  // Of weights in more than one file.
-  // Of each tensor's bytes, as the manifest's tensors; 0 for those that are not in the files.
+  std::vector<TensorFile> files;   // Named by TensorFileName().
+  std::optional<SmallFile> index;  // If there is more than one file of weights.
+  // CRC32C of each tensor, in the manifest's order; 0 for tensors that are not in the files.
   std::vector<uint32_t> tensor_crc32c;
-  // Likewise, of each kPieceBytes of a tensor that is longer than one; else empty.
+  // CRC32C of each kPieceBytes of a tensor that is longer than that; else empty.
   std::vector<std::vector<uint32_t>> piece_crc32c;
   // CRC32C of all tensors' bytes in the manifest's order, so that equal weights have equal digests
   // however they are split.
@@ -64,8 +64,8 @@ struct TensorFiles {
 struct CheckpointTrack {
   TrackConfig config;
   TrackState state;
-  std::vector<int64_t> last_steps;  // As `state`.
-  int64_t frozen_digest = 0;        // As TrackSnapshot has it.
+  std::vector<int64_t> last_steps;  // Parallel to `state`.
+  int64_t frozen_digest = 0;        // See TrackSnapshot.
   std::optional<TensorFiles> weights;
   std::optional<TensorFiles> low_parts;  // Of a compensated track.
 
@@ -78,12 +78,12 @@ struct CheckpointManifest {
   Manifest manifest;
   int64_t max_pinned_versions = 0;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
-  // As CreateModel asked for them; `tracks` are what UpdateModel has made of them.
+  // As CreateModel asked for them; UpdateModel may have changed them to `tracks`.
   std::vector<TrackConfig> created_tracks;
-  // record.tracks is of the whole version. Its commit_time is kept to the microsecond.
+  // record.tracks covers the whole version. Its commit_time is kept to the microsecond.
   Version record;
   std::vector<CheckpointTrack> tracks;
-  // The model had more tracks with a value, which are not in `tracks`: this is no whole model.
+  // The version has more tracks with a value than are in `tracks`.
   bool is_partial = false;
   // In the folder of each track that has weights.
   std::vector<SmallFile> attached_files;
@@ -102,8 +102,8 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest);
 
 // FAILED_PRECONDITION: written by a newer server, or one before the first release; the message
 // names both format versions. DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is
-// missing, doubled or out of range. Whether checksums fit the tensors' sizes and each other is not
-// checked here: ReadCheckpointManifest() sees to that.
+// missing, doubled or out of range. Does not check that checksums fit the tensors' sizes and each
+// other: ReadCheckpointManifest() does.
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text);
 
 }  // namespace ema

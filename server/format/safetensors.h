@@ -33,8 +33,8 @@ struct SafetensorsTensor {
 };
 
 struct SafetensorsHeader {
-  // As their bytes lie in the file: together they are the data section, without gap or overlap.
-  // Names are unique, every spec is valid and fits its bytes.
+  // In the order of their bytes in the file: together they are the data section, without gap or
+  // overlap. Names are unique, every spec is valid and fits its bytes.
   std::vector<SafetensorsTensor> tensors;
   std::map<std::string, std::string> metadata;
   // File offset of the data section.
@@ -47,7 +47,7 @@ struct SafetensorsHeader {
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view first_bytes,
                                                          int64_t file_bytes);
 
-// As above, from a file, of which only the header is read. Besides: errors of file.Read();
+// Reads only the header of `file`. Errors as ParseSafetensorsHeader() and file.Read().
 // `max_header_bytes` bounds the memory that a hostile file can claim.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
     const RandomAccessFile& file, int64_t max_header_bytes = kMaxSafetensorsHeaderBytes);

@@ -22,40 +22,40 @@
 
 namespace ema {
 
-// True if the files of `kind` have the tensors with which a track does this.
+// Whether the files of `kind` contain the tensors on which a track performs `action`.
 bool HasTensors(TensorKind kind, TensorAction action);
 
-// Told of the bytes [offset, offset + bytes.size()) of one tensor; the memory is used again after.
-// An offset is a multiple of kPieceBytes. An error ends the reading.
+// Called with the bytes [offset, offset + bytes.size()) of one tensor, which are valid during the
+// call. An offset is a multiple of kPieceBytes. An error ends the reading.
 using TensorVisitor = absl::FunctionRef<absl::Status(int64_t tensor_index, int64_t offset,
                                                      std::span<const std::byte> bytes)>;
 
-// Says where such bytes are to be read to. Empty: into memory of the reader's own.
+// Returns where such bytes are to be read to. Empty: to memory of the reader's own.
 using TensorPlacer = absl::FunctionRef<std::span<std::byte>(int64_t tensor_index, int64_t offset,
                                                             int64_t length_bytes)>;
 
 // Holds its files open: removing them does not hinder it. Thread-safe. Calls block on the disk.
 class TensorReader {
  public:
-  // Opens the files of `saved` in `track_path` and checks their headers: together they have every
-  // tensor that they should, once, in the track's dtypes. `actions`, `layout`: of the track.
-  // REQUIRES: `saved` has passed ReadCheckpointManifest(). DATA_LOSS, CHECKPOINT_CORRUPT.
-  // UNAVAILABLE: the disk failed.
+  // Opens the files of `saved` in `track_path` and checks their headers: together they must have
+  // each expected tensor once, in the track's dtypes. `actions`, `layout`: of the track. REQUIRES:
+  // `saved` has passed ReadCheckpointManifest(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the
+  // disk failed.
   static absl::StatusOr<std::unique_ptr<TensorReader>> Open(
       FileSystem& file_system, const std::string& track_path, TensorKind kind,
       const TensorFiles& saved, const Manifest& manifest, absl::Span<const TensorAction> actions,
       const StorageLayout& layout);
 
-  // All tensors, as they lie in the files. `visit` sees bytes before the checksum of their tensor
-  // is known: what it made of them is to be given up after an error. DATA_LOSS, CHECKPOINT_CORRUPT:
-  // names the tensor. UNAVAILABLE: the disk failed. Of several problems it is the first.
+  // Reads all tensors in the files' order. `visit` gets bytes before the checksum of their tensor
+  // is verified: after an error its results must be discarded. DATA_LOSS, CHECKPOINT_CORRUPT: names
+  // the tensor. UNAVAILABLE: the disk failed. Of several problems, returns the first.
   absl::Status ReadAll(TensorVisitor visit) const;
-  // The same in up to `max_threads` threads, as many as there is work for: `place` and `visit` are
-  // called from all of them, in any order.
+  // The same in up to `max_threads` threads, depending on the amount of work: `place` and `visit`
+  // are called from all of them, in any order.
   absl::Status ReadAll(TensorPlacer place, TensorVisitor visit, int max_threads) const;
 
-  // The `piece`-th kPieceBytes of a tensor, verified. Errors as ReadAll(). REQUIRES: the piece is
-  // there, and `bytes` is as long as it.
+  // Reads and verifies piece number `piece`, of kPieceBytes, of a tensor. Errors as ReadAll().
+  // REQUIRES: the piece exists and has bytes.size() bytes.
   absl::Status ReadPiece(int64_t tensor_index, int64_t piece, std::span<std::byte> bytes) const;
 
  private:
@@ -65,32 +65,32 @@ class TensorReader {
     int64_t offset = 0;  // In the file.
     int64_t length_bytes = 0;
     uint32_t crc32c = 0;
-    std::vector<uint32_t> piece_crc32c;  // As in TensorFiles.
+    std::vector<uint32_t> piece_crc32c;  // See TensorFiles.
     bool is_there = false;
   };
 
   TensorReader() = default;
 
-  // Takes one file's tensors into tensors_ and order_.
+  // Adds one file's tensors to tensors_ and order_.
   absl::Status AddFile(std::unique_ptr<RandomAccessFile> file, TensorKind kind,
                        const TensorFile& saved, const Manifest& manifest,
                        absl::Span<const TensorAction> actions, const StorageLayout& layout);
-  // What is read at once.
+  // The bytes of one read.
   struct Part {
     int64_t tensor = 0;
     int64_t offset = 0;
     int64_t length_bytes = 0;
   };
   std::vector<Part> PartsOf(int64_t tensor_index) const;
-  // Puts the checksums of the part's pieces in their places among the tensor's. `buffer`: as long
-  // as a part may be.
+  // Reads a part, and stores the checksums of its pieces at their places in `tensor_checksums`.
+  // `buffer` has room for the longest part.
   absl::Status ReadPart(const Part& part, std::span<std::byte> buffer, TensorPlacer place,
                         TensorVisitor visit, std::span<uint32_t> tensor_checksums) const;
   absl::Status CheckTensor(int64_t tensor_index, std::span<const uint32_t> piece_checksums) const;
 
   std::vector<std::unique_ptr<RandomAccessFile>> files_;
-  std::vector<Tensor> tensors_;  // As the manifest's.
-  std::vector<int64_t> order_;   // Indices, as they lie in the files.
+  std::vector<Tensor> tensors_;  // In the manifest's order.
+  std::vector<int64_t> order_;   // Their indices, in the files' order.
 };
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The parts of manifest.json that say what a track is and where it stands. Internal to this folder.
+// The parts of manifest.json about tracks: configs, states and records. Internal to this folder.
 // Errors of parsing: CorruptManifest(), with the place.
 #ifndef EMA_SERVER_FORMAT_TRACK_JSON_H_
 #define EMA_SERVER_FORMAT_TRACK_JSON_H_

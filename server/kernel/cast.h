@@ -12,7 +12,7 @@
 
 namespace ema {
 
-// True: CastOnCpu() takes it as the dtype to cast to.
+// True: CastOnCpu() can cast to `dtype`.
 inline bool IsCastTarget(Dtype dtype) {
   return dtype == Dtype::kFloat32 || dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a cast does to one element: the one definition, for the CPU and for a GPU. As
+// What a cast does to one element: the one definition, for the CPU and for a GPU, like
 // fold_element.h.
 #ifndef EMA_SERVER_KERNEL_CAST_ELEMENT_H_
 #define EMA_SERVER_KERNEL_CAST_ELEMENT_H_
@@ -19,7 +19,7 @@ EMA_HOST_DEVICE inline uint16_t BFloat16Bits(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// The same of the cast to float16. Subnormal results are kept; what is too large is infinity.
+// The same for float16. Subnormal results are kept; values that are too large become infinity.
 EMA_HOST_DEVICE inline uint16_t Float16Bits(float value) {
   const uint32_t bits = BitsAs<uint32_t>(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);

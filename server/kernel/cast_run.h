@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What one thread of a kernel does with a cast, as fold_table.h.
+// What one thread of a kernel does for a cast.
 #ifndef EMA_SERVER_KERNEL_CAST_RUN_H_
 #define EMA_SERVER_KERNEL_CAST_RUN_H_
 
@@ -13,10 +13,10 @@
 namespace ema {
 
 inline constexpr int kCastThreads = 256;  // Of a block.
-// Neighbours that a thread casts at once.
+// Adjacent elements that a thread casts at once.
 inline constexpr int64_t kCastVector = kFoldVector;
 
-// to[i] = NarrowBits(format, from[i]), in device memory, which does not overlap.
+// to[i] = NarrowBits(format, from[i]), in device memory; the ranges do not overlap.
 struct CastRun {
   SourceFormat format = SourceFormat::kBFloat16;
   const std::byte* from = nullptr;  // float32s, aligned to 16 bytes.
@@ -24,7 +24,7 @@ struct CastRun {
   int64_t element_count = 0;        // 0 or more.
 };
 
-// What thread `thread` of all `thread_count` of the grid does.
+// The share of thread `thread` of all `thread_count` of the grid.
 EMA_HOST_DEVICE inline void CastOfThread(const CastRun& run, int64_t thread, int64_t thread_count) {
   constexpr int64_t kFromBytes = sizeof(float);
   constexpr int64_t kToBytes = sizeof(uint16_t);
@@ -36,7 +36,7 @@ EMA_HOST_DEVICE inline void CastOfThread(const CastRun& run, int64_t thread, int
     for (int j = 0; j < kCastVector; ++j) to.lane[j] = NarrowBits(run.format, from.lane[j]);
     fold_internal::StoreLanes(to, run.to + i * kToBytes);
   }
-  // One thread has the last few.
+  // One thread casts the last few.
   for (; i < run.element_count; ++i) {
     const uint16_t bits = NarrowBits(run.format, LoadAs<float>(run.from + i * kFromBytes));
     std::memcpy(run.to + i * kToBytes, &bits, sizeof(bits));

@@ -12,7 +12,8 @@
 namespace ema {
 
 // Does `op` on host memory, in this thread, with the widest instructions the processor has. Returns
-// the index of the first element that is not finite. The source may have any alignment.
+// the index of the first element that is not finite, if there is one. The source may have any
+// alignment.
 std::optional<int64_t> FoldOnCpu(const FoldOp& op);
 
 // The same, one element at a time by UpdatedAverage(): the reference for tests.

@@ -36,7 +36,7 @@ enum class FoldKind : uint8_t {
   kAssignCompensated,  // e' = source[i]
 };
 
-// How a pushed element is to be read. Numbers are those of Dtype for floats.
+// How a pushed element is to be read. For floats the numbers are those of Dtype.
 enum class SourceFormat : uint8_t {
   kNoFloat = 0,  // Only to be copied.
   kFloat32 = 1,
@@ -61,7 +61,7 @@ EMA_HOST_DEVICE inline To BitsAs(From from) {
   return to;
 }
 
-// IEEE 754 binary16, of which every value is a float32.
+// Converts IEEE 754 binary16, exactly.
 EMA_HOST_DEVICE inline float Float16ToFloat(uint16_t half) {
   const uint32_t exponent = half >> 10 & 0x1f;
   const uint32_t fraction = half & 0x3ff;

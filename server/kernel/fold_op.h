@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels are given: runs of elements, and what is done with them.
+// The operands of the kernels: runs of elements, and what is to be done with them.
 #ifndef EMA_SERVER_KERNEL_FOLD_OP_H_
 #define EMA_SERVER_KERNEL_FOLD_OP_H_
 
@@ -22,11 +22,11 @@ struct FoldTarget {
   // `current_low`: then the average is updated in place.
   const std::byte* current = nullptr;
   std::byte* next = nullptr;
-  // Of the compensated kinds: the low parts.
+  // The low parts; only for the compensated kinds.
   const std::byte* current_low = nullptr;
   std::byte* next_low = nullptr;
 
-  // Of one element that is stored, if one of the source takes `source_bytes`.
+  // Bytes of a stored element whose source element has `source_bytes`.
   int64_t StoredBytes(int64_t source_bytes) const {
     return kind == Kind::kCopy ? source_bytes : int64_t{sizeof(float)};
   }
@@ -39,13 +39,13 @@ struct FoldOp {
   int64_t element_count = 0;          // 0 or more.
   std::span<const FoldTarget>
       targets;  // May be empty: then only the check for finite values is done.
-  // By which Synchronize() names the source: what its elements are of (a tensor, say), and which of
-  // those the first one is.
+  // The source's name in Synchronize(): what its elements belong to (such as a tensor), and the
+  // number of the first one there.
   int64_t source_id = 0;
   int64_t first_element = 0;
 };
 
-// One run of an average's elements, and the raw values that it is compared with; in device memory,
+// One run of an average's elements, and the raw values to compare it with; in device memory,
 // aligned to their elements.
 struct SumRun {
   const std::byte* average = nullptr;  // float32s.

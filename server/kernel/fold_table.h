@@ -4,8 +4,9 @@
 // blocks walks the table: block b does tile b, or that and every `gridDim`-th after it; its threads
 // share the tile. The same function runs on the CPU, where tests walk the whole grid.
 //
-// A GPU is as fast as its memory if enough loads are on their way at any time. So a block finds all
-// it has to know in one record, and a thread loads all that it can before it looks at any of it.
+// A GPU reaches its full memory bandwidth if enough loads are in flight at any time. So a block
+// finds all that it needs in one record, and a thread issues all loads that it can before it uses
+// any of their results.
 #ifndef EMA_SERVER_KERNEL_FOLD_TABLE_H_
 #define EMA_SERVER_KERNEL_FOLD_TABLE_H_
 
@@ -16,15 +17,16 @@
 
 namespace ema {
 
-// Of a block. So that a small tensor, which has tiles of its own, is as many vectors to a thread as
-// a large one.
+// Threads of a block. Few, so that a small tensor, which has tiles of its own, gives a thread as
+// many vectors as a large one.
 inline constexpr int kFoldThreads = 128;
-// Neighbours that are one load and one store of 16 bytes of float32.
+// Elements of a vector: as float32, one load and one store of 16 bytes.
 inline constexpr int kFoldVector = 4;
-// Vectors of a tile that a thread does at once, a block's width apart.
+// Vectors of a tile that a thread folds at once, a block's width apart.
 inline constexpr int kFoldVectors = 2;
 inline constexpr int kFoldStride = kFoldThreads * kFoldVector;
-// So that a small tensor keeps most threads busy, and a large one needs few blocks.
+// Small enough that a small tensor keeps most threads busy, large enough that a large one needs few
+// blocks.
 inline constexpr int64_t kFoldTileElements = int64_t{kFoldVectors} * kFoldStride;
 
 // FoldTarget in device memory. What each fold reads comes first.
@@ -58,12 +60,12 @@ struct FoldTable {
   const FoldTile* tiles = nullptr;
   const DeviceFoldTarget* targets = nullptr;
   int64_t tile_count = 0;
-  // By run: set to 1 if an element is not; may be null. May be pinned host memory: nothing is
-  // written there in a step that goes well.
+  // By run: set to 1 if one of its elements is not finite. May be null. May be pinned host memory:
+  // nothing is written to it if all elements are finite.
   uint32_t* non_finite = nullptr;
 };
 
-// Tiles of a run of neighbours of which the first is lane `phase`.
+// Tiles of a run of adjacent elements whose first one is in lane `phase`.
 inline int64_t FoldTileCount(int64_t element_count, int phase) {
   return element_count == 0 ? 0
                             : (element_count + phase + kFoldTileElements - 1) / kFoldTileElements;
@@ -88,13 +90,13 @@ void ForEachFoldTile(const FoldTile& first, int64_t element_count, const Take& t
 
 namespace fold_internal {
 
-// kFoldVector neighbours, moved by one or two instructions.
+// kFoldVector adjacent elements, moved by one or two instructions.
 template <typename T>
 struct alignas(sizeof(T) * kFoldVector > 16 ? 16 : sizeof(T) * kFoldVector) Lanes {
   T lane[kFoldVector];
 };
 
-// Tells the compiler what it cannot see of an address that it has read from a table.
+// Tells the compiler that an address read from a table is in global memory.
 EMA_HOST_DEVICE inline void AssumeGlobal([[maybe_unused]] const std::byte* address) {
 #ifdef __CUDA_ARCH__
   __builtin_assume(__isGlobal(address));
@@ -164,9 +166,9 @@ EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile
   if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
 }
 
-// Hides from the compiler that the lanes are what they were: else it would compute before a loop
-// what only some of its rounds need, and wait there until they have been loaded. By words: to take
-// lanes of 16 bits apart it would have to wait, too.
+// Makes the lanes opaque to the compiler, which would otherwise compute before a loop values that
+// only some of its rounds need, and wait there for the loads. By words: taking lanes of 16 bits
+// apart would have to wait, too.
 template <typename T>
 EMA_HOST_DEVICE inline void Hide([[maybe_unused]] Lanes<T>& lanes) {
 #ifdef __CUDA_ARCH__
@@ -201,9 +203,9 @@ struct Vectors {
   Lanes<T> vectors[kVectors];
 };
 
-// Whole vectors, aligned, into one target, of which the first is element `first`. Reads of the
-// target what this kind needs, and no more, as loads of averages wait for all of that; and all of
-// it before the first store, after which the compiler would read it anew.
+// Folds whole, aligned vectors into one target, from element `first` on. Reads only what this kind
+// needs of the target, as loads of averages wait for that; and all of it before the first store,
+// after which the compiler would read it again.
 template <FoldKind kKind, SourceFormat kFormat, typename Pushed>
 EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t first,
                                      const Pushed& pushed) {
@@ -230,7 +232,7 @@ EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t fir
   average.Store(next);
 }
 
-// Whole vectors from lane `lane` on, aligned; in registers throughout.
+// Copies whole, aligned vectors from lane `lane` on; in registers throughout.
 template <typename T, int kVectors>
 EMA_HOST_DEVICE inline void CopyVectors(const FoldTable& table, const FoldTile& tile, int lane) {
   constexpr int64_t kBytes = sizeof(T);
@@ -270,7 +272,7 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
         break;
     }
   }
-  // Last: it waits for what was pushed, which the loads of averages need not.
+  // Last, as it waits for the pushed values, which the loads of averages need not.
   bool is_finite = true;
   EMA_UNROLL
   for (int i = 0; i < pushed.kElements; ++i) {
@@ -341,7 +343,7 @@ EMA_HOST_DEVICE inline void FoldWhole(const FoldTable& table, const FoldTile& ti
 
 }  // namespace fold_internal
 
-// What thread `thread` of kFoldThreads does of tile `index`. REQUIRES: 0 <= index <
+// The share of thread `thread` of kFoldThreads in tile `index`. REQUIRES: 0 <= index <
 // table.tile_count.
 EMA_HOST_DEVICE inline void FoldOfThread(const FoldTable& table, int64_t index, int thread) {
   const FoldTile tile = table.tiles[index];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The launches of the kernels, for C++ that is not compiled by nvcc.
+// Launches of the kernels, for C++ that nvcc does not compile.
 #ifndef EMA_SERVER_KERNEL_KERNELS_CUDA_H_
 #define EMA_SERVER_KERNEL_KERNELS_CUDA_H_
 
@@ -15,13 +15,13 @@ namespace ema {
 // The oldest compute capability that the kernels are compiled for, times ten: 80 is 8.0.
 int OldestCapability();
 
-// Brings the kernels to the thread's current device, which else happens at the first launch of
-// each; an error of CUDA if there is no code for it.
+// Loads the kernels to the thread's current device, which would otherwise happen at the first
+// launch of each. Fails if there is no code for it.
 cudaError_t LoadKernels();
 
-// These queue on `stream` what `table` or `run` says, whose addresses are the device's, and return
-// at once: what goes wrong while it runs shows at a later call, as is CUDA's way. A table without
-// tiles, or a run without elements, is nothing.
+// These queue the work of `table` or `run`, whose addresses are the device's, on `stream` and
+// return at once. Like other CUDA calls they do not report failures of the work itself, which a
+// later call reports. A table without tiles, or a run without elements, does nothing.
 cudaError_t LaunchFold(const FoldTable& table, cudaStream_t stream);
 cudaError_t LaunchSum(const SumTable& table, cudaStream_t stream);
 cudaError_t LaunchCast(const CastRun& run, cudaStream_t stream);

@@ -11,8 +11,8 @@
 
 namespace ema {
 
-// As Device::SumSquares(), of host memory, in this thread, with the widest instructions the
-// processor has.
+// Device::SumSquares() on host memory, in this thread, with the widest instructions the processor
+// has.
 SquareSums SumSquaresOnCpu(std::span<const SumRun> runs);
 
 }  // namespace ema

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What one element adds to a track's statistics: the one definition, for the CPU and for a GPU. As
-// fold_element.h.
+// What one element adds to a track's statistics: the one definition, for the CPU and for a GPU,
+// like fold_element.h.
 #ifndef EMA_SERVER_KERNEL_SUM_ELEMENT_H_
 #define EMA_SERVER_KERNEL_SUM_ELEMENT_H_
 
@@ -9,7 +9,7 @@
 
 namespace ema {
 
-// Of some elements of an average.
+// The sums over some elements of an average.
 struct SquareSums {
   double average = 0;     // Of average^2.
   double difference = 0;  // Of (raw - average)^2, where there is a raw value.

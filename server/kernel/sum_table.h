@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Many sums as one table in device memory, and what one thread of a kernel does with it, as
+// Many sums as one table in device memory, and what one thread of a kernel does with it, like
 // fold_table.h. Each thread of the grid has a place of its own for its sums, and always the same
-// elements: who adds the places up in their order gets the same bits every time, and no thread
-// waits for another.
+// elements: adding the places in their order gives the same bits every time, and no thread waits
+// for another.
 #ifndef EMA_SERVER_KERNEL_SUM_TABLE_H_
 #define EMA_SERVER_KERNEL_SUM_TABLE_H_
 
@@ -16,7 +16,7 @@
 namespace ema {
 
 inline constexpr int kSumThreads = 256;  // Of a block.
-// Elements of a tile that one thread adds: so many loads are on their way at once.
+// Elements of a tile that one thread adds: as many loads are in flight at once.
 inline constexpr int kSumUnroll = 8;
 inline constexpr int64_t kSumTileElements = int64_t{kSumUnroll} * kSumThreads;
 
@@ -26,7 +26,7 @@ struct DeviceSumRun {
   const std::byte* raw = nullptr;  // Aligned to its elements.
   int64_t element_count = 0;
   int64_t first_tile = 0;                            // Tiles of all runs before.
-  SourceFormat raw_format = SourceFormat::kNoFloat;  // There is none.
+  SourceFormat raw_format = SourceFormat::kNoFloat;  // kNoFloat: there are no raw values.
 };
 
 struct SumTable {
@@ -34,7 +34,7 @@ struct SumTable {
   int64_t run_count = 0;
   int64_t tile_count = 0;
   int64_t block_count = 0;
-  SquareSums* sums = nullptr;  // block_count * kSumThreads of them, which the threads add to.
+  SquareSums* sums = nullptr;  // block_count * kSumThreads of them, to which the threads add.
 };
 
 // Tiles of a run.
@@ -44,7 +44,7 @@ EMA_HOST_DEVICE inline int64_t SumTileCount(int64_t element_count) {
 
 namespace sum_internal {
 
-// The run that has a tile. REQUIRES: 0 <= tile < table.tile_count.
+// The run to which a tile belongs. REQUIRES: 0 <= tile < table.tile_count.
 EMA_HOST_DEVICE inline const DeviceSumRun& RunOfTile(const SumTable& table, int64_t tile) {
   // The last one that begins at the tile or before: runs without elements have no tile.
   int64_t low = 0;
@@ -60,9 +60,9 @@ EMA_HOST_DEVICE inline const DeviceSumRun& RunOfTile(const SumTable& table, int6
   return table.runs[low];
 }
 
-// Elements `first`, `first` + kSumThreads and so on of a tile: neighbouring threads read
-// neighbouring elements at the same time. All are loaded before one is added; what is behind the
-// run's end counts as 0, which adds nothing.
+// Adds elements `first`, `first` + kSumThreads and so on of a tile: neighbouring threads read
+// neighbouring elements at the same time. All are loaded before one is added; elements behind the
+// run's end count as 0.
 template <SourceFormat kFormat>
 EMA_HOST_DEVICE inline void AddOfTile(const DeviceSumRun& run, int64_t first, SquareSums& sums) {
   constexpr bool kHasRaw = kFormat != SourceFormat::kNoFloat;
@@ -90,12 +90,12 @@ EMA_HOST_DEVICE inline void AddOfTile(const DeviceSumRun& run, int64_t first, Sq
 
 }  // namespace sum_internal
 
-// What thread `thread` of kSumThreads does in block `block` of table.block_count.
+// The share of thread `thread` of kSumThreads in block `block` of table.block_count.
 EMA_HOST_DEVICE inline void SumOfThread(const SumTable& table, int64_t block, int thread) {
   SquareSums& place = table.sums[block * kSumThreads + thread];
   SquareSums sums = place;
   for (int64_t tile = block; tile < table.tile_count; tile += table.block_count) {
-    // A copy: it is read once, not anew after each load.
+    // A copy, so that it is read only once.
     const DeviceSumRun run = sum_internal::RunOfTile(table, tile);
     const int64_t first = (tile - run.first_tile) * kSumTileElements + thread;
     switch (run.raw_format) {

@@ -16,8 +16,8 @@ namespace ema {
 // INVALID_ARGUMENT: anything else, or 2^62 and more.
 absl::StatusOr<int64_t> ParseByteCount(std::string_view text);
 
-// What ParseByteCount() reads as `bytes`, in the largest unit that gives a whole number: "8MiB",
-// "5000000000". REQUIRES: bytes >= 0.
+// The text that ParseByteCount() reads as `bytes`, in the largest unit that gives a whole number:
+// "8MiB", "5000000000". REQUIRES: bytes >= 0.
 std::string FormatByteCount(int64_t bytes);
 
 }  // namespace ema

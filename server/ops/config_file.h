@@ -15,10 +15,10 @@ namespace ema {
 
 struct ConfigEntry {
   std::string key;
-  // As a flag would have it; the elements of an array are separated by commas.
+  // The text that the flag would have; elements of an array are separated by commas.
   std::string value;
   int64_t line = 0;     // From 1.
-  std::string problem;  // Not empty: this is no value that an option can have, and says why.
+  std::string problem;  // Why no option can have this value; empty if one can.
 };
 
 // The keys and values of a file, in no particular order. INVALID_ARGUMENT: it cannot be read, is no

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the heap keeps of memory that has been freed.
+// Returns freed memory from the heap to the system.
 #ifndef EMA_SERVER_OPS_HEAP_H_
 #define EMA_SERVER_OPS_HEAP_H_
 
@@ -8,25 +8,26 @@
 
 namespace ema {
 
-// Freed buffers that may stay.
+// Freed memory that the heap may keep for reuse.
 inline constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 
-// Sets glibc's allocator up for receive buffers, which come and go. To be called before there are
-// other threads.
+// Configures glibc's allocator for receive buffers, which are freed and allocated all the time. To
+// be called before other threads start.
 void SetUpHeap();
 
-// For one thread.
+// Not thread-safe.
 class FreedMemory {
  public:
-  // Gives all of it back.
+  // Returns freed memory to the system at once.
   FreedMemory();
 
-  // Gives freed memory back to the system if there are more than kKeptHeapBytes of it. glibc does
-  // so by itself only with what lies at the top of the heap.
+  // Returns freed memory to the system if there are more than kKeptHeapBytes of it. glibc by itself
+  // returns only memory at the top of the heap.
   void GiveBack();
 
  private:
-  // What stays all the same, such as the tops of other threads' heaps: not to be tried each time.
+  // Memory that cannot be returned, such as the program's and the tops of other threads' heaps. Not
+  // counted.
   int64_t lasting_bytes_ = 0;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builds what prometheus-cpp serializes.
+// Builds metric families for prometheus-cpp.
 #ifndef EMA_SERVER_OPS_METRIC_FAMILIES_H_
 #define EMA_SERVER_OPS_METRIC_FAMILIES_H_
 
@@ -16,7 +16,7 @@ namespace ema {
 
 using MetricLabels = std::vector<prometheus::ClientMetric::Label>;
 
-// One metric's series. REQUIRES: of one type only.
+// Builds the series of one metric. REQUIRES: all are of one type.
 class FamilyBuilder {
  public:
   FamilyBuilder(std::string name, std::string help, prometheus::MetricType type) {
@@ -44,7 +44,7 @@ class FamilyBuilder {
   prometheus::MetricFamily family_;
 };
 
-// The gauges of a state, and what the system knows of this process.
+// The gauges of `state` and of this process.
 std::vector<prometheus::MetricFamily> StateMetrics(const ServerState& state);
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Metrics in the form that Prometheus reads, and the last things that went wrong.
+// Metrics in Prometheus' text format, and the latest problems.
 #ifndef EMA_SERVER_OPS_METRICS_H_
 #define EMA_SERVER_OPS_METRICS_H_
 
@@ -23,10 +23,9 @@
 
 namespace ema {
 
-// Counts the server's events. Labels are names of models that there are, of our methods, codes and
-// reasons; what is told of a model that there is not, or not any more, is not counted, so that
-// nobody makes series by asking. Thread-safe; no function blocks for longer than a copy of the
-// counts takes.
+// Counts the server's events. Labels are names of existing models and of our methods, codes and
+// reasons. Events of unknown or deleted models are not counted, so that clients cannot create
+// series at will. Thread-safe; no function blocks for longer than copying the counts takes.
 class Metrics final : public ServerObserver {
  public:
   Metrics();
@@ -43,21 +42,21 @@ class Metrics final : public ServerObserver {
   void OnPullEnded(const PullEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnSaveEnded(const SaveEnd& end) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnConnectionRefused(Refusal reason) override ABSL_LOCKS_EXCLUDED(mu_);
-  // Something that the log shows as an error.
+  // Records an error of the log as a problem.
   void OnProblem(std::string_view text) ABSL_LOCKS_EXCLUDED(mu_);
 
   // All metrics, those of `state` among them, in Prometheus' text format, version 0.0.4.
   std::string Text(const ServerState& state) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Something that went wrong; several times, if the same did.
+  // A problem; repetitions of the same text are counted.
   struct Problem {
-    absl::Time time;  // The last one.
+    absl::Time time;  // Of the last one.
     int64_t count = 1;
-    std::string what;  // "Push", "step", "save", "server".
+    std::string what;  // An RPC such as "Push", or "step", "save" or "server".
     std::string text;
   };
-  // Newest first, at most kMaxProblems. What clients meet in the ordinary course (they are told to
-  // come back, or leave) is not among them, nor what those do who need no token.
+  // Newest first, at most kMaxProblems. Excludes errors that clients meet in normal operation (such
+  // as cancelled calls, retries, draining), and calls that need no token.
   std::vector<Problem> Problems() const ABSL_LOCKS_EXCLUDED(mu_);
   static constexpr size_t kMaxProblems = 32;
 

@@ -52,10 +52,10 @@ inline constexpr std::string_view kTimeLimits = "Time limits";
 // outlives them.
 std::vector<Option> OptionTable(ServerOptions& options);
 
-// What is allowed, and may not be meant; for the log.
+// Warnings, for the log, about settings that are valid but probably not intended.
 std::vector<LogEvent> Doubts(const ServerOptions& options);
 
-// What options contradict each other; none: nothing. Each names the options and what to do.
+// Errors of options that contradict each other, each with what to do. Empty: there are none.
 std::vector<std::string> Contradictions(const ServerOptions& options);
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an operator can set: command line, then EMA_* environment, then a file, then defaults.
+// The operator's settings. Precedence: command line, EMA_* environment, file, defaults.
 #ifndef EMA_SERVER_OPS_OPTIONS_H_
 #define EMA_SERVER_OPS_OPTIONS_H_
 
@@ -21,22 +21,23 @@ struct ServerOptions {
   // Each host:port (port 0: any free one) or unix:/path. Only loopback addresses, unless there is
   // authentication or `allow_unauthenticated`.
   std::vector<std::string> listen = {"127.0.0.1:50051"};
-  // host:port of metrics, health and the status page, which anybody who gets there may read. Empty:
-  // nowhere.
+  // host:port of metrics, health and the status page, which need no authentication. Empty: not
+  // served.
   std::string http_listen;
   std::string port_file;        // Empty: none. Where the bound port is written when serving.
   std::string device = "auto";  // "auto", "cpu" or "cuda:N".
-  int64_t memory_bytes = 0;     // For all models. 0: 80 % of what streams leave of the device's.
+  int64_t memory_bytes = 0;     // For all models. 0: 80 % of the device memory besides streams'.
   std::string data_dir;         // Empty: no checkpoints.
-  // When versions are saved by themselves, counted from the last save; 0: not by this.
+  // When versions are saved automatically, counted from the last save; 0: never for this reason.
   int64_t save_every_commits = 0;
   absl::Duration save_every = absl::Minutes(10);
   int64_t save_step_multiple = 0;
-  // Checkpoints that stay of each model: so many, the newest; and those whose step is a multiple.
+  // Checkpoints that are kept of each model: the newest `keep_last`, and multiples of
+  // `keep_every_steps`.
   int64_t keep_last = 3;
-  int64_t keep_every_steps = 0;                     // 0: not because of their step.
-  absl::Duration scrub_interval = absl::Hours(24);  // Checkpoints are read again. 0: never.
-  // After so many commits of a model its statistics are computed; 0: only when asked for.
+  int64_t keep_every_steps = 0;                     // 0: none.
+  absl::Duration scrub_interval = absl::Hours(24);  // Between re-reads of checkpoints. 0: never.
+  // Statistics are computed of every N-th version of a model; 0: only on request.
   int64_t statistics_every_commits = 0;
   int64_t thread_count = 0;  // Completion-queue threads; 1 or more after ParseOptions().
   RpcLimits limits;
@@ -50,8 +51,8 @@ struct ServerOptions {
   std::string auth_tokens;  // Empty: no authentication by tokens.
   bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
-  // After SIGTERM: how long everything is served still, while probes say that it is not; and what
-  // running calls then have.
+  // After SIGTERM: how long all calls are still served while probes report NOT_SERVING; then how
+  // long running calls may take.
   absl::Duration drain_delay = absl::ZeroDuration();
   absl::Duration drain_grace = absl::Seconds(25);
   std::string log_level = "info";           // "debug", "info", "warn" or "error".
@@ -63,7 +64,8 @@ struct ServerOptions {
 struct ParsedOptions {
   ServerOptions options;
   std::string config_file;  // That was read; empty: none.
-  // For the log, or for stderr if the process should exit: EMA_* variables that nothing reads.
+  // For the log, or for stderr if the process should exit: EMA_* variables that nothing reads, and
+  // settings that are probably not intended.
   std::vector<LogEvent> warnings;
   // Set after --help, --version, --print-config or a usage error: the process should print `text`
   // (to stdout if exit_code is 0, else to stderr) and exit.

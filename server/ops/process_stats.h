@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the system knows of this process.
+// Resource usage of this process.
 #ifndef EMA_SERVER_OPS_PROCESS_STATS_H_
 #define EMA_SERVER_OPS_PROCESS_STATS_H_
 
@@ -16,12 +16,12 @@ struct ProcessStats {
   double cpu_seconds = 0;         // User and system, of all threads.
 };
 
-// Of this process; 0: it cannot be read.
+// Resident memory of this process; 0: it cannot be read.
 int64_t ResidentBytes();
-// The same without what is of files, or shared with other processes.
+// The part of it that is neither file-backed nor shared with other processes.
 int64_t PrivateBytes();
 
-// What cannot be read is 0.
+// Values that cannot be read are 0.
 ProcessStats ReadProcessStats();
 
 }  // namespace ema

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How the server stands: what metrics and the status page show beside counted events.
+// The state of the server that metrics and the status page show beside event counts.
 #ifndef EMA_SERVER_OPS_SERVER_STATE_H_
 #define EMA_SERVER_OPS_SERVER_STATE_H_
 
@@ -20,10 +20,10 @@
 
 namespace ema {
 
-// What the process can use at most, beside the program. Models, and what is cast for readers,
+// Upper bounds of the host memory that the process uses. Models, and bytes cast for readers,
 // reserve their part before they use it.
 struct MemoryFormula {
-  int64_t push_bytes = 0;  // Of one stream, as what follows.
+  int64_t push_bytes = 0;  // Of one stream, like the next two.
   int64_t pull_bytes = 0;
   int64_t lane_bytes = 0;
   int64_t lane_count = 0;
@@ -31,31 +31,31 @@ struct MemoryFormula {
   int64_t waiting_bytes = 0;  // Requests that wait for a worker.
   int64_t record_bytes = 0;   // Of all models together, beside what they reserve.
   int64_t kept_bytes = 0;     // Freed buffers.
-  int64_t process_bytes = 0;  // Before the first of these: what the process took at its start.
-  // ModelStore::Options::host_memory_bytes, for attached files and what is read, cast or cut out
-  // for readers: 0 where models are in the host's memory.
+  int64_t process_bytes = 0;  // Resident memory at the start.
+  // ModelStore::Options::host_memory_bytes, for attached files and for bytes that are read, cast or
+  // cut out for readers: 0 where models are in the host's memory.
   int64_t host_budget_bytes = 0;
 };
 
-// At one moment; read anew for each who asks.
+// Collected for each request.
 struct ServerState {
-  // What each part may take at most, and what the device has and holds.
+  // Limits of each part, and the device's memory.
   struct Memory {
     int64_t budget_bytes = 0;      // For models.
-    int64_t reserved_bytes = 0;    // Of it.
+    int64_t reserved_bytes = 0;    // Of budget_bytes.
     int64_t host_model_bytes = 0;  // The budget, if models are in the host's memory.
     MemoryFormula formula;
-    int64_t device_bytes = 0;  // All that the device has for the server.
+    int64_t device_bytes = 0;  // All memory of the device that the server may use.
     Device::MemoryUse device_use;
   };
   struct Tls {
     absl::Time expiry;                // Of the certificate in use.
-    bool has_rejected_files = false;  // The files are not what is in use, for they are wrong.
+    bool has_rejected_files = false;  // The files are invalid; the previous ones are in use.
   };
   struct Model {
     std::string name;
     ModelOverview overview;
-    std::vector<StatisticsPoint> history;  // Only for the page.
+    std::vector<StatisticsPoint> history;  // Only for the status page.
   };
 
   absl::Time now;
@@ -68,10 +68,10 @@ struct ServerState {
   absl::Status checkpoints_health;  // OK without a data directory.
   bool is_store_read_only = false;
   std::optional<int64_t> data_dir_free_bytes;
-  // When all checkpoints were last read, or those that were loaded. Absent: they are not read
-  // again.
+  // When the last complete scrub ended, see CheckpointScrubber::time(). Absent: checkpoints are not
+  // scrubbed.
   std::optional<absl::Time> scrub_time;
-  // Of all models, and of those of which only bad ones are left. Empty without a data directory.
+  // By model, those with only bad checkpoints included. Empty without a data directory.
   std::map<std::string, CheckpointCounts> checkpoints;
   std::string device;
   std::string cuda_version;
@@ -83,7 +83,7 @@ struct ServerState {
   RpcUsage usage;
   int64_t max_sessions = 0;          // Of all models together.
   std::optional<Tls> tls;            // Absent: the server does not speak TLS, or not yet.
-  bool has_rejected_tokens = false;  // The token file is not what is in use: it is wrong, or gone.
+  bool has_rejected_tokens = false;  // The token file is invalid or missing; old tokens apply.
   std::vector<Heartbeats::Age> workers;
   std::vector<Model> models;  // By name.
 };

@@ -16,7 +16,7 @@ namespace ema {
 extern const char kStatusPageHtml[];
 extern const char kStatusPageScript[];
 
-// What the page shows, as one JSON object. Times are in seconds since the epoch. Numbers that are
+// The data of the page as one JSON object. Times are in seconds since the epoch. Numbers that are
 // unknown or not finite are null. Invalid UTF-8 is replaced.
 std::string StatusJson(const ServerState& state, const std::vector<Metrics::Problem>& problems);
 

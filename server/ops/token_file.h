@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Bearer tokens, and what their bearers may do.
+// Bearer tokens and their rights.
 #ifndef EMA_SERVER_OPS_TOKEN_FILE_H_
 #define EMA_SERVER_OPS_TOKEN_FILE_H_
 
@@ -26,25 +26,24 @@ namespace ema {
 //   trainer   6f1d2c70b4e94b0f9b9d6b0c8a4c1e52  vision-* gpt
 //   evaluator 0d0f6f0c0b3a4a8c9e1d2f3a4b5c6d7e
 //
-// Tokens are of 16 to 512 printable characters, without blanks. Kept as SHA-256; compared in a time
-// that says nothing of them. Thread-safe, but Refresh() is for one thread.
+// Tokens have 16 to 512 printable characters and no blanks. They are kept as SHA-256 and compared
+// in constant time. Thread-safe, but Refresh() is for one thread.
 class TokenFile final : public Authenticator {
  public:
-  // INVALID_ARGUMENT: the file cannot be read, or a line of it; the message has no token.
+  // INVALID_ARGUMENT: the file, or a line of it, cannot be read; the message contains no token.
   static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path);
 
   absl::StatusOr<Access> Authenticate(std::string_view authorization) const override
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Takes over a file that has changed, once two looks in a row have found the same: a file that is
-  // just being written has half of its text. One that is wrong, or has gone: those before stay,
-  // `on_change` says so, once.
+  // Reloads a changed file once two calls in a row have read the same text, as it may be half
+  // written. If it is invalid or missing, the previous tokens stay in force, and `on_change` is
+  // called once.
   bool Refresh() override ABSL_LOCKS_EXCLUDED(mu_);
 
-  // OK: what the file has is in use; or why not.
+  // OK: the file's tokens are in use. Else why they are not.
   absl::Status problem() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Is told of problem() when it has changed, and of each file that was taken over. Set before the
-  // first Refresh().
+  // Called with problem() after each reload, failed ones included. Set before the first Refresh().
   std::function<void(const absl::Status&)> on_change;
 
  private:
@@ -59,9 +58,9 @@ class TokenFile final : public Authenticator {
   void Tell(const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string path_;
-  // Refresh()'s own.
-  absl::StatusOr<std::string> judged_;                // What is in use, or was wrong.
-  std::optional<absl::StatusOr<std::string>> found_;  // By the look before, if it was another.
+  // Only for Refresh().
+  absl::StatusOr<std::string> judged_;                // In use, or found to be invalid.
+  std::optional<absl::StatusOr<std::string>> found_;  // By the call before, if it differed.
   mutable absl::Mutex mu_;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);

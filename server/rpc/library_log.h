@@ -11,11 +11,11 @@
 namespace ema {
 
 // From now on `sink` gets the lines that these libraries would write to stderr, as events "gRPC"
-// and "protobuf" with the message and the place in the source. Their errors, which mostly come from
-// what strangers send, are warnings, throttled for each library; an error that ends the process is
-// an error. gRPC's info and debug lines are not throttled; GRPC_VERBOSITY enables them. `flush` is
-// called between the last line and the end of the process. To be called once in a process, before
-// the libraries are used; both arguments are kept until the process ends.
+// and "protobuf" with the message and the place in the source. Their errors are logged as warnings,
+// throttled for each library, since peers cause most of them; only an error that ends the process
+// is logged as an error. gRPC's info and debug lines are not throttled; GRPC_VERBOSITY enables
+// them. `flush` is called between the last line and the end of the process. To be called once in a
+// process, before the libraries are used; both arguments are kept until the process ends.
 void SendLibraryLogTo(LogSink sink, std::function<void()> flush);
 
 }  // namespace ema

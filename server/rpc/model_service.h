@@ -22,7 +22,7 @@ class ModelService {
   ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, LogSink log)
       : store_(std::move(store)), checkpoints_(*checkpoints), log_(std::move(log)) {}
 
-  // What GetLane() answers. REQUIRES: before Listen().
+  // Sets the answer of GetLane(). REQUIRES: before Listen().
   void OfferLane(const std::string& socket_name);
 
   // Each runs one kind of call on a thread of its own.

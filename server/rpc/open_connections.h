@@ -44,7 +44,7 @@ class OpenConnections {
   std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);  // Open and closed ones.
 };
 
-// Tells `observer` of a connection that was closed at once, and `log` if `throttle` allows it.
+// Reports a connection that was closed at once to `observer`, and to `log` if `throttle` allows it.
 // `peer`: empty if unknown. `limit`: that of the exhausted resource.
 void ReportRefusedConnection(ServerObserver& observer, const LogSink& log, LogThrottle& throttle,
                              ServerObserver::Refusal reason, const std::string& peer,

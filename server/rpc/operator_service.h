@@ -42,7 +42,7 @@ struct ServingProcess {
 // Answers GetServerInfo, SetLogLevel and Drain. Thread-safe.
 class OperatorService {
  public:
-  // As GetServerInfoResponse has it.
+  // Mirrors ema.v1.GetServerInfoResponse.Limit.
   struct Limit {
     std::string name;
     std::optional<int64_t> in_use;

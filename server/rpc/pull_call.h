@@ -24,7 +24,7 @@ namespace ema {
 // the version stays pinned until gRPC has released the last chunk.
 class PullCall final : public StreamCall, public std::enable_shared_from_this<PullCall> {
  public:
-  // Waits for the next Pull on `queue`, and for the one after when it has come.
+  // Waits for the next Pull on `queue`, and again whenever one arrives.
   static void Listen(RpcContext* rpc, CallQueue* queue);
   ~PullCall();
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a Pull sends, over gRPC or a same-host lane.
+// Makes the messages of a Pull, for gRPC or a same-host lane.
 #ifndef EMA_SERVER_RPC_PULL_HANDLER_H_
 #define EMA_SERVER_RPC_PULL_HANDLER_H_
 
@@ -67,13 +67,13 @@ class PullHandler {
       return std::nullopt;
     return record_.id();
   }
-  // What an observer is told of a pull that has ended with `status`.
+  // The event that reports a pull which has ended with `status`.
   ServerObserver::PullEnd EndOf(const absl::Status& status, absl::Duration duration) const;
   // Releases the version.
   void Close() { reading_.reset(); }
 
  private:
-  // A version, and what of it is to be sent.
+  // A version, and the part of it that is to be sent.
   struct Wanted {
     VersionId id;
     std::optional<int64_t> step;  // Instead of `id`: the version at this step, not in memory.
@@ -84,7 +84,7 @@ class PullHandler {
 
   // Sets `reading_` or `on_disk_`, unless the reader has the newest version.
   absl::Status OpenReading(const v1::PullRequest& request);
-  // The version that is asked for, unless by its step. All zero: the newest.
+  // The version that the request names other than by its step. All zero: the newest.
   absl::StatusOr<VersionId> FindVersion(const v1::PullRequest& request) const;
   // Sets `reading_` if the version is in memory, else `on_disk_`.
   absl::Status OpenVersion(Wanted wanted);

@@ -23,7 +23,7 @@ namespace ema {
 // the session ends. Keeps itself alive while gRPC or a session can still call it.
 class PushCall final : public StreamCall, public std::enable_shared_from_this<PushCall> {
  public:
-  // Waits for the next Push on `queue`, and for the one after when it has come.
+  // Waits for the next Push on `queue`, and again whenever one arrives.
   static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
   ~PushCall();
 
@@ -41,7 +41,8 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   absl::Status HandleMessage();
   absl::Status HandleHeader(const v1::PushHeader& header);
   absl::Status HandleCommit(const v1::PushCommit& commit) ABSL_LOCKS_EXCLUDED(mu_);
-  // Answers; calls after the first do nothing. From any thread: the session may have ended.
+  // Finishes the call; calls after the first do nothing. From any thread: the session may have
+  // ended.
   void Finish(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
   RpcContext* const rpc_;

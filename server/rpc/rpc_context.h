@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the server gives to each of its calls.
+// The state that all calls of a server share.
 #ifndef EMA_SERVER_RPC_RPC_CONTEXT_H_
 #define EMA_SERVER_RPC_RPC_CONTEXT_H_
 

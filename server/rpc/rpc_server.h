@@ -70,9 +70,9 @@ class RpcServer {
   // Memory for messages that are being received, other than pushes: unary calls, and the requests
   // of pulls and watches, arrive before their callers are known.
   static constexpr int64_t kRequestBytes = int64_t{512} << 20;
-  // Calls that may wait for each worker.
+  // Unary calls that may wait for each of their workers.
   static constexpr int64_t kMaxWaitingCalls = 64;
-  // Memory of the requests that wait for the workers, all together.
+  // Memory of the requests that wait for all workers together.
   static constexpr int64_t kWaitingBytes = int64_t{140} << 20;
 
   // What a push stream may make gRPC hold: its window, or a message that has arrived in part.
@@ -87,9 +87,9 @@ class RpcServer {
                                                           const Options& options);
   ~RpcServer();  // Shutdown(now) if it has not been called.
 
-  // Of the first listen address.
+  // The port of the first listen address.
   int port() const { return listeners_.front()->port(); }
-  // As Options::listen_addresses, with the ports that are bound, separated by commas.
+  // Options::listen_addresses with the bound ports, separated by commas.
   std::string addresses() const;
 
   // False: health() reports an error from now on. True after Start().
@@ -146,7 +146,7 @@ class RpcServer {
 
   absl::Mutex mu_;
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both end.
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both threads above end.
   SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
 
   // Last: calls that wait there refer to the members above. Requests of the first three are short;

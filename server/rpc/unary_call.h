@@ -63,7 +63,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     std::function<Turn(const Request&)> choose_turn;
   };
 
-  // Waits for the next call on `queue`, and for the one after when it has come.
+  // Waits for the next call on `queue`, and again whenever one arrives.
   static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                      std::shared_ptr<const Method> method) {
     std::shared_ptr<UnaryCall> call(new UnaryCall(rpc, queue, std::move(method)));

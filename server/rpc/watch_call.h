@@ -22,7 +22,7 @@ namespace ema {
 // are counted as skipped. Keeps itself alive while gRPC or the model can still call it.
 class WatchCall final : public StreamCall, public std::enable_shared_from_this<WatchCall> {
  public:
-  // Waits for the next Watch on `queue`, and for the one after when it has come.
+  // Waits for the next Watch on `queue`, and again whenever one arrives.
   static void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue);
   ~WatchCall();
 

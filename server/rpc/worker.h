@@ -28,8 +28,8 @@ class Worker {
   // REQUIRES: it has been stopped, or not started.
   ~Worker() = default;
 
-  // Runs `function` later, which holds `bytes` of memory. RESOURCE_EXHAUSTED, TOO_MANY_CALLS: too
-  // many wait. INVALID_ARGUMENT: it is larger than all that wait may be.
+  // Queues `function`, which holds `bytes` of memory. RESOURCE_EXHAUSTED, TOO_MANY_CALLS: the queue
+  // is full. INVALID_ARGUMENT: `bytes` is more than `max_bytes`.
   absl::Status Run(std::function<void()> function, int64_t bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
   // `heartbeat`, which outlives this, is busy while a function runs. Once.
   void Start(Heartbeat* heartbeat);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between the wire's messages and the structs of include/ema, for server and clients alike. Reading
-// checks what protobuf does not: every error names the field.
+// Converts between the wire's messages and the structs of include/ema, for server and clients
+// alike. Reading checks what protobuf does not: every error names the field.
 #ifndef EMA_SERVER_WIRE_CONVERT_H_
 #define EMA_SERVER_WIRE_CONVERT_H_
 

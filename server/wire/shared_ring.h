@@ -16,13 +16,13 @@
 
 namespace ema {
 
-// A mapped memfd. Its size is sealed, so that no peer can take pages away from under a reader.
+// A mapped memfd. Its size is sealed, so that a peer cannot truncate it while it is read.
 class SharedMemory {
  public:
-  // Zeroed. INTERNAL: the system refuses, or RLIMIT_FSIZE is less.
+  // Makes zeroed memory. INTERNAL: the system refuses, or RLIMIT_FSIZE is too small.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t size_bytes);
-  // What Create() has made in another process. Takes `fd`. INVALID_ARGUMENT: it is not of this
-  // size, or not sealed.
+  // Maps memory that Create() has made in another process. Takes ownership of `fd`.
+  // INVALID_ARGUMENT: it has another size, or is not sealed.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Map(int fd, int64_t size_bytes);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
@@ -41,21 +41,21 @@ class SharedMemory {
 };
 
 // One end of a ring with one writer and one reader, each a thread at a time, in two processes or
-// one. Whoever waits spins for some microseconds, then sleeps; who has slept in vain does not spin
-// again. A system may leave both ends on one processor while others are idle: a woken thread starts
-// where its waker runs, and with two that share a cache Linux may not look any further; for tens of
-// ms at a time a push was half as fast. An end that may move then does. A peer that writes nonsense
-// into the memory is noticed (broken()) or harms only the bytes that it sends: nothing that is used
-// after it was checked is read from there twice.
+// one. A waiting end spins for some microseconds, then sleeps; after a sleep that timed out it does
+// not spin again. The scheduler may leave both ends on one processor while others are idle: a woken
+// thread starts where its waker runs, and if the two share a cache, Linux may not look further; for
+// tens of ms at a time a push was half as fast. An end with `may_move` then moves itself. A peer
+// that writes invalid data into the memory is detected (broken()) or harms only the bytes that it
+// sends: no checked value is read from the memory a second time.
 class SharedRing {
  public:
   // Four slots of 256 KiB stay in the caches: 17 % faster than eight of 1 MiB.
   static constexpr int64_t kSlotBytes = int64_t{256} << 10;
   static constexpr uint32_t kSlotCount = 4;
-  // What a ring takes of the memory, which is zero at first.
+  // Bytes of memory for one ring, initially zero.
   static constexpr int64_t kBytes = 4096 + kSlotCount * kSlotBytes;
 
-  // What the writer says of a slot; its meaning is the users'.
+  // The writer's description of a slot; only the users interpret it.
   struct Label {
     int32_t kind = 0;
     int32_t length_bytes = 0;
@@ -67,33 +67,34 @@ class SharedRing {
     std::span<const std::byte> bytes;  // `length_bytes` of them.
   };
 
-  // `memory`: kBytes, at a multiple of 4096, for longer than this object. `may_move`: the threads
-  // of this end may be moved to other processors that they may run on.
+  // `memory`: kBytes at a multiple of 4096, which outlive this object. `may_move`: this end's
+  // threads may be moved to other processors that they may run on.
   SharedRing(std::byte* memory, bool may_move);
 
   // --- The writer. ---
 
   // Waits for a free slot. Empty: there is none after `max_wait`, or the ring is broken.
   std::span<std::byte> WaitForFree(absl::Duration max_wait);
-  // Gives that slot to the reader. REQUIRES: label.length_bytes <= kSlotBytes.
+  // Passes that slot to the reader. REQUIRES: label.length_bytes <= kSlotBytes.
   void Publish(const Label& label);
 
   // --- The reader. ---
 
-  // Waits for a slot that has been published. It stays the reader's until Release().
+  // Waits for a published slot, which stays valid until Release(). nullopt: there is none after
+  // `max_wait`, or the ring is broken.
   std::optional<Filled> WaitForFilled(absl::Duration max_wait);
   void Release();
 
-  // True: the peer has not kept to the rules.
+  // True: the peer has broken the protocol.
   bool broken() const { return broken_; }
 
  private:
   struct Control;
   struct End;
 
-  // Waits until `peer`'s counter is not `seen`.
+  // Waits until `peer`'s counter differs from `seen`. False: it still equals `seen`.
   bool Await(End& own, const End& peer, absl::Duration max_wait, uint32_t seen);
-  // Moves this end's counter.
+  // Increments this end's counter, and wakes the peer if it sleeps.
   void Advance(End& own, const End& peer);
 
   Control& control_;
@@ -101,7 +102,7 @@ class SharedRing {
   const bool may_move_;
   uint32_t position_ = 0;  // Slots published, or released, by this end.
   bool broken_ = false;
-  bool is_idle_ = false;  // The last wait was in vain.
+  bool is_idle_ = false;  // The last wait timed out.
 };
 
 }  // namespace ema
