@@ -221,7 +221,7 @@ int main(int argc, char** argv) {
   }
   ema::FreedMemory freed;
   std::string asked_by;
-  while ((asked_by = stop.Wait(kTrimInterval)).empty()) freed.GiveBack();
+  while ((asked_by = stop.Wait(kTrimInterval)).empty()) freed.TrimHeap();
   ema::Log(ema::LogLevel::kInfo, "draining",
            {{"asked_by", asked_by},
             {"delay", parsed.options.drain_delay},

@@ -29,7 +29,7 @@ void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_by
 
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   // A chunk that is being made, one that is being sent, and gRPC's buffers.
-  constexpr int64_t kPullBytes = (int64_t{4} << 20) + Reading::kFreeBytes;
+  constexpr int64_t kPullBytes = (int64_t{4} << 20) + Reading::kUnbudgetedBytes;
   const Device::Overhead overhead = device.overhead(options.block_bytes);
   MemoryFormula formula;
   formula.push_bytes = RpcServer::PushBytes(options.limits) + overhead.host_bytes_per_stream;
@@ -42,7 +42,7 @@ MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
                          options.limits.max_pull_streams * formula.pull_bytes +
                          formula.lane_count * formula.lane_bytes + RpcServer::kRequestBytes;
   formula.waiting_bytes = RpcServer::kWaitingBytes;
-  formula.record_bytes = options.max_models * Model::kUncountedBytes;
+  formula.record_bytes = options.max_models * Model::kUnbudgetedBytes;
   formula.kept_bytes = kKeptHeapBytes + overhead.shared_host_bytes;
   formula.process_bytes = ResidentBytes();
   if (!device.is_host()) {
@@ -89,7 +89,7 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"requests", RpcServer::kRequestBytes},
        {"waiting", formula.waiting_bytes},
        {"max_models", options.max_models},
-       {"records", Model::kUncountedBytes},
+       {"records", Model::kUnbudgetedBytes},
        {"freed", formula.kept_bytes}});
   WarnOfMemory("host", at_most_bytes, HostMemoryBytes());
   if (device.is_host()) return;

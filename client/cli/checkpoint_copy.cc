@@ -68,7 +68,7 @@ absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const s
   // Before anything is written; what it says is verified with all the rest.
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
                        ReadCheckpointManifest(file_system, from));
-  EMA_RETURN_IF_ERROR(CheckNothingElse(file_system, from, checkpoint));
+  EMA_RETURN_IF_ERROR(CheckNoUnknownFiles(file_system, from, checkpoint));
   const std::string temporary =
       JoinPath(parent, absl::StrCat(std::string(kTemporaryPrefix), name, "-", RandomHex(2)));
   absl::StatusOr<CheckpointManifest> copied = CopyAndVerify(file_system, from, temporary);

@@ -124,7 +124,7 @@ std::vector<Finding> Verify(const Found& found) {
   const absl::StatusOr<CheckpointManifest> verified =
       VerifyCheckpoint(PosixFileSystem(), found.path, on_track);
   const absl::Status status = verified.ok()
-                                  ? CheckNothingElse(PosixFileSystem(), found.path, *verified)
+                                  ? CheckNoUnknownFiles(PosixFileSystem(), found.path, *verified)
                                   : verified.status();
   if (!status.ok()) {
     const absl::StatusOr<bool> exists = PosixFileSystem().Exists(found.path);

@@ -135,7 +135,7 @@ absl::Status Client::Impl::Retry(SteadyTime deadline, Interrupt* interrupt,
     if (!client_internal::IsRetryable(status)) return status;
     const absl::Duration delay = backoff.Next(status);
     if (After(SteadyNow(), delay) >= deadline) return status;
-    if (options_.on_wait && interrupt->is_of_user() && backoff.IsTimeToTell()) {
+    if (options_.on_wait && interrupt->is_of_user() && backoff.ShouldLog()) {
       options_.on_wait(status);
     }
     last_error = std::move(status);

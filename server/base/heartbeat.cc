@@ -34,9 +34,9 @@ Heartbeat* Heartbeats::Add(std::string name, Need need) {
   return &worker.heartbeat;
 }
 
-void Heartbeats::Look(Clock::time_point now) {
+void Heartbeats::Poll(Clock::time_point now) {
   absl::MutexLock lock(&mu_);
-  last_look_ = now;
+  last_poll_ = now;
   for (Worker& worker : workers_) {
     const int64_t count = worker.heartbeat.count_.load(std::memory_order_relaxed);
     if (count == worker.last_count && count % 2 != 0) continue;
@@ -48,8 +48,8 @@ void Heartbeats::Look(Clock::time_point now) {
 std::vector<Heartbeats::Age> Heartbeats::Ages(Clock::time_point now) const {
   absl::MutexLock lock(&mu_);
   std::vector<Age> ages;
-  if (last_look_ == Clock::time_point()) return ages;
-  ages.push_back({"watchdog", Need::kServing, now - last_look_});
+  if (last_poll_ == Clock::time_point()) return ages;
+  ages.push_back({"watchdog", Need::kServing, now - last_poll_});
   for (const Worker& worker : workers_) {
     const int64_t count = worker.heartbeat.count_.load(std::memory_order_relaxed);
     const bool is_silent = count == worker.last_count && count % 2 != 0;

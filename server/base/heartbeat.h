@@ -47,7 +47,7 @@ class Heartbeat {
   std::atomic<int64_t> count_ = 0;
 };
 
-// All workers of a server. A watchdog calls Look() periodically. Thread-safe.
+// All workers of a server. A watchdog calls Poll() periodically. Thread-safe.
 class Heartbeats {
  public:
   using Clock = std::chrono::steady_clock;
@@ -58,15 +58,15 @@ class Heartbeats {
   Heartbeat* Add(std::string name, Need need) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Records which workers have made progress since the last call.
-  void Look(Clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_);
+  void Poll(Clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Age {
     std::string name;
     Need need = Need::kNeither;
-    // Time without progress in the current piece of work, as Look() has seen it.
+    // Time without progress in the current piece of work, as Poll() has seen it.
     Clock::duration silent_time = Clock::duration::zero();
   };
-  // All workers in the order of Add(), after the watchdog itself. Empty before the first Look().
+  // All workers in the order of Add(), after the watchdog itself. Empty before the first Poll().
   std::vector<Age> Ages(Clock::time_point now) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -80,7 +80,7 @@ class Heartbeats {
 
   mutable absl::Mutex mu_;
   std::deque<Worker> workers_ ABSL_GUARDED_BY(mu_);  // A deque: never moved. Heartbeats are atomic.
-  Clock::time_point last_look_ ABSL_GUARDED_BY(mu_);  // The epoch: none yet.
+  Clock::time_point last_poll_ ABSL_GUARDED_BY(mu_);  // The epoch: none yet.
 };
 
 }  // namespace ema

@@ -27,32 +27,32 @@ class LogThrottle {
   // since the last logged one.
   std::optional<int64_t> Take(Time now) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    next_ = std::max(next_, now - kMostAtOnce * kInterval);
+    next_ = std::max(next_, now - kBurstLines * kInterval);
     if (next_ + kInterval > now) {
-      ++unsaid_;
+      ++dropped_count_;
       return std::nullopt;
     }
     next_ += kInterval;
-    return std::exchange(unsaid_, 0);
+    return std::exchange(dropped_count_, 0);
   }
 
   // Passes the event to `sink` unless Take() drops it, with the number of dropped lines as the last
   // field, `more_before`.
-  void Tell(const LogSink& sink, LogLevel level, std::string_view name,
-            std::vector<LogField> fields) {
-    const std::optional<int64_t> unsaid = Take(std::chrono::steady_clock::now());
-    if (!unsaid.has_value()) return;
-    fields.emplace_back("more_before", *unsaid);
+  void Log(const LogSink& sink, LogLevel level, std::string_view name,
+           std::vector<LogField> fields) {
+    const std::optional<int64_t> dropped_count = Take(std::chrono::steady_clock::now());
+    if (!dropped_count.has_value()) return;
+    fields.emplace_back("more_before", *dropped_count);
     LogTo(sink, level, name, std::move(fields));
   }
 
  private:
-  static constexpr int kMostAtOnce = 10;
+  static constexpr int kBurstLines = 10;
   static constexpr std::chrono::seconds kInterval{1};
 
   absl::Mutex mu_;
   Time next_ ABSL_GUARDED_BY(mu_);  // Lines up to here have been written.
-  int64_t unsaid_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t dropped_count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace ema

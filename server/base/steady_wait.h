@@ -33,13 +33,13 @@ class SteadyWait {
   // Must be called after each change of a condition that may be waited for.
   void WakeAll() { changed_.notify_all(); }
 
-  // Waits until `is_so`, which is evaluated with `mu` held, is true. Returns false if it is
+  // Waits until `predicate`, which is evaluated with `mu` held, is true. Returns false if it is
   // still false at `deadline`. `mu` is released while waiting.
   template <typename Predicate>
-  bool AwaitUntil(absl::Mutex& mu, SteadyTime deadline, Predicate is_so)
+  bool AwaitUntil(absl::Mutex& mu, SteadyTime deadline, Predicate predicate)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     Lockable lockable{mu};
-    return changed_.wait_until(lockable, deadline, is_so);
+    return changed_.wait_until(lockable, deadline, predicate);
   }
 
  private:

@@ -94,7 +94,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
       if (options.keep) EMA_RETURN_IF_ERROR(files_.Keep(Path(result.name)));
     } else {
       if (bytes.has_value() && index_.is_held(result.name)) {
-        return CannotReplace(result.name, "it is being read");
+        return CannotReplaceError(result.name, "it is being read");
       }
       EMA_ASSIGN_OR_RETURN(result.total_bytes, WriteLocked(model, snapshot, options, result.name,
                                                            /*has_old_settings=*/bytes.has_value()));
@@ -164,7 +164,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
                             keep, /*leave_room=*/options.keep));
   if (has_old_settings && !HasTracksOf(model, snapshot)) {
     files_.RemoveTemporary(name);
-    return CannotReplace(name, "a track of it has just been removed");
+    return CannotReplaceError(name, "a track of it has just been removed");
   }
   EMA_RETURN_IF_ERROR(TakeNameLocked(name, has_old_settings));
   index_.Put({.name = name,
@@ -205,7 +205,7 @@ absl::Status CheckpointFolder::TakeNameLocked(const std::string& name, bool has_
 absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
   const auto exchange = [&]() -> absl::Status {
     std::optional<CheckpointEntry> entry;
-    if (!index_.EraseUnlessHeld(name, &entry)) return CannotReplace(name, "it is being read");
+    if (!index_.EraseUnlessHeld(name, &entry)) return CannotReplaceError(name, "it is being read");
     absl::Status status = files_.ExchangeWithTemporary(name);
     if (status.ok()) return status;
     if (entry.has_value()) index_.Put(*std::move(entry));
@@ -227,7 +227,8 @@ absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
   return status;
 }
 
-absl::Status CheckpointFolder::CannotReplace(std::string_view name, std::string_view why) const {
+absl::Status CheckpointFolder::CannotReplaceError(std::string_view name,
+                                                  std::string_view why) const {
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kCheckpointInUse,
                    absl::StrCat("model \"", model_name_, "\", checkpoint \"", std::string(name),
                                 "\": ", std::string(why),
@@ -295,7 +296,7 @@ absl::Status CheckpointFolder::IndexLocked() {
   LabelMap labels;
   absl::Status lost;
   for (DirectoryEntry& listed : listing) {
-    if (IsLabelsAside(listed.name)) lost = LostLabels(absl::StrCat(listed.name, " is there"));
+    if (IsSetAsideLabelFile(listed.name)) lost = LostLabels(absl::StrCat(listed.name, " is there"));
     if (listed.name != kLabelsFileName) continue;
     absl::StatusOr<LabelMap> read = files_.ReadLabels();
     if (absl::IsDataLoss(read.status())) {
@@ -454,7 +455,7 @@ absl::Status CheckpointFolder::DeleteLocked(std::string_view name) {
   EMA_ASSIGN_OR_RETURN(const bool exists, files_.Exists());
   if (exists) EMA_RETURN_IF_ERROR(files_.ClearTemporary());
   // An operator who deletes the file accepts the loss.
-  if (IsLabelsAside(name)) index_.ClearLostLabelsIfDeleted();
+  if (IsSetAsideLabelFile(name)) index_.ClearLostLabelsIfDeleted();
   return absl::OkStatus();
 }
 
@@ -533,7 +534,7 @@ absl::Status CheckpointFolder::PutLabelLocked(const CheckpointLabel& label) {
         return entry.problem.ok() && !entry.is_partial && entry.id <= *latest &&
                entry.id.version_id() == label.id;
       })) {
-    return VersionGone(label);
+    return VersionGoneError(label);
   }
   LabelMap labels = index_.labels();
   if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {

@@ -216,7 +216,7 @@ class CheckpointFolder {
   // TakeNameLocked() for one that has old settings.
   absl::Status ReplaceLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, CHECKPOINT_IN_USE: one with new settings cannot take its place now.
-  absl::Status CannotReplace(std::string_view name, std::string_view why) const;
+  absl::Status CannotReplaceError(std::string_view name, std::string_view why) const;
   // Removes what retention does not keep, but never `saved_name`. False: that is nothing.
   absl::StatusOr<bool> RemoveOldLocked(std::string_view saved_name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

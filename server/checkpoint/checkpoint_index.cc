@@ -51,7 +51,7 @@ CheckpointEntry::Details DetailsOf(const CheckpointManifest& checkpoint) {
   return details;
 }
 
-absl::Status VersionGone(const CheckpointLabel& label) {
+absl::Status VersionGoneError(const CheckpointLabel& label) {
   return MakeError(
       absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
       absl::StrCat("label \"", label.name, "\": version ", label.id.version, " of incarnation ",
@@ -76,7 +76,7 @@ void CheckpointIndex::Replace(const std::vector<DirectoryEntry>& listing, LabelM
   if (!lost_labels.ok()) lost_labels_ = lost_labels;
   Entries entries;
   for (const DirectoryEntry& listed : listing) {
-    if (IsLabelsAside(listed.name)) {
+    if (IsSetAsideLabelFile(listed.name)) {
       entries.emplace(listed.name, CheckpointEntry{.name = listed.name, .problem = lost_labels_});
     }
     if (!listed.is_directory) continue;
@@ -239,7 +239,7 @@ absl::StatusOr<FoundLabel> CheckpointIndex::FindLabel(std::string_view label) co
   absl::MutexLock lock(&mu_);
   const auto it = labels_.find(label);
   if (it == labels_.end()) return UnknownLabel(model_name_, label, labels_);
-  FoundLabel found{.label = it->second, .checkpoint = VersionGone(it->second)};
+  FoundLabel found{.label = it->second, .checkpoint = VersionGoneError(it->second)};
   for (const auto& [name, entry] : entries_) {
     if (entry.is_partial || entry.id.version_id() != found.label.id) continue;
     found.checkpoint = entry.problem;
@@ -256,7 +256,7 @@ absl::Status CheckpointIndex::lost_labels() const {
 void CheckpointIndex::ClearLostLabelsIfDeleted() {
   absl::MutexLock lock(&mu_);
   if (std::none_of(entries_.begin(), entries_.end(),
-                   [](const auto& entry) { return IsLabelsAside(entry.first); })) {
+                   [](const auto& entry) { return IsSetAsideLabelFile(entry.first); })) {
     lost_labels_ = absl::OkStatus();
   }
 }

@@ -53,7 +53,7 @@ struct FoundLabel {
 };
 
 // OUT_OF_RANGE, VERSION_NOT_KEPT: the version of `label` is not on the disk.
-absl::Status VersionGone(const CheckpointLabel& label);
+absl::Status VersionGoneError(const CheckpointLabel& label);
 
 // What the folder of one model's checkpoints had when it was last listed, with the changes that the
 // server has made since, and how many readers hold each checkpoint.

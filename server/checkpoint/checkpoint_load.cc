@@ -152,7 +152,8 @@ absl::Status ReportProblems(const FolderFiles& files, CheckpointFolder& folder, 
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointLabel> labels, folder.Labels());
   for (const CheckpointLabel& label : labels) {
     const absl::StatusOr<FoundLabel> found = folder.FindLabel(label.name);
-    if (found.ok() && !found->checkpoint.ok()) report.bare_labels.emplace_back(model, label);
+    if (found.ok() && !found->checkpoint.ok())
+      report.labels_without_checkpoint.emplace_back(model, label);
   }
   if (is_loaded) return absl::OkStatus();
   // LATEST is written only after a complete checkpoint, so the model had one.
@@ -162,7 +163,8 @@ absl::Status ReportProblems(const FolderFiles& files, CheckpointFolder& folder, 
   for (const CheckpointEntry& entry : all) {
     // A corrupt partial checkpoint is no loss, as a start never loads one. An abandoned one is
     // good.
-    if (entry.is_partial || IsLabelsAside(entry.name) || !absl::IsDataLoss(entry.problem)) continue;
+    if (entry.is_partial || IsSetAsideLabelFile(entry.name) || !absl::IsDataLoss(entry.problem))
+      continue;
     if (count++ == 0) newest = &entry;
   }
   if (count == 0 && !has_latest) return absl::OkStatus();

@@ -51,7 +51,7 @@ struct LoadReport {
   };
   std::vector<Misnamed> misnamed;
   // Models, and labels whose version has no good checkpoint.
-  std::vector<std::pair<std::string, CheckpointLabel>> bare_labels;
+  std::vector<std::pair<std::string, CheckpointLabel>> labels_without_checkpoint;
   // Models that may have lost labels because the file was corrupt, and CheckpointIndex's
   // lost_labels().
   std::vector<std::pair<std::string, absl::Status>> lost_labels;

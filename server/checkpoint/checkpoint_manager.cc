@@ -111,7 +111,7 @@ void CheckpointManager::LogReport(const LoadReport& report) const {
          {"expected", misnamed.expected},
          {"error", "it has a manifest.json, and not the name of a checkpoint"}});
   }
-  for (const auto& [model, label] : report.bare_labels) {
+  for (const auto& [model, label] : report.labels_without_checkpoint) {
     log(LogLevel::kWarning, "label without a checkpoint",
         {{"model", model},
          {"label", label.name},

@@ -28,7 +28,7 @@ struct Job {
   const std::string& path;
   const CheckpointManifest& checkpoint;
   Model& model;
-  const RestBetweenReads& rest;
+  const PauseHook& rest;
 };
 
 // Whoever restores has nothing else to do, and fresh memory costs more than the disk.
@@ -225,8 +225,7 @@ absl::Status LocateError(const absl::Status& status, std::string_view model,
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
-                                                         Model& model,
-                                                         const RestBetweenReads& rest) {
+                                                         Model& model, const PauseHook& rest) {
   if (std::string difference = checkpoint.manifest.DifferenceFrom(model.manifest());
       !difference.empty()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,

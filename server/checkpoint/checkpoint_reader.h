@@ -36,7 +36,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
                                                          Model& model,
-                                                         const RestBetweenReads& rest = nullptr);
+                                                         const PauseHook& rest = nullptr);
 
 // Opens one track's weights. Every byte that Read() returns is verified: of a long tensor the
 // pieces that the range touches, of a short one all. Holds the files open, so removing the

@@ -82,10 +82,10 @@ void CheckpointScheduler::OnCommit(const std::shared_ptr<Model>& model, const Sn
   State& state = StateOfLocked(model);
   if (policy.every > absl::ZeroDuration() && state.due_time == SteadyTime::max()) {
     state.due_time = std::max(now, After(state.saved_time.value_or(now), policy.every));
-    LookAgainLocked();
+    WakeLocked();
   }
   const bool is_due = is_save_due || (is_keep_due && now >= state.keep_retry_time);
-  if (is_due && state.is_busy) state.must_look_again = true;
+  if (is_due && state.is_busy) state.skipped_due_version = true;
   if (!is_due || state.is_busy || now < state.retry_time) return;
   state.is_busy = true;
   work_.push_back({model, std::move(exact)});
@@ -104,25 +104,25 @@ void CheckpointScheduler::NoteSavedLocked(bool is_current, State& state) {
   state.due_time = is_current || options_.policy.every == absl::ZeroDuration()
                        ? SteadyTime::max()
                        : After(*state.saved_time, options_.policy.every);
-  LookAgainLocked();
+  WakeLocked();
 }
 
-void CheckpointScheduler::LookAgainLocked() {
-  must_look_ = true;
+void CheckpointScheduler::WakeLocked() {
+  due_times_changed_ = true;
   wait_.WakeAll();
 }
 
 void CheckpointScheduler::SaveNow(const std::shared_ptr<Model>& model) {
   absl::MutexLock lock(&mu_);
   State& state = StateOfLocked(model);
-  state.is_asked = true;
+  state.is_save_requested = true;
   if (!state.is_busy) EnqueueLocked(state);
 }
 
-void CheckpointScheduler::EnqueueLocked(State& state, bool is_second_look) {
+void CheckpointScheduler::EnqueueLocked(State& state, bool is_followup) {
   if (is_stopping_) return;
   state.is_busy = true;
-  work_.push_back({state.model, nullptr, is_second_look});
+  work_.push_back({state.model, nullptr, is_followup});
   wait_.WakeAll();
 }
 
@@ -146,7 +146,7 @@ void CheckpointScheduler::QueueDueLocked() {
       it = states_.erase(it);
       continue;
     }
-    state.is_asked = true;
+    state.is_save_requested = true;
     EnqueueLocked(state);
     ++it;
   }
@@ -154,73 +154,75 @@ void CheckpointScheduler::QueueDueLocked() {
 
 void CheckpointScheduler::Run() {
   const auto is_ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return is_stopping_ || must_look_ || !work_.empty();
+    return is_stopping_ || due_times_changed_ || !work_.empty();
   };
   while (true) {
     std::shared_ptr<Model> model;
     SnapshotRef snapshot;
-    bool is_second_look = false;
+    bool is_followup = false;
     {
       absl::MutexLock lock(&mu_);
       wait_.AwaitUntil(mu_, NextDueTimeLocked(), is_ready);
       if (is_stopping_) return;
-      must_look_ = false;
+      due_times_changed_ = false;
       QueueDueLocked();
       if (work_.empty()) continue;
       model = work_.front().model.lock();
       snapshot = std::move(work_.front().snapshot);
-      is_second_look = work_.front().is_second_look;
+      is_followup = work_.front().is_followup;
       work_.pop_front();
       if (model == nullptr) {
         std::erase_if(states_, [](const auto& entry) { return entry.second.model.expired(); });
       }
     }
-    if (model != nullptr) Save(*model, std::move(snapshot), is_second_look);
+    if (model != nullptr) Save(*model, std::move(snapshot), is_followup);
   }
 }
 
-void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_second_look) {
-  const Turn turn = BeginSave(model, /*is_newest=*/snapshot == nullptr);
-  Outcome outcome{.is_due = turn.is_asked};
+void CheckpointScheduler::Save(Model& model, SnapshotRef snapshot, bool is_followup) {
+  const SaveAttempt attempt = BeginSave(model, /*is_newest=*/snapshot == nullptr);
+  Outcome outcome{.is_due = attempt.is_save_requested};
   if (snapshot == nullptr) {
     absl::StatusOr<SnapshotRef> pinned = model.history().PinForSave(0);
     if (pinned.ok()) {
       snapshot = *std::move(pinned);
-    } else if (!is_second_look || turn.is_asked) {
+    } else if (!is_followup || attempt.is_save_requested) {
       outcome.status = pinned.status();
     }
   }
-  if (snapshot != nullptr) outcome = SaveVersion(model, snapshot, turn);
+  if (snapshot != nullptr) outcome = SaveVersion(model, snapshot, attempt);
   // Before it is idle.
   const absl::Status& error = outcome.error();
   if (!error.ok() && !outcome.is_gone() && options_.on_error &&
-      (turn.last_error.code() != error.code() ||
-       GetErrorReason(turn.last_error) != GetErrorReason(error))) {
+      (attempt.last_error.code() != error.code() ||
+       GetErrorReason(attempt.last_error) != GetErrorReason(error))) {
     options_.on_error(model, snapshot, error);
   }
-  EndSave(model, turn, outcome);
+  EndSave(model, attempt, outcome);
 }
 
-CheckpointScheduler::Turn CheckpointScheduler::BeginSave(const Model& model, bool is_newest) {
+CheckpointScheduler::SaveAttempt CheckpointScheduler::BeginSave(const Model& model,
+                                                                bool is_newest) {
   absl::MutexLock lock(&mu_);
   const auto it = states_.find(model.config().name);
   if (it == states_.end()) return {};
   State& state = it->second;
   // But for a step that is saved itself, what is saved now is the newest.
-  if (is_newest) state.must_look_again = false;
-  return {.is_asked = std::exchange(state.is_asked, false),
+  if (is_newest) state.skipped_due_version = false;
+  return {.is_save_requested = std::exchange(state.is_save_requested, false),
           .may_keep = SteadyNow() >= state.keep_retry_time,
           .last_error = state.last_error};
 }
 
 CheckpointScheduler::Outcome CheckpointScheduler::SaveVersion(Model& model,
                                                               const SnapshotRef& snapshot,
-                                                              const Turn& turn) const {
-  const bool keep = turn.may_keep && IsKeepDue(*snapshot, model.durable().kept_time());
+                                                              const SaveAttempt& attempt) const {
+  const bool keep = attempt.may_keep && IsKeepDue(*snapshot, model.durable().kept_time());
   // Another save may have come first.
   const DurableState::Saved saved = model.durable().saved();
-  Outcome outcome{.is_due = turn.is_asked || IsSaveDue(options_.policy, snapshot->record,
-                                                       saved.version, saved.step)};
+  Outcome outcome{.is_due =
+                      attempt.is_save_requested ||
+                      IsSaveDue(options_.policy, snapshot->record, saved.version, saved.step)};
   if (keep || outcome.is_due) outcome.status = options_.save(model, snapshot, keep);
   // There may still be room for one that is not kept.
   if (keep && GetErrorReason(outcome.status) == ErrorReason::kDiskFull) {
@@ -230,7 +232,8 @@ CheckpointScheduler::Outcome CheckpointScheduler::SaveVersion(Model& model,
   return outcome;
 }
 
-void CheckpointScheduler::EndSave(const Model& model, const Turn& turn, const Outcome& outcome) {
+void CheckpointScheduler::EndSave(const Model& model, const SaveAttempt& attempt,
+                                  const Outcome& outcome) {
   const bool is_current = !HasUnsaved(model);
   absl::MutexLock lock(&mu_);
   const auto it = states_.find(model.config().name);
@@ -242,7 +245,7 @@ void CheckpointScheduler::EndSave(const Model& model, const Turn& turn, const Ou
   State& state = it->second;
   state.is_busy = false;
   // While none is to be kept, the error that says why stays.
-  if (turn.may_keep || !outcome.error().ok()) state.last_error = outcome.error();
+  if (attempt.may_keep || !outcome.error().ok()) state.last_error = outcome.error();
   if (!outcome.keep_status.ok()) {
     state.keep_retry_time = After(SteadyNow(), options_.retry_delay);
   }
@@ -250,13 +253,15 @@ void CheckpointScheduler::EndSave(const Model& model, const Turn& turn, const Ou
     if (outcome.is_due || outcome.keep_status.ok()) NoteSavedLocked(is_current, state);
     state.retry_time = SteadyTime::min();
     // What came meanwhile may mean a later version, and there may be no commit after it.
-    if (state.is_asked || state.must_look_again) EnqueueLocked(state, /*is_second_look=*/true);
+    if (state.is_save_requested || state.skipped_due_version) {
+      EnqueueLocked(state, /*is_followup=*/true);
+    }
     return;
   }
   state.retry_time = After(SteadyNow(), options_.retry_delay);
   // What was asked for is not forgotten.
-  if (turn.is_asked || state.is_asked) state.due_time = state.retry_time;
-  LookAgainLocked();
+  if (attempt.is_save_requested || state.is_save_requested) state.due_time = state.retry_time;
+  WakeLocked();
 }
 
 void CheckpointScheduler::AwaitIdle() {

@@ -86,9 +86,9 @@ class CheckpointScheduler {
   // Of a model, by name; removed some time after the model.
   struct State {
     std::weak_ptr<Model> model;
-    bool is_busy = false;          // Queued or being saved.
-    bool is_asked = false;         // SaveNow() was called.
-    bool must_look_again = false;  // A version became due while the model was busy.
+    bool is_busy = false;              // Queued or being saved.
+    bool is_save_requested = false;    // SaveNow() was called.
+    bool skipped_due_version = false;  // A version became due while the model was busy.
     // When SavePolicy::every makes a save due; max(): nothing has been committed since the last
     // save.
     SteadyTime due_time = SteadyTime::max();
@@ -105,11 +105,11 @@ class CheckpointScheduler {
     SnapshotRef snapshot;
     // Queued because of a version, or SaveNow(), during a save. Another caller may have saved it
     // meanwhile, so it is not an error if no version can be pinned.
-    bool is_second_look = false;
+    bool is_followup = false;
   };
   // The part of State with which a save begins.
-  struct Turn {
-    bool is_asked = false;
+  struct SaveAttempt {
+    bool is_save_requested = false;
     bool may_keep = true;
     absl::Status last_error;
   };
@@ -129,19 +129,19 @@ class CheckpointScheduler {
   State& StateOfLocked(const std::shared_ptr<Model>& model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteSavedLocked(bool is_current, State& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Wakes the thread to read the due times. To be called when one has changed.
-  void LookAgainLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void WakeLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   SteadyTime NextDueTimeLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Queues a save of the model's newest version. REQUIRES: the model is not busy.
-  void EnqueueLocked(State& state, bool is_second_look = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EnqueueLocked(State& state, bool is_followup = false) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Queues the models whose due time has come.
   void QueueDueLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  void Save(Model& model, SnapshotRef snapshot, bool is_second_look) ABSL_LOCKS_EXCLUDED(mu_);
+  void Save(Model& model, SnapshotRef snapshot, bool is_followup) ABSL_LOCKS_EXCLUDED(mu_);
   // The parts of Save(), in order. `is_newest`: the newest version is saved, not a queued one.
-  Turn BeginSave(const Model& model, bool is_newest) ABSL_LOCKS_EXCLUDED(mu_);
-  Outcome SaveVersion(Model& model, const SnapshotRef& snapshot, const Turn& turn) const
+  SaveAttempt BeginSave(const Model& model, bool is_newest) ABSL_LOCKS_EXCLUDED(mu_);
+  Outcome SaveVersion(Model& model, const SnapshotRef& snapshot, const SaveAttempt& attempt) const
       ABSL_LOCKS_EXCLUDED(mu_);
-  void EndSave(const Model& model, const Turn& turn, const Outcome& outcome)
+  void EndSave(const Model& model, const SaveAttempt& attempt, const Outcome& outcome)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
@@ -149,7 +149,7 @@ class CheckpointScheduler {
   std::deque<Work> work_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, State, std::less<>> states_ ABSL_GUARDED_BY(mu_);
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
-  bool must_look_ ABSL_GUARDED_BY(mu_) = false;  // A due time has changed.
+  bool due_times_changed_ ABSL_GUARDED_BY(mu_) = false;  // A due time has changed.
   SteadyWait wait_;     // Woken when one of these, or `work_`, has changed.
   std::thread thread_;  // Joined by Stop(), which only one thread calls at a time.
 };

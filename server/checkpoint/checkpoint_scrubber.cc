@@ -99,7 +99,7 @@ absl::Status CheckpointScrubber::Read(const ModelContext& context, const std::st
   Pacer pacer(context.model);
   return VerifyCheckpoint(context.folder.file_system(), context.folder.Path(name), nullptr,
                           [&] {
-                            pacer.Rest();
+                            pacer.Pause();
                             return Wait(absl::ZeroDuration()) ? absl::OkStatus()
                                                               : absl::CancelledError();
                           })

@@ -118,7 +118,7 @@ absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(Model& model,
   Pacer pacer(model);
   if (written.ok()) {
     written = VerifyCheckpoint(disk(), path, nullptr, [&pacer] {
-      pacer.Rest();
+      pacer.Pause();
       return absl::OkStatus();
     });
   }

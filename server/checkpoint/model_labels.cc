@@ -38,7 +38,7 @@ absl::StatusOr<CheckpointLabel> ModelLabels::PlaceLocked(CheckpointLabel label,
     if (GetErrorReason(pinned.status()) != ErrorReason::kVersionNotKept) return pinned.status();
     // Readers of a label may ask for any track.
     EMA_RETURN_IF_ERROR(versions_.CheckNotPartial(id));
-    return versions_.NotKept(id);
+    return versions_.VersionNotKeptError(id);
   }
   label.id = stored->id.version_id();
   label.step = stored->id.step;

@@ -38,7 +38,7 @@ absl::StatusOr<Version> ModelRollback::RollBack(const VersionId& id) const {
     if (!stored.has_value()) {
       EMA_RETURN_IF_ERROR(versions_.CheckNotPartial(id));
       if (GetErrorReason(pinned.status()) == ErrorReason::kTooManyPins) return pinned.status();
-      return versions_.NotKept(id);
+      return versions_.VersionNotKeptError(id);
     }
     newest = RollBackToStored(*stored);
   }
@@ -56,9 +56,9 @@ absl::StatusOr<SnapshotRef> ModelRollback::RollBackToStored(const CheckpointEntr
   CheckpointFolder& folder = context_.folder;
   EMA_ASSIGN_OR_RETURN(const auto held, folder.Hold(stored.name));
   const VersionId id = stored.id.version_id();
-  if (held == nullptr) return versions_.NotKept(id);
+  if (held == nullptr) return versions_.VersionNotKeptError(id);
   const std::string path = folder.Path(stored.name);
-  const RestBetweenReads rest = [this] {
+  const PauseHook rest = [this] {
     return context_.queue.is_stopping() ? DrainingError() : absl::OkStatus();
   };
   // Verified before anything changes; that takes no memory for the weights.
@@ -104,7 +104,8 @@ absl::Status ModelRollback::SaveRollbackInMemory() const {
 
 // --- Resuming ---
 
-absl::Status ModelRollback::Mismatch(const ResumePoint& point, const std::string& why) const {
+absl::Status ModelRollback::ResumeMismatchError(const ResumePoint& point,
+                                                const std::string& why) const {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, versions_.Known());
   return MakeError(
       absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
@@ -151,13 +152,13 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtVersion(
   }
   if (!step.has_value()) {
     EMA_RETURN_IF_ERROR(versions_.CheckNotPartial(id));
-    return versions_.NotKept(id);
+    return versions_.VersionNotKeptError(id);
   }
   const std::string where =
       absl::StrCat("version ", id.version, " that it asks for at step ", *step);
   if (*step > point.step) {
-    return Mismatch(point,
-                    where + ": the average would have seen weights that the trainer has not");
+    return ResumeMismatchError(
+        point, where + ": the average would have seen weights that the trainer has not");
   }
   if (*step < point.step && point.time.has_value()) {
     std::optional<TrackStates> from;
@@ -179,7 +180,7 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtStep(
   if (latest_step == point.step) return std::nullopt;
   if (latest_step < point.step) {
     // If no update was due since, an uninterrupted run has the same average there.
-    if (!point.time.has_value()) return Mismatch(point, where);
+    if (!point.time.has_value()) return ResumeMismatchError(point, where);
     EMA_RETURN_IF_ERROR(CheckNotDue(point, context_.model.history().NewestStates(), where));
     return std::nullopt;
   }
@@ -190,7 +191,7 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtStep(
   if (point.time.has_value()) {
     id = VersionAfterStep(branch, point.step, /*is_complete=*/true);
   }
-  if (!id.has_value()) return Mismatch(point, where);
+  if (!id.has_value()) return ResumeMismatchError(point, where);
   EMA_ASSIGN_OR_RETURN(const TrackStates from, TrackStatesAt(*id));
   EMA_RETURN_IF_ERROR(CheckNotDue(point, from, where));
   return id;
@@ -215,7 +216,7 @@ absl::Status ModelRollback::CheckNotDue(const ResumePoint& point,
                                         const std::string& where) const {
   EMA_ASSIGN_OR_RETURN(const bool is_due, context_.model.tracks().IsDueBy(*point.time, from));
   if (!is_due) return absl::OkStatus();
-  return Mismatch(point, where + ", and an update was due between");
+  return ResumeMismatchError(point, where + ", and an update was due between");
 }
 
 }  // namespace ema

@@ -54,7 +54,7 @@ class ModelRollback {
   absl::Status CheckNotDue(const ResumePoint& point, const std::optional<TrackStates>& from,
                            const std::string& where) const;
   // RESUME_MISMATCH, listing the known versions.
-  absl::Status Mismatch(const ResumePoint& point, const std::string& why) const;
+  absl::Status ResumeMismatchError(const ResumePoint& point, const std::string& why) const;
 
   const ModelContext context_;
   const StoredVersions versions_;

@@ -95,11 +95,11 @@ absl::StatusOr<ModelSaver::Saved> ModelSaver::FindSaved(const Checkpoints::SaveR
                                                         const absl::Status& not_pinned) const {
   EMA_RETURN_IF_ERROR(context_.model.closed());
   EMA_ASSIGN_OR_RETURN(const auto stored, versions_.Find(request.id));
-  if (!stored.has_value()) return NotPinned(request.id, not_pinned);
+  if (!stored.has_value()) return NotPinnedError(request.id, not_pinned);
   if (!request.tracks.empty()) return not_pinned;
   EMA_RETURN_IF_ERROR(versions_.CheckIsDurable(stored->id.version_id(), stored->is_partial));
   EMA_ASSIGN_OR_RETURN(const auto held, context_.folder.Hold(stored->name));
-  if (held == nullptr) return versions_.NotKept(request.id);
+  if (held == nullptr) return versions_.VersionNotKeptError(request.id);
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, versions_.ReadManifest(*stored));
   if (!request.label.empty()) {
     EMA_RETURN_IF_ERROR(PutLabel(
@@ -108,7 +108,7 @@ absl::StatusOr<ModelSaver::Saved> ModelSaver::FindSaved(const Checkpoints::SaveR
   return Saved{manifest.record, stored->name, manifest.total_bytes};
 }
 
-absl::Status ModelSaver::NotPinned(const VersionId& id, const absl::Status& status) const {
+absl::Status ModelSaver::NotPinnedError(const VersionId& id, const absl::Status& status) const {
   if (GetErrorReason(status) != ErrorReason::kVersionNotKept) return status;
   EMA_ASSIGN_OR_RETURN(const auto partial, versions_.Find(id, /*is_partial=*/true));
   if (!partial.has_value()) return status;

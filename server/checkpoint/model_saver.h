@@ -72,7 +72,7 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
 
   // The error of Save() for a version that is neither in memory nor on the disk with all tracks;
   // `status` is that of pinning it.
-  absl::Status NotPinned(const VersionId& id, const absl::Status& status) const;
+  absl::Status NotPinnedError(const VersionId& id, const absl::Status& status) const;
   // Save() of a version that is not in memory any more.
   absl::StatusOr<Saved> FindSaved(const Checkpoints::SaveRequest& request,
                                   const absl::Status& not_pinned) const;

@@ -18,10 +18,10 @@ class Pacer {
 
   // To be called after every few MiB: while pushes arrive, waits twice as long as has been worked
   // since the last call.
-  void Rest() {
+  void Pause() {
     const absl::Duration worked = absl::FromChrono(SteadyNow() - rested_at_);
     if (worked < kLeast) return;
-    model_.AwaitQuiet(kRestPerWork * worked);
+    model_.AwaitNoPush(kRestPerWork * worked);
     rested_at_ = SteadyNow();
   }
 

@@ -63,7 +63,7 @@ absl::StatusOr<std::vector<KnownVersion>> StoredVersions::OnDisk(bool with_parti
 
 absl::StatusOr<std::vector<KnownVersion>> StoredVersions::Known() const {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk, OnDisk(/*with_partial=*/false));
-  return KnownVersions(context_.model.history(), on_disk);
+  return MergeKnownVersions(context_.model.history(), on_disk);
 }
 
 absl::StatusOr<VersionId> StoredVersions::FindLabel(std::string_view label) const {
@@ -98,7 +98,7 @@ absl::Status StoredVersions::CheckLabel(std::string_view label) const {
   return ValidateNewLabel(label);
 }
 
-absl::Status StoredVersions::NotKept(const VersionId& id) const {
+absl::Status StoredVersions::VersionNotKeptError(const VersionId& id) const {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, Known());
   int64_t step = 0;
   if (const auto latest = context_.model.history().latest()) step = latest->step;
@@ -164,7 +164,7 @@ absl::StatusOr<SnapshotRef> StoredVersions::OpenVersion(const VersionId& id,
     if (!opened.ok()) return HandleReadError(entry.name, opened.status());
     return opened;
   }
-  if (others.empty()) return NotKept(id);
+  if (others.empty()) return VersionNotKeptError(id);
   return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
                    absl::StrCat("model \"", context_.name(), "\", track \"", std::string(track),
                                 "\": of version ", id.version,

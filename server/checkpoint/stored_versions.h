@@ -76,7 +76,7 @@ class StoredVersions {
   // INVALID_ARGUMENT, BAD_NAME: there is no such label, and none can be made.
   absl::Status CheckLabel(std::string_view label) const;
   // OUT_OF_RANGE, VERSION_NOT_KEPT, listing the known versions.
-  absl::Status NotKept(const VersionId& id) const;
+  absl::Status VersionNotKeptError(const VersionId& id) const;
 
   // --- Reading ---
 

@@ -114,19 +114,19 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(FileSystem& file_sys
   std::vector<StoredCheckpoint> checkpoints;
   BranchWalk walk(latest);
   // Those in memory, too: one of them may have been restored.
-  for (const KnownVersion& known : KnownVersions(model.history(), on_disk)) {
+  for (const KnownVersion& known : MergeKnownVersions(model.history(), on_disk)) {
     const CheckpointId id{known.id.incarnation, known.id.version, known.step};
     if (!std::binary_search(held.ids().begin(), held.ids().end(), id, std::greater<>())) {
-      walk.Takes(known.id, known.step, known.restored_from);
+      walk.AdvanceIfOnBranch(known.id, known.step, known.restored_from);
       continue;
     }
     BranchWalk with_it = walk;
-    if (!with_it.Takes(known.id, known.step, std::nullopt)) continue;
+    if (!with_it.AdvanceIfOnBranch(known.id, known.step, std::nullopt)) continue;
     EMA_RETURN_IF_ERROR(model.closed());
     absl::StatusOr<CheckpointManifest> manifest =
         ReadCheckpointManifest(file_system, held.Path(id));
     if (!manifest.ok()) return on_error(CheckpointName(id), manifest.status());
-    walk.Takes(known.id, known.step, manifest->record.restored_from);
+    walk.AdvanceIfOnBranch(known.id, known.step, manifest->record.restored_from);
     if (manifest->manifest != model.manifest()) continue;
     // The largest parts, which are not needed: there may be hundreds of checkpoints.
     manifest->manifest = Manifest();
@@ -210,7 +210,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
                                    latest->step));
   }
   if (request.step > latest->step) {
-    return StepNotYet(model.config().name, request.step, latest->id(), latest->step);
+    return StepNotYetError(model.config().name, request.step, latest->id(), latest->step);
   }
   EMA_ASSIGN_OR_RETURN(const auto held, folder.HoldAll());
   EMA_ASSIGN_OR_RETURN(const std::vector<StoredCheckpoint> checkpoints,

@@ -222,7 +222,7 @@ Clock MakeClock(const Model& model, absl::Span<const StoredCheckpoint> checkpoin
   BranchWalk walk(records.back().record);
   for (auto entry = records.rbegin(); entry != records.rend(); ++entry) {
     const Version& record = entry->record;
-    if (!walk.Takes(record.id(), record.step, record.restored_from)) continue;
+    if (!walk.AdvanceIfOnBranch(record.id(), record.step, record.restored_from)) continue;
     clock.Add(record.step, record.time);
   }
   return clock;

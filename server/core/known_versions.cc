@@ -22,8 +22,8 @@ bool IsNext(const KnownVersion& next, const KnownVersion& version) {
 
 }  // namespace
 
-std::vector<KnownVersion> KnownVersions(const VersionHistory& history,
-                                        absl::Span<const KnownVersion> on_disk) {
+std::vector<KnownVersion> MergeKnownVersions(const VersionHistory& history,
+                                             absl::Span<const KnownVersion> on_disk) {
   std::map<VersionId, KnownVersion, std::greater<>> known;
   for (const KnownVersion& version : on_disk) known[version.id] = version;
   for (const VersionHistory::RecordEntry& entry : history.RecordsAfter(
@@ -40,8 +40,8 @@ std::vector<KnownVersion> KnownVersions(const VersionHistory& history,
   return result;
 }
 
-bool BranchWalk::Takes(const VersionId& id, int64_t step,
-                       const std::optional<VersionId>& restored_from) {
+bool BranchWalk::AdvanceIfOnBranch(const VersionId& id, int64_t step,
+                                   const std::optional<VersionId>& restored_from) {
   if (id > latest_ || id.version >= version_ || step > step_) return false;
   version_ =
       restored_from.has_value() ? std::min(id.version, restored_from->version + 1) : id.version;
@@ -53,7 +53,7 @@ std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known, const V
   std::vector<KnownVersion> branch;
   BranchWalk walk(latest);
   for (const KnownVersion& candidate : known) {
-    if (walk.Takes(candidate.id, candidate.step, candidate.restored_from))
+    if (walk.AdvanceIfOnBranch(candidate.id, candidate.step, candidate.restored_from))
       branch.push_back(candidate);
   }
   return branch;
@@ -83,7 +83,7 @@ std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch,
 absl::StatusOr<VersionId> VersionAtStep(std::string_view model_name,
                                         absl::Span<const KnownVersion> branch, int64_t step) {
   if (!branch.empty() && step > branch[0].step) {
-    return StepNotYet(model_name, step, branch[0].id, branch[0].step);
+    return StepNotYetError(model_name, step, branch[0].id, branch[0].step);
   }
   for (const KnownVersion& version : branch) {
     if (version.step == step && version.can_restore) return version.id;
@@ -94,8 +94,8 @@ absl::StatusOr<VersionId> VersionAtStep(std::string_view model_name,
                                 ListNearest(branch, step)));
 }
 
-absl::Status StepNotYet(std::string_view model_name, int64_t step, const VersionId& latest,
-                        int64_t latest_step) {
+absl::Status StepNotYetError(std::string_view model_name, int64_t step, const VersionId& latest,
+                             int64_t latest_step) {
   return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotYet,
                    absl::StrCat("model \"", std::string(model_name), "\": step ", step,
                                 " is not committed yet; the newest is step ", latest_step,

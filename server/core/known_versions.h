@@ -30,8 +30,8 @@ struct KnownVersion {
 };
 
 // Merges the records of `history` with the versions on the disk; newest first, each once.
-std::vector<KnownVersion> KnownVersions(const VersionHistory& history,
-                                        absl::Span<const KnownVersion> on_disk);
+std::vector<KnownVersion> MergeKnownVersions(const VersionHistory& history,
+                                             absl::Span<const KnownVersion> on_disk);
 
 // Finds the branch of `latest`: the versions that led to it, itself included, but not those that a
 // rollback has discarded. A rollback to version v makes a new version with v's values and step:
@@ -43,7 +43,8 @@ class BranchWalk {
 
   // Whether a version is on the branch. Must be called for all versions in turn, newest first.
   // `restored_from`: where the branch continues after a rollback, if known.
-  bool Takes(const VersionId& id, int64_t step, const std::optional<VersionId>& restored_from);
+  bool AdvanceIfOnBranch(const VersionId& id, int64_t step,
+                         const std::optional<VersionId>& restored_from);
 
  private:
   const VersionId latest_;
@@ -64,13 +65,13 @@ std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch,
                                           bool is_complete = false);
 
 // The newest version of `step` on `branch` that can be restored; `branch` begins with the model's
-// newest version. OUT_OF_RANGE: VERSION_NOT_YET, from StepNotYet(); VERSION_NOT_KEPT: the message
-// lists the nearest steps.
+// newest version. OUT_OF_RANGE: VERSION_NOT_YET, from StepNotYetError(); VERSION_NOT_KEPT: the
+// message lists the nearest steps.
 absl::StatusOr<VersionId> VersionAtStep(std::string_view model_name,
                                         absl::Span<const KnownVersion> branch, int64_t step);
 // The error for a step after the newest version's: OUT_OF_RANGE, VERSION_NOT_YET.
-absl::Status StepNotYet(std::string_view model_name, int64_t step, const VersionId& latest,
-                        int64_t latest_step);
+absl::Status StepNotYetError(std::string_view model_name, int64_t step, const VersionId& latest,
+                             int64_t latest_step);
 
 // "step 10 (version 3), step 20 (version 4)": the 16 versions that can be restored whose steps are
 // nearest to `step`, in the order of their steps; "none" if there are none.

@@ -77,7 +77,7 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
   }
   const std::string name = absl::StrCat("model \"", model->config_.name, "\"");
   const int64_t needed = model->manifest().memory_bytes();
-  if (needed > TrainerRun::kFreeBytes) {
+  if (needed > TrainerRun::kUnbudgetedBytes) {
     EMA_ASSIGN_OR_RETURN(
         model->manifest_memory_,
         model->host_budget_->Reserve(absl::StrCat("the manifest of ", name), needed));
@@ -280,7 +280,7 @@ absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {
 
 void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   const absl::Time begin = absl::Now();
-  absl::StatusOr<PushSession::Taken> taken = session->TakeSnapshot();
+  absl::StatusOr<PushSession::FinishedSnapshot> taken = session->TakeSnapshot();
   if (!taken.ok()) return FailSession(session, taken.status());
   if (taken->snapshot == nullptr) return;  // The session has ended meanwhile.
   // The step is complete: all ranks have committed, and the next version exists. It is not
@@ -288,8 +288,8 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   Publish(session, *std::move(taken), begin);
 }
 
-void Model::Publish(const std::shared_ptr<PushSession>& session, PushSession::Taken taken,
-                    absl::Time begin) {
+void Model::Publish(const std::shared_ptr<PushSession>& session,
+                    PushSession::FinishedSnapshot taken, absl::Time begin) {
   const std::shared_ptr<Snapshot> next = std::move(taken.snapshot);
   std::vector<uint32_t> digests = session->Digests();
   SnapshotRef evicted;
@@ -334,12 +334,12 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
   if (!session.End(status)) return;
   const ErrorReason reason = GetErrorReason(status);
   LogThrottle& throttle = reason == ErrorReason::kNonFinite ? non_finite_drops_ : other_drops_;
-  throttle.Tell(options_.log, LogLevel::kWarning, "step dropped",
-                {{"model", config_.name},
-                 {"run", session.run().epoch()},
-                 {"step", session.plan().step},
-                 {"reason", ErrorReasonName(reason)},
-                 {"error", status}});
+  throttle.Log(options_.log, LogLevel::kWarning, "step dropped",
+               {{"model", config_.name},
+                {"run", session.run().epoch()},
+                {"step", session.plan().step},
+                {"reason", ErrorReasonName(reason)},
+                {"error", status}});
 }
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
@@ -409,7 +409,7 @@ void Model::ExpireSession(SteadyTime now, SteadyTime::duration timeout) {
                            absl::StrJoin(session->MissingRanks(kNamedRanks), ", "))));
 }
 
-void Model::RefuseNew(const absl::Status& status) {
+void Model::StopAcceptingWork(const absl::Status& status) {
   absl::MutexLock lock(&mu_);
   closing_ = status;
 }
@@ -427,7 +427,7 @@ void Model::Drain(const absl::Status& status, SteadyTime deadline) {
   if (session != nullptr) DropStep(*session, status);
 }
 
-void Model::AwaitQuiet(absl::Duration timeout) {
+void Model::AwaitNoPush(absl::Duration timeout) {
   // Longer than a trainer that pushes step after step takes to begin the next one.
   constexpr std::chrono::milliseconds kMoment(100);
   const SteadyTime deadline = After(SteadyNow(), timeout);

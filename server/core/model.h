@@ -80,7 +80,8 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // Host memory that a model may take without a reservation: for its records, its manifest, the
   // tables of its tracks and the layouts of its run.
-  static constexpr int64_t kUncountedBytes = VersionRecords::kMaxBytes + 3 * TrainerRun::kFreeBytes;
+  static constexpr int64_t kUnbudgetedBytes =
+      VersionRecords::kMaxBytes + 3 * TrainerRun::kUnbudgetedBytes;
 
   // `tracks`: made from config.tracks by MakeTracks(). REQUIRES: config.Validate() is OK.
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` is too small for their versions, or the host's for
@@ -148,7 +149,7 @@ class Model : public std::enable_shared_from_this<Model> {
                                      const std::optional<VersionId>& newest = std::nullopt)
       ABSL_LOCKS_EXCLUDED(mu_);
   // True: that launch's run is open, so JoinRun() would join it. Errors as
-  // RunRegistry::CheckLaunch(), or the status given to RefuseNew() or Close().
+  // RunRegistry::CheckLaunch(), or the status given to StopAcceptingWork() or Close().
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
   // Publishes the version `from`, which `load` returns, again as the newest: a new version with the
   // values, step, time and state of `from`, in a run epoch of its own. First ends the open run: its
@@ -162,10 +163,10 @@ class Model : public std::enable_shared_from_this<Model> {
   // The result is pinned by VersionHistory::PinRestored(), even beyond the limit on pins: then
   // nothing can be pushed until a pin is released, as there is no memory for another version.
   //
-  // Errors: those of `load`; the status given to RefuseNew() or Close(); UNAVAILABLE, SESSION_BUSY:
-  // pinned versions leave no memory for another one; FAILED_PRECONDITION, MODEL_DIFFERS: no track
-  // would be kept. An error before `load` runs changes nothing; after a later one the run has
-  // ended.
+  // Errors: those of `load`; the status given to StopAcceptingWork() or Close(); UNAVAILABLE,
+  // SESSION_BUSY: pinned versions leave no memory for another one; FAILED_PRECONDITION,
+  // MODEL_DIFFERS: no track would be kept. An error before `load` runs changes nothing; after a
+  // later one the run has ended.
   absl::StatusOr<SnapshotRef> RollBack(
       const VersionId& from, absl::FunctionRef<absl::StatusOr<std::shared_ptr<Snapshot>>()> load)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
@@ -204,12 +205,12 @@ class Model : public std::enable_shared_from_this<Model> {
   void ExpireSession(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Refuses new runs and sessions with `status` from here on.
-  void RefuseNew(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // RefuseNew(), waits until `deadline` for the open session to end, then ends it. Readers
+  void StopAcceptingWork(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // StopAcceptingWork(), waits until `deadline` for the open session to end, then ends it. Readers
   // continue.
   void Drain(const absl::Status& status, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until no step has been open for 100 ms, but at most for `timeout`.
-  void AwaitQuiet(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
+  void AwaitNoPush(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Rejects readers, then new runs and sessions; ends the open session without waiting, and calls
   // the watchers. Versions that are pinned stay until they are released.
   void Close(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
@@ -243,7 +244,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // stops halfway would block all later ones.
   void CompleteStep(const std::shared_ptr<PushSession>& session) noexcept ABSL_LOCKS_EXCLUDED(mu_);
   // Makes the version of a complete step the newest one, atomically.
-  void Publish(const std::shared_ptr<PushSession>& session, PushSession::Taken taken,
+  void Publish(const std::shared_ptr<PushSession>& session, PushSession::FinishedSnapshot taken,
                absl::Time begin) ABSL_LOCKS_EXCLUDED(mu_);
   // Calls the watchers and on_commit for a published version.
   void Announce(const Snapshot& version) ABSL_LOCKS_EXCLUDED(mu_);
@@ -254,7 +255,7 @@ class Model : public std::enable_shared_from_this<Model> {
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // Turns the snapshot that a rollback has loaded into the version after the newest. Returns the
   // tracks that it does not keep, to be freed without the lock.
-  std::vector<TrackSnapshot> BecomeNextLocked(Snapshot& loaded, const VersionId& from)
+  std::vector<TrackSnapshot> MakeNextVersionLocked(Snapshot& loaded, const VersionId& from)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const ModelConfig config_;

@@ -29,7 +29,7 @@ absl::Status CheckRuleBytes(int64_t bytes) {
                                  "; say with globs what many tensors have in common"));
 }
 
-absl::Status TrackGivenTwice(std::string_view name) {
+absl::Status TrackGivenTwiceError(std::string_view name) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
                    absl::StrCat("track \"", std::string(name), "\" is given twice"));
 }
@@ -45,7 +45,7 @@ absl::Status ModelConfig::Validate(GlobBudget budget) const {
   absl::flat_hash_set<std::string_view> names;
   for (const TrackConfig& track : tracks) {
     EMA_RETURN_IF_ERROR(ValidateTrack(track, *manifest, budget));
-    if (!names.insert(track.name).second) return TrackGivenTwice(track.name);
+    if (!names.insert(track.name).second) return TrackGivenTwiceError(track.name);
   }
   return absl::OkStatus();
 }

@@ -56,7 +56,7 @@ int64_t RuleBytes(const TrackConfig& track);
 // fit into one message. INVALID_ARGUMENT, BAD_REQUEST: more than 2 MiB.
 absl::Status CheckRuleBytes(int64_t bytes);
 // The error INVALID_ARGUMENT, BAD_NAME.
-absl::Status TrackGivenTwice(std::string_view name);
+absl::Status TrackGivenTwiceError(std::string_view name);
 
 }  // namespace ema
 

@@ -112,7 +112,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     left_out = NamesOf((*loaded)->record.tracks);
     // Before Publish(): the new version keeps only tracks of the new list.
     replaced = tracks_.ApplyPending();
-    dropped = BecomeNextLocked(**loaded, from);
+    dropped = MakeNextVersionLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
     evicted = history_.Publish(*loaded);
     result = history_.PinRestored(*loaded);
@@ -132,7 +132,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
   return result;
 }
 
-std::vector<TrackSnapshot> Model::BecomeNextLocked(Snapshot& loaded, const VersionId& from) {
+std::vector<TrackSnapshot> Model::MakeNextVersionLocked(Snapshot& loaded, const VersionId& from) {
   Version& record = loaded.record;
   const SnapshotRef current = history_.newest();
   record.number = current != nullptr ? current->record.number + 1 : 1;

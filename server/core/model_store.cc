@@ -117,7 +117,7 @@ bool ModelStore::Delete(std::string_view name) {
     models_.erase(it);
     options_.model.observer->OnModelDeleted(name);
     // One of the same name repeats none of its run epochs either.
-    model->RefuseNew(deleted);
+    model->StopAcceptingWork(deleted);
     last = model->Describe();
     next_incarnation_ = std::max(next_incarnation_, last.run_epoch + 1);
   }
@@ -150,7 +150,7 @@ void ModelStore::Drain(SteadyTime deadline) {
     draining_ = true;
   }
   const std::vector<std::shared_ptr<Model>> models = List();
-  for (const std::shared_ptr<Model>& model : models) model->RefuseNew(DrainingError());
+  for (const std::shared_ptr<Model>& model : models) model->StopAcceptingWork(DrainingError());
   for (const std::shared_ptr<Model>& model : models) model->Drain(DrainingError(), deadline);
 }
 

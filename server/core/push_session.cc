@@ -237,7 +237,7 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     coverage.Release(range);
     return is_damaged ? corrupt(folded->crc32c) : folded.status();
   }
-  if (absl::Status status = TakeNonFiniteLocked(rank, folded->non_finite); !status.ok()) {
+  if (absl::Status status = ApplyNonFinitePolicyLocked(rank, folded->non_finite); !status.ok()) {
     coverage.Release(range);
     return status;
   }
@@ -285,7 +285,7 @@ absl::Status PushSession::AwaitDevice(int64_t rank, std::optional<int64_t> strea
 
 absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint32_t digest) {
   EMA_RETURN_IF_ERROR(AwaitDevice(rank, stream));
-  EMA_ASSIGN_OR_RETURN(const bool is_complete, TakeCommit(rank, stream, digest));
+  EMA_ASSIGN_OR_RETURN(const bool is_complete, CheckCommit(rank, stream, digest));
   if (!is_complete) return false;
   // What streams have folded that this one has fenced counts, too. Nobody of the rank folds now.
   EMA_RETURN_IF_ERROR(AwaitDevice(rank, std::nullopt));
@@ -299,7 +299,7 @@ absl::StatusOr<bool> PushSession::CommitRank(int64_t rank, int64_t stream, uint3
   return ++committed_count_ == run_->world_size();
 }
 
-absl::StatusOr<bool> PushSession::TakeCommit(int64_t rank, int64_t stream, uint32_t digest) {
+absl::StatusOr<bool> PushSession::CheckCommit(int64_t rank, int64_t stream, uint32_t digest) {
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckStreamLocked(rank, stream));
   RankState& state = ranks_[rank];
@@ -332,8 +332,8 @@ absl::StatusOr<bool> PushSession::TakeCommit(int64_t rank, int64_t stream, uint3
   return true;
 }
 
-absl::Status PushSession::TakeNonFiniteLocked(int64_t rank,
-                                              absl::Span<const NonFiniteElement> elements) {
+absl::Status PushSession::ApplyNonFinitePolicyLocked(int64_t rank,
+                                                     absl::Span<const NonFiniteElement> elements) {
   if (elements.empty() || model_.non_finite == NonFinitePolicy::kAllow) return absl::OkStatus();
   // A tensor can be skipped where it has a value that it may keep.
   const bool has_base = std::all_of(
@@ -368,7 +368,7 @@ absl::Status PushSession::CheckFiniteLocked(int64_t rank) {
     elements.push_back({it->first, it->second});
     found.erase(it);
   }
-  return TakeNonFiniteLocked(rank, elements);
+  return ApplyNonFinitePolicyLocked(rank, elements);
 }
 
 bool PushSession::RankCommitted(int64_t rank) const {
@@ -405,12 +405,12 @@ SteadyTime PushSession::last_progress() const {
   return last_progress_;
 }
 
-absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
+absl::StatusOr<PushSession::FinishedSnapshot> PushSession::TakeSnapshot() {
   absl::btree_set<int64_t> skipped;
   uint32_t frozen_crc32c = 0;
   {
     absl::MutexLock lock(&mu_);
-    if (ended_.has_value()) return Taken();
+    if (ended_.has_value()) return FinishedSnapshot();
     ++work_count_;  // So that an End() meanwhile does not free the memory.
     skipped = skipped_tensors_;
     for (const RankState& rank : ranks_) frozen_crc32c ^= rank.frozen_crc32c;
@@ -424,7 +424,7 @@ absl::StatusOr<PushSession::Taken> PushSession::TakeSnapshot() {
   // All ranks have committed: no chunk is folded any more.
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Snapshot> snapshot,
                        memory_.next->Finish(skipped, frozen_crc32c));
-  return Taken{memory_.freed, std::move(snapshot)};
+  return FinishedSnapshot{memory_.freed, std::move(snapshot)};
 }
 
 bool PushSession::End(const absl::StatusOr<PushResult>& result) {

@@ -149,13 +149,13 @@ class PushSession {
   std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
   SteadyTime last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  struct Taken {
+  struct FinishedSnapshot {
     std::shared_ptr<void> hold;  // AwaitFreed() also waits until this is destroyed.
     std::shared_ptr<Snapshot> snapshot;
   };
   // The next snapshot, its record without incarnation and commit time. Null: the session has ended.
   // REQUIRES: all ranks have committed. INTERNAL: the device failed.
-  absl::StatusOr<Taken> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<FinishedSnapshot> TakeSnapshot() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the session; the first call wins, later ones do nothing and return false. Frees the blocks
   // and the base, or leaves that to the folds that are running. Then reports to the observer and
@@ -216,10 +216,10 @@ class PushSession {
   absl::Status AwaitDevice(int64_t rank, std::optional<int64_t> stream) ABSL_LOCKS_EXCLUDED(mu_);
   // Checks a commit message. True: all streams of the rank have committed, and its bytes are
   // complete.
-  absl::StatusOr<bool> TakeCommit(int64_t rank, int64_t stream, uint32_t digest)
+  absl::StatusOr<bool> CheckCommit(int64_t rank, int64_t stream, uint32_t digest)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Applies the model's NonFinitePolicy to `elements`, the first of each tensor. NON_FINITE.
-  absl::Status TakeNonFiniteLocked(int64_t rank, absl::Span<const NonFiniteElement> elements)
+  absl::Status ApplyNonFinitePolicyLocked(int64_t rank, absl::Span<const NonFiniteElement> elements)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The same for RankState::non_finite. REQUIRES: AwaitDevice() has returned for the rank.
   absl::Status CheckFiniteLocked(int64_t rank) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -66,7 +66,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
       new Reading(std::move(snapshot), track, manifest, device, std::move(selection)));
   if (!reading->is_as_stored()) {
     EMA_RETURN_IF_ERROR(reading->Select());
-    if (const int64_t bytes = reading->ListBytes(); bytes > kFreeBytes) {
+    if (const int64_t bytes = reading->ListBytes(); bytes > kUnbudgetedBytes) {
       EMA_ASSIGN_OR_RETURN(reading->list_memory_,
                            budget.Reserve("a pull of so many tensors", bytes));
     }
@@ -79,7 +79,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
     auto reserved = budget.Reserve("what is read, cast or cut out for readers", total_bytes);
     if (reserved.ok()) {
       reading->reservation_ = *std::move(reserved);
-      reading->made_chunks_ = std::make_unique<MadeChunk[]>(chunk_count);
+      reading->cached_chunks_ = std::make_unique<CachedChunk[]>(chunk_count);
     }
   }
   return reading;
@@ -321,17 +321,17 @@ absl::Status Reading::VisitRuns(absl::Span<const Run> runs, RunVisitor visit) co
   return absl::OkStatus();
 }
 
-bool Reading::AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const {
+bool Reading::CanReadInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const {
   if (is_stored()) return false;
   for (const Run& run : runs) {
     if (std::exchange(offset, run.end()) != run.offset) return false;
     if (run.end() - run.offset < kCopyBelowBytes) return false;
     if (run.stored_dtype != run.dtype && !CastOf(run).has_value()) return false;
   }
-  return offset == end && (device_.is_host() || HoldsLittle(runs));
+  return offset == end && (device_.is_host() || FitsReaderMemory(runs));
 }
 
-bool Reading::HoldsLittle(absl::Span<const Run> runs) const {
+bool Reading::FitsReaderMemory(absl::Span<const Run> runs) const {
   int64_t held_bytes = 0;
   int64_t largest_block = 0;
   AllBlocks(runs, [&](int64_t block, std::optional<Dtype> cast) {
@@ -344,7 +344,7 @@ bool Reading::HoldsLittle(absl::Span<const Run> runs) const {
 }
 
 absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t length_bytes) {
-  if (is_as_stored() && made_chunks_ == nullptr) {
+  if (is_as_stored() && cached_chunks_ == nullptr) {
     if (device_.is_host()) return ReadTrack(device_, track_, offset, length_bytes);
     // Of two blocks: put together, so that it holds the copy of neither.
     EMA_ASSIGN_OR_RETURN(auto bytes, ReadChunk(offset, length_bytes));
@@ -354,14 +354,14 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
   const int64_t chunk = offset / kChunkBytes;
   const int64_t start = chunk * kChunkBytes;
   const int64_t end = ChunkEnd(offset);
-  MadeChunk not_kept;
-  MadeChunk& made = made_chunks_ != nullptr ? made_chunks_[chunk] : not_kept;
+  CachedChunk not_kept;
+  CachedChunk& made = cached_chunks_ != nullptr ? cached_chunks_[chunk] : not_kept;
   absl::MutexLock lock(&made.mu);
   if (made.bytes == nullptr && is_as_stored()) {
     EMA_ASSIGN_OR_RETURN(made.bytes, ReadChunk(start, end - start));
   } else if (made.bytes == nullptr) {
     const std::vector<Run> runs = RunsIn(start, end);
-    if (AreInPlace(runs, start, end)) return ReadInPlace(runs, offset, length_bytes);
+    if (CanReadInPlace(runs, start, end)) return ReadInPlace(runs, offset, length_bytes);
     EMA_ASSIGN_OR_RETURN(made.bytes, MakeChunk(chunk, runs));
   }
   const std::span<const std::byte> range(made.bytes.get() + (offset - start), length_bytes);
@@ -391,7 +391,7 @@ absl::StatusOr<std::vector<HostPiece>> Reading::ReadInPlace(absl::Span<const Run
 
 bool Reading::AllBlocks(
     absl::Span<const Run> runs,
-    absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> is_so) const {
+    absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> predicate) const {
   const Track& track = *track_.track;
   int64_t asked = -1;
   std::optional<Dtype> asked_cast;
@@ -400,7 +400,7 @@ bool Reading::AllBlocks(
     const int64_t last = track.FindBlock(run.stored_offset + run.stored_bytes() - 1);
     for (int64_t block = track.FindBlock(run.stored_offset); block <= last; ++block) {
       if (block == asked && cast == asked_cast) continue;
-      if (!is_so(block, cast)) return false;
+      if (!predicate(block, cast)) return false;
       asked = block;
       asked_cast = cast;
     }
@@ -408,12 +408,12 @@ bool Reading::AllBlocks(
   return true;
 }
 
-bool Reading::IsAtHand(int64_t offset) const {
+bool Reading::CanReadWithoutWaiting(int64_t offset) const {
   if (is_stored()) return false;
   if (device_.is_host()) return true;
   const int64_t chunk = offset / kChunkBytes;
-  if (made_chunks_ != nullptr) {
-    MadeChunk& made = made_chunks_[chunk];
+  if (cached_chunks_ != nullptr) {
+    CachedChunk& made = cached_chunks_[chunk];
     if (!made.mu.TryLock()) return false;
     const bool is_made = made.bytes != nullptr;
     made.mu.Unlock();

@@ -38,7 +38,7 @@ struct GlobBudget;
 class Reading {
  public:
   // A list of tensors, boxes and names up to this size is not counted by any budget.
-  static constexpr int64_t kFreeBytes = int64_t{1} << 20;
+  static constexpr int64_t kUnbudgetedBytes = int64_t{1} << 20;
   // Chunks begin at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
   // second-level cache between the cast and the socket.
   static constexpr int64_t kChunkBytes = int64_t{1} << 20;
@@ -68,7 +68,7 @@ class Reading {
   bool is_stored() const { return track_.stored != nullptr; }
   // False: Read() of the chunk that holds `offset` would wait, for the disk or for a copy from the
   // device. REQUIRES: offset < total_bytes().
-  bool IsAtHand(int64_t offset) const;
+  bool CanReadWithoutWaiting(int64_t offset) const;
 
   int64_t total_bytes() const { return layout().total_bytes(); }
   // The part of one tensor that is read, and where it lies in the bytes.
@@ -108,7 +108,7 @@ class Reading {
     int64_t stored_bytes() const { return element_count * DtypeSize(stored_dtype); }
     int64_t end() const { return offset + element_count * DtypeSize(dtype); }
   };
-  struct MadeChunk {
+  struct CachedChunk {
     absl::Mutex mu;  // Held while the chunk is made: other readers wait for it.
     // Null: it has not been made, or making it failed.
     std::shared_ptr<const std::byte> bytes ABSL_GUARDED_BY(mu);
@@ -157,17 +157,17 @@ class Reading {
   std::optional<Dtype> CastOf(const Run& run) const;
   // True: ReadInPlace() can give the bytes [offset, end), which consist of `runs`, without a copy
   // by this class.
-  bool AreInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const;
+  bool CanReadInPlace(absl::Span<const Run> runs, int64_t offset, int64_t end) const;
   // True: an accelerator's copies of the blocks that `runs` are in take at most one block and a
   // chunk. The memory formula counts that much per reader, which holds the copies until gRPC has
   // sent the chunk; scattered runs may be in many blocks.
-  bool HoldsLittle(absl::Span<const Run> runs) const;
+  bool FitsReaderMemory(absl::Span<const Run> runs) const;
   absl::StatusOr<std::vector<HostPiece>> ReadInPlace(absl::Span<const Run> runs, int64_t offset,
                                                      int64_t length_bytes) const;
-  // Whether `is_so` is true of each block that `runs` are in, and the dtype that it is cast to.
+  // Whether `predicate` is true of each block that `runs` are in, and the dtype that it is cast to.
   // Asks only once about a block that consecutive runs share, such as the rows of a box.
   bool AllBlocks(absl::Span<const Run> runs,
-                 absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> is_so) const;
+                 absl::FunctionRef<bool(int64_t block, std::optional<Dtype> cast)> predicate) const;
 
   const SnapshotRef snapshot_;
   const TrackSnapshot& track_;
@@ -180,7 +180,7 @@ class Reading {
   std::vector<const TensorSlice*> slices_;
   std::unique_ptr<MemoryBudget::Reservation> list_memory_;  // Null: the list is short.
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
-  std::unique_ptr<MadeChunk[]> made_chunks_;  // Null: made chunks are not kept.
+  std::unique_ptr<CachedChunk[]> cached_chunks_;  // Null: made chunks are not kept.
   std::unique_ptr<ChunkChecksum[]> checksums_;
 };
 

@@ -102,7 +102,7 @@ bool MayOmitFrozen(const std::vector<TrackRef>& tracks, const Snapshot* newest,
 absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
     const std::vector<TrackConfig>& configs, const Manifest& manifest, MemoryBudget& memory) {
   const int64_t table_bytes = Track::kBytesPerTensor * manifest.tensor_count();
-  const bool is_counted = table_bytes * kMaxTracks > TrainerRun::kFreeBytes;
+  const bool is_counted = table_bytes * kMaxTracks > TrainerRun::kUnbudgetedBytes;
   std::vector<std::shared_ptr<Track>> tracks;
   tracks.reserve(configs.size());
   for (const TrackConfig& config : configs) {
@@ -151,7 +151,7 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
   absl::flat_hash_set<std::string_view> put_names;
   for (const std::shared_ptr<Track>& made : put) {
     TrackConfig config = made->config();
-    if (!put_names.insert(made->name()).second) return TrackGivenTwice(config.name);
+    if (!put_names.insert(made->name()).second) return TrackGivenTwiceError(config.name);
     const auto it = find(config.name);
     if (it == tracks.end()) {
       EMA_RETURN_IF_ERROR(CheckUnits(config, /*track_id=*/0, newest));

@@ -34,7 +34,7 @@ namespace ema {
 
 // Makes a track for each config, for TrackTable::Admit(). RESOURCE_EXHAUSTED, MEMORY_BUDGET:
 // `memory` has no room for their tables; those of a manifest with few tensors are not counted (see
-// Model::kUncountedBytes).
+// Model::kUnbudgetedBytes).
 absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
     const std::vector<TrackConfig>& configs, const Manifest& manifest, MemoryBudget& memory);
 

@@ -68,7 +68,7 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
   const auto joining = std::make_shared<const RankLayout>(std::move(layout));
   const int64_t bytes = joining->memory_bytes();
   std::unique_ptr<MemoryBudget::Reservation> reserved;
-  if (memory_ != nullptr && layout_bytes_ + bytes > kFreeBytes) {
+  if (memory_ != nullptr && layout_bytes_ + bytes > kUnbudgetedBytes) {
     EMA_ASSIGN_OR_RETURN(reserved,
                          memory_->Reserve(absl::StrCat("rank ", rank, "'s layout"), bytes));
   }

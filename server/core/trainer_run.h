@@ -23,10 +23,10 @@ namespace ema {
 class TrainerRun {
  public:
   // Layouts up to this size together are not counted by any budget.
-  static constexpr int64_t kFreeBytes = int64_t{1} << 20;
+  static constexpr int64_t kUnbudgetedBytes = int64_t{1} << 20;
 
-  // `manifest` outlives the run. `memory` counts the layouts' bytes beyond kFreeBytes; null: they
-  // are not counted. INVALID_ARGUMENT: launch_id or world_size out of range.
+  // `manifest` outlives the run. `memory` counts the layouts' bytes beyond kUnbudgetedBytes; null:
+  // they are not counted. INVALID_ARGUMENT: launch_id or world_size out of range.
   static absl::StatusOr<std::unique_ptr<TrainerRun>> Create(
       const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
       std::shared_ptr<MemoryBudget> memory = nullptr);

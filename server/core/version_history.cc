@@ -32,13 +32,13 @@ SnapshotRef VersionHistory::FindLocked(const VersionId& id) const {
 absl::StatusOr<SnapshotRef> VersionHistory::Pin(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
-  return PinLeavingLocked(/*spare_count=*/0, snapshot);
+  return PinWithSpareLocked(/*spare_count=*/0, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> VersionHistory::PinSpare(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
-  return PinLeavingLocked(/*spare_count=*/1, snapshot);
+  return PinWithSpareLocked(/*spare_count=*/1, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> VersionHistory::PinForSave(int64_t version, int64_t incarnation) {
@@ -48,10 +48,10 @@ absl::StatusOr<SnapshotRef> VersionHistory::PinForSave(int64_t version, int64_t 
   const auto own = pins_.find(snapshot.get());
   const bool has_place = own != pins_.end() && is_saved(*own)
                              ? true
-                             : options_.has_data_dir && CanPinLocked(*snapshot) &&
+                             : options_.has_data_dir && HasRoomToPinLocked(*snapshot) &&
                                    std::none_of(pins_.begin(), pins_.end(), is_saved);
   if (has_place) return PinLocked(snapshot, &Pins::save_count);
-  return PinLeavingLocked(/*spare_count=*/0, snapshot);
+  return PinWithSpareLocked(/*spare_count=*/0, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> VersionHistory::FindToPinLocked(int64_t version,
@@ -71,14 +71,14 @@ absl::StatusOr<SnapshotRef> VersionHistory::FindToPinLocked(int64_t version,
   return snapshot;
 }
 
-absl::StatusOr<SnapshotRef> VersionHistory::PinLeavingLocked(int64_t spare_count,
-                                                             const SnapshotRef& snapshot) {
+absl::StatusOr<SnapshotRef> VersionHistory::PinWithSpareLocked(int64_t spare_count,
+                                                               const SnapshotRef& snapshot) {
   const int64_t pinned = ReaderPinCountLocked();
   const auto own = pins_.find(snapshot.get());
   const bool is_new = own == pins_.end() || own->second.reader_count == 0;
   // What is pinned can be pinned again, also where a rollback has pinned one too many.
   const int64_t needed = pinned + (is_new ? 1 : 0) + spare_count;
-  const bool has_place = needed <= options_.max_pinned_versions && CanPinLocked(*snapshot);
+  const bool has_place = needed <= options_.max_pinned_versions && HasRoomToPinLocked(*snapshot);
   if ((!is_new && spare_count == 0) || has_place) {
     return PinLocked(snapshot, &Pins::reader_count);
   }
@@ -95,11 +95,11 @@ int64_t VersionHistory::ReaderPinCountLocked() const {
                        [](const auto& pinned) { return pinned.second.reader_count > 0; });
 }
 
-bool VersionHistory::CanPinLocked(const Snapshot& version) const {
+bool VersionHistory::HasRoomToPinLocked(const Snapshot& version) const {
   return pins_.contains(&version) || static_cast<int64_t>(pins_.size()) < max_older_count();
 }
 
-std::optional<VersionId> VersionHistory::TakePinShortage() {
+std::optional<VersionId> VersionHistory::PollPinShortage() {
   if (!has_pin_shortage_.exchange(false, std::memory_order_relaxed)) return std::nullopt;
   absl::MutexLock lock(&mu_);
   std::optional<VersionId> oldest;
@@ -169,10 +169,11 @@ absl::StatusOr<std::optional<VersionId>> VersionHistory::FindStep(int64_t step) 
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(CheckHasVersionLocked());
   const Version& latest = newest_->record;
-  if (step > latest.step) return StepNotYet(options_.model_name, step, latest.id(), latest.step);
+  if (step > latest.step)
+    return StepNotYetError(options_.model_name, step, latest.id(), latest.step);
   BranchWalk walk(latest);
   for (auto record = records_.all().rbegin(); record != records_.all().rend(); ++record) {
-    if (!walk.Takes(record->id(), record->step, record->restored_from)) continue;
+    if (!walk.AdvanceIfOnBranch(record->id(), record->step, record->restored_from)) continue;
     if (record->step < step) break;
     if (record->step == step && FindLocked(record->id()) != nullptr) return record->id();
   }

@@ -72,7 +72,7 @@ class VersionHistory {
   void NotePinShortage() { has_pin_shortage_.store(true, std::memory_order_relaxed); }
   // The oldest version that readers pin, if a shortage has been noted since the last call and still
   // lasts.
-  std::optional<VersionId> TakePinShortage() ABSL_LOCKS_EXCLUDED(mu_);
+  std::optional<VersionId> PollPinShortage() ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Queries ---
 
@@ -141,11 +141,11 @@ class VersionHistory {
   absl::StatusOr<SnapshotRef> FindToPinLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Pins it for a reader, if `spare_count` others could still be pinned then; else TOO_MANY_PINS.
-  absl::StatusOr<SnapshotRef> PinLeavingLocked(int64_t spare_count, const SnapshotRef& snapshot)
+  absl::StatusOr<SnapshotRef> PinWithSpareLocked(int64_t spare_count, const SnapshotRef& snapshot)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t ReaderPinCountLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Whether `version` is pinned already, or there is memory to pin one more.
-  bool CanPinLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  bool HasRoomToPinLocked(const Snapshot& version) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Pins a version until the last copy of the result is dropped; `count`: for a reader or a save.
   SnapshotRef PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -29,7 +29,7 @@ class AcceleratorStream : public DeviceStream {
     if (feed_->ring != nullptr) {
       for (Ring::Slab& slab : feed_->ring->slabs) slab.batch.Clear();
     }
-    feeds_->GiveBack(std::move(feed_));
+    feeds_->ReleaseFeed(std::move(feed_));
   }
 
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {

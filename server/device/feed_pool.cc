@@ -79,7 +79,7 @@ absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing() {
   return ring;
 }
 
-void FeedPool::GiveBack(std::unique_ptr<Feed> feed) {
+void FeedPool::ReleaseFeed(std::unique_ptr<Feed> feed) {
   absl::MutexLock lock(&mu);
   idle_queues.push_back(std::move(feed->queue));
   if (feed->ring != nullptr) idle_rings.push_back(std::move(feed->ring));
@@ -99,7 +99,7 @@ absl::Status FeedPool::DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) {
   };
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, TakeFeed());
   EMA_RETURN_IF_ERROR(health.Check(work(*feed)));
-  GiveBack(std::move(feed));
+  ReleaseFeed(std::move(feed));
   return absl::OkStatus();
 }
 

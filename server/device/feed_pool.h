@@ -79,7 +79,7 @@ struct FeedPool {
 
   absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
   // REQUIRES: nothing is queued.
-  void GiveBack(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
+  void ReleaseFeed(std::unique_ptr<Feed> feed) ABSL_LOCKS_EXCLUDED(mu);
   // The feed's ring. If it has none, gives it an idle one, else makes one, freeing kept blocks if
   // memory is short.
   absl::StatusOr<Ring*> RingOf(Feed& feed) ABSL_LOCKS_EXCLUDED(mu);

@@ -30,7 +30,7 @@ absl::Status CorruptCheckpoint(const std::string& problem) {
   return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt, problem);
 }
 
-absl::Status BlameCheckpoint(const absl::Status& status) {
+absl::Status ToCorruptionError(const absl::Status& status) {
   if (absl::IsNotFound(status) || absl::IsDataLoss(status) || absl::IsFailedPrecondition(status)) {
     return CorruptCheckpoint(std::string(status.message()));
   }

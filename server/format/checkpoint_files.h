@@ -49,7 +49,7 @@ absl::Status CorruptCheckpoint(const std::string& problem);
 
 // Converts an error that is the checkpoint's fault to CorruptCheckpoint(): a file of it is missing,
 // short or not a regular file. Returns other errors, which are the disk's fault, unchanged.
-absl::Status BlameCheckpoint(const absl::Status& status);
+absl::Status ToCorruptionError(const absl::Status& status);
 
 }  // namespace ema
 

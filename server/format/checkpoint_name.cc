@@ -80,7 +80,7 @@ std::optional<StoredName> ParseSetAsideName(std::string_view name) {
   return ParseStoredName(name.substr(0, name.rfind('-')));
 }
 
-bool IsLabelsAside(std::string_view name) {
+bool IsSetAsideLabelFile(std::string_view name) {
   if (!name.starts_with(kCorruptPrefix)) return false;
   return name.substr(kCorruptPrefix.size()).starts_with(kLabelsFileName);
 }

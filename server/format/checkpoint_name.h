@@ -59,7 +59,7 @@ std::optional<StoredName> ParseStoredName(std::string_view name);
 std::optional<StoredName> ParseSetAsideName(std::string_view name);
 
 // Whether `name` is that of a label file that was set aside.
-bool IsLabelsAside(std::string_view name);
+bool IsSetAsideLabelFile(std::string_view name);
 
 // ".deleted-1760000000-1-gpt": name of the folder of a model that an incarnation has deleted, as
 // its `count`th one of that name. DeletedModelName(): the model's name; "" if `name` is of another

@@ -46,11 +46,11 @@ absl::StatusOr<SafetensorsHeader> ReadHeader(const RandomAccessFile& file,
   if (absl::IsInvalidArgument(header.status())) {
     return CorruptCheckpoint(std::string(header.status().message()));
   }
-  if (!header.ok()) return BlameCheckpoint(header.status());
+  if (!header.ok()) return ToCorruptionError(header.status());
   std::string bytes(header->header_bytes, '\0');
   if (const absl::Status status = file.Read(0, std::as_writable_bytes(std::span(bytes)));
       !status.ok()) {
-    return BlameCheckpoint(status);
+    return ToCorruptionError(status);
   }
   if (Crc32c(0, std::as_bytes(std::span(bytes))) != saved.header_crc32c) {
     return CorruptCheckpoint("the checksum of its header is wrong");
@@ -74,7 +74,7 @@ absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(
   for (const TensorFile& file : saved.files) {
     absl::StatusOr<std::unique_ptr<RandomAccessFile>> opened =
         file_system.OpenFile(JoinPath(track_path, file.name));
-    if (!opened.ok()) return BlameCheckpoint(opened.status());
+    if (!opened.ok()) return ToCorruptionError(opened.status());
     const absl::Status status =
         reader->AddFile(*std::move(opened), kind, file, manifest, actions, layout);
     if (!status.ok()) return WithPlace(status, absl::StrCat("file \"", file.name, "\": "));
@@ -135,7 +135,7 @@ absl::Status TensorReader::ReadPart(const Part& part, std::span<std::byte> buffe
   if (bytes.empty()) bytes = buffer.first(part.length_bytes);
   if (const absl::Status status = files_[tensor.file]->Read(tensor.offset + part.offset, bytes);
       !status.ok()) {
-    return BlameCheckpoint(status);
+    return ToCorruptionError(status);
   }
   int64_t piece = part.offset / kPieceBytes;
   for (size_t at = 0; at < bytes.size(); at += kPieceBytes, ++piece) {
@@ -207,7 +207,7 @@ absl::Status TensorReader::ReadPiece(int64_t tensor_index, int64_t piece,
   const uint32_t expected =
       tensor.piece_crc32c.empty() ? tensor.crc32c : tensor.piece_crc32c[piece];
   const absl::Status status = files_[tensor.file]->Read(tensor.offset + piece * kPieceBytes, bytes);
-  if (!status.ok()) return InTensor(BlameCheckpoint(status), tensor.name);
+  if (!status.ok()) return InTensor(ToCorruptionError(status), tensor.name);
   if (Crc32c(0, bytes) != expected) return InTensor(WrongChecksum(), tensor.name);
   return absl::OkStatus();
 }

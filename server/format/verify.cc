@@ -64,7 +64,7 @@ absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string
                                       const SmallFile& saved, int64_t max_bytes) {
   absl::StatusOr<std::string> bytes =
       file_system.ReadSmallFile(JoinPath(track_path, saved.name), max_bytes);
-  if (!bytes.ok()) return BlameCheckpoint(bytes.status());
+  if (!bytes.ok()) return ToCorruptionError(bytes.status());
   const std::string where = absl::StrCat("file \"", saved.name, "\": ");
   if (static_cast<int64_t>(bytes->size()) != saved.file_bytes) {
     return CorruptCheckpoint(
@@ -79,7 +79,7 @@ absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string
 absl::Status VerifyTensors(FileSystem& file_system, const std::string& track_path, TensorKind kind,
                            const TensorFiles& files, const Manifest& manifest,
                            absl::Span<const TensorAction> actions, const StorageLayout& layout,
-                           const RestBetweenReads& rest) {
+                           const PauseHook& rest) {
   EMA_ASSIGN_OR_RETURN(
       const std::unique_ptr<TensorReader> reader,
       TensorReader::Open(file_system, track_path, kind, files, manifest, actions, layout));
@@ -91,7 +91,7 @@ absl::Status VerifyTensors(FileSystem& file_system, const std::string& track_pat
 // Makes what is read of a file from here on come from the disk, where the system can do that.
 absl::Status DropCache(FileSystem& file_system, const std::string& path) {
   const absl::StatusOr<std::unique_ptr<RandomAccessFile>> file = file_system.OpenFile(path);
-  if (!file.ok()) return BlameCheckpoint(file.status());
+  if (!file.ok()) return ToCorruptionError(file.status());
   (*file)->DropCache();
   return absl::OkStatus();
 }
@@ -110,7 +110,7 @@ enum class Others { kIgnored, kRefused };
 absl::Status CheckFolder(FileSystem& file_system, const std::string& path, Contents expected,
                          Others others) {
   absl::StatusOr<std::vector<DirectoryEntry>> entries = file_system.ListDirectory(path);
-  if (!entries.ok()) return BlameCheckpoint(entries.status());
+  if (!entries.ok()) return ToCorruptionError(entries.status());
   for (const DirectoryEntry& entry : *entries) {
     if (!entry.is_directory && expected.optional_files.contains(entry.name)) continue;
     std::set<std::string>& names = entry.is_directory ? expected.directories : expected.files;
@@ -161,7 +161,7 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
 
 absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
                          const CheckpointManifest& checkpoint, const CheckpointTrack& track,
-                         const RestBetweenReads& rest) {
+                         const PauseHook& rest) {
   EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
   EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
   const Manifest& manifest = checkpoint.manifest;
@@ -188,7 +188,7 @@ absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_syste
                                                           const std::string& path) {
   const absl::StatusOr<std::string> text =
       file_system.ReadSmallFile(JoinPath(path, kManifestFileName), kMaxManifestFileBytes);
-  if (!text.ok()) return BlameCheckpoint(text.status());
+  if (!text.ok()) return ToCorruptionError(text.status());
   EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ParseCheckpointManifest(*text));
   ModelConfig config = ConfigOf(checkpoint);
   absl::Status status = config.Validate();
@@ -255,7 +255,7 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track,
-                                                    const RestBetweenReads& rest) {
+                                                    const PauseHook& rest) {
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
   if (!exists) return absl::NotFoundError("there is no such checkpoint");
   EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));
@@ -273,8 +273,8 @@ absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
   return checkpoint;
 }
 
-absl::Status CheckNothingElse(FileSystem& file_system, const std::string& path,
-                              const CheckpointManifest& checkpoint) {
+absl::Status CheckNoUnknownFiles(FileSystem& file_system, const std::string& path,
+                                 const CheckpointManifest& checkpoint) {
   EMA_RETURN_IF_ERROR(CheckFolders(file_system, path, checkpoint, Others::kRefused));
   for (const CheckpointTrack& track : checkpoint.tracks) {
     if (!track.weights.has_value()) continue;

@@ -47,7 +47,7 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 using TrackVerdict = std::function<void(const CheckpointManifest& checkpoint,
                                         const CheckpointTrack& track, const absl::Status& status)>;
 
-using RestBetweenReads = std::function<absl::Status()>;
+using PauseHook = std::function<absl::Status()>;
 
 // Reads every byte of the checkpoint at `path`, from the disk where it can, and compares it with
 // the checksums. Returns its manifest. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing,
@@ -59,13 +59,13 @@ using RestBetweenReads = std::function<absl::Status()>;
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track = nullptr,
-                                                    const RestBetweenReads& rest = nullptr);
+                                                    const PauseHook& rest = nullptr);
 
 // FAILED_PRECONDITION: the folders of `checkpoint` contain a file that is not part of it, which
 // VerifyCheckpoint() ignores; the message names it. Other errors as ReadCheckpointManifest().
 // Blocks on the disk.
-absl::Status CheckNothingElse(FileSystem& file_system, const std::string& path,
-                              const CheckpointManifest& checkpoint);
+absl::Status CheckNoUnknownFiles(FileSystem& file_system, const std::string& path,
+                                 const CheckpointManifest& checkpoint);
 
 }  // namespace ema
 

@@ -34,7 +34,7 @@ FreedMemory::FreedMemory() {
   lasting_bytes_ = UnallocatedBytes();
 }
 
-void FreedMemory::GiveBack() {
+void FreedMemory::TrimHeap() {
   if (UnallocatedBytes() - lasting_bytes_ < kKeptHeapBytes) return;
   malloc_trim(kPadBytes);
   lasting_bytes_ = std::max(lasting_bytes_, UnallocatedBytes());

@@ -23,7 +23,7 @@ class FreedMemory {
 
   // Returns freed memory to the system if there are more than kKeptHeapBytes of it. glibc by itself
   // returns only memory at the top of the heap.
-  void GiveBack();
+  void TrimHeap();
 
  private:
   // Memory that cannot be returned, such as the program's and the tops of other threads' heaps. Not

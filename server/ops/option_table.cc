@@ -425,7 +425,7 @@ std::vector<Option> OptionTable(ServerOptions& options) {
   return table.Take();
 }
 
-std::vector<LogEvent> Doubts(const ServerOptions& options) {
+std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
   std::vector<LogEvent> doubts;
   if (options.auth_tokens.empty() || !options.tls_cert.empty()) return doubts;
   for (const std::string& listen : options.listen) {
@@ -437,7 +437,7 @@ std::vector<LogEvent> Doubts(const ServerOptions& options) {
   return doubts;
 }
 
-std::vector<std::string> Contradictions(const ServerOptions& options) {
+std::vector<std::string> OptionConflicts(const ServerOptions& options) {
   std::vector<std::string> problems;
   if (options.tls_cert.empty() != options.tls_key.empty()) {
     problems.emplace_back("--tls-cert and --tls-key: only one of them is given, expected both");

@@ -53,10 +53,10 @@ inline constexpr std::string_view kTimeLimits = "Time limits";
 std::vector<Option> OptionTable(ServerOptions& options);
 
 // Warnings, for the log, about settings that are valid but probably not intended.
-std::vector<LogEvent> Doubts(const ServerOptions& options);
+std::vector<LogEvent> OptionWarnings(const ServerOptions& options);
 
 // Errors of options that contradict each other, each with what to do. Empty: there are none.
-std::vector<std::string> Contradictions(const ServerOptions& options);
+std::vector<std::string> OptionConflicts(const ServerOptions& options);
 
 }  // namespace ema
 

@@ -265,12 +265,13 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   reader.ReadEnvironment();
   command_line.Read(reader);
   if (reader.problems().empty()) {
-    for (std::string& problem : Contradictions(parsed.options)) {
+    for (std::string& problem : OptionConflicts(parsed.options)) {
       reader.AddProblem(std::move(problem));
     }
   }
   parsed.warnings = reader.UnknownVariables();
-  for (LogEvent& doubt : Doubts(parsed.options)) parsed.warnings.push_back(std::move(doubt));
+  for (LogEvent& doubt : OptionWarnings(parsed.options))
+    parsed.warnings.push_back(std::move(doubt));
   if (!reader.problems().empty()) {
     parsed.should_exit = true;
     parsed.exit_code = kUsageExitCode;

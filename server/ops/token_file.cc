@@ -62,8 +62,8 @@ bool IsModelPattern(absl::string_view word) {
 
 absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& path) {
   std::unique_ptr<TokenFile> file(new TokenFile(path));
-  EMA_ASSIGN_OR_RETURN(file->judged_, Read(path));
-  absl::StatusOr<std::vector<Entry>> entries = Parse(*file->judged_);
+  EMA_ASSIGN_OR_RETURN(file->last_processed_, Read(path));
+  absl::StatusOr<std::vector<Entry>> entries = Parse(*file->last_processed_);
   if (!entries.ok()) {
     return absl::InvalidArgumentError(
         absl::StrCat("token file \"", path, "\", ", entries.status().message()));
@@ -140,7 +140,7 @@ absl::Status TokenFile::problem() const {
   return problem_;
 }
 
-void TokenFile::Tell(const absl::Status& problem) {
+void TokenFile::ReportReload(const absl::Status& problem) {
   {
     absl::MutexLock lock(&mu_);
     problem_ = problem;
@@ -150,18 +150,19 @@ void TokenFile::Tell(const absl::Status& problem) {
 
 bool TokenFile::Refresh() {
   absl::StatusOr<std::string> text = Read(path_);
-  if (text == judged_) {
-    found_.reset();
+  if (text == last_processed_) {
+    candidate_.reset();
     return false;
   }
-  if (found_ != text) {
-    found_ = std::move(text);
+  if (candidate_ != text) {
+    candidate_ = std::move(text);
     return false;
   }
-  found_.reset();
-  judged_ = std::move(text);
-  absl::StatusOr<std::vector<Entry>> entries = judged_.ok() ? Parse(*judged_) : judged_.status();
-  Tell(entries.status());
+  candidate_.reset();
+  last_processed_ = std::move(text);
+  absl::StatusOr<std::vector<Entry>> entries =
+      last_processed_.ok() ? Parse(*last_processed_) : last_processed_.status();
+  ReportReload(entries.status());
   if (!entries.ok()) return false;
   absl::MutexLock lock(&mu_);
   entries_ = *std::move(entries);

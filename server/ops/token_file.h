@@ -55,12 +55,12 @@ class TokenFile final : public Authenticator {
   explicit TokenFile(std::string path) : path_(std::move(path)) {}
   static absl::StatusOr<std::vector<Entry>> Parse(std::string_view text);
 
-  void Tell(const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
+  void ReportReload(const absl::Status& problem) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string path_;
   // Only for Refresh().
-  absl::StatusOr<std::string> judged_;                // In use, or found to be invalid.
-  std::optional<absl::StatusOr<std::string>> found_;  // By the call before, if it differed.
+  absl::StatusOr<std::string> last_processed_;            // In use, or found to be invalid.
+  std::optional<absl::StatusOr<std::string>> candidate_;  // By the call before, if it differed.
   mutable absl::Mutex mu_;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);

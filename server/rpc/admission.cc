@@ -20,11 +20,11 @@ absl::StatusOr<Caller> Admission::Admit(std::string_view method, std::string_vie
                                         std::string peer, std::optional<std::string_view> model) {
   const absl::StatusOr<Access> access = Authorize(authenticator_, method, authorization, model);
   if (!access.ok()) {
-    refusals_.Tell(log_, LogLevel::kWarning, "call refused",
-                   {{"rpc", ShortName(method)},
-                    {"peer", peer},
-                    {"reason", ErrorReasonName(GetErrorReason(access.status()))},
-                    {"error", access.status().message()}});
+    refusals_.Log(log_, LogLevel::kWarning, "call refused",
+                  {{"rpc", ShortName(method)},
+                   {"peer", peer},
+                   {"reason", ErrorReasonName(GetErrorReason(access.status()))},
+                   {"error", access.status().message()}});
     return access.status();
   }
   if (is_draining_.load(std::memory_order_relaxed) && IsRejectedWhileDraining(method)) {
@@ -33,7 +33,7 @@ absl::StatusOr<Caller> Admission::Admit(std::string_view method, std::string_vie
   Caller caller{.access = *access,
                 .authorization = {},
                 .log = {.peer = std::move(peer), .role = {}},
-                .under_way = CountCall()};
+                .active_call = CountCall()};
   if (authenticator_ != nullptr) {
     caller.authorization = authorization;
     caller.log.role = RoleName(access->role);

@@ -29,7 +29,7 @@ struct Caller {
   Access access;
   std::string authorization;  // Value of that header; empty without an authenticator.
   LogCaller log;
-  std::shared_ptr<const void> under_way;  // Counts the call: see Admission::AwaitNoCalls().
+  std::shared_ptr<const void> active_call;  // Counts the call: see Admission::AwaitNoCalls().
 };
 
 // Decides whether a call may begin: whether its token is valid for the method and the model, and

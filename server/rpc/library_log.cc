@@ -34,7 +34,7 @@ std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, 
 // `is_last`: the library ends the process next.
 void ReportError(LibraryLog& log, LogThrottle& throttle, std::string_view library,
                  std::vector<LogField> fields, bool is_last) {
-  if (!is_last) return throttle.Tell(log.sink, LogLevel::kWarning, library, std::move(fields));
+  if (!is_last) return throttle.Log(log.sink, LogLevel::kWarning, library, std::move(fields));
   LogTo(log.sink, LogLevel::kError, library, std::move(fields));
   log.flush();
 }

@@ -61,11 +61,11 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                 return method(request);                                   \
               } __VA_OPT__(, ) __VA_ARGS__)
   const auto on = [](Worker* worker) {
-    return [worker](const auto&) { return Turn{.worker = worker, .held = nullptr}; };
+    return [worker](const auto&) { return Placement{.worker = worker, .held = nullptr}; };
   };
   const auto pinned_on = [this](Worker* worker) {
     return [this, worker](const auto& request) {
-      return Turn{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
+      return Placement{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
     };
   };
   EMA_LISTEN(CreateModel);
@@ -79,7 +79,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(AttachFile);
   EMA_LISTEN(GetAttachedFile, on(workers.quick));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
-    return Turn{.worker = request.has_resume() ? workers.restoring : nullptr, .held = nullptr};
+    return Placement{.worker = request.has_resume() ? workers.restoring : nullptr, .held = nullptr};
   });
   EMA_LISTEN(QueryPush);
   EMA_LISTEN(GetLane);
@@ -92,7 +92,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
     // A version that is only on the disk is labelled after the save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
-    return Turn{is_quick ? workers.quick : workers.saving, std::move(version)};
+    return Placement{is_quick ? workers.quick : workers.saving, std::move(version)};
   });
   EMA_LISTEN(GetCheckpoint, on(workers.quick));
   EMA_LISTEN(ListCheckpoints, on(workers.quick));

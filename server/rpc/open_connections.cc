@@ -35,8 +35,8 @@ void ReportRefusedConnection(ServerObserver& observer, const LogSink& log, LogTh
                              ServerObserver::Refusal reason, const std::string& peer,
                              int64_t limit) {
   observer.OnConnectionRefused(reason);
-  throttle.Tell(log, LogLevel::kWarning, "connection refused",
-                {{"peer", peer}, {"reason", RefusalName(reason)}, {"limit", limit}});
+  throttle.Log(log, LogLevel::kWarning, "connection refused",
+               {{"peer", peer}, {"reason", RefusalName(reason)}, {"limit", limit}});
 }
 
 }  // namespace ema

@@ -77,7 +77,7 @@ absl::Status PullHandler::FindStoredStep() {
     EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk,
                          checkpoints_->OnDisk(*model_, with_partial));
     return VersionAtStep(model_->config().name,
-                         BranchOf(KnownVersions(model_->history(), on_disk), *latest),
+                         BranchOf(MergeKnownVersions(model_->history(), on_disk), *latest),
                          *wanted.step);
   };
   absl::StatusOr<VersionId> found = find(/*with_partial=*/false);

@@ -46,7 +46,7 @@ class PullHandler {
   // True: Next() waits until a copy has come from the device.
   bool needs_device() const {
     return reading_ != nullptr && position_ < reading_->total_bytes() &&
-           !reading_->IsAtHand(position_);
+           !reading_->CanReadWithoutWaiting(position_);
   }
 
   v1::PullHeader Header() const;

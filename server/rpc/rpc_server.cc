@@ -35,8 +35,8 @@ constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
 constexpr absl::Duration kWatchRetryDelay = absl::Seconds(1);
 
 // How often the watchdog checks streams, and the other thread the user's files.
-constexpr absl::Duration kLookInterval = absl::Milliseconds(250);
-constexpr absl::Duration kFileLookInterval = absl::Seconds(1);
+constexpr absl::Duration kWatchdogInterval = absl::Milliseconds(250);
+constexpr absl::Duration kFilePollInterval = absl::Seconds(1);
 
 // The service that health checks name for the store of checkpoints.
 constexpr char kCheckpointsService[] = "checkpoints";
@@ -115,7 +115,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
 
   server->StartThreads();
   // Health checks find all threads from the first moment on.
-  server->options_.heartbeats->Look(Heartbeats::Clock::now());
+  server->options_.heartbeats->Poll(Heartbeats::Clock::now());
   server->SetServing(true);
   for (size_t i = 0; i < acceptors.size(); ++i) {
     server->listeners_[i]->Start(std::move(acceptors[i]), options.limits, &server->connections_,
@@ -321,20 +321,20 @@ bool RpcServer::MustStopWithin(absl::Duration interval) {
 }
 
 void RpcServer::CheckStalled() {
-  while (!MustStopWithin(kLookInterval)) {
+  while (!MustStopWithin(kWatchdogInterval)) {
     const auto now = SteadyNow();
-    options_.heartbeats->Look(now);
+    options_.heartbeats->Poll(now);
     for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Ping();
     context_.store->ExpireSessions(now, absl::ToChronoNanoseconds(options_.limits.session_timeout));
     context_.pushes.EndStalled(now);
     context_.pulls.EndStalled(now);
-    EndPullsThatHoldPins();
+    EndSlowPinningPulls();
   }
 }
 
-void RpcServer::EndPullsThatHoldPins() {
+void RpcServer::EndSlowPinningPulls() {
   for (const std::shared_ptr<Model>& model : context_.store->List()) {
-    const std::optional<VersionId> oldest = model->history().TakePinShortage();
+    const std::optional<VersionId> oldest = model->history().PollPinShortage();
     if (!oldest.has_value()) continue;
     const std::string& name = model->config().name;
     const int64_t count = context_.pulls.EndSlowPulls(name, *oldest);
@@ -351,7 +351,7 @@ void RpcServer::EndPullsThatHoldPins() {
 }
 
 void RpcServer::WatchFiles(Heartbeat* heartbeat) {
-  while (!MustStopWithin(kFileLookInterval)) {
+  while (!MustStopWithin(kFilePollInterval)) {
     const Heartbeat::Work at_work(heartbeat);
     if (certificate_ != nullptr) certificate_->Refresh();
     if (options_.authenticator == nullptr) continue;

@@ -127,7 +127,7 @@ class RpcServer {
   void CheckStalled();
   void WatchFiles(Heartbeat* heartbeat);
   // Ends slow pulls of models that have refused a reader for lack of a pin.
-  void EndPullsThatHoldPins();
+  void EndSlowPinningPulls();
 
   const Options options_;
   RpcContext context_;

@@ -47,7 +47,7 @@ ServedCertificate::ServedCertificate(const TlsFiles& files, LogSink log, TlsText
                                      std::optional<MemoryFile> client_ca)
     : files_(files),
       log_(std::move(log)),
-      judged_(std::move(texts)),
+      last_processed_(std::move(texts)),
       validity_(validity),
       modified_seconds_(kFirstSecond),
       identity_(std::move(identity)),
@@ -73,25 +73,25 @@ ServedCertificate::State ServedCertificate::state() const {
 
 void ServedCertificate::Refresh() {
   absl::StatusOr<TlsTexts> texts = ReadTls(files_);
-  const bool is_same = texts == judged_;
-  if (is_same && absl::Now() < judge_again_time_) {
-    found_.reset();
+  const bool is_same = texts == last_processed_;
+  if (is_same && absl::Now() < next_retry_time_) {
+    candidate_.reset();
     return;
   }
-  if (!is_same && found_ != texts) {
-    found_ = std::move(texts);
+  if (!is_same && candidate_ != texts) {
+    candidate_ = std::move(texts);
     return;
   }
-  judge_again_time_ = absl::InfiniteFuture();
+  next_retry_time_ = absl::InfiniteFuture();
   const absl::Status status = texts.ok() ? Use(*texts) : texts.status();
   Report(status);
   // The system call may succeed at the next call.
   if (absl::IsInternal(status)) {
-    judge_again_time_ = absl::InfinitePast();
+    next_retry_time_ = absl::InfinitePast();
     return;
   }
-  judged_ = std::move(texts);
-  found_.reset();
+  last_processed_ = std::move(texts);
+  candidate_.reset();
 }
 
 absl::Status ServedCertificate::Use(const TlsTexts& texts) {
@@ -99,8 +99,8 @@ absl::Status ServedCertificate::Use(const TlsTexts& texts) {
   const Validity validity{.start = identity.start, .expiry = identity.expiry};
   const absl::Time now = absl::Now();
   if (validity_.Has(now) && !validity.Has(now)) {
-    judge_again_time_ = validity_.expiry + absl::Seconds(1);
-    if (validity.start > now) judge_again_time_ = std::min(judge_again_time_, validity.start);
+    next_retry_time_ = validity_.expiry + absl::Seconds(1);
+    if (validity.start > now) next_retry_time_ = std::min(next_retry_time_, validity.start);
     return absl::InvalidArgumentError(
         absl::StrCat("TLS certificate \"", files_.certificate, "\": valid from ",
                      ToText(validity.start), " to ", ToText(validity.expiry),

@@ -68,12 +68,12 @@ class ServedCertificate {
   const TlsFiles files_;
   const LogSink log_;
   // Only for Refresh().
-  absl::StatusOr<TlsTexts> judged_;                // In use, or found to be invalid.
-  std::optional<absl::StatusOr<TlsTexts>> found_;  // By the call before, if it differed.
-  absl::Status reported_;                          // To the log.
-  Validity validity_;                              // Of the certificate in use.
+  absl::StatusOr<TlsTexts> last_processed_;            // In use, or found to be invalid.
+  std::optional<absl::StatusOr<TlsTexts>> candidate_;  // By the call before, if it differed.
+  absl::Status reported_;                              // To the log.
+  Validity validity_;                                  // Of the certificate in use.
   // When rejected files may become valid.
-  absl::Time judge_again_time_ = absl::InfiniteFuture();
+  absl::Time next_retry_time_ = absl::InfiniteFuture();
   int64_t modified_seconds_ = 1;  // Of identity_.
 
   MemoryFile identity_;

@@ -42,7 +42,7 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
 }
 
 // Where a handler runs.
-struct Turn {
+struct Placement {
   Worker* worker = nullptr;          // On its thread, where it may block. Null: on the queue's.
   std::shared_ptr<const void> held;  // Kept until the handler has run, or will not run.
 };
@@ -60,7 +60,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
                        grpc::ServerCompletionQueue*, void* tag)>
         request_next;
     std::function<absl::StatusOr<Response>(const Request&, const Access&)> handle;
-    std::function<Turn(const Request&)> choose_turn;
+    std::function<Placement(const Request&)> choose_placement;
   };
 
   // Waits for the next call on `queue`, and again whenever one arrives.
@@ -93,13 +93,13 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   absl::Status Start() {
     EMA_ASSIGN_OR_RETURN(caller_,
                          rpc_->admission.Admit(method_->name, context_, ModelOf(request_)));
-    Turn turn = method_->choose_turn(request_);
-    if (turn.worker == nullptr) {
+    Placement placement = method_->choose_placement(request_);
+    if (placement.worker == nullptr) {
       Finish(Handle());
       return absl::OkStatus();
     }
-    return turn.worker->Run(
-        [self = this->shared_from_this(), held = std::move(turn.held)] {
+    return placement.worker->Run(
+        [self = this->shared_from_this(), held = std::move(placement.held)] {
           self->Finish(CatchExceptions([&self] { return self->TakeTurn(); }));
         },
         static_cast<int64_t>(request_.SpaceUsedLong()));
@@ -162,15 +162,15 @@ void ListenUnary(
                                grpc::ServerAsyncResponseWriter<Response>*, grpc::CompletionQueue*,
                                grpc::ServerCompletionQueue*, void*),
     std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::handle)> handle,
-    std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::choose_turn)> choose_turn =
-        [](const Request&) { return Turn(); }) {
+    std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::choose_placement)>
+        choose_placement = [](const Request&) { return Placement(); }) {
   using Call = UnaryCall<Request, Response>;
   auto next = [=](auto* context, auto* request, auto* responder, auto* on, void* tag) {
     (service->*request_next)(context, request, responder, on, on, tag);
   };
   Call::Listen(rpc, queue,
                std::make_shared<const typename Call::Method>(typename Call::Method{
-                   name, std::move(next), std::move(handle), std::move(choose_turn)}));
+                   name, std::move(next), std::move(handle), std::move(choose_placement)}));
 }
 
 }  // namespace ema

@@ -163,25 +163,25 @@ absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Accept(int fd, const Stop& s
 
 LanePipe::~LanePipe() { close(fd_); }
 
-bool LanePipe::PeerHasGone() const {
+bool LanePipe::IsPeerClosed() const {
   // Nothing is written to the socket any more: what can be read is its end.
   pollfd polled{fd_, POLLIN | POLLRDHUP, 0};
   return poll(&polled, 1, 0) != 0;
 }
 
 absl::Status LanePipe::CheckPeer(const Stop& stop) const {
-  if (out_.broken() || in_.broken() || PeerHasGone()) {
+  if (out_.broken() || in_.broken() || IsPeerClosed()) {
     return absl::UnavailableError("same-host lane: the peer has gone");
   }
   if (stop && stop()) return WaitEnded();
   return absl::OkStatus();
 }
 
-absl::Status LanePipe::AskNowAndThen(const Stop& stop) {
+absl::Status LanePipe::PollStop(const Stop& stop) {
   const SteadyTime now = SteadyNow();
-  if (now < ask_at_) return absl::OkStatus();
+  if (now < next_poll_time_) return absl::OkStatus();
   if (stop && stop()) return WaitEnded();
-  ask_at_ = After(now, kPollInterval);
+  next_poll_time_ = After(now, kPollInterval);
   return absl::OkStatus();
 }
 
@@ -195,7 +195,7 @@ absl::StatusOr<std::span<std::byte>> LanePipe::WaitForFree(const Stop& stop) {
 
 absl::StatusOr<SharedRing::Filled> LanePipe::WaitForFilled(const Stop& stop) {
   while (true) {
-    EMA_RETURN_IF_ERROR(AskNowAndThen(stop));
+    EMA_RETURN_IF_ERROR(PollStop(stop));
     const std::optional<SharedRing::Filled> filled = in_.WaitForFilled(kPollInterval);
     if (filled.has_value()) {
       holds_incoming_ = true;
@@ -223,7 +223,7 @@ absl::Status LanePipe::SendMessage(const std::string& message, const Stop& stop)
 }
 
 absl::StatusOr<std::byte*> LanePipe::ReserveChunk(const Stop& stop) {
-  EMA_RETURN_IF_ERROR(AskNowAndThen(stop));
+  EMA_RETURN_IF_ERROR(PollStop(stop));
   EMA_ASSIGN_OR_RETURN(const std::span<std::byte> slot, WaitForFree(stop));
   return slot.data();
 }
@@ -261,13 +261,13 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
       return frame;
     }
     // Before the next part takes more.
-    if (!std::exchange(has_part_, true)) ask_at_ = SteadyTime::min();
+    if (!std::exchange(has_part_, true)) next_poll_time_ = SteadyTime::min();
   }
 }
 
 bool LanePipe::HasIncoming() {
   ReleaseIncoming();
-  return in_.WaitForFilled(absl::ZeroDuration()).has_value() || in_.broken() || PeerHasGone();
+  return in_.WaitForFilled(absl::ZeroDuration()).has_value() || in_.broken() || IsPeerClosed();
 }
 
 }  // namespace ema

@@ -61,7 +61,7 @@ class LanePipe {
   };
   absl::StatusOr<Frame> Receive(const Stop& stop);
   // For `stop`: a part of a message has come, and takes memory.
-  bool has_part() const { return has_part_; }
+  bool has_partial_message() const { return has_part_; }
   // OK: the peer is there, and `stop` is not true. UNAVAILABLE or CANCELLED otherwise.
   absl::Status CheckPeer(const Stop& stop) const;
   // True: a frame has begun to arrive, or the lane has ended.
@@ -79,11 +79,11 @@ class LanePipe {
         in_(memory_->data() + (is_client ? SharedRing::kBytes : 0), /*may_move=*/!is_client) {}
 
   // CANCELLED: `stop` was due to be called, and returned true.
-  absl::Status AskNowAndThen(const Stop& stop);
+  absl::Status PollStop(const Stop& stop);
   absl::StatusOr<std::span<std::byte>> WaitForFree(const Stop& stop);
   absl::StatusOr<SharedRing::Filled> WaitForFilled(const Stop& stop);
   void ReleaseIncoming();
-  bool PeerHasGone() const;
+  bool IsPeerClosed() const;
 
   const int fd_;
   const std::unique_ptr<SharedMemory> memory_;
@@ -91,7 +91,7 @@ class LanePipe {
   SharedRing in_;
   bool holds_incoming_ = false;
   bool has_part_ = false;
-  SteadyTime ask_at_;  // When `stop` is to be called next.
+  SteadyTime next_poll_time_;  // When `stop` is to be called next.
 };
 
 }  // namespace ema

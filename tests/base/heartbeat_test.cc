@@ -19,7 +19,7 @@ class HeartbeatTest : public testing::Test {
   }
   void LookAfter(seconds time) {
     now_ += time;
-    workers_.Look(now_);
+    workers_.Poll(now_);
   }
 
   Heartbeats workers_;

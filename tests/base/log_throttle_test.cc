@@ -31,8 +31,7 @@ TEST(LogThrottleTest, WhatItTellsEndsWithHowManyWereNotTold) {
     EXPECT_EQ(event.level, LogLevel::kWarning);
     lines.push_back(ToText(event));
   };
-  for (int i = 0; i < 1000; ++i)
-    throttle.Tell(sink, LogLevel::kWarning, "refused", {{"peer", "x"}});
+  for (int i = 0; i < 1000; ++i) throttle.Log(sink, LogLevel::kWarning, "refused", {{"peer", "x"}});
   ASSERT_GE(lines.size(), 10);
   EXPECT_LT(lines.size(), 1000);
   EXPECT_EQ(lines[0], "refused peer=x more_before=0");

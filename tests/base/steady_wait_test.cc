@@ -11,14 +11,14 @@ namespace {
 TEST(SteadyWaitTest, EndsWhenWhatItWaitsForHasCome) {
   absl::Mutex mu;
   SteadyWait wait;
-  bool is_so = false;
+  bool predicate = false;
   std::jthread other([&] {
     absl::MutexLock lock(&mu);
-    is_so = true;
+    predicate = true;
     wait.WakeAll();
   });
   absl::MutexLock lock(&mu);
-  EXPECT_TRUE(wait.AwaitUntil(mu, SteadyTime::max(), [&] { return is_so; }));
+  EXPECT_TRUE(wait.AwaitUntil(mu, SteadyTime::max(), [&] { return predicate; }));
 }
 
 TEST(SteadyWaitTest, EndsAtItsTime) {

@@ -289,7 +289,7 @@ TEST_F(DamagedFormatTest, AFileTooManyIsNoDamageAndIsSaid) {
     const auto verified = VerifyCheckpoint(files_, "/c");
     EXPECT_THAT(verified, IsOk());
     EXPECT_THAT(Load(files_, "/c"), IsOk());
-    return CheckNothingElse(files_, "/c", *verified);
+    return CheckNoUnknownFiles(files_, "/c", *verified);
   };
   const auto is_said =
       StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("is no part of a checkpoint"));

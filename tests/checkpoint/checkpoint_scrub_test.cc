@@ -190,7 +190,7 @@ TEST_F(CheckpointScrubTest, ASaveThatItWaitsForIsNotItsOwnWork) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto saved, server.Save());
   const auto is_silent = [&] {
     const auto now = Heartbeats::Clock::now();
-    heartbeats.Look(now);
+    heartbeats.Poll(now);
     for (const Heartbeats::Age& age : heartbeats.Ages(now + std::chrono::hours(1))) {
       if (age.name == "checkpoint-scrub") return age.silent_time > std::chrono::minutes(1);
     }

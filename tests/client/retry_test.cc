@@ -34,16 +34,16 @@ TEST(BackoffTest, GrowsToTheLongest) {
   EXPECT_THAT(backoff.Next(absl::OkStatus()), Le(kFirst * 1.2));
 }
 
-TEST(BackoffTest, ItIsTimeToTellOnceAfterTwoSeconds) {
+TEST(BackoffTest, ItShouldLogOnceAfterTwoSeconds) {
   Backoff backoff;
-  EXPECT_FALSE(backoff.IsTimeToTell());
+  EXPECT_FALSE(backoff.ShouldLog());
   const SteadyTime start = SteadyNow();
   backoff.Next(absl::OkStatus());
-  while (!backoff.IsTimeToTell()) absl::SleepFor(absl::Milliseconds(1));
+  while (!backoff.ShouldLog()) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_GE(SteadyNow() - start, std::chrono::seconds(2));
-  EXPECT_FALSE(backoff.IsTimeToTell());
+  EXPECT_FALSE(backoff.ShouldLog());
   backoff.Reset();
-  EXPECT_FALSE(backoff.IsTimeToTell());
+  EXPECT_FALSE(backoff.ShouldLog());
 }
 
 TEST(BackoffTest, RanksDoNotComeInStep) {

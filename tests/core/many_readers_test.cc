@@ -96,9 +96,9 @@ TEST_F(ManyReadersTest, OfHalvesAreSentFromTheCopyThatTheyShare) {
   const Selection halves{.tensors = {"b"}, .dtype = Dtype::kBFloat16};
   const std::shared_ptr<Reading> reading = *model_->readings().Open("ema", 0, 0, halves);
   const int64_t end = reading->ChunkEnd(0);
-  EXPECT_FALSE(reading->IsAtHand(0));
+  EXPECT_FALSE(reading->CanReadWithoutWaiting(0));
   const std::vector<HostPiece> all = *reading->Read(0, end);
-  EXPECT_TRUE(reading->IsAtHand(0));
+  EXPECT_TRUE(reading->CanReadWithoutWaiting(0));
   EMA_ASSERT_OK_AND_ASSIGN(
       const auto view, model_->device().HostView(snapshot_->tracks[0].blocks[1], Dtype::kBFloat16));
   const auto is_of_view = [&](const HostPiece& piece) { return piece.owner == view; };

@@ -271,7 +271,7 @@ TEST_F(ModelTest, ARankThatCannotBeginALaterStepLeavesTheOpenOneAlone) {
   PushStart start = second.Start(2);
   start.time = TrainingTime();
   EXPECT_THAT(model_->OpenPush(start, [](const auto&) {}), ReasonIs(ErrorReason::kBadTime));
-  model_->RefuseNew(absl::UnavailableError("draining"));
+  model_->StopAcceptingWork(absl::UnavailableError("draining"));
   EXPECT_THAT(second.Open(2, std::make_shared<PushOutcome>()),
               StatusIs(absl::StatusCode::kUnavailable, HasSubstr("draining")));
   EXPECT_EQ(waiting->calls, 0);
@@ -403,14 +403,14 @@ TEST_F(ModelTest, APullWithoutAPlaceNamesTheOldestVersionThatReadersPin) {
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
   // A caller that is no pull ends none.
   EXPECT_THAT(model_->history().Pin(3), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
+  EXPECT_EQ(model_->history().PollPinShortage(), std::nullopt);
   EXPECT_THAT(model_->readings().Open("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_EQ(model_->history().TakePinShortage(), pins[0]->record.id());
-  EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
+  EXPECT_EQ(model_->history().PollPinShortage(), pins[0]->record.id());
+  EXPECT_EQ(model_->history().PollPinShortage(), std::nullopt);
   // The shortage may be over when it is looked at.
   EXPECT_THAT(model_->readings().Open("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
   pins.pop_back();
-  EXPECT_EQ(model_->history().TakePinShortage(), std::nullopt);
+  EXPECT_EQ(model_->history().PollPinShortage(), std::nullopt);
 }
 
 TEST_F(ModelTest, ASaveHasAVersionBesideThoseOfTheReaders) {
@@ -715,16 +715,16 @@ TEST_F(ModelTest, WatchersAreCalledOncePerCommitAndRecordsTellWhat) {
 }
 
 TEST_F(ModelTest, QuietIsWhenNoPushArrives) {
-  model_->AwaitQuiet(absl::Hours(1));  // Nor has any.
+  model_->AwaitNoPush(absl::Hours(1));  // Nor has any.
   TestRank rank(model_, "launch");
   ASSERT_THAT(rank.Join(), IsOk());
   const std::vector<std::byte> bytes = BytesOf(Values(1));
   auto outcome = std::make_shared<PushOutcome>();
   EMA_ASSERT_OK_AND_ASSIGN(auto push, rank.Open(1, outcome));
-  model_->AwaitQuiet(absl::Milliseconds(1));
+  model_->AwaitNoPush(absl::Milliseconds(1));
   EXPECT_EQ(outcome->calls, 0);
   {
-    std::jthread waiting([&] { model_->AwaitQuiet(absl::Hours(1)); });
+    std::jthread waiting([&] { model_->AwaitNoPush(absl::Hours(1)); });
     ASSERT_THAT(TestRank::AddChunk(*push, bytes, 0, static_cast<int64_t>(bytes.size())), IsOk());
     ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
   }

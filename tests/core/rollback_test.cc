@@ -644,7 +644,7 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotRollBack) {
   // Also if it begins to stop while the version is loaded.
   const auto rolled = model_->RollBack({1, 7}, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
     EMA_ASSIGN_OR_RETURN(const SnapshotRef version, model_->history().Pin(1));
-    model_->RefuseNew(draining);
+    model_->StopAcceptingWork(draining);
     return Load(version, Source::kMemory);
   });
   EXPECT_EQ(rolled.status(), draining);

@@ -83,7 +83,7 @@ class SlicedReadingTest : public testing::Test {
 TEST_F(SlicedReadingTest, AColumnAsksForItsBlockOnce) {
   const std::shared_ptr<Reading> reading = Open({.slices = {{"a", {0, 5}, {kRows, 1}}}});
   device_->asked_count = 0;
-  EXPECT_FALSE(reading->IsAtHand(0));
+  EXPECT_FALSE(reading->CanReadWithoutWaiting(0));
   EXPECT_EQ(device_->asked_count, 1);
   const std::vector<HostPiece> pieces = ReadFirstChunk(*reading);
   EXPECT_EQ(device_->asked_count, 2);
@@ -95,7 +95,7 @@ TEST_F(SlicedReadingTest, AColumnAsksForItsBlockOnce) {
   // By somebody else, whose chunk has not been made.
   const std::shared_ptr<Reading> other = Open({.slices = {{"a", {0, 6}, {kRows, 1}}}});
   device_->asked_count = 0;
-  EXPECT_TRUE(other->IsAtHand(0));
+  EXPECT_TRUE(other->CanReadWithoutWaiting(0));
   EXPECT_EQ(device_->asked_count, 1);
 }
 

@@ -74,7 +74,7 @@ absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Next() {
                        absl::FormatDuration(timeout_), "; last error: ", status.message()));
     }
     const auto& on_wait = client_->options().on_wait;
-    if (on_wait && backoff.IsTimeToTell()) on_wait(status);
+    if (on_wait && backoff.ShouldLog()) on_wait(status);
     if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }

@@ -38,7 +38,7 @@ void Backoff::Reset() {
   tell_time_.reset();
 }
 
-bool Backoff::IsTimeToTell() {
+bool Backoff::ShouldLog() {
   if (!tell_time_.has_value() || SteadyNow() < *tell_time_) return false;
   tell_time_ = SteadyTime::max();
   return true;

@@ -28,7 +28,7 @@ class Backoff {
   // After progress.
   void Reset();
   // True once, two seconds after the first Next(): it is time to say that somebody waits.
-  bool IsTimeToTell();
+  bool ShouldLog();
 
  private:
   const absl::Duration first_;
