@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What emactl's options may be. Checks for CLI11: what is wrong with a text, or "".
+// Checks of emactl's options for CLI11. Each returns what is wrong with a text, or "".
 #ifndef EMA_CLIENT_CLI_ARGUMENT_CHECKS_H_
 #define EMA_CLIENT_CLI_ARGUMENT_CHECKS_H_
 
@@ -8,25 +8,25 @@
 
 namespace ema::cli {
 
-// Whole numbers in decimal, 0 or 1 or more. CLI11's own checks take a number that is too large for
-// the largest, and 010 for 8.
+// Whole decimal numbers, at least 0 and at least 1. CLI11's own checks accept numbers that
+// overflow, and read 010 as 8.
 std::string CheckCount(const std::string& text);
 std::string CheckPositive(const std::string& text);
 
-// A version's number, where a label would not do.
+// A version's number; the message for a label says how to find its version.
 std::string CheckVersion(const std::string& text);
 
-// What ParseTrackOption() and ParseVersionOrLabel() take.
+// Texts that ParseTrackOption() and ParseVersionOrLabel() accept.
 std::string CheckTrack(const std::string& text);
 std::string CheckVersionOrLabel(const std::string& text);
-// What the server casts to.
+// Dtypes to which the server can cast.
 std::string CheckDtype(const std::string& text);
-// What ParseNonFinitePolicy() takes.
+// Texts that ParseNonFinitePolicy() accepts.
 std::string CheckNonFinite(const std::string& text);
-// Of a label that is given: --version and --to take one that is a number for a version's.
+// A label to be set. It must not be a number, which --version and --to take for a version.
 std::string CheckLabel(const std::string& text);
 
-// Such as "500ms", above 0.
+// A duration above 0, such as "500ms".
 std::string CheckDuration(const std::string& text);
 
 }  // namespace ema::cli

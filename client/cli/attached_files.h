@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Small files that lie beside a model's weights in its checkpoints.
+// The commands about files that are attached to a model.
 #ifndef EMA_CLIENT_CLI_ATTACHED_FILES_H_
 #define EMA_CLIENT_CLI_ATTACHED_FILES_H_
 
@@ -14,14 +14,14 @@
 
 namespace ema::cli {
 
-// Contents by name; of a folder of the files that describe a model: .json (but no index of
-// weights), .txt, .model and .jinja. NOT_FOUND: no such file. FAILED_PRECONDITION: larger than 64
-// MiB.
+// Reads files: contents by name. For a folder, reads the files in it that describe a model: .json
+// (except an index of weights), .txt, .model and .jinja. NOT_FOUND: no such file.
+// FAILED_PRECONDITION: a file is larger than 64 MiB.
 absl::StatusOr<std::map<std::string, std::string>> ReadDescribingFiles(
     const std::vector<std::string>& paths);
 
-// Puts what ReadDescribingFiles() finds beside the model's weights. The names. INVALID_ARGUMENT: a
-// name that is refused.
+// Attaches the files that ReadDescribingFiles() finds to the model. Returns their names.
+// INVALID_ARGUMENT: a name is rejected.
 absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
                                                      const std::string& model,
                                                      const std::vector<std::string>& paths);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// `emactl bench`: how fast pushes and pulls are from here to a server.
+// `emactl bench`: measures the speed of pushes and pulls between this host and a server.
 #ifndef EMA_CLIENT_CLI_BENCH_H_
 #define EMA_CLIENT_CLI_BENCH_H_
 
@@ -14,14 +14,14 @@
 namespace ema::cli {
 
 struct BenchOptions {
-  int64_t bytes = int64_t{256} << 20;  // Of weights; a multiple of 4 from 4096 on.
+  int64_t bytes = int64_t{256} << 20;  // Size of the weights: a multiple of 4, 4096 or more.
   int64_t rounds = 5;
 };
 
-// Makes a model of a random name, pushes and pulls it, and deletes it, whatever happens meanwhile,
-// by a client that Ctrl-C does not end. Errors as those calls'; PERMISSION_DENIED: without the role
-// that deletes models, nothing is made. RESOURCE_EXHAUSTED, MEMORY_BUDGET: neither, this host has
-// not twice the bytes, or the server has no room.
+// Creates a model with a random name, pushes and pulls it, and always deletes it, with a client
+// that Ctrl-C does not interrupt. Errors as those calls. PERMISSION_DENIED: without the role that
+// deletes models no model is created. RESOURCE_EXHAUSTED, MEMORY_BUDGET: this host does not have
+// twice the bytes (no model is created), or the server has no room.
 absl::Status Bench(const Session& session, const BenchOptions& options);
 
 struct Speeds {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The commands of emactl about versions on the server's disk, as those of commands.h.
+// The commands of emactl about versions on the server's disk; see commands.h.
 #ifndef EMA_CLIENT_CLI_CHECKPOINT_COMMANDS_H_
 #define EMA_CLIENT_CLI_CHECKPOINT_COMMANDS_H_
 
@@ -15,13 +15,14 @@
 
 namespace ema::cli {
 
-// Which version the user means.
+// A version as the user names it.
 struct VersionOrLabel {
   VersionId id;
-  std::string label;  // If not empty: the one that has it.
+  std::string label;  // If not empty: the version with this label.
 };
-// A number above 0 is a version, counted in `incarnation` (0: any), anything else a label.
-// INVALID_ARGUMENT, BAD_NAME: neither. INVALID_ARGUMENT, BAD_REQUEST: a label, of an incarnation.
+// A number above 0 is a version, counted in `incarnation` (0: any); any other text is a label.
+// INVALID_ARGUMENT: BAD_NAME, neither; BAD_REQUEST, a number below 1, or a label with an
+// incarnation.
 absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_t incarnation = 0);
 
 absl::Status CreateCheckpoint(const Session& session, const std::string& model,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What emactl does with checkpoints that lie on a disk: no server takes part.
+// The commands of emactl that work on local checkpoints, without a server.
 #ifndef EMA_CLIENT_CLI_CHECKPOINT_FILES_H_
 #define EMA_CLIENT_CLI_CHECKPOINT_FILES_H_
 
@@ -10,16 +10,16 @@
 
 namespace ema::cli {
 
-// Verifies every byte of the checkpoint at `directory`, or of all checkpoints in it (or in a
-// server's data directory, of all models; one that the server removes meanwhile is passed over),
-// and prints what it found of each track. DATA_LOSS, CHECKPOINT_CORRUPT: one or more are not what
-// was written, or not there, though LATEST or a label names them (also printed).
-// FAILED_PRECONDITION: written by a newer server, or with a file too many. NOT_FOUND: there is no
-// checkpoint.
+// Verifies every byte of the checkpoint at `directory`, or of all checkpoints in it (of all models,
+// if it is a server's data directory), and prints a line for each track. Ignores a checkpoint that
+// the server removes meanwhile. DATA_LOSS, CHECKPOINT_CORRUPT: a checkpoint is corrupt, or is
+// missing though LATEST or a label names it (also printed). FAILED_PRECONDITION: a checkpoint was
+// written by a newer server, or has unknown files. NOT_FOUND: there is no checkpoint.
 absl::Status VerifyCheckpoints(const std::string& directory, bool json);
 
-// Copies one checkpoint, verified, synced and read back, and prints what it has copied. Nothing is
-// at `to` after an error. ALREADY_EXISTS: something was. Other errors as VerifyCheckpoints().
+// Copies one checkpoint, verified, synced and read back, and prints a summary. After an error `to`
+// is unchanged, unless the disk failed. ALREADY_EXISTS: `to` exists. Other errors as
+// VerifyCheckpoints().
 absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool json);
 
 }  // namespace ema::cli

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The command line of emactl: which commands there are, and what their options set.
+// The command line of emactl: its commands and their options.
 #ifndef EMA_CLIENT_CLI_COMMAND_LINE_H_
 #define EMA_CLIENT_CLI_COMMAND_LINE_H_
 
@@ -24,7 +24,7 @@ class App;
 
 namespace ema::cli {
 
-// What the command line says.
+// The parsed options of all commands.
 struct Options {
   std::string server = "127.0.0.1:50051";
   Client::Tls tls;
@@ -44,8 +44,8 @@ struct Options {
   Client::SynthesizeOptions synthesize;
   Client::CheckpointOptions save;
   std::string checkpoint;
-  std::string directory;  // Of `checkpoint verify` and `copy`.
-  std::string to;         // Of `checkpoint copy` and `rollback`.
+  std::string directory;  // For `checkpoint verify` and `copy`.
+  std::string to;         // For `checkpoint copy` and `rollback`.
   int64_t incarnation = 0;
   std::vector<std::string> paths;
   std::string file;
@@ -58,15 +58,15 @@ struct Options {
   ExplainOptions explain;
 };
 
-// What is to be done.
+// The command to run.
 struct Command {
   std::function<absl::Status(const Session&)> run;
   bool needs_server = true;
   int (*exit_code)(const absl::Status&) = &ExitCode;
 };
 
-// Declares the commands. The one that is given is stored in `chosen`; it uses `options`, which must
-// outlive it.
+// Declares the commands. The given one is stored in `chosen`; it uses `options`, which must outlive
+// it.
 void AddCommands(CLI::App& app, Options& options, Command& chosen);
 
 }  // namespace ema::cli

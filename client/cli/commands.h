@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The commands of emactl. Each prints its result to stdout; an error is the caller's to print.
+// The commands of emactl. Each prints its result to stdout; the caller prints errors.
 #ifndef EMA_CLIENT_CLI_COMMANDS_H_
 #define EMA_CLIENT_CLI_COMMANDS_H_
 
@@ -19,29 +19,30 @@
 
 namespace ema::cli {
 
-// What all commands share.
+// The state that all commands share.
 struct Session {
   Client* client = nullptr;
-  bool json = false;  // One JSON document; `watch`: one a line.
+  bool json = false;  // Print one JSON document; `watch`: one per line.
   absl::Duration timeout = absl::Seconds(60);
-  bool has_timeout = false;  // The user gave one.
-  // As Client::Options::is_interrupted, for work that is not the client's.
+  bool has_timeout = false;  // The user has set `timeout`.
+  // As Client::Options::is_interrupted, for work outside the client.
   std::function<bool()> is_interrupted;
-  // Another client of the same server, whose calls no Ctrl-C ends: for what must be cleaned up.
+  // Makes another client of the same server, whose calls Ctrl-C does not interrupt, for cleaning
+  // up.
   std::function<absl::StatusOr<std::unique_ptr<Client>>()> new_client;
-  // Of calls that wait for the server's disk, or read a whole version.
+  // The timeout of calls that wait for the server's disk or read a whole version.
   absl::Duration disk_timeout() const { return has_timeout ? timeout : absl::Minutes(10); }
 };
 
 struct CreateOptions {
   std::string model;
-  std::string file;  // As WeightsFile::Open() reads it; only headers are.
+  std::string file;  // For WeightsFile::Open(); only headers are read.
   std::vector<TrackConfig> tracks;
   Client::ModelOptions model_options;
 };
 absl::Status Create(const Session& session, const CreateOptions& options);
 
-// `tracks`: new ones, and what changes of others.
+// `tracks`: new tracks, and changes of existing ones.
 absl::Status Update(const Session& session, const std::string& model,
                     const std::vector<TrackOption>& tracks, Client::ModelChanges changes);
 
@@ -52,10 +53,10 @@ absl::Status Versions(const Session& session, const std::string& model);
 struct WatchOptions {
   std::string model;
   std::optional<int64_t> after;
-  int64_t incarnation = 0;  // Of `after`.
-  int64_t count = 0;        // 0: no end.
+  int64_t incarnation = 0;  // The one in which `after` was counted.
+  int64_t count = 0;        // Commits to print; 0: no limit.
 };
-// Waits for ever, or as long as the user's time-out for each commit.
+// Waits for each commit for ever, or for the user's timeout.
 absl::Status Watch(const Session& session, const WatchOptions& options);
 
 absl::Status Statistics(const Session& session, const std::string& model,
@@ -65,19 +66,19 @@ absl::Status Synthesize(const Session& session, const std::string& model,
 
 struct DeleteOptions {
   std::string model;
-  std::string confirm;  // The name again.
+  std::string confirm;  // The model's name again.
   bool purge = false;
 };
 // INVALID_ARGUMENT: `confirm` is another name.
 absl::Status Delete(const Session& session, const DeleteOptions& options);
 
-// `service`: as Client::IsServing() takes it. OK: it serves. UNAVAILABLE: it says that it does not.
-// Other errors as Client::IsServing(). Waits for 5 s, or the user's time-out.
+// `service`: see Client::IsServing(). OK: it is serving. UNAVAILABLE: it reports that it is not.
+// Other errors as Client::IsServing(). Waits for 5 s, or for the user's timeout.
 absl::Status Health(const Session& session, const std::string& service);
 
-// To stderr: "emactl: message", or with `json` {"error": {...}}.
+// Prints to stderr "emactl: message [REASON]", or with `json` {"error": {...}}.
 void PrintError(const absl::Status& status, bool json);
-// For Client::Options::on_wait. To stderr; not for use with --json.
+// Prints to stderr, for Client::Options::on_wait. Not for use with --json.
 void PrintWait(const absl::Status& error);
 
 }  // namespace ema::cli

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What emactl tells the shell.
+// The exit codes of emactl.
 #ifndef EMA_CLIENT_CLI_EXIT_CODE_H_
 #define EMA_CLIENT_CLI_EXIT_CODE_H_
 
@@ -8,7 +8,7 @@
 
 namespace ema::cli {
 
-// As --help says.
+// Documented in --help.
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitOther = 1;
 inline constexpr int kExitUsage = 2;
@@ -18,7 +18,7 @@ inline constexpr int kExitNoServer = 5;
 inline constexpr int kExitInterrupted = 130;
 
 int ExitCode(const absl::Status& status);
-// Of a command that asks no server: what is unavailable there is a disk.
+// For a command without a server, where UNAVAILABLE means a disk.
 int LocalExitCode(const absl::Status& status);
 
 }  // namespace ema::cli

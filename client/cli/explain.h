@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// `emactl explain`: what a schedule does, before anyone trains. Needs no server.
+// `emactl explain`: shows what a schedule will do. Needs no server.
 #ifndef EMA_CLIENT_CLI_EXPLAIN_H_
 #define EMA_CLIENT_CLI_EXPLAIN_H_
 
@@ -26,13 +26,14 @@ absl::Span<const ScheduleOption> ScheduleOptions();
 
 // One update of a track that gets a push at each of its intervals. Times in the interval's unit.
 struct ExplainedUpdate {
-  int64_t number = 0;  // From 1, which gives the average its first value at the start.
+  int64_t number = 0;  // From 1: the first value of the average, at the start.
   double time = 0;
   double weight = 0;
   std::optional<double> window;  // interval / weight.
-  // Until half of the old weight is gone at this decay.
+  // Time until half of the old weight is gone at this decay.
   std::optional<double> half_life;
-  // Of the last 1, 10, 100, 1000 updates in the average, as far as there were so many.
+  // Shares of the last 1, 10, 100 and 1000 updates in the average, as far as there have been that
+  // many.
   std::vector<double> shares;
 };
 
@@ -42,8 +43,8 @@ struct Explanation {
   std::vector<std::string> warnings;
 };
 
-// `total`: the whole training in the interval's unit, for fields in "dur". BAD_SCHEDULE: fields
-// whose units cannot be compared, or nothing to explain; the message has what to give.
+// `total`: length of the whole training in the interval's unit, for fields in "dur". BAD_SCHEDULE:
+// fields whose units cannot be compared, or nothing to explain; the message says what to give.
 absl::StatusOr<Explanation> ExplainSchedule(const Schedule& schedule,
                                             const std::optional<TrainingDuration>& total);
 
@@ -54,7 +55,7 @@ struct ExplainOptions {
   Schedule::Fields fields;
   std::string total;  // Empty: not given.
 };
-// Prints it.
+// Prints the explanation.
 absl::Status Explain(const ExplainOptions& options, bool json);
 
 }  // namespace ema::cli

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What emactl prints: tables for people, JSON for programs.
+// The output of emactl: tables for people, JSON for programs.
 #ifndef EMA_CLIENT_CLI_OUTPUT_H_
 #define EMA_CLIENT_CLI_OUTPUT_H_
 
@@ -15,23 +15,23 @@ namespace ema::cli {
 
 using Json = nlohmann::ordered_json;
 
-// To stdout. False: it could not be written, as main() says in the end.
+// Prints to stdout. False: the write failed; main() reports that at the end.
 bool Print(const std::string& text);
-// A command's result: `document` with --json, else `text`. OK.
+// Prints a command's result: `document` with --json, else `text`. Always OK.
 absl::Status PrintResult(bool json, const Json& document, const std::string& text);
-// On one line if `indent` is negative; with a line's end. Names and messages are UTF-8 by contract;
-// what is not is shown, not thrown about.
+// Serializes JSON, on one line if `indent` is negative, with a newline at the end. Names and
+// messages are UTF-8 by contract; invalid bytes are replaced, without an exception.
 std::string Dump(const Json& json, int indent);
 
 Json ToJson(const Version& version);
 Json ToJson(const Client::ListedVersion& entry);
-// Of a track, or of a tensor rule with a schedule.
+// For a track, or for a tensor rule with a schedule.
 Json ToJson(const TrackVersion& track);
 Json ToJson(const TensorSpec& spec);
 Json ToJson(const TrackConfig& track);
 Json ToJson(const Client::CheckpointInfo& checkpoint);
 Json ToJson(const Client::Label& label);
-// Without the tensors and the tracks' rules if the manifest is empty, as in lists.
+// Without tensors and tensor rules if the manifest is empty, as in lists.
 Json ToJson(const ModelInfo& model);
 
 template <typename Items>
@@ -52,8 +52,8 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// Such as "fast (w 0.0069), raw": the tracks that the version updated; or what it was rolled back
-// to.
+// A text such as "fast (w 0.0069), raw": the tracks that the version updated; or the version that a
+// rollback restored.
 std::string DescribeUpdates(const Version& version);
 std::string DescribeModel(const ModelInfo& model);
 std::string ModelTable(const std::vector<ModelInfo>& models);

@@ -13,10 +13,10 @@
 
 namespace ema::cli {
 
-// Such as "1.5 GiB".
+// A text such as "1.5 GiB".
 std::string FormatBytes(int64_t bytes);
 
-// Such as "[#####.....]  50 %  1.0 GiB  512.0 MiB/s".
+// A text such as "[#####.....]  50 %  1.0 GiB  512.0 MiB/s".
 std::string FormatProgress(int64_t done_bytes, int64_t total_bytes, absl::Duration elapsed);
 
 // Draws at most ten times a second, and only if `enabled` and stderr is a terminal.
@@ -32,7 +32,7 @@ class ProgressBar {
  private:
   const bool enabled_;
   const SteadyTime start_;
-  std::optional<SteadyTime> last_drawn_;  // Absent: not yet.
+  std::optional<SteadyTime> last_drawn_;  // Absent: not drawn yet.
 };
 
 }  // namespace ema::cli

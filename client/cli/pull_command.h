@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// `emactl pull`: averages as a file, or as a folder that Hugging Face's tools read.
+// `emactl pull`: writes an average to a file, or to a folder for Hugging Face's tools.
 #ifndef EMA_CLIENT_CLI_PULL_COMMAND_H_
 #define EMA_CLIENT_CLI_PULL_COMMAND_H_
 
@@ -17,8 +17,8 @@
 
 namespace ema::cli {
 
-// Reads a box of a tensor as NumPy writes it, with a range for each of the first dimensions:
-// "head.weight[0:10,5:]". INVALID_ARGUMENT: anything else, an unknown tensor, or a range that is
+// Parses a box of a tensor in NumPy's form, with a range for each of the first dimensions:
+// "head.weight[0:10,5:]". INVALID_ARGUMENT: another form, an unknown tensor, or a range that is
 // empty or not inside it; the message quotes `text`.
 absl::StatusOr<TensorSlice> ParseSlice(std::string_view text, const Manifest& manifest);
 
@@ -26,19 +26,20 @@ struct PullOptions {
   std::string model;
   std::string track;
   Client::PullOptions request;
-  std::string version;  // As ParseVersionOrLabel() reads it, into `request`. Empty: not given.
-  std::string dtype;    // Empty: as the server keeps them.
-  std::vector<std::string> slices;  // As ParseSlice() reads them.
-  // A file, of a name that ends in ".safetensors", or a folder if it is one or ends in "/".
+  std::string version;  // For ParseVersionOrLabel(); goes into `request`. Empty: not given.
+  std::string dtype;    // Empty: the server's dtypes.
+  std::vector<std::string> slices;  // For ParseSlice().
+  // A file whose name ends in ".safetensors"; or a folder, if it is one or ends in "/".
   std::string output;
-  // Of a folder: whose small files are copied beside the weights, as AttachFiles() chooses them.
-  // Empty: those that are attached to the model.
+  // For a folder: the source of the small files that are copied beside the weights, as by
+  // AttachFiles(). Empty: the files that are attached to the model.
   std::string config_from;
 };
-// Makes the folder if it is not there; its small files are written when all weights have come, and
-// these, one file, take their place last: model.safetensors, or, where config.json is one of
-// diffusers, diffusion_pytorch_model.safetensors. INVALID_ARGUMENT: the output is neither.
-// FAILED_PRECONDITION: the folder has weights in pieces, which would be read in place of ours.
+// Creates the folder if it does not exist. When all weights have arrived, writes the small files,
+// and last renames the weights, one file, into place: model.safetensors, or
+// diffusion_pytorch_model.safetensors if config.json is one of diffusers. INVALID_ARGUMENT: the
+// output is neither a file nor a folder as above. FAILED_PRECONDITION: the folder has an index of
+// sharded weights, which tools would read instead.
 absl::Status Pull(const Session& session, const PullOptions& options);
 
 }  // namespace ema::cli

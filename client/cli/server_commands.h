@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The commands of emactl about the server itself, but `bench` and `health`.
+// The commands of emactl about the server itself, except `bench` and `health`.
 #ifndef EMA_CLIENT_CLI_SERVER_COMMANDS_H_
 #define EMA_CLIENT_CLI_SERVER_COMMANDS_H_
 
@@ -13,10 +13,10 @@
 namespace ema::cli {
 
 absl::Status Info(const Session& session);
-// What `info` prints.
+// The text that `info` prints.
 std::string DescribeServer(const Client::ServerInfo& info, absl::Time now);
 
-// `level` empty: shows it.
+// If `level` is empty, prints the present level.
 absl::Status SetLogLevel(const Session& session, const std::string& level);
 
 absl::Status Drain(const Session& session);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The text form of a track: what follows `--track`.
+// The text form of a track, the value of `--track`.
 #ifndef EMA_CLIENT_CLI_TRACK_OPTION_H_
 #define EMA_CLIENT_CLI_TRACK_OPTION_H_
 
@@ -14,7 +14,7 @@
 
 namespace ema::cli {
 
-// What a text says of a track. What it leaves out is absent, or empty.
+// A parsed track. Options that the text omits are absent or empty.
 struct TrackOption {
   std::string name;
   Schedule schedule;
@@ -23,16 +23,16 @@ struct TrackOption {
   std::optional<TrainingDuration> snapshot_interval;
   std::vector<TensorRule> tensor_rules;
 
-  // The track that this makes of the one of that name before; null: there was none.
+  // The track after these changes to `before`, the present track of that name; null: there is none.
   TrackConfig On(const TrackConfig* before) const;
 };
 
-// Reads "NAME=" and a schedule as Schedule::Parse() does: "NAME=copy", "NAME=200ba" (a half-life),
-// "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". Besides the schedule's fields there may
-// be TrackConfig's: snapshot_interval=1000ba, buffers=copy, compensated=true, and any number of
-// tensor_rule=PATTERN:ACTION, such as tensor_rule=head.*:ignore, or with a schedule of its own
-// tensor_rule=head.*:50ba; the last ':' counts. INVALID_ARGUMENT: anything else; the message quotes
-// `text` and shows a right one.
+// Parses "NAME=" and a schedule as Schedule::Parse() does: "NAME=copy", "NAME=200ba" (a half-life),
+// "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". Fields of TrackConfig may follow:
+// snapshot_interval=1000ba, buffers=copy, compensated=true, and any number of
+// tensor_rule=PATTERN:ACTION, such as tensor_rule=head.*:ignore, or with its own schedule
+// tensor_rule=head.*:50ba; the last ':' separates. INVALID_ARGUMENT: another form; the message
+// quotes `text` and shows a valid one.
 absl::StatusOr<TrackOption> ParseTrackOption(std::string_view text);
 
 }  // namespace ema::cli

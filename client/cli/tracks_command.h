@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// `emactl tracks`: a model's averages and how they stand.
+// `emactl tracks`: shows the state of a model's averages.
 #ifndef EMA_CLIENT_CLI_TRACKS_COMMAND_H_
 #define EMA_CLIENT_CLI_TRACKS_COMMAND_H_
 
@@ -12,12 +12,12 @@
 
 namespace ema::cli {
 
-// Of each track: schedule, what values are kept as, updates so far, the last one's weight, norm and
-// distance as far as the server has computed them for the newest version, and what becomes of it
-// with the next commit.
+// Prints for each track: schedule, storage format, number of updates, weight of the last update,
+// norm and distance (if the server has computed them for the newest version), and its state after
+// the next commit.
 absl::Status Tracks(const Session& session, const std::string& model);
 
-// As `Tracks` prints it.
+// The table that Tracks() prints.
 std::string TrackTable(const ModelInfo& model);
 
 }  // namespace ema::cli

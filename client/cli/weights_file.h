@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The weights of a model as other tools leave them on a disk.
+// Reads a model's weights from files of other tools.
 #ifndef EMA_CLIENT_CLI_WEIGHTS_FILE_H_
 #define EMA_CLIENT_CLI_WEIGHTS_FILE_H_
 
@@ -18,38 +18,41 @@
 
 namespace ema::cli {
 
-// Where links lead: caches of models are full of them, and our file system follows none. `path`
-// itself if there is nothing.
+// Resolves symbolic links, which caches of models use a lot and our file system does not follow.
+// Returns `path` itself if nothing is there.
 std::string RealPath(const std::string& path);
 
-// Of a file here, whose `path` goes before: UNKNOWN for UNAVAILABLE, which would mean the server.
+// An error of a local file, prefixed with `path`. UNAVAILABLE becomes UNKNOWN, since it would mean
+// the server.
 absl::Status FileError(const std::string& path, const absl::Status& status);
 
-// What tools call the weights of a folder, by the text of its config.json (empty: it has none):
-// diffusers diffusion_pytorch_model.safetensors, others model.safetensors.
+// The file name of the weights in a folder with this config.json (empty: it has none):
+// diffusion_pytorch_model.safetensors for diffusers, otherwise model.safetensors.
 std::string WeightsName(const std::string& config);
 inline constexpr char kConfigName[] = "config.json";
-// Of a folder; empty: there is none, or it cannot be read, which tells tools nothing either.
+// The text of config.json in a folder; empty: there is none, or it cannot be read, which is the
+// same for tools.
 std::string ReadConfig(const std::string& folder);
 
-// A safetensors file, or a Hugging Face folder: what WeightsName() says, else the other one, whole
-// or in the pieces that its .index.json names. Nothing executable is read. Not thread-safe.
+// A safetensors file, or a Hugging Face folder with WeightsName(), else the other name: one file,
+// or the files that its .index.json lists. Reads nothing executable. Not thread-safe.
 class WeightsFile {
  public:
-  // Reads the headers. NOT_FOUND: there is none. INVALID_ARGUMENT: not what the format says; the
-  // message names the file.
+  // Reads the headers. NOT_FOUND: no such file. INVALID_ARGUMENT: a malformed file; the message
+  // names it.
   static absl::StatusOr<WeightsFile> Open(const std::string& path);
 
-  // In the files' order.
+  // In the order of the files.
   const Manifest& manifest() const { return manifest_; }
 
   // The tensors' bytes in the manifest's order.
   struct Weights {
-    std::unique_ptr<std::byte[]> memory;  // That of all of them.
+    std::unique_ptr<std::byte[]> memory;  // Holds all tensors.
     std::vector<std::span<const std::byte>> tensors;
   };
-  // Takes manifest().total_bytes() of memory. `on_progress` is told the bytes so far; false ends
-  // it: CANCELLED. Errors as RandomAccessFile::Read().
+  // Allocates manifest().total_bytes(). `on_progress` receives the number of bytes read so far; if
+  // it returns false, the call ends with CANCELLED. Errors as RandomAccessFile::Read(), but UNKNOWN
+  // for UNAVAILABLE.
   absl::StatusOr<Weights> Read(const std::function<bool(int64_t)>& on_progress) const;
 
  private:
@@ -58,14 +61,14 @@ class WeightsFile {
     int64_t offset = 0;  // In the file.
   };
 
-  // Adds the tensors of one file that `is_wanted`.
+  // Adds the tensors of one file for which `is_wanted` is true.
   absl::Status Add(const std::string& path,
                    const std::function<bool(const std::string&)>& is_wanted);
   absl::Status AddPieces(const std::string& folder, const std::string& index_path);
 
   std::vector<std::unique_ptr<RandomAccessFile>> files_;
   std::vector<TensorSpec> specs_;
-  std::vector<Place> places_;  // As the tensors.
+  std::vector<Place> places_;  // In the order of the tensors.
   Manifest manifest_;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a client's calls share: the connection, made and replaced when needed, and the rule of
-// retries.
+// The state that a client's calls share: the connection, opened on demand, and the retry policy.
 #ifndef EMA_CLIENT_CPP_CLIENT_IMPL_H_
 #define EMA_CLIENT_CPP_CLIENT_IMPL_H_
 
@@ -42,33 +41,34 @@ class Client::Impl {
 
   const Options& options() const { return options_; }
   const client_internal::Token& token() const { return token_; }
-  // `timeout` from now; zero: the default one.
+  // `timeout` from now; zero: Options::timeout.
   SteadyTime Deadline(absl::Duration timeout) const {
     return After(SteadyNow(), timeout == absl::ZeroDuration() ? options_.timeout : timeout);
   }
   const client_internal::ForkGuard& fork_guard() const { return fork_guard_; }
 
-  // The connection, made anew if there is none that lives. Errors as client_internal::Dialer's.
+  // Returns the connection; opens a new one if there is none, or it is dead. Errors as
+  // client_internal::Dialer's.
   absl::StatusOr<std::shared_ptr<Connection>> Connect(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Adds more connections, until there are `count` or no more can be made soon.
+  // Appends connections until there are `count`, or no more can be opened soon.
   void ConnectMore(int64_t count, Interrupt* interrupt,
                    std::vector<std::shared_ptr<Connection>>* connections) ABSL_LOCKS_EXCLUDED(mu_);
-  // Closes those when nobody uses them any more.
+  // Closes the additional connections once they are unused.
   void DropMoreConnections() ABSL_LOCKS_EXCLUDED(mu_);
-  // As Options::max_connections, never 0.
+  // Options::max_connections, with 0 replaced by the default.
   int64_t max_connections() const;
 
-  // A same-host lane to the server for one call; GiveBackLane() when that has succeeded. Null:
-  // there is none, or it is not known in time; gRPC has to do.
+  // A same-host lane to the server for one call; return it by GiveBackLane() if the call succeeds.
+  // Null: there is none, or it cannot be found in time; use gRPC.
   std::unique_ptr<LanePipe> TakeLane(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   void GiveBackLane(std::unique_ptr<LanePipe> lane) { lanes_.GiveBack(std::move(lane)); }
-  // True if there are lanes.
+  // True if the server offers lanes to this host.
   bool HasLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // One call without retries: what `attempt` gives, a Status or StatusOr.
+  // Makes one call without retries. Returns the result of `attempt`, a Status or StatusOr.
   template <typename Attempt>
   std::invoke_result_t<Attempt, Call&> Try(SteadyTime deadline, Interrupt* interrupt,
                                            Attempt attempt) {
@@ -77,8 +77,8 @@ class Client::Impl {
     return attempt(call);
   }
 
-  // Again and again, while the error is one that goes away by itself and the deadline allows. The
-  // last such error if time runs out.
+  // Repeats the call while its error is transient and the deadline allows. Returns the last
+  // transient error if time runs out.
   absl::Status Retry(SteadyTime deadline, Interrupt* interrupt,
                      absl::FunctionRef<absl::Status(Call&)> attempt);
 
@@ -96,13 +96,13 @@ class Client::Impl {
     }));
     return response;
   }
-  // The same without.
+  // A unary call without retries.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
                                 SteadyTime deadline, Interrupt* interrupt) {
     return Try(deadline, interrupt, [&](Call& call) { return UnaryOn(call, prepare, request); });
   }
-  // Both for a call of the user's, in whose thread it runs.
+  // The same two for a call by the user, on the user's thread.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,
                                  absl::Duration timeout) {
@@ -115,16 +115,16 @@ class Client::Impl {
     Interrupt interrupt(&options_.is_interrupted);
     return Once(prepare, request, Deadline(timeout), &interrupt);
   }
-  // On a call that has been made.
+  // Makes a unary call on an existing Call.
   template <typename Request, typename Response>
   static absl::StatusOr<Response> UnaryOn(Call& call, UnaryMethod<Request, Response> prepare,
                                           const Request& request) {
-    // Not gRPC's blocking form: that cannot ask the interrupt meanwhile.
+    // Not gRPC's blocking form, which cannot poll the interrupt.
     grpc::CompletionQueue queue;
     return AwaitUnary((call.connection().stub().*prepare)(call.context(), request, &queue), &queue,
                       call);
   }
-  // Starts what has been prepared on `queue`, and waits for its end. Shuts the queue down.
+  // Starts the call that was prepared on `queue`, and waits for its end. Shuts the queue down.
   template <typename Response>
   static absl::StatusOr<Response> AwaitUnary(
       std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> reader,
@@ -145,12 +145,13 @@ class Client::Impl {
   const client_internal::Token token_;
 
   absl::Mutex mu_;           // Not held while dialing.
-  SteadyWait dialing_wait_;  // Woken when it changes.
+  SteadyWait dialing_wait_;  // Woken when `dialing_` changes.
   bool dialing_ ABSL_GUARDED_BY(mu_) = false;
   client_internal::Dialer dialer_;  // Belongs to the thread that has set `dialing_`.
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<Connection>> more_connections_ ABSL_GUARDED_BY(mu_);
-  // Over which the server was asked for its lanes: after a restart it has others.
+  // The connection over which the lanes were queried. A new one may lead to a restarted server,
+  // whose lanes are others.
   std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
   SteadyTime no_lane_until_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
   absl::Duration lane_pause_ ABSL_GUARDED_BY(mu_) = absl::Seconds(1);

@@ -20,11 +20,11 @@ struct AttachedFile {
   friend bool operator==(const AttachedFile&, const AttachedFile&) = default;
 };
 
-// How many files a model may have, and how large one may be. A tokenizer has up to 40 MB.
+// Limits on the number of files of a model and on their size. A tokenizer has up to 40 MB.
 inline constexpr size_t kMaxAttachedFiles = 64;
 inline constexpr int64_t kMaxAttachedFileBytes = int64_t{64} << 20;
-// INVALID_ARGUMENT, BAD_NAME: not [A-Za-z0-9][A-Za-z0-9._-]{0,127}, or like a name of the weights:
-// it ends in ".safetensors" or ".safetensors.index.json".
+// INVALID_ARGUMENT, BAD_NAME: the name is not [A-Za-z0-9][A-Za-z0-9._-]{0,127}, or ends like that
+// of a weight file, in ".safetensors" or ".safetensors.index.json".
 absl::Status ValidateAttachedName(std::string_view name);
 
 }  // namespace ema

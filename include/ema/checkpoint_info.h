@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a server tells of the versions on its disk, and what it is told of a trainer that goes on
-// from one of its own.
+// Descriptions of checkpoints and labels, and the position from which a trainer resumes.
 #ifndef EMA_CHECKPOINT_INFO_H_
 #define EMA_CHECKPOINT_INFO_H_
 
@@ -36,19 +35,20 @@ struct CheckpointLabel {
   std::string name;
   VersionId id;
   int64_t step = 0;
-  std::optional<double> metric;  // The score that put it there; absent: a person did.
+  std::optional<double> metric;  // The score that placed it; absent: no score did.
   bool lower_is_better = false;
 
   friend bool operator==(const CheckpointLabel&, const CheckpointLabel&) = default;
 };
 
-// Where a trainer stands that goes on from a checkpoint of its own.
+// The position of a trainer that resumes from its own checkpoint.
 struct ResumePoint {
   int64_t step = 0;
-  // The average that belongs to it, of that step or an earlier one. Absent: what an uninterrupted
-  // run would have after `step`.
+  // The version that belongs to the checkpoint, of that step or an earlier one. Absent: the version
+  // that an uninterrupted run would have after `step`.
   std::optional<VersionId> version;
-  // Training time at `step`: tells the server, without `version`, whether an update was due.
+  // Training time at `step`. Lets the server check whether an update was due after the version's
+  // step.
   std::optional<TrainingTime> time;
 };
 

@@ -34,74 +34,73 @@ namespace ema {
 
 // Pulled weights: one buffer, tensors in manifest order.
 struct PulledTensor {
-  TensorSpec spec;     // Its dtype and shape are those of what comes.
+  TensorSpec spec;     // With the dtype and shape of the pulled values.
   int64_t offset = 0;  // In the pulled bytes.
   int64_t length_bytes = 0;
-  std::vector<int64_t> slice_offsets;  // Of a slice: where it begins in the tensor.
+  std::vector<int64_t> slice_offsets;  // For a slice: its first element in the tensor.
 };
 struct PullInfo {
   Version version;
   std::vector<PulledTensor> tensors;
-  int64_t total_bytes = 0;     // Of these tensors.
-  int64_t received_bytes = 0;  // Fewer, if the rest was there already.
+  int64_t total_bytes = 0;     // Size of these tensors.
+  int64_t received_bytes = 0;  // Less if the target had the rest (PullOptions::base).
   bool not_newer = false;      // Nothing was pulled: see PullOptions::if_newer_than.
-  Lane lane = Lane::kGrpc;     // That carried the last of them.
+  Lane lane = Lane::kGrpc;     // The lane that carried the last bytes.
 };
 
 class VersionWatch;
 
-// A connection to one server. Thread-safe. Connects on first use, by one connection that all calls
-// share; large pushes may use more (Options::max_connections).
+// A connection to one server. Thread-safe. Connects on first use. All calls share one connection;
+// large pushes may use more (Options::max_connections).
 //
-// A process that forks: the child must not use a Client that the parent made; destroying it there
-// does nothing.
+// In a forked child a Client of the parent must not be used; destroying it there does nothing.
 class Client {
  public:
-  // PEM files for an address "emas://host:port". Read whenever a connection is made.
+  // PEM files for an address "emas://host:port". Read for each new connection.
   struct Tls {
-    std::string ca_file;           // Signs the server's certificate. Empty: the system's do.
-    std::string certificate_file;  // The client's, where the server asks for one.
-    std::string key_file;          // Of the client's certificate.
+    std::string ca_file;           // CAs that sign the server's certificate. Empty: the system's.
+    std::string certificate_file;  // For a server that asks for a client certificate.
+    std::string key_file;          // Key of certificate_file.
   };
 
   struct Options {
-    // For every call that is not given its own.
+    // The timeout of calls whose `timeout` is zero.
     absl::Duration timeout = absl::Seconds(60);
-    // Bytes of a chunk, at most 4 MiB. 1 MiB stays in the receiver's cache while it is checked and
-    // folded, and costs few messages. Less than 64 KiB suits few ranks only: see PushChunk in
-    // ema_service.proto.
+    // Bytes of a chunk, at most 4 MiB. A chunk of 1 MiB stays in the receiver's cache while it is
+    // verified and folded, and needs few messages. Less than 64 KiB suits only a few ranks: see
+    // PushChunk in ema_service.proto.
     int64_t chunk_bytes = int64_t{1} << 20;
-    // Where the server is on this host, of the same user, and offers it: push and pull through
-    // memory that the two share, where nobody verifies checksums. gRPC carries everything else, and
-    // stands in when that breaks. Chunks are then of at most 256 KiB.
+    // Push and pull through shared memory if the server offers it, on this host and for this user.
+    // Checksums are then not verified, and chunks have at most 256 KiB. gRPC carries all other
+    // calls, and replaces the lane if it breaks.
     bool same_host_lane = true;
-    // The most connections that one push may use, up to 16. With 0 it is half of this machine's
-    // processors, 8 at most. A run begins with one, tries more for some large pushes, and keeps
-    // them if these were faster.
+    // The maximum number of connections of one push, up to 16. 0: half of this machine's
+    // processors, at most 8. A run starts with one, tries more for some large pushes, and keeps
+    // them if these are faster.
     int64_t max_connections = 0;
-    // Pushes ask the server where its time has gone: PendingPush::Stats::server_time.
+    // Request the server's timings of pushes, for PendingPush::Stats::server_time.
     bool report_timing = false;
     Tls tls = {};
-    // A bearer token for a server that asks for one: itself, or a file of it, which is read for
-    // each call. It is sent as it is: over a network, use TLS.
+    // A bearer token for a server that requires one: the token itself, or a file that contains it
+    // and is read for each call. Tokens are sent unencrypted unless TLS is used.
     std::string token = {};
     std::string token_file = {};
-    // Asked at least every 100 ms by a thread that waits in a call of this client, its runs and
-    // pushes; true ends the wait: the call returns CANCELLED (Wait() may be called again), and
-    // WaitReleased() goes on as if `max_wait` were over. Null: never. For a Ctrl-C.
+    // Polled at least every 100 ms by a thread that waits in a call of this client, its runs or its
+    // pushes. If it returns true, the call returns CANCELLED (Wait() may be called again), and
+    // WaitReleased() continues as if `max_wait` were over. Null: calls are not interrupted. For
+    // Ctrl-C.
     std::function<bool()> is_interrupted = nullptr;
-    // Told of a call that has been tried again for two seconds, once in each outage, with its last
-    // error, by the thread that waits in it; it goes on until its time-out. Null: nobody. Not of
-    // pushes.
+    // Called once when a call has been retried for two seconds, with its last error, by the thread
+    // that waits; retries continue until the call's timeout. May be null. Not called for pushes.
     std::function<void(const absl::Status& error)> on_wait = nullptr;
   };
 
-  // `address`: "host:port" or "[v6]:port", also as "ema://host:port", over TLS "emas://host:port"
-  // or "tls:host:port", or "unix:/path". Without a port it is 50051. INVALID_ARGUMENT: none of
-  // these, an option out of its range, or no token. Does not connect. The first client of a process
-  // lets glibc's malloc keep up to 32 MB of freed memory, as any program does that frees an array
-  // of 16 MB: receive buffers would else be faulted in again. A program that has set malloc's
-  // bounds itself is left alone.
+  // `address`: "host:port" or "[v6]:port", also as "ema://host:port"; over TLS "emas://host:port"
+  // or "tls:host:port"; or "unix:/path". The default port is 50051. Does not connect.
+  // INVALID_ARGUMENT: another form, an option out of range, or not a token. The first client of a
+  // process makes glibc's malloc keep up to 32 MB of freed memory, as any program does that frees
+  // an array of 16 MB; otherwise receive buffers would fault in again and again. This has no effect
+  // if the program has set malloc's thresholds itself.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
                                                         const Options& options);
@@ -109,15 +108,16 @@ class Client {
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  // All calls block until their end, at most `timeout`; zero: the one of Options. Their errors are
-  // the server's, with its ErrorReason (ema_service.proto says which), or DEADLINE_EXCEEDED, or
-  // UNAVAILABLE when there is no server. Calls that change nothing twice (all but Push,
-  // RestoreCheckpoint and Drain) are retried on UNAVAILABLE until the time-out, but for
-  // STORE_READ_ONLY and DISK_FAILED.
+  // All calls block until they end, at most for `timeout`; zero: Options::timeout. Their errors are
+  // the server's, with its ErrorReason (ema_service.proto lists them), DEADLINE_EXCEEDED, or
+  // UNAVAILABLE if the server cannot be reached. Idempotent calls (all except Push,
+  // RestoreCheckpoint and Drain) are retried until the timeout after UNAVAILABLE (except
+  // STORE_READ_ONLY and DISK_FAILED), TOO_MANY_STREAMS, TOO_MANY_PINS, TOO_MANY_CALLS and
+  // TOO_MANY_SESSIONS.
 
-  // What the server's health check says of a service, as a probe asks it: "" and
-  // "ema.v1.EmaService" are the whole server, "checkpoints" also whether it can save. Tried once.
-  // NOT_FOUND: no such service, or checkpoints without a data directory.
+  // Returns the result of the server's health check: "" and "ema.v1.EmaService" stand for the whole
+  // server, "checkpoints" also for its ability to save. Not retried. NOT_FOUND: no such service, or
+  // "checkpoints" on a server without a data directory.
   absl::StatusOr<bool> IsServing(std::string_view service = "",
                                  absl::Duration timeout = absl::ZeroDuration());
 
@@ -141,21 +141,21 @@ class Client {
   absl::StatusOr<ServerInfo> GetServerInfo(absl::Duration timeout = absl::ZeroDuration());
 
   struct LogLevels {
-    std::string before;  // After a retry it may be the new one.
+    std::string before;  // After a retry this may be the new level.
     std::string now;
   };
-  // Which events the server logs from here on: "debug", "info", "warn", "error"; empty: as they
-  // are. INVALID_ARGUMENT, BAD_REQUEST.
+  // Sets which events the server logs: "debug", "info", "warn" or "error"; empty: no change.
+  // INVALID_ARGUMENT, BAD_REQUEST.
   absl::StatusOr<LogLevels> SetLogLevel(std::string_view level,
                                         absl::Duration timeout = absl::ZeroDuration());
 
   struct DrainResult {
     absl::Duration delay;
     absl::Duration grace;
-    bool began = false;  // False: it was draining already.
+    bool began = false;  // False: the server was draining already.
   };
-  // The server drains and ends, as ema_service.proto tells. Never retried: after UNAVAILABLE or
-  // DEADLINE_EXCEEDED it may have ended, and who serves there then is another.
+  // Drains and stops the server, as ema_service.proto describes. Never retried: after UNAVAILABLE
+  // or DEADLINE_EXCEEDED the server may have stopped, and a retry could drain its successor.
   absl::StatusOr<DrainResult> Drain(absl::Duration timeout = absl::ZeroDuration());
 
   struct CreateModelResult {
@@ -166,11 +166,12 @@ class Client {
     int64_t max_pinned_versions = 0;  // 0: the server's default.
     NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   };
-  // Makes a model and reserves its memory; the same call again is OK and changes nothing.
-  // INVALID_ARGUMENT: a name, tensor or track is refused; but not a rule that ignores and matches
-  // nothing, perhaps misspelled: CheckRulesMatch() finds those. ALREADY_EXISTS, MODEL_DIFFERS.
-  // RESOURCE_EXHAUSTED: no memory for it. FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT: the model
-  // is on the server's disk, and no checkpoint of it is good; DeleteModel() accepts the loss.
+  // Creates a model and reserves its memory. Repeating the call is OK and changes nothing.
+  // INVALID_ARGUMENT: a bad name, tensor or track. A rule that ignores tensors is accepted even if
+  // it matches none; CheckRulesMatch() finds misspelled ones. ALREADY_EXISTS, MODEL_DIFFERS.
+  // RESOURCE_EXHAUSTED: no memory for the model. FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT: the
+  // model is on the server's disk, but all its checkpoints are corrupt; DeleteModel() accepts the
+  // loss.
   absl::StatusOr<CreateModelResult> CreateModel(std::string_view model, const Manifest& manifest,
                                                 absl::Span<const TrackConfig> tracks,
                                                 const ModelOptions& options,
@@ -180,38 +181,37 @@ class Client {
     return CreateModel(model, manifest, tracks, ModelOptions());
   }
   struct ModelChanges {
-    std::vector<TrackConfig> put;     // New tracks, and those that get another schedule.
-    std::vector<std::string> remove;  // Names.
+    std::vector<TrackConfig> put;     // New tracks, and existing ones with a new schedule.
+    std::vector<std::string> remove;  // These three are names.
     std::vector<std::string> pause;
     std::vector<std::string> resume;
   };
-  // Changes the tracks while training runs, all or nothing: from the next commit on, or at once
-  // before the first run, or while every track is paused. What was averaged stays.
+  // Changes the tracks while training runs; applies all changes or none: at the next commit or when
+  // the next run opens; at once if no run is open or every track is paused. Averages are kept.
   // INVALID_ARGUMENT. NOT_FOUND. RESOURCE_EXHAUSTED.
   absl::StatusOr<ModelInfo> UpdateModel(std::string_view model, const ModelChanges& changes,
                                         absl::Duration timeout = absl::ZeroDuration());
-  // What the server has of a model. NOT_FOUND: MODEL_NOT_FOUND, or ALL_CHECKPOINTS_CORRUPT.
+  // Describes one model. NOT_FOUND: MODEL_NOT_FOUND, or ALL_CHECKPOINTS_CORRUPT.
   absl::StatusOr<ModelInfo> GetModel(std::string_view model,
                                      absl::Duration timeout = absl::ZeroDuration());
-  // All models, by name, without their tensors and tensor_rules.
+  // All models that the token may read, by name, without their tensors and tensor_rules.
   absl::StatusOr<std::vector<ModelInfo>> ListModels(absl::Duration timeout = absl::ZeroDuration());
-  // Forgets a model; one that is not there is OK. Its pushes and watches end, running pulls finish.
-  // Its checkpoints stay on the disk, for nobody to load; `purge` removes them.
+  // Deletes a model; a model that does not exist is OK. Its pushes and watches end; running pulls
+  // finish. Its checkpoints stay on the disk but are not loaded again; `purge` removes them.
   absl::Status DeleteModel(std::string_view model, bool purge = false,
                            absl::Duration timeout = absl::ZeroDuration());
 
-  // Puts a small file, such as config.json, beside the model's weights: checkpoints have it from
-  // the next one on, in each track's folder. It takes the place of one of its name. At most 64 MiB,
-  // and 64 files. INVALID_ARGUMENT: a name like those of weights' files (BAD_NAME), or too large;
-  // or somebody else was sending a file of that name. NOT_FOUND, MODEL_NOT_FOUND.
-  // RESOURCE_EXHAUSTED.
+  // Attaches a small file, such as config.json, to the model: from the next checkpoint on, each
+  // track's folder has a copy. Replaces a file of the same name. At most 64 MiB per file, and 64
+  // files. INVALID_ARGUMENT: BAD_NAME, a name like those of weight files; too large; or another
+  // client was uploading a file of that name. NOT_FOUND, MODEL_NOT_FOUND. RESOURCE_EXHAUSTED.
   absl::Status AttachFile(std::string_view model, std::string_view name, std::string_view bytes,
                           absl::Duration timeout = absl::ZeroDuration());
-  // What has been put there; ModelInfo lists it. NOT_FOUND: MODEL_NOT_FOUND, FILE_NOT_FOUND.
-  // ABORTED: somebody keeps putting other bytes there meanwhile.
+  // Reads an attached file; ModelInfo lists them. NOT_FOUND: MODEL_NOT_FOUND, FILE_NOT_FOUND.
+  // ABORTED: other clients keep replacing the file during the call.
   absl::StatusOr<std::string> GetAttachedFile(std::string_view model, std::string_view name,
                                               absl::Duration timeout = absl::ZeroDuration());
-  // Takes it away; one that is not there is OK.
+  // Removes an attached file; a file that does not exist is OK.
   absl::Status RemoveFile(std::string_view model, std::string_view name,
                           absl::Duration timeout = absl::ZeroDuration());
 
@@ -219,122 +219,126 @@ class Client {
     Version version;
     bool available = false;
   };
-  // The records that the server still has of commits after `after_version`, oldest first.
-  // NOT_FOUND, MODEL_NOT_FOUND.
+  // The commit records after `after_version` that the server still has, oldest first. NOT_FOUND,
+  // MODEL_NOT_FOUND.
   absl::StatusOr<std::vector<ListedVersion>> ListVersions(
       std::string_view model, int64_t after_version = 0,
       absl::Duration timeout = absl::ZeroDuration());
 
   struct StatisticsOptions {
-    VersionId id;                     // All zero: the newest. Incarnation 0: whichever is kept.
-    std::vector<std::string> tracks;  // Empty: all that average a tensor.
+    VersionId id;                     // All zero: the newest. Incarnation 0: any that is kept.
+    std::vector<std::string> tracks;  // Empty: all tracks that average a tensor.
   };
-  // The record of a version with the statistics that are asked for, in that order. Computed by the
-  // first call for a track, which may take as long as reading it in the server's memory twice, then
-  // kept with the record. NOT_FOUND: MODEL_NOT_FOUND, TRACK_NOT_FOUND. INVALID_ARGUMENT: a track
-  // averages no tensor. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT, also of
-  // one that is only on the disk; VERSION_NOT_YET. RESOURCE_EXHAUSTED, TOO_MANY_PINS.
+  // Returns the record of a version with the statistics of the requested tracks, in their order.
+  // The first call for a track computes them, which may take as long as reading the track twice in
+  // the server's memory; then they are kept with the record. NOT_FOUND: MODEL_NOT_FOUND,
+  // TRACK_NOT_FOUND. INVALID_ARGUMENT: a track averages no tensor. FAILED_PRECONDITION, NO_VERSION.
+  // OUT_OF_RANGE: VERSION_NOT_KEPT, even if the version is on the disk; VERSION_NOT_YET.
+  // RESOURCE_EXHAUSTED, TOO_MANY_PINS.
   absl::StatusOr<Version> GetStatistics(std::string_view model, const StatisticsOptions& options,
                                         absl::Duration timeout = absl::Minutes(10));
-  // Of the newest version, all tracks.
+  // For the newest version and all tracks.
   absl::StatusOr<Version> GetStatistics(std::string_view model,
                                         absl::Duration timeout = absl::Minutes(10)) {
     return GetStatistics(model, StatisticsOptions(), timeout);
   }
 
-  // --- Versions on the server's disk. All calls: FAILED_PRECONDITION, NO_DATA_DIR, where the
-  // server has none, and NOT_FOUND, MODEL_NOT_FOUND. Those that may write or read a model's bytes
-  // have a time-out of their own. ---
+  // --- Versions on the server's disk. All these calls fail with FAILED_PRECONDITION, NO_DATA_DIR,
+  // if the server has no data directory, and with NOT_FOUND, MODEL_NOT_FOUND. Calls that may write
+  // or read the bytes of a model have their own default timeout. ---
 
   using CheckpointInfo = ema::CheckpointInfo;
   using Label = CheckpointLabel;
 
   struct CheckpointOptions {
     int64_t version = 0;              // 0: the newest.
-    int64_t incarnation = 0;          // In which `version` was counted; 0: whichever is kept.
-    std::vector<std::string> tracks;  // Only these; empty: all. No server starts from a part.
+    int64_t incarnation = 0;          // The one in which `version` was counted; 0: any.
+    std::vector<std::string> tracks;  // Empty: all. No server starts from a part of them.
     bool async = false;  // Return as soon as the version is pinned: see GetCheckpoint().
-    std::string label;   // That it gets. Not with `tracks`.
+    std::string label;   // A label for the version. Not with `tracks`.
   };
   struct CheckpointResult {
     Version version;
-    std::string checkpoint;  // The name that the other calls take.
+    std::string checkpoint;  // The name to use in the other calls.
     int64_t total_bytes = 0;
     CheckpointInfo::State state = CheckpointInfo::State::kComplete;  // Or kSaving, if `async`.
   };
-  // Saves a version; when it returns, that is on the server's disk, unless `async`. One that is
-  // there already is OK; the newest is saved again if tracks or attached files have changed since.
+  // Saves a version. When it returns, the version is on the server's disk, unless `async`. A saved
+  // version is OK; the newest is saved again if tracks or attached files have changed since.
   // NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
-  // VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE: STORE_READ_ONLY,
-  // DISK_FAILED, or CHECKPOINT_IN_USE (the newest, and it is being read). UNIMPLEMENTED: the
-  // server's file system cannot put the newest, saved again, in its place. DATA_LOSS,
-  // CHECKPOINT_CORRUPT: what was read back is not what was written.
+  // VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE: STORE_READ_ONLY;
+  // DISK_FAILED; CHECKPOINT_IN_USE, the newest checkpoint must be replaced but is being read.
+  // UNIMPLEMENTED: the server's file system cannot replace the newest checkpoint. DATA_LOSS,
+  // CHECKPOINT_CORRUPT: the data read back differ from the data written.
   absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
                                                     const CheckpointOptions& options,
                                                     absl::Duration timeout = absl::Minutes(10));
-  // The newest version, all tracks.
+  // Saves the newest version with all tracks.
   absl::StatusOr<CheckpointResult> CreateCheckpoint(std::string_view model,
                                                     absl::Duration timeout = absl::Minutes(10)) {
     return CreateCheckpoint(model, CheckpointOptions(), timeout);
   }
-  // Also one that is being written, or could not be. NOT_FOUND, CHECKPOINT_NOT_FOUND.
+  // Describes a checkpoint, also if it is being written or could not be written. NOT_FOUND,
+  // CHECKPOINT_NOT_FOUND.
   absl::StatusOr<CheckpointInfo> GetCheckpoint(std::string_view model, std::string_view checkpoint,
                                                absl::Duration timeout = absl::ZeroDuration());
   struct CheckpointList {
     std::vector<CheckpointInfo> checkpoints;  // Newest first.
-    std::vector<Label> labels;                // By name.
+    std::vector<Label> labels;                // Sorted by name.
   };
   absl::StatusOr<CheckpointList> ListCheckpoints(std::string_view model,
                                                  absl::Duration timeout = absl::ZeroDuration());
-  // One that is not there is OK. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, or is the
-  // newest. UNAVAILABLE, STORE_READ_ONLY or DISK_FAILED.
+  // Deletes a checkpoint; one that does not exist is OK. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it
+  // has labels, is the newest, or is being used. UNAVAILABLE, STORE_READ_ONLY or DISK_FAILED.
   absl::Status DeleteCheckpoint(std::string_view model, std::string_view checkpoint,
                                 absl::Duration timeout = absl::ZeroDuration());
 
-  // Rolls a model back: the new version that it returns is what the given one was (incarnation 0:
-  // the newest of that number). Ends the run, whose pushes are ABORTED, FENCED from then on.
-  // NOT_FOUND, LABEL_NOT_FOUND. OUT_OF_RANGE, VERSION_NOT_KEPT: the message lists what there is.
-  // FAILED_PRECONDITION, PARTIAL_CHECKPOINT. DATA_LOSS, CHECKPOINT_CORRUPT. Never retried: after
-  // UNAVAILABLE or DEADLINE_EXCEEDED it may have been done, and a second one makes one more
-  // version.
+  // Rolls a model back: creates and returns a new version with the content of the given one
+  // (incarnation 0: the newest of that number). Ends the run; its pushes fail with ABORTED, FENCED,
+  // from then on. NOT_FOUND, LABEL_NOT_FOUND. OUT_OF_RANGE, VERSION_NOT_KEPT: the message lists the
+  // versions. FAILED_PRECONDITION, PARTIAL_CHECKPOINT. DATA_LOSS, CHECKPOINT_CORRUPT. Never
+  // retried: after UNAVAILABLE or DEADLINE_EXCEEDED the model may have been rolled back, and a
+  // retry would create one more version.
   absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, const VersionId& id,
                                             absl::Duration timeout = absl::Minutes(10));
   absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, std::string_view label,
                                             absl::Duration timeout = absl::Minutes(10));
 
-  // Gives a version (all zero: the newest) a name, which it takes from any other, and saves it if
-  // it is not on the disk. Retention keeps what has a label. Errors as CreateCheckpoint.
+  // Gives a version (all zero: the newest) a label, which any other version loses, and saves the
+  // version if it is not on the disk. Retention keeps labelled checkpoints. Errors as
+  // CreateCheckpoint().
   absl::StatusOr<Label> SetLabel(std::string_view model, std::string_view label,
                                  const VersionId& id = {},
                                  absl::Duration timeout = absl::Minutes(10));
-  // A label that is not there is OK.
+  // Removes a label; one that does not exist is OK.
   absl::Status RemoveLabel(std::string_view model, std::string_view label,
                            absl::Duration timeout = absl::ZeroDuration());
 
   struct Metric {
-    VersionId id;  // What was evaluated: PullInfo::version.
+    VersionId id;  // The evaluated version: PullInfo::version.
     double value = 0;
     bool lower_is_better = false;
     std::string label;  // Empty: "best".
   };
   struct MetricResult {
-    Label label;         // Where it stands now.
-    bool moved = false;  // By this call; after a retry it may be false although it was.
+    Label label;         // The label after the call.
+    bool moved = false;  // This call has moved it. After a retry it may be false all the same.
   };
-  // An evaluator's score: the first and each better one moves the label to its version.
-  // INVALID_ARGUMENT: a score that is no number, another direction than the label's scores before,
-  // or a label that SetLabel() has set, which stays until it is removed. RESOURCE_EXHAUSTED: the
-  // model has 16 labels that scores move. Other errors as SetLabel.
+  // Reports an evaluator's score: the first score and each better one move the label to their
+  // version. INVALID_ARGUMENT: the score is not a number, has another direction than the label's
+  // earlier scores, or the label was set by SetLabel(), which keeps it in place until it is
+  // removed. RESOURCE_EXHAUSTED: the model has 16 labels that scores move. Other errors as
+  // SetLabel().
   absl::StatusOr<MetricResult> ReportMetric(std::string_view model, const Metric& metric,
                                             absl::Duration timeout = absl::Minutes(10));
 
   struct SynthesizeOptions {
-    std::string name;  // What Pull() takes as the track.
-    // Of these one must be given. half_life: in the unit of the tracks' update_interval.
+    std::string name;  // The result's name, for Pull().
+    // Exactly one of these two is set. half_life is in the unit of the tracks' update_interval.
     std::optional<double> sigma_rel;
     std::string half_life;
-    int64_t step = 0;                 // 0: the newest that is stored.
-    std::vector<std::string> tracks;  // To build from; empty: all that fit together.
+    int64_t step = 0;                 // 0: the newest stored step.
+    std::vector<std::string> tracks;  // Tracks to use; empty: all that fit together.
   };
   struct SynthesizeResult {
     struct Source {
@@ -346,93 +350,94 @@ class Client {
     double residual = 0;
     std::vector<Source> sources;
   };
-  // Builds the average of another length, at any past step, from what the server has kept of tracks
-  // with a snapshot_interval; ema_service.proto says how near it comes, how long the result lives,
-  // and each error.
+  // Builds an average of another length, at any past step, from stored versions of tracks with a
+  // snapshot_interval. ema_service.proto describes its accuracy, its lifetime and the errors.
   absl::StatusOr<SynthesizeResult> Synthesize(std::string_view model,
                                               const SynthesizeOptions& options,
                                               absl::Duration timeout = absl::Minutes(10));
 
   using ResumePoint = ema::ResumePoint;
   struct RunOptions {
-    // New for each life of the trainer, the same on all ranks. Empty: a random one (right for one
-    // rank only).
+    // New for each start of the trainer, the same on all ranks. Empty: a random one, which is right
+    // only for a single rank.
     std::string launch_id;
     int64_t rank = 0;
     int64_t world_size = 1;
-    // What this rank pushes. Absent: the whole of every tensor.
+    // The shards that this rank pushes. Absent: every tensor as a whole.
     std::optional<std::vector<Shard>> shards;
-    // The last so many of these are of frozen tensors, which do not change while the run lasts:
-    // they are pushed until the server has their values in every track. A tensor is frozen on all
+    // The last this many shards are of frozen tensors, which change seldom or never during the run:
+    // they are pushed until every track on the server has their values. A tensor is frozen on all
     // ranks or on none.
     int64_t frozen_shard_count = 0;
-    // bfloat16: float32 weights are rounded to it before they are sent, half the bytes; the
-    // averages are of what is sent. The same on all ranks.
+    // kBFloat16: float32 weights are rounded to bfloat16 before they are sent, which halves the
+    // bytes; the average is of the rounded values. The same on all ranks.
     WireDtype wire_dtype = WireDtype::kAsPushed;
-    // Of a push that the server fences. True: it joins again, once, in case the server was
-    // restarted and has forgotten the run, and waits until the other ranks have too. False: it
-    // ends, ABORTED, FENCED: for trainers, who must not wait for other ranks.
+    // What a push does that the server fences. True: it rejoins the run, once, in case a restarted
+    // server has forgotten it, and waits until the other ranks have rejoined too. False: it fails
+    // with ABORTED, FENCED; for trainers, which must not wait for other ranks.
     bool rejoins = true;
-    // The same on all ranks: brings the model back to where the trainer stands, before the run
-    // opens. When the run joins again, the model stays as it is. That may take as long as reading
-    // the model from the disk; with DEADLINE_EXCEEDED the server goes on with it, and the same call
-    // again joins.
+    // Rolls the model back to the trainer's position before the run opens. The same on all ranks.
+    // Ignored when the run rejoins. May take as long as reading the model from the disk; after
+    // DEADLINE_EXCEEDED the server continues, and repeating the call joins.
     std::optional<ResumePoint> resume;
-    // Of a launch that opens its run again: the Run::run_epoch() that it had. By it a server that
-    // was restarted, and has forgotten the launches, knows whether a newer one has fenced it.
+    // For a launch that reopens its run: the Run::run_epoch() that it had. It tells a restarted
+    // server, which has forgotten the launches, whether a newer launch has fenced this one.
     int64_t last_run_epoch = 0;
-    // What this run pushes first, to a model without a version, is an average of so many updates
-    // that was made elsewhere: all tracks go on from it. The same on all ranks. 0: weights.
+    // If not 0, the first push of this run, to a model without a version, is an average from
+    // elsewhere of this many updates; all tracks continue from it. The same on all ranks. 0:
+    // weights.
     int64_t imported_updates = 0;
-    // The most pinned host memory, in bytes, that weights on GPUs pass through; at least 64 MiB.
-    // Taken at the first push that has some, as much as the shards that are not frozen need at
-    // most, and kept until the run ends. If the host has less, half of that is tried, and so on
-    // down to 64 MiB. Where all that is pushed fits in, the weights may change as soon as they have
-    // been copied, and what a broken connection has lost is sent again from there; else a trainer
-    // waits for the network, too. Each rank may have another.
+    // Limit of pinned host memory, in bytes, for weights on GPUs; at least 64 MiB. Allocated at the
+    // first push from a GPU, at most as much as the shards that are not frozen need, and kept until
+    // the run ends. If the host has less, half as much is tried, and so on down to 64 MiB. If the
+    // whole push fits, the weights may change as soon as they have been copied, and bytes lost with
+    // a connection are sent again from this memory; otherwise the trainer also waits for the
+    // network. May differ between ranks.
     int64_t max_staging_bytes = int64_t{64} << 20;
   };
   // Joins a run. Does not wait for the other ranks: the first push and Run::WaitReady() do.
   // NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED: a newer launch has taken over. INVALID_ARGUMENT:
-  // shards that do not fit the model or the other ranks'; `max_staging_bytes` is too small. With
-  // `resume`: FAILED_PRECONDITION, RESUME_MISMATCH: no version stands where the trainer stands, the
-  // message lists what there is; and errors as RestoreCheckpoint. The model is then as it was, and
-  // no run has been opened.
+  // shards do not fit the model or those of other ranks, or `max_staging_bytes` is too small. With
+  // `resume`, errors as RestoreCheckpoint(), and FAILED_PRECONDITION, RESUME_MISMATCH: no version
+  // matches the trainer's position; the message lists the versions. The model is then unchanged,
+  // and no run has been opened.
   absl::StatusOr<std::unique_ptr<Run>> OpenRun(std::string_view model, const RunOptions& options,
                                                absl::Duration timeout = absl::ZeroDuration());
 
   struct PullOptions {
     int64_t version = 0;      // 0: the newest.
-    int64_t incarnation = 0;  // In which `version` was counted; 0: whichever the server keeps.
-    std::string label;        // Instead: the version that has it. NOT_FOUND, LABEL_NOT_FOUND.
-    // Instead: the version of this step of the trainer, as ema_service.proto tells. OUT_OF_RANGE:
-    // VERSION_NOT_YET, VERSION_NOT_KEPT.
+    int64_t incarnation = 0;  // The one in which `version` was counted; 0: any that is kept.
+    std::string label;        // Pull the version with this label. NOT_FOUND, LABEL_NOT_FOUND.
+    // Pull the version of this trainer step, as PullRequest in ema_service.proto describes.
+    // OUT_OF_RANGE: VERSION_NOT_YET, VERSION_NOT_KEPT.
     std::optional<int64_t> step;
-    Selection selection;  // By default all of the track, as the server keeps it.
-    // Only if the newest version is after this one; else PullInfo::not_newer, and no target is
-    // asked for. A synthesized average always comes: it may have been built anew.
+    Selection selection;  // Default: the whole track, as the server keeps it.
+    // Pull only if the newest version is after this one; otherwise PullInfo::not_newer is set, and
+    // the target is not called. A synthesized average is always pulled: it may have been built
+    // again.
     std::optional<VersionId> if_newer_than;
-    // The target's memory has what a pull of this selection gave of that version: only what differs
-    // is sent. If the server does not know it any more, all is.
+    // The target's memory has the result of a pull of the same selection at this version: only the
+    // differences are sent, or everything if the server no longer remembers that version.
     std::optional<VersionId> base;
   };
-  // Where pulled bytes go: called with what is coming; returns `total_bytes` of memory that
-  // stays valid until Pull() returns. An error from it ends the pull. Called again if the newest
-  // version, or a label's or step's, was asked for, the connection broke, and that is another one
-  // by now.
+  // Provides the memory for pulled bytes: called with their description, it returns `total_bytes`
+  // of memory that stays valid until Pull() returns. Its error ends the pull. Called again if the
+  // connection broke and the pull starts over with another version, which can happen when the
+  // newest version, a label or a step was requested.
   using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
-  // Reads one track of one version, or a part of it. A pull whose connection breaks goes on where
-  // it was. Every chunk's checksum and the digest of each stream are verified; on error the memory
-  // holds anything. INVALID_ARGUMENT: a selection that does not fit the track. DATA_LOSS: the bytes
-  // were damaged on the way. `on_progress` (may be null) is told the bytes so far.
+  // Reads one track of one version, or a part of it. If the connection breaks, the pull continues
+  // where it stopped. Checksums of chunks and streams are verified (not through shared memory).
+  // After an error the contents of the memory are undefined. INVALID_ARGUMENT: the selection does
+  // not fit the track. DATA_LOSS: bytes were damaged in transit. `on_progress`, which may be null,
+  // receives the number of bytes pulled so far.
   absl::StatusOr<PullInfo> Pull(std::string_view model, std::string_view track,
                                 const PullOptions& options, const PullTarget& target,
                                 absl::Duration timeout,
                                 const std::function<void(int64_t)>& on_progress = nullptr);
 
-  // Gives each commit after version `after` (absent: from now on; incarnation 0: that number, in
-  // whichever server life) to who asks for it; each VersionWatch::Next() waits for `timeout` at
-  // most. Only with `after` absent does it ask the server: errors as GetModel().
+  // Watches the commits after version `after` (absent: from now on; incarnation 0: that number in
+  // any server life). Each VersionWatch::Next() waits at most for `timeout`. Calls the server only
+  // if `after` is absent; errors as GetModel().
   absl::StatusOr<std::unique_ptr<VersionWatch>> Watch(
       std::string_view model, std::optional<VersionId> after,
       absl::Duration timeout = absl::InfiniteDuration());
@@ -445,22 +450,23 @@ class Client {
   std::shared_ptr<Impl> impl_;
 };
 
-// The commits of a model, one at a time. For one thread at a time. Holds its client's connection,
-// not the client. A reader that is slow gets them later, as far as the server keeps their records;
-// one that asks for none for a minute or so may lose the connection, and no commit by that.
+// Returns the commits of a model, one at a time. For one thread at a time. Keeps its client's
+// connection alive, not the client. A slow reader gets them later, as long as the server keeps
+// their records. If Next() is not called for about a minute, the connection may be lost, but no
+// commit.
 class VersionWatch {
  public:
-  ~VersionWatch();  // Ends it; in a forked child it does nothing.
+  ~VersionWatch();  // Ends the watch; does nothing in a forked child.
   VersionWatch(const VersionWatch&) = delete;
   VersionWatch& operator=(const VersionWatch&) = delete;
 
   struct Item {
     Version version;
-    int64_t skipped = 0;  // Versions before it whose records were gone.
+    int64_t skipped = 0;  // Number of versions before it whose records were gone.
   };
-  // Waits for the next commit. Reconnects by itself and goes on where it was. DEADLINE_EXCEEDED:
-  // there was none in time; ask again. Other errors end the watch: NOT_FOUND, the model was
-  // deleted; CANCELLED, Options::is_interrupted.
+  // Waits for the next commit. Reconnects by itself and continues after the last item.
+  // DEADLINE_EXCEEDED: no commit in time; call again. Other errors end the watch: NOT_FOUND, the
+  // model was deleted; CANCELLED, Options::is_interrupted.
   absl::StatusOr<Item> Next();
 
   class Impl;

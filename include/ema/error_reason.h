@@ -11,8 +11,8 @@
 
 namespace ema {
 
-// Mirrors ema.v1.ErrorReason (proto/ema/v1/error.proto), which says what each means; the numbers
-// are the wire's. tests/include/error_reason_test.cc checks that the two are equal.
+// Mirrors ema.v1.ErrorReason (proto/ema/v1/error.proto), which says what each reason means, with
+// the same numbers. tests/include/error_reason_test.cc checks that they are equal.
 enum class ErrorReason : int {
   kUnspecified = 0,
   kBadRequest = 1,
@@ -74,23 +74,23 @@ enum class ErrorReason : int {
   kBug = 91,
 };
 
-// The reason's name as in error.proto without its prefix, such as "STALE_STEP"; "UNKNOWN_REASON"
-// for a number that this build does not know.
+// The reason's name in error.proto without its prefix, such as "STALE_STEP"; "UNKNOWN_REASON" for a
+// number that this build does not know.
 std::string_view ErrorReasonName(ErrorReason reason);
 
-// A Status with `reason` attached, and with when to try again, if that is more than zero.
-// REQUIRES: code is not OK.
+// A Status with `reason` attached, and with `retry_delay`, if that is more than zero. REQUIRES:
+// code is not OK.
 absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message,
                        absl::Duration retry_delay = absl::ZeroDuration());
 // INVALID_ARGUMENT, BAD_REQUEST.
 absl::Status BadRequest(std::string_view message);
-// `status` with `where` before its message; OK stays OK.
+// `status` with `where` prepended to its message; OK stays OK.
 absl::Status WithPlace(const absl::Status& status, std::string_view where);
 
 // The reason attached to `status`; kUnspecified if there is none.
 ErrorReason GetErrorReason(const absl::Status& status);
 
-// When to try again. GetRetryDelay: zero if none was set.
+// The delay before a retry. GetRetryDelay() returns zero if none was set.
 void SetRetryDelay(absl::Status& status, absl::Duration delay);
 absl::Duration GetRetryDelay(const absl::Status& status);
 

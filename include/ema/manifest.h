@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ordered tensors of a model, and how their bytes lie end to end.
+// The ordered tensors of a model, and the layout of their bytes.
 #ifndef EMA_MANIFEST_H_
 #define EMA_MANIFEST_H_
 
@@ -19,8 +19,8 @@ namespace ema {
 
 inline constexpr int64_t kMaxTensorCount = 200'000;
 
-// INVALID_ARGUMENT, BAD_NAME: `name` is not [A-Za-z0-9][A-Za-z0-9._-]{0,127}. `what` ("model",
-// "track") opens the message.
+// INVALID_ARGUMENT, BAD_NAME: `name` is not [A-Za-z0-9][A-Za-z0-9._-]{0,127}. The message starts
+// with `what` ("model", "track").
 absl::Status ValidateName(std::string_view what, std::string_view name);
 
 // Ordered tensor specs with unique names. A value; immutable once made; safe to read from any
@@ -31,28 +31,28 @@ class Manifest {
 
   // INVALID_ARGUMENT, BAD_MANIFEST: no tensors or more than kMaxTensorCount.
   static absl::Status CheckCount(int64_t tensor_count);
-  // INVALID_ARGUMENT, BAD_MANIFEST: as CheckCount(), a bad spec, a name
-  // twice, or more than 2^62 bytes in all. The message names the tensor.
+  // INVALID_ARGUMENT, BAD_MANIFEST: as CheckCount(), a bad spec, a name that occurs twice, or more
+  // than 2^62 bytes in total. The message names the tensor.
   static absl::StatusOr<Manifest> Create(std::vector<TensorSpec> tensors);
 
   absl::Span<const TensorSpec> tensors() const { return tensors_; }
   int64_t tensor_count() const { return static_cast<int64_t>(tensors_.size()); }
   const TensorSpec& tensor(int64_t index) const { return tensors_[index]; }
   std::optional<int64_t> Find(std::string_view name) const;
-  // Of which tensor it is an alias.
+  // The tensor that has this alias.
   std::optional<int64_t> FindAlias(std::string_view alias) const;
 
   // Sum of the tensors' bytes in the dtypes that are pushed.
   int64_t total_bytes() const { return total_bytes_; }
-  // What it takes, about.
+  // Approximate size in host memory.
   int64_t memory_bytes() const;
   // CRC32C over, per tensor: name, a zero byte, dtype number (plus 128 for a buffer) and rank as
   // one byte each, extents as little-endian int64; per alias: a byte 1, name, a zero byte. Equal
   // manifests have equal digests.
   int64_t digest() const { return digest_; }
 
-  // Says what differs: names that one has only, and tensors that are not the same, five of each
-  // kind and how many more there are; empty if equal.
+  // Describes the difference: names that only one of the two has, and tensors that differ; the
+  // first five of each kind, and the number of others. Empty if they are equal.
   std::string DifferenceFrom(const Manifest& there) const;
 
   friend bool operator==(const Manifest& a, const Manifest& b) { return a.tensors_ == b.tensors_; }
@@ -65,27 +65,27 @@ class Manifest {
   int64_t digest_ = 0;
 };
 
-// Tensors of at least so many stored bytes lie in memory that they share with no other.
+// Tensors with at least this many stored bytes lie in blocks of their own.
 inline constexpr int64_t kLargeTensorBytes = int64_t{2} << 20;  // A huge page.
 
-// Where each tensor of a manifest lies when all are laid end to end in stored dtypes: each starts
-// at the next multiple of its element size; a large one, and the one after it, at the next multiple
-// of 64. Pulled bytes and the tracks' storage both lie like this; a pull may have a part of the
-// tensors, and of each.
+// The places of tensors laid end to end in stored dtypes: each starts at the next multiple of its
+// element size; a large tensor, and the one after it, at the next multiple of 64. Pulled bytes and
+// the storage of tracks have this layout. A pull may have a part of the tensors, and a part of
+// each.
 class StorageLayout {
  public:
   struct Entry {
     Dtype dtype = Dtype::kFloat32;
-    int64_t offset = 0;  // In bytes.
+    int64_t offset = 0;  // Start in bytes.
     int64_t length_bytes = 0;
-    bool is_stored = true;  // False: an ignored tensor, of no length.
+    bool is_stored = true;  // False: an ignored tensor, with length 0.
   };
 
   StorageLayout() = default;
-  // Copied tensors have the manifest's dtypes, averaged ones float32. `actions`: as the tensors.
+  // Copied tensors have the manifest's dtypes, averaged ones float32. `actions`: by tensor.
   StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions);
 
-  // One more tensor. REQUIRES: the sum of all bytes fits.
+  // Adds a tensor at the end. REQUIRES: the sum of all bytes does not overflow.
   void Append(Dtype dtype, int64_t length_bytes);
 
   const Entry& entry(int64_t tensor_index) const { return entries_[tensor_index]; }

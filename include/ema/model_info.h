@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a server tells of a model: its tracks, its versions, and which pushes are due.
+// A server's description of a model: its tracks, its versions, and the plan of due pushes.
 #ifndef EMA_MODEL_INFO_H_
 #define EMA_MODEL_INFO_H_
 
@@ -28,10 +28,10 @@ struct TrackVersion {
   double window_steps = 0;
   std::string config;
   double stall_gap = 0;
-  std::vector<TrackVersion> rules;  // Of the tensor rules that have a schedule, in their order.
+  std::vector<TrackVersion> rules;  // For each tensor rule with a schedule, in their order.
 };
 
-// What people plot of one track at one version; ema.v1.TrackStatistics says what each field means.
+// Norm and distance of one track at one version; ema.v1.TrackStatistics says what each field means.
 struct TrackStatistics {
   std::string track;
   double norm = 0;
@@ -47,13 +47,14 @@ struct Version {
   int64_t run_epoch = 0;
   std::vector<TrackVersion> tracks;
   absl::Time commit_time;
-  // Tensors that kept their values because pushed ones were not finite; some of their names.
+  // The number, and some of the names, of tensors that kept their values because pushed ones were
+  // not finite.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
-  WireDtype wire_dtype = WireDtype::kAsPushed;  // In which the step's weights came.
-  std::optional<VersionId> restored_from;       // Not a push made it, but a rollback to this one.
-  // Of some tracks, in any order. In what ListVersions(), Watch() and ModelInfo::latest give: those
-  // that have been computed.
+  WireDtype wire_dtype = WireDtype::kAsPushed;  // Of the step's weights.
+  std::optional<VersionId> restored_from;       // Set if a rollback to it made this version.
+  // Statistics of some tracks, in any order. From ListVersions(), Watch() and ModelInfo::latest:
+  // those computed so far.
   std::vector<TrackStatistics> statistics;
 
   VersionId id() const { return {number, incarnation}; }
@@ -61,9 +62,9 @@ struct Version {
 
 struct ModelInfo {
   std::string name;
-  Manifest manifest;  // Without tensors in ListModels().
+  Manifest manifest;  // Empty in ListModels().
   std::vector<TrackConfig> tracks;
-  // What the next commit will make of them; absent: no change.
+  // The tracks after the next commit; absent: no change.
   std::optional<std::vector<TrackConfig>> pending_tracks;
   int64_t plan_revision = 0;
   int64_t max_pinned_versions = 0;
@@ -72,20 +73,20 @@ struct ModelInfo {
   std::optional<Version> latest;
   int64_t run_epoch = 0;
   struct AttachedFile {
-    std::string name;  // As ValidateName() has it, so it may name a file in a folder.
+    std::string name;  // Checked by ValidateName(), so it is safe as a file name.
     int64_t total_bytes = 0;
   };
-  std::vector<AttachedFile> attached_files;  // By name.
+  std::vector<AttachedFile> attached_files;  // Sorted by name.
 };
 
-// The tracks and where they stand: what says which pushes are due.
+// The tracks and their states, which determine the due pushes.
 struct RunPlan {
   struct Entry {
     TrackConfig track;
     TrackState state;
-    int64_t track_id = 0;  // Another one than a removed track of the same name had.
+    int64_t track_id = 0;  // Differs from that of a removed track of the same name.
   };
-  int64_t revision = 0;  // Grows with every change of the tracks, also over restarts.
+  int64_t revision = 0;  // Grows with every change of the tracks, also across restarts.
   std::vector<Entry> tracks;
   // Pushes omit the run's frozen tensors, unless PushOptions::frozen_changed: every track that is
   // not paused equals the values that the run pushed last.

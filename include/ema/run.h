@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a trainer's rank does with a run that Client::OpenRun() has joined: it pushes steps.
+// A run that Client::OpenRun() has joined, through which a rank pushes steps.
 #ifndef EMA_RUN_H_
 #define EMA_RUN_H_
 
@@ -23,33 +23,33 @@
 
 namespace ema {
 
-// What carries the bytes of a push or a pull.
+// The transport of the bytes of a push or a pull.
 enum class Lane {
   kGrpc,
-  kSharedMemory,  // Of a client and a server on one host.
+  kSharedMemory,  // Shared by a client and a server on one host.
 };
 // "grpc", "shared memory".
 std::string_view LaneName(Lane lane);
 
-// What QueryPush says of a step.
+// The progress of a step, as QueryPush reports it.
 struct PushProgress {
-  // kUnknown: never begun, dropped, or too old to be remembered. kAbandoned: dropped by this call.
+  // kUnknown: never started, dropped, or no longer recorded. kAbandoned: dropped by this call.
   enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
   std::optional<Version> version;  // If kCommitted.
-  RunPlan plan;                    // If kCommitted: from there on.
+  RunPlan plan;                    // If kCommitted: the plan after it.
   std::optional<uint32_t>
-      digest;                   // If kCommitted, and no later step is: CRC32C of the rank's bytes.
-  bool rank_committed = false;  // The asking rank's commit message has come.
-  // Of a rank's bytes, in its layout's order.
+      digest;                   // CRC32C of the rank's bytes; if kCommitted and no later step is.
+  bool rank_committed = false;  // The commit message of this rank has arrived.
+  // A range of the rank's bytes, which are in its layout's order.
   struct Range {
     int64_t offset = 0;
     int64_t length_bytes = 0;
   };
-  std::vector<Range> missing;          // If kOpen: what the asking rank has still to send.
-  std::vector<int64_t> missing_ranks;  // If kOpen: those whose commit message has not come.
+  std::vector<Range> missing;          // If kOpen: ranges that this rank has not sent.
+  std::vector<int64_t> missing_ranks;  // If kOpen: ranks without a commit message.
 };
 
-// A stream of a GPU, as CUDA's driver and runtime know it.
+// A CUDA stream.
 struct GpuStream {
   int device = 0;          // The GPU's index in this process.
   void* handle = nullptr;  // A CUstream or cudaStream_t; null: the default stream.
@@ -57,44 +57,45 @@ struct GpuStream {
   friend bool operator==(const GpuStream&, const GpuStream&) = default;
 };
 
-// Which weights of a push are in the memory of GPUs.
+// Says which weights of a push are in GPU memory.
 struct GpuWeights {
-  // By shard: the index of its GPU; negative: it is in host memory. Empty: all are in host memory.
+  // The GPU index of each shard; negative: host memory. Empty: all are in host memory.
   std::vector<int> devices;
-  // The streams on which the trainer works, at least one of each GPU in `devices`. The weights are
-  // read when these streams have done what is queued on them at the start of the push. They must
-  // live until the weights are released, and none may be capturing a graph.
+  // The trainer's streams, at least one for each GPU in `devices`. The weights are read after the
+  // work that is queued on these streams when the push starts. They must live until the weights are
+  // released, and none may be capturing a graph.
   std::vector<GpuStream> streams;
 };
 
-// Where the elements of a shard lie if not one behind the other in row-major order: so many
-// elements from each to its neighbour, by dimension. Empty: row-major and contiguous.
+// The distance between neighbouring elements of a shard, in elements, by dimension. Empty:
+// row-major and contiguous.
 using Strides = std::vector<int64_t>;
 
-// How a push differs from one of contiguous weights in host memory.
+// Options of a push; by default its weights are contiguous in host memory.
 struct PushOptions {
-  // Frozen tensors may have changed since the run's last successful push, so this push has them.
-  // All ranks must set it for the same step.
+  // Frozen tensors may have changed since the run's last successful push, so this push includes
+  // them. All ranks must set it for the same step.
   bool frozen_changed = false;
-  // Of which shards the spans are addresses on a GPU. These are copied to pinned memory of the host
-  // (of this run, kept; RunOptions::max_staging_bytes) on a stream of our own.
+  // Shards whose spans are GPU addresses. They are copied to pinned host memory (kept for the run;
+  // RunOptions::max_staging_bytes) on a stream of the client.
   GpuWeights gpu_weights;
-  // By shard, or empty. A shard in host memory that has some is gathered when it is sent, a chunk
-  // at a time; its span has its size all the same, and begins at its first element.
+  // Strides of each shard; may be empty. A strided shard must be in host memory and is gathered
+  // while it is sent, one chunk at a time. Its span begins at its first element and has the size of
+  // a contiguous shard.
   std::vector<Strides> strides;
-  // If all weights are in host memory: reads them once before StartPush() returns. A push that
-  // sends anything else, because somebody has written them meanwhile (and even if they are back by
-  // its end), commits nothing: DATA_LOSS, DIGEST_MISMATCH.
+  // If all weights are in host memory: checksums them before StartPush() returns. If the weights
+  // were written before they were sent (even if they were restored by the end), the push commits
+  // nothing: DATA_LOSS, DIGEST_MISMATCH.
   bool check = false;
 };
 
 class PendingPush;
 
-// One rank of one run. Thread-safe, but one push at a time: the next may start when the one before
-// has ended. Holds its client's connection, not the client.
+// One rank of one run. Thread-safe; one push at a time: the next may start when the previous one
+// has ended. Keeps its client's connection alive, not the client.
 class Run {
  public:
-  ~Run();  // Ends a push that is running, as PendingPush::Abandon() does.
+  ~Run();  // Ends a running push, as PendingPush::Abandon() does.
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
@@ -102,34 +103,35 @@ class Run {
   const RankLayout& layout() const;
   int64_t run_epoch() const;
   int64_t rank() const;
-  // The newest version when the run was opened, or that this rank's last push made.
+  // The newest version known to this rank: from joining, or from its last push.
   std::optional<Version> latest() const;
 
-  // As the server's last answer to this rank said: when it joined, or to its last push.
+  // The plan from the server's last reply to this rank: when it joined, or to its last push.
   RunPlan plan() const;
-  // Asks for it anew. For a trainer whose tracks are all paused: no reply to a push will tell.
-  // Errors as OpenRun().
+  // Fetches the plan from the server. For a trainer whose tracks are all paused, since it gets no
+  // replies to pushes. Errors as OpenRun().
   absl::Status RefreshPlan(absl::Duration timeout = absl::ZeroDuration());
 
-  // True if a push at `now` would update at least one track. Asks nobody; the same on all ranks.
-  // INVALID_ARGUMENT, BAD_TIME: `now` lacks a unit that a track needs.
+  // True if a push at `now` would update at least one track. Does not call the server; the same on
+  // all ranks. INVALID_ARGUMENT, BAD_TIME: `now` lacks a unit that a track needs.
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const;
 
-  // Waits until all ranks have joined, at most `timeout`; zero: the client's. DEADLINE_EXCEEDED,
-  // RUN_INCOMPLETE: names those that have not. Other errors as OpenRun().
+  // Waits until all ranks have joined, at most for `timeout`; zero: Client::Options::timeout.
+  // DEADLINE_EXCEEDED, RUN_INCOMPLETE: the message names the missing ranks. Other errors as
+  // OpenRun().
   absl::Status WaitReady(absl::Duration timeout = absl::ZeroDuration());
 
   // Starts to push one step in the background and returns at once. `shards` are the bytes of this
-  // rank's shards, as layout().shards() and in that order, each row-major and contiguous, in the
-  // manifest's dtypes, also where the layout's wire dtype, in which layout() counts bytes, is
-  // another: they are rounded when they are sent. They are read in place, not copied, and must not
-  // change or be freed until WaitReleased() has returned (or the push has ended); a GPU's may then
-  // be freed only behind the streams that it was given. Frozen ones are not read, and may be empty,
-  // where plan().may_omit_frozen, unless `options.frozen_changed`. `timeout` bounds everything, the
-  // wait for other ranks included. INVALID_ARGUMENT: a size is not that of the shard's elements, or
-  // strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push of this rank is still running.
-  // INTERNAL, DEVICE: a GPU has failed, now or before, copies of a push before have not ended, or
-  // the process has none.
+  // rank's shards, in the order of layout().shards(), each row-major and contiguous, in the
+  // manifest's dtypes. (If the layout has another wire dtype, in which layout() counts bytes, they
+  // are rounded when they are sent.) The bytes are read in place, not copied, and must not change
+  // or be freed until WaitReleased() has returned or the push has ended; GPU memory may then be
+  // freed only in stream order, after the streams given to WaitReleased(). Frozen shards are not
+  // read, and may be empty, if plan().may_omit_frozen and not `options.frozen_changed`. `timeout`
+  // bounds the whole push, including the wait for other ranks. INVALID_ARGUMENT: a span does not
+  // have the size of its shard, or strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push
+  // of this rank is still running. INTERNAL, DEVICE: a GPU has failed, copies of an earlier push
+  // have not ended, or there is no GPU. UNAVAILABLE: the system has no thread for the push.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
       int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
       absl::Duration timeout, PushOptions options = {});
@@ -139,15 +141,15 @@ class Run {
                                std::vector<std::span<const std::byte>> shards,
                                absl::Duration timeout);
 
-  // What has become of a step that this run has pushed; with `abandon_if_unfinished`, drops it on
-  // all ranks unless it has committed. Blocks as the calls of Client do. ABORTED, FENCED: the
-  // server knows only a newer run, or, restarted, none.
+  // Returns the progress of a step of this run; `abandon_if_unfinished` drops it on all ranks
+  // unless it has been committed. Blocks like the calls of Client. ABORTED, FENCED: the server has
+  // a newer run, or was restarted and has none.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          absl::Duration timeout = absl::ZeroDuration());
 
-  // Tells the server that this rank will never push `step`, because of `why` (its first KiB): other
-  // ranks that push it get ABORTED, STEP_GIVEN_UP, and do not wait for this one. Tries once, for at
-  // most `timeout`. The result and errors are those of QueryPush().
+  // Reports that this rank will never push `step`, because of `why` (its first KiB is sent): other
+  // ranks that push it get ABORTED, STEP_GIVEN_UP, instead of waiting for this one. Tries once, at
+  // most for `timeout`. Result and errors as QueryPush().
   absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Duration timeout);
 
   class Impl;
@@ -158,67 +160,65 @@ class Run {
   std::shared_ptr<Impl> impl_;
 };
 
-// A push that runs in the background. A broken connection is healed by itself: QueryPush says what
-// is missing and only that is sent again, as long as the weights have not been released; those of a
-// push with weights on GPUs, for all of which the run's pinned memory has room, also after that.
-// Thread-safe.
+// A push that runs in the background. It recovers from broken connections: QueryPush returns the
+// missing ranges, and only these are sent again, until the weights are released; later only if the
+// run's pinned memory holds the whole push. Thread-safe.
 class PendingPush {
  public:
-  ~PendingPush();  // Waits for the release of the weights; abandons the step if it has not ended.
+  ~PendingPush();  // As Abandon().
   PendingPush(const PendingPush&) = delete;
   PendingPush& operator=(const PendingPush&) = delete;
 
-  // Waits until no byte of the weights will be read any more, because all have left (gRPC has
-  // dropped every slice) or the push has ended, at most `max_wait`, at most a second while there is
-  // no stream to the server (it is gone, or ranks have not joined), and at most five in which no
-  // byte leaves and the server, asked by QueryPush, does not answer (it hangs); then the weights
-  // may change. True: all have left, or the push had ended. False: it took too long; the step has
-  // been abandoned (so it does not commit, on any rank, unless it had already), and nothing reads
-  // the weights any more. After this nothing is sent again, but for what is in pinned memory: if
-  // the connection breaks, the step is lost.
+  // Waits until the weights will not be read any more, because all bytes have left (gRPC has
+  // dropped every slice) or the push has ended; then they may change. Waits at most `max_wait`; at
+  // most a second while there is no stream to the server (it is unreachable, or ranks have not
+  // joined); and at most five seconds while no byte leaves and the server does not answer a
+  // QueryPush. True: all bytes have left, or the push had ended. False: the wait was too long; the
+  // step has been abandoned (it does not commit on any rank, unless it had already), and the
+  // weights are not read any more. Afterwards only bytes in pinned memory can be sent again: if the
+  // connection breaks, the step is lost.
   //
-  // Weights on a GPU may change when every copy of them has been started, and `streams`, and those
-  // that the push was started with, have come as far: these are made to wait for the copies, not
-  // the caller. What is queued there from now on may write the weights. None may be capturing.
+  // Weights on a GPU may be written by work that is queued, from now on, on `streams` and on the
+  // streams of the push: these streams wait for the copies, not the caller. The call itself waits
+  // only until every copy has been started. None of the streams may be capturing.
   bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams = {});
 
-  // Waits for the end. The errors of Push in ema_service.proto; DEADLINE_EXCEEDED after the push's
-  // time-out; INTERNAL, DEVICE: a GPU has failed; RESOURCE_EXHAUSTED, MEMORY_BUDGET: there is no
+  // Waits until the push has ended. Errors of Push in ema_service.proto; DEADLINE_EXCEEDED after
+  // the push's timeout; INTERNAL, DEVICE: a GPU has failed; RESOURCE_EXHAUSTED, MEMORY_BUDGET: no
   // pinned memory for weights on a GPU. May be called again.
   absl::StatusOr<Version> Wait();
 
-  // The same for at most `max_wait`, and no longer than WaitReleased() from a server that is away.
-  // True: the end has come, and Wait() will not block.
+  // The same for at most `max_wait`, and no longer than WaitReleased() if the server is
+  // unreachable. True: the push has ended, and Wait() will not block.
   bool WaitDone(absl::Duration max_wait);
 
   // True when Wait() would not block.
   bool done() const;
 
-  // Drops the step on the server unless it has committed, and waits until nothing reads the weights
-  // any more and the server has answered; for that, a second at most. Of weights on a GPU that
-  // hangs: the push's streams wait for the copies that are still to be made, and their pinned
-  // memory stays allocated until these have ended.
+  // Drops the step on the server unless it has been committed. Waits until the weights are not read
+  // any more, and at most a second for the server's reply. If a GPU hangs: the push's streams wait
+  // for the remaining copies, whose pinned memory stays allocated until they have ended.
   void Abandon();
 
-  // Where the server's time went, from a stream's header to its reply; ema.v1.PushTiming says what
-  // each means.
+  // How the server spent the time from a stream's header to its reply; ema.v1.PushTiming says what
+  // each field means.
   struct ServerTime {
     absl::Duration receive;
     absl::Duration fold;
     absl::Duration wait;
     absl::Duration commit;
   };
-  // What has happened so far: for logs and tests.
+  // Progress so far, for logs and tests.
   struct Stats {
-    int64_t total_bytes = 0;       // Of this rank, to be pushed; 0 until the run is ready.
-    int64_t sent_bytes = 0;        // Handed to the lane, resends included.
+    int64_t total_bytes = 0;       // Bytes that this rank pushes; 0 until the run is ready.
+    int64_t sent_bytes = 0;        // Passed to the transport, including resends.
     int64_t stream_count = 0;      // 1 if nothing broke.
-    int64_t connection_count = 0;  // Of the last try by gRPC.
-    // From the start to the last byte's leaving; of weights on a GPU, to the last copy's start.
+    int64_t connection_count = 0;  // Used by the last try over gRPC.
+    // From the start until the last byte left; for weights on a GPU, until the last copy started.
     absl::Duration send_time;
-    Lane lane = Lane::kGrpc;  // Of the last stream.
-    // Of the stream whose reply it was, if Client::Options::report_timing; absent before the reply,
-    // from a server that does not tell, and where only QueryPush told of the commit.
+    Lane lane = Lane::kGrpc;  // Transport of the last stream.
+    // From the reply, if Client::Options::report_timing. Absent before the reply, from a server
+    // that does not report it, and if QueryPush reported the commit.
     std::optional<ServerTime> server_time = std::nullopt;
   };
   Stats stats() const;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Schedules: pure functions from (config, update count, training time) to the weight of an update.
-// Nothing else of averaging is here: compensation, and which tensors are copied or ignored, are the
-// track's (ema/track.h).
+// Other parts of averaging, such as compensation and which tensors are copied or ignored, belong to
+// the track (ema/track.h).
 #ifndef EMA_SCHEDULE_H_
 #define EMA_SCHEDULE_H_
 
@@ -21,18 +21,18 @@
 
 namespace ema {
 
-// Every rule gives a decay `d` for each update; the update is `ema += (1 - d) * (param - ema)`.
-// `elapsed` is the training time since the track's last update, `age` that since its start.
+// Every rule defines a decay `d` for each update; the update is `ema += (1 - d) * (param - ema)`.
+// `elapsed` is the training time since the track's last update, `age` the time since its start.
 
 // `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`: late, skipped or merged updates
 // keep the half-life.
 struct HalfLifeRule {
-  // Infinite: only `ramp_ratio` counts; the unit is then the interval's.
+  // Infinite: only `ramp_ratio` counts, in the unit of the interval.
   TrainingDuration half_life;
-  // Keeps the half-life short while training is young, as EDM2's TraditionalEMA. 0: off.
+  // Keeps the half-life short early in training, as EDM2's TraditionalEMA does. 0: off.
   double ramp_ratio = 0;
-  // Divides by the weight that all pushed values have had, 1 - 2^(-age / half_life): an average
-  // that began with zeros, without their share (Adam's bias correction).
+  // Divides by the total weight of all pushed values, 1 - 2^(-age / half_life): the result is an
+  // average that started at zero, without the share of the zeros (Adam's bias correction).
   bool debias = false;
   friend bool operator==(const HalfLifeRule&, const HalfLifeRule&) = default;
 };
@@ -40,17 +40,18 @@ struct HalfLifeRule {
 // `d = smoothing` at every update, never rescaled.
 struct ConstantDecayRule {
   enum class ZeroInit {
-    kOff,       // Begins with the first weights.
-    kPlain,     // Begins with zeros, as optax.ema(debias=False).
-    kDebiased,  // The same without the zeros' share: d = s (1 - s^(n-1)) / (1 - s^n) at update n.
+    kOff,       // Starts with the first weights.
+    kPlain,     // Starts with zeros, as optax.ema(debias=False).
+    kDebiased,  // Without the share of the zeros: d = s (1 - s^(n-1)) / (1 - s^n) at update n.
   };
   double smoothing = 0;
   ZeroInit zero_init = ZeroInit::kOff;
   friend bool operator==(const ConstantDecayRule&, const ConstantDecayRule&) = default;
 };
 
-// Warm-ups, by position `s`: the time since the start in the interval's unit ("3ba": batches, not
-// thirds of them), less one; d = 0 up to s = 0, then within [min_decay, max_decay].
+// The two warm-ups depend on a position `s`: the time since the start, in the interval's unit (for
+// "3ba" in batches, not in intervals), minus one. d = 0 up to s = 0, then it is limited to
+// [min_decay, max_decay].
 
 // `d = 1 - (1 + s / inv_gamma)^-power` (Crowson; ema-pytorch, diffusers, timm).
 struct InverseGammaRule {
@@ -71,8 +72,8 @@ struct RampRule {
 
 // `d = (1 - elapsed / age)^(gamma + 1)`: the profile u^gamma over the past, of relative width
 // `sigma_rel` (Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models",
-// 2024). The time is the interval's unit; `age_offset` units of it are added to the age (libraries
-// that are ahead of the paper have 1).
+// 2024). Times are in the interval's unit; `age_offset` is added to the age (1 for libraries that
+// are one step ahead of the paper).
 struct PowerFunctionRule {
   double sigma_rel = 0.1;
   double age_offset = 0;
@@ -94,41 +95,41 @@ struct CopyRule {
 double GammaOfSigmaRel(double sigma_rel);
 inline constexpr double kMaxSigmaRel = 0.28867513459481287;  // 1 / sqrt(12): the uniform profile.
 
-// The rule that one track averages by. A value; immutable once made.
+// The rule by which one track averages. A value; immutable once created.
 class Schedule {
  public:
   using Rule = std::variant<HalfLifeRule, ConstantDecayRule, InverseGammaRule, RampRule,
                             PowerFunctionRule, UniformRule, CopyRule>;
 
-  // What a track is before its start. (The very first push always gives it its first value.)
+  // The values of a track before its start. (The very first push always sets them.)
   enum class BeforeStart {
-    kReinit,  // Its first value; the push that reaches the start gives it a new one (Composer).
-    // The weights of the latest update; the first at or after the start is the last copy, but of a
-    // warm-up, whose position says it.
+    kReinit,  // The first weights; the push that reaches the start replaces them (Composer).
+    // The weights of the latest update. The first update at or after the start is the last copy,
+    // except for a warm-up, whose position decides that.
     kCopy,
-    kHold,  // Its first value, which it keeps at the start: averaging goes on from there.
+    kHold,  // The first weights, from which averaging starts.
   };
 
   struct Options {
     Rule rule = CopyRule{};
-    // Absent: one unit of the half-life (for "dur" and "sec": every push), else 1 batch.
+    // Absent: one unit of the half-life (every push for "dur" and "sec"); without one, 1 batch.
     std::optional<TrainingDuration> update_interval;
-    // An update is due at interval_phase + k * update_interval, in the interval's unit. Libraries
-    // that count from 0 have 1.
+    // An update is due at interval_phase + k * update_interval, in the interval's unit. 1 matches
+    // libraries that count steps from 0.
     int64_t interval_phase = 0;
-    // Composer's ema_start. 0, in any unit: at once.
+    // Composer's ema_start. 0, in any unit: from the first push.
     TrainingDuration start = {0, TimeUnit::kProgress};
     BeforeStart before_start = BeforeStart::kReinit;
-    // After this time the track does not change any more.
+    // The track does not change after this time.
     std::optional<TrainingDuration> end;
   };
 
-  // INVALID_ARGUMENT, BAD_SCHEDULE: an option out of range, or one that the rule has no use for.
-  // The message names the field, the value and a right one.
+  // INVALID_ARGUMENT, BAD_SCHEDULE: an option is out of range, or the rule does not use it. The
+  // message names the field, the value and a valid one.
   static absl::StatusOr<Schedule> Create(const Options& options);
 
-  // A schedule as text: names and values as users write them, in a fixed order, without what is at
-  // its default. The one that names the rule is among them:
+  // A schedule as text: names and values as users write them, in a fixed order, without those at
+  // their defaults. The name that chooses the rule is always present:
   //   half_life ("200ba"), ramp_ratio ("0.09"), debias ("true");  smoothing ("0.999"), zero_init
   //   ("plain", "debias");  inv_gamma ("1"), power, min_decay, max_decay;  ramp ("10"), min_decay,
   //   max_decay;  sigma_rel ("0.05"), age_offset;  uniform ("true");  copy ("true");
@@ -136,55 +137,55 @@ class Schedule {
   // before_start ("reinit", "copy", "hold"), ema_end ("0.9dur").
   using Fields = std::vector<std::pair<std::string, std::string>>;
   Fields ToFields() const;
-  // The reverse. BAD_SCHEDULE: an unknown name (the message has the nearest one), a value that
-  // cannot be read, two rules ("half_life and smoothing"), none, or as Create().
+  // The inverse of ToFields(). BAD_SCHEDULE: an unknown name (the message has the nearest one), an
+  // unreadable value, two rules ("half_life and smoothing"), no rule, or as Create().
   static absl::StatusOr<Schedule> FromFields(const Fields& fields);
 
   // The fields on one line, such as "half_life=200ba, update_interval=5ba"; "copy" for a plain
   // copy.
   std::string ToString() const;
-  // Reads that, and the short forms "copy" and "200ba".
+  // The inverse of ToString(); also accepts the short forms "copy" and "200ba".
   static absl::StatusOr<Schedule> Parse(std::string_view text);
 
   const Options& options() const { return options_; }
   const Rule& rule() const { return options_.rule; }
   bool is_copy() const { return std::holds_alternative<CopyRule>(options_.rule); }
-  // 0 length: at every push.
+  // Length 0: at every push.
   TrainingDuration update_interval() const { return update_interval_; }
 
-  // Where a track stands between two updates.
+  // A track's state between two updates.
   struct State {
-    int64_t update_count = 0;                 // All, the one that gave it its first value included.
-    int64_t averaged_count = 0;               // Of these, from the start on.
+    int64_t update_count = 0;                 // All updates, including the first value.
+    int64_t averaged_count = 0;               // Those from the start on.
     std::optional<TrainingTime> last_update;  // Absent before the first.
-    std::optional<TrainingTime> started;      // The first update from the start on.
+    std::optional<TrainingTime> started;      // Of the first update from the start on.
     friend bool operator==(const State&, const State&) = default;
   };
 
   struct Update {
     bool due = false;
-    // Formed in double. 1 means: copy the values; 0: they stay as they are.
+    // Computed in double. 1: copy the values; 0: they do not change.
     double update_weight = 0;
-    // The average counts as 0, whatever it is.
+    // Treat the average as 0, whatever its values are.
     bool from_zero = false;
-    // Training time since the last update, in the half-life's unit (the interval's if there is
-    // none). 0 for the first.
+    // Training time since the last update, in the unit of the half-life (of the interval if there
+    // is none). 0 for the first update.
     double elapsed = 0;
   };
 
-  // What a push at `now` does to a track in `state`. The first push is always due. Later ones are
-  // due, from the start to the end, when floor((now - phase) / interval) > floor((last - phase) /
-  // interval); with kReinit and kHold also when they reach the start. INVALID_ARGUMENT, BAD_TIME:
-  // `now` lacks a unit that the schedule needs, or went back in that of its half-life or its
-  // interval. In that of the start it may, and of the end: so does the progress of a training that
-  // is made longer.
+  // Says what a push at `now` does to a track in `state`. The first push is always due. Later ones
+  // are due, from the start to the end, when floor((now - phase) / interval) > floor((last - phase)
+  // / interval); with kReinit and kHold also when they reach the start. INVALID_ARGUMENT, BAD_TIME:
+  // `now` lacks a unit that the schedule needs, or went back in the unit of the half-life or
+  // interval. It may go back in the units of the start and the end, as the progress of a training
+  // does that is extended.
   absl::StatusOr<Update> Plan(const State& state, const TrainingTime& now) const;
 
-  // The time that a track's age is counted from, in the unit that its rule goes by. REQUIRES: the
-  // track has started. INVALID_ARGUMENT, BAD_TIME: that update's time lacks the unit.
+  // The time from which a track's age is counted, in the unit of its rule. REQUIRES: the track has
+  // started. INVALID_ARGUMENT, BAD_TIME: the time of its start lacks the unit.
   absl::StatusOr<double> AgeOrigin(const State& state) const;
 
-  // Where a track in `state` stands after `update`. REQUIRES: `update` is Plan(state, now).
+  // The state after `update`. REQUIRES: `update` is Plan(state, now).
   State Next(const State& state, const Update& update, const TrainingTime& now) const;
 
   friend bool operator==(const Schedule& a, const Schedule& b) {
@@ -200,7 +201,7 @@ class Schedule {
 
   Options options_;
   TrainingDuration update_interval_;
-  double gamma_ = 0;  // Of a PowerFunctionRule.
+  double gamma_ = 0;  // Exponent of a PowerFunctionRule.
 };
 
 }  // namespace ema

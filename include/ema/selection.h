@@ -22,14 +22,15 @@ struct TensorSlice {
   friend bool operator==(const TensorSlice&, const TensorSlice&) = default;
 };
 
-// As ema.v1.PullRequest, which says what each field means. By default all, as it is kept.
+// Mirrors ema.v1.Selection, which says what each field means. By default the whole track, in the
+// dtypes in which it is kept.
 struct Selection {
   std::vector<std::string> tensors;
   std::vector<TensorSlice> slices;
   std::optional<Dtype> dtype;
 
   bool selects_all() const { return tensors.empty() && slices.empty(); }
-  // All, as it is kept. (Comparing with a Selection() makes GCC 12 warn, with sanitizers.)
+  // (A comparison with Selection() would make GCC 12 warn in builds with sanitizers.)
   bool is_default() const { return selects_all() && !dtype.has_value(); }
 
   friend bool operator==(const Selection&, const Selection&) = default;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Follows a training loop and pushes the steps that are due, whatever happens to the server. Knows
-// no framework; ema/torch.h puts it beside a torch::nn::Module.
+// Follows a training loop and pushes the steps that are due, also across outages of the server.
+// Independent of any framework; ema/torch.h connects it to a torch::nn::Module.
 #ifndef EMA_STEP_PUSHER_H_
 #define EMA_STEP_PUSHER_H_
 
@@ -28,8 +28,8 @@
 
 namespace ema {
 
-// One rank of a trainer: counts its steps and pushes the weights of those that are due, in the
-// background. As `attach` of the Python package. For one thread, the one that trains:
+// One rank of a trainer: counts its steps and pushes the weights of due ones in the background,
+// like `attach` of the Python package. For one thread, the training thread:
 //
 //   while (training) {
 //     ... forward, backward: the weights are still read ...
@@ -38,12 +38,12 @@ namespace ema {
 //     pusher->AfterStep(read);
 //   }
 //
-// One step delays the training by at most Options::max_wait, and by a few seconds if the server is
+// A step delays the training by at most Options::max_wait, plus a few seconds if the server is
 // unreachable or hangs; kWait may take longer. A step that cannot be pushed is skipped and counted:
-// the next update accounts for the longer time, so the half-life stays right; the other ranks are
-// told, and do not wait for this one. While the server is unreachable, a thread on each rank tries
-// to rejoin the run; pushes start again when all ranks have rejoined. If the server has lost the
-// model, rank 0 creates it again. A forked child must not use or destroy it.
+// the next update accounts for the longer time, so the half-life stays right; the other ranks do
+// not wait for this one. While the server is unreachable, a thread on each rank tries to rejoin the
+// run; pushes resume when all ranks have rejoined. If the server has lost the model, rank 0 creates
+// it again. A forked child must not use or destroy it.
 class StepPusher {
  public:
   // What happens when a step cannot be pushed.
@@ -54,46 +54,47 @@ class StepPusher {
     // Options::max_outage it stops waiting, TakeError() returns the error, and steps are skipped
     // until a push succeeds.
     kWait,
-    kRaise,  // TakeError() gives its error.
+    kRaise,  // TakeError() returns the error.
   };
   struct Options {
-    std::vector<TrackConfig> tracks;  // Tensors that all of them ignore are not sent.
+    std::vector<TrackConfig> tracks;  // Tensors that all tracks ignore are not sent.
     Client::ModelOptions model;
     // Set these if several ranks hold the same parameters (data parallel); see Client::RunOptions.
-    // Each sends an even share of the bytes; rank 0 the buffers, which count in its share.
+    // Each rank sends an even share of the bytes; rank 0 sends all buffers, which count in its
+    // share.
     std::string launch_id;
     int64_t rank = 0;
     int64_t world_size = 1;
     WireDtype wire_dtype = WireDtype::kAsPushed;
-    int64_t max_staging_bytes = Client::RunOptions().max_staging_bytes;  // Per rank; as there.
-    // Steps done before. Absent: goes on after the model's newest version.
+    int64_t max_staging_bytes = Client::RunOptions().max_staging_bytes;  // Per rank.
+    // Number of steps done before. Absent: continues after the model's newest version.
     std::optional<int64_t> start_step;
     // Alternative to start_step, the same on all ranks: rolls the model back to the trainer's
-    // position. For it, a trainer's checkpoint saves step(), and the number and incarnation of the
-    // version that WaitPushed() returned, which Client::CreateCheckpoint() makes durable.
+    // position. For this, a trainer's checkpoint saves step(), and the number and incarnation of
+    // the version that WaitPushed() returned, which Client::CreateCheckpoint() makes durable.
     std::optional<Client::ResumePoint> resume;
-    // The training time after so many steps, the same on all ranks. Null: steps are batches.
+    // The training time after `step` steps, the same on all ranks. Null: steps are batches.
     std::function<TrainingTime(int64_t step)> time;
     absl::Duration max_wait = absl::Seconds(30);
-    absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call of the set-up.
+    absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call in Create().
     OnError on_error = OnError::kSkip;
     absl::Duration max_outage = absl::Minutes(2);  // For kWait.
-    // Called by the training thread when a push fails, and when an outage or a late reply first
-    // makes a step be skipped; later steps skipped for that cause are only counted in
-    // Stats::skipped. Null: stats() has the last error.
+    // Called by the training thread when a push fails, and for the first step that is skipped
+    // because of an outage or a late reply; Stats::skipped counts the later ones. Null: stats() has
+    // the last error.
     std::function<void(int64_t step, const absl::Status& error)> on_skip;
     // Receives warnings, such as the start and end of an outage, from the training thread and from
-    // the one that rejoins the run. May be null.
+    // the rejoining thread. May be null.
     std::function<void(const std::string& text)> on_warning;
   };
 
-  // Some weights, row-major. They must stay as they are until WaitReleased() has returned, and
-  // valid as long as `keep_alive` lives (null: until then).
+  // Some weights, row-major. They must not change until WaitReleased() has returned, and must stay
+  // valid while `keep_alive` lives (null: until then).
   struct Weights {
     std::span<const std::byte> bytes;
     std::shared_ptr<const void> keep_alive;
-    // Of bytes in a GPU's memory, where they are pushed: the GPU, and the stream on which the
-    // trainer works; as GpuWeights::streams. Absent: they are in host memory.
+    // For bytes in GPU memory: the GPU, and the stream on which the trainer works; see
+    // GpuWeights::streams. Absent: they are in host memory.
     std::optional<GpuStream> gpu = std::nullopt;
   };
   // The elements [first, first + count), in row-major order, of a tensor of the manifest.
@@ -106,60 +107,60 @@ class StepPusher {
   // Whether a frozen tensor may have been written since the last call.
   using FrozenChanged = std::function<absl::StatusOr<bool>()>;
 
-  // Makes the model on `client`'s server if it is not there, joins its run, and waits until all
-  // ranks have. `client` outlives the result. `frozen`: tensors that change seldom or never. They
-  // are pushed until every track equals them, and again when AfterStep()'s `frozen_changed` returns
-  // true. INVALID_ARGUMENT: an option is wrong; or as Client::CreateModel(). Other errors as
+  // Creates the model on `client`'s server if it does not exist, joins its run, and waits until all
+  // ranks have joined. `client` outlives the result. `frozen`: tensors that change seldom or never.
+  // They are pushed until every track equals them, and again when AfterStep()'s `frozen_changed`
+  // returns true. INVALID_ARGUMENT: a bad option; or as Client::CreateModel(). Other errors as
   // CreateModel(), OpenRun() and Run::WaitReady().
   static absl::StatusOr<std::unique_ptr<StepPusher>> Create(Client& client, std::string_view model,
                                                             const Manifest& manifest,
                                                             TensorSet frozen, Options options);
-  // Calls Close(). While an exception propagates, it waits at most one second for the push.
+  // Calls Close(). During stack unwinding it waits at most one second for the push.
   ~StepPusher();
   StepPusher(const StepPusher&) = delete;
   StepPusher& operator=(const StepPusher&) = delete;
 
   // Waits until no push reads the weights any more; then they may be written. A push whose bytes
-  // have not left in time is given up. Weights on a GPU may be written by what is queued from then
-  // on on `streams`, and on those that the push was started with: these wait, not the caller.
+  // have not left in time is abandoned. Weights on a GPU may be written by work that is queued from
+  // then on on `streams` and on the streams of the push: these streams wait, not the caller.
   void WaitReleased(absl::Span<const GpuStream> streams = {});
 
-  // A step is done: counts it, and starts a push if one is due. `read` is called now only (with
-  // kWait until the next WaitReleased() returns, too); where it fails, the step is skipped.
-  // `frozen_changed` is called first, if the step is pushed; it must say the same on all ranks.
-  // Null: the frozen tensors have not changed.
+  // Counts a step that is done, and starts a push if one is due. `read` is called only during this
+  // call (with kWait also until the next WaitReleased() returns); if it fails, the step is skipped.
+  // `frozen_changed` is called before `read`, only if the step is pushed; it must return the same
+  // on all ranks. Null: the frozen tensors have not changed.
   void AfterStep(const ReadWeights& read, const FrozenChanged& frozen_changed = nullptr);
 
   // Returns and clears the error of the last lost step. OK if no step was lost since the last call,
-  // if all lost steps belong to an outage that was returned before, or with kSkip. The training may
-  // continue after an error.
+  // if all lost steps belong to an outage whose error was returned before, or with kSkip. The
+  // training may continue after an error.
   absl::Status TakeError();
 
-  // Waits for the end of the running push, at most `timeout` (zero: Options::timeout); with kWait
+  // Waits until the running push has ended, at most `timeout` (zero: Options::timeout); with kWait
   // an outage may take longer. Returns version(). DEADLINE_EXCEEDED: the push is still running.
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration());
 
-  // Waits for the last push, at most Options::timeout, and leaves the run. After this nothing is
-  // pushed or counted. May be called again.
+  // Waits for the last push, at most Options::timeout, and leaves the run. Later steps are neither
+  // pushed nor counted. May be called again.
   void Close();
 
   struct Stats {
     int64_t pushes = 0;  // Steps that became a version.
-    // Of these, those that the server has no more: it came back without the model, or from an older
-    // checkpoint. The averages go on from what it has.
+    // Pushed versions that the server has lost: it restarted without the model, or from an older
+    // checkpoint. The averages continue from the restored version.
     int64_t gone = 0;
-    // Due steps that did not become a version. A step of which only the reply was lost is
-    // subtracted when the run has been rejoined.
+    // Due steps that did not become a version. If only the reply of a step was lost, the step is
+    // subtracted again when the run has been rejoined.
     int64_t skipped = 0;
-    int64_t sent_bytes = 0;   // By this rank.
-    absl::Duration waited;    // That the training has waited, in all.
-    bool is_away = false;     // The run is not open now.
-    absl::Status last_error;  // Of the last push that failed, or of joining again. OK: none has.
+    int64_t sent_bytes = 0;   // Sent by this rank.
+    absl::Duration waited;    // Total time that the training has waited.
+    bool is_away = false;     // The run is not open at present.
+    absl::Status last_error;  // Of the last failed push or try to rejoin. OK: none has failed.
   };
   Stats stats();
-  int64_t step() const;  // Steps so far.
-  // The last version that came of this rank's pushes; before the first, and after a server came
-  // back without it, the model's newest.
+  int64_t step() const;  // Number of steps so far.
+  // The last version that this rank's pushes made. Before the first, and after a server restarted
+  // without it: the model's newest version.
   std::optional<Version> version();
 
   class Impl;

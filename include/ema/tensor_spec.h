@@ -34,19 +34,19 @@ int64_t DtypeSize(Dtype dtype);
 bool IsFloat(Dtype dtype);
 // "float32", "bfloat16", "bool", ...: PyTorch's and NumPy's names.
 std::string_view DtypeName(Dtype dtype);
-// INVALID_ARGUMENT, BAD_MANIFEST: no such name; the message lists the right ones.
+// INVALID_ARGUMENT, BAD_MANIFEST: no such name; the message lists the valid ones.
 absl::StatusOr<Dtype> ParseDtype(std::string_view name);
 // The dtype that an average of `pushed` is kept in: float32 for floats, else the same.
 Dtype AverageDtype(Dtype pushed);
 
-// In which dtype a trainer's floats travel. Numbers are those of ema.v1.WireDtype.
+// The dtype in which a trainer's floats are sent. Numbers are those of ema.v1.WireDtype.
 enum class WireDtype : int {
-  kAsPushed = 0,  // In their own.
-  kBFloat16 = 1,  // float32 rounded to bfloat16, half the bytes; others in their own.
+  kAsPushed = 0,  // Their own dtype.
+  kBFloat16 = 1,  // float32 is rounded to bfloat16, half the bytes; others are unchanged.
 };
 // "as pushed", "bfloat16".
 std::string_view WireDtypeName(WireDtype wire_dtype);
-// The dtype in which a tensor of `dtype` travels.
+// The dtype in which a tensor of `dtype` is sent.
 Dtype OnTheWire(Dtype dtype, WireDtype wire_dtype);
 
 // What a track does with a tensor.
@@ -57,7 +57,7 @@ enum class TensorAction {
 };
 // "average", "copy", "ignore".
 std::string_view TensorActionName(TensorAction action);
-// The one of that name; absent: there is none.
+// The action of that name; absent: there is none.
 std::optional<TensorAction> ParseTensorAction(std::string_view name);
 
 inline constexpr int kMaxRank = 8;
@@ -68,16 +68,16 @@ struct TensorSpec {
   std::string name;
   Dtype dtype = Dtype::kFloat32;
   std::vector<int64_t> shape;
-  // Something that training keeps beside the parameters, such as BatchNorm's statistics: tracks may
-  // treat buffers in a way of their own.
+  // A value that training keeps beside the parameters, such as BatchNorm's statistics; a track has
+  // its own action for buffers (TrackConfig::buffers).
   bool is_buffer = false;
-  // Other names of the same array (tied weights): it is pushed and kept once, and clients that read
-  // it may give it under all of them.
+  // Other names of the same array (tied weights): it is pushed and kept once, and a client may
+  // return it under all of its names.
   std::vector<std::string> aliases;
 
-  // INVALID_ARGUMENT, BAD_MANIFEST: empty or long name or alias, invalid UTF-8 or a control
-  // character in it, rank above kMaxRank, a negative extent, or a size in bytes that does not fit
-  // in 62 bits.
+  // INVALID_ARGUMENT, BAD_MANIFEST: a name or alias that is empty, too long, not UTF-8 or has a
+  // control character; the name "__metadata__"; rank above kMaxRank; a negative extent; or a size
+  // in bytes that does not fit in 62 bits.
   absl::Status Validate() const;
 
   // REQUIRES: Validate() is OK (then these cannot overflow).

@@ -14,7 +14,7 @@
 
 namespace ema {
 
-// What a length of training is counted in. The suffixes are Composer's.
+// The unit of a length of training. The suffixes are Composer's.
 enum class TimeUnit {
   kBatch,      // ba
   kEpoch,      // ep
@@ -42,10 +42,10 @@ struct TrainingDuration {
   TimeUnit unit = TimeUnit::kBatch;
 
   // Reads "200ba", "2ep", "5000sp", "3e9tok", "7iter", "0.1dur", "30sec", or hours, minutes and
-  // seconds ("1h30m", "90m", "2h"), case-insensitively, spaces around it ignored. Counted units
-  // (ba, ep, sp, tok, iter) must be whole numbers up to 2^53; "dur" at most 1. INVALID_ARGUMENT,
-  // BAD_SCHEDULE: anything else (a bare number, a sign, NaN, infinity, an unknown unit); the
-  // message quotes `text` and shows a right one.
+  // seconds ("1h30m", "90m", "2h"). Ignores case and surrounding spaces. Counted units (ba, ep, sp,
+  // tok, iter) must be whole numbers up to 2^53; "dur" at most 1. INVALID_ARGUMENT, BAD_SCHEDULE:
+  // anything else (a bare number, a sign, NaN, infinity, an unknown unit); the message quotes
+  // `text` and shows a valid one.
   static absl::StatusOr<TrainingDuration> Parse(std::string_view text);
 
   // A short text that Parse() reads back to the same value, such as "200ba".
@@ -57,14 +57,14 @@ struct TrainingDuration {
 // How far training has come at one step, in every unit that the trainer counts.
 class TrainingTime {
  public:
-  // Of a trainer that counts nothing but batches.
+  // The time of a trainer that counts only batches.
   static TrainingTime AtBatch(int64_t batch) {
     TrainingTime time;
     time.Set(TimeUnit::kBatch, static_cast<double>(batch));
     return time;
   }
 
-  // Sets or reads one unit; nullopt where the trainer does not count it.
+  // Sets or gets one unit; nullopt if the trainer does not count it.
   void Set(TimeUnit unit, double value) { values_[static_cast<int>(unit)] = value; }
   std::optional<double> Get(TimeUnit unit) const { return values_[static_cast<int>(unit)]; }
 
@@ -72,7 +72,7 @@ class TrainingTime {
   // progress is above 1.
   absl::Status Validate() const;
 
-  // INVALID_ARGUMENT, BAD_TIME: a unit that `earlier` has is missing here or has gone back.
+  // INVALID_ARGUMENT, BAD_TIME: a unit that `earlier` has is missing or has gone back.
   absl::Status CheckNotBefore(const TrainingTime& earlier) const;
 
   // Such as "batch 40, sample 2560".

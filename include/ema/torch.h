@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// For trainers and evaluators in C++: the weights of a torch::nn::Module, pushed while it trains,
-// and pulled into it. The one header here that needs LibTorch; ema::client knows nothing of it, so
-// link both (client/docs/cpp.md says how).
+// For trainers and evaluators in C++: pushes the weights of a torch::nn::Module while it trains,
+// and pulls an average into it. This is the only header that needs LibTorch; ema::client does not
+// depend on it, so link both (see client/docs/cpp.md).
 #ifndef EMA_TORCH_H_
 #define EMA_TORCH_H_
 
@@ -41,24 +41,24 @@
 
 namespace ema {
 
-// INVALID_ARGUMENT, BAD_MANIFEST: one that the server does not keep, such as a complex one.
+// INVALID_ARGUMENT, BAD_MANIFEST: a dtype that the server does not support, such as a complex one.
 inline absl::StatusOr<Dtype> DtypeOf(torch::Dtype dtype) {
   return ParseDtype(c10::getDtypeNames(dtype).first);
 }
 
-// Of one that the server keeps.
+// The same dtype in LibTorch.
 inline torch::Dtype TorchDtypeOf(Dtype dtype) {
   return c10::getStringToDtypeMap().at(std::string(DtypeName(dtype)));
 }
 
-// A module's parameters and buffers, in its order; a tensor that has several names (tied weights)
-// once, under the first.
+// A module's parameters and buffers, in its order. A tensor with several names (tied weights) is
+// listed once, under the first.
 struct NamedTensors {
   std::vector<at::Tensor> tensors;
-  std::vector<TensorSpec> specs;  // As `tensors`.
+  std::vector<TensorSpec> specs;  // In the order of `tensors`.
 
-  // INVALID_ARGUMENT, BAD_MANIFEST: a tensor that has no plain elements (sparse, meta), or as
-  // DtypeOf(); the message names it.
+  // INVALID_ARGUMENT, BAD_MANIFEST: a tensor without plain elements (sparse, meta), or with a dtype
+  // that DtypeOf() rejects; the message names it.
   static absl::StatusOr<NamedTensors> Of(const torch::nn::Module& module);
 };
 
@@ -94,7 +94,7 @@ inline absl::StatusOr<NamedTensors> NamedTensors::Of(const torch::nn::Module& mo
 
 namespace torch_internal {
 
-// A push reads its memory in place: the host's, or that of a GPU of NVIDIA's.
+// Whether a push can read the tensor in place: in host memory, or in that of an NVIDIA GPU.
 inline bool IsReadable(const at::Tensor& tensor) {
   return tensor.is_cpu() || (tensor.is_cuda() && !at::globalContext().hasROCM());
 }
@@ -109,28 +109,31 @@ inline GpuStream CurrentStream(int gpu) {
 
 }  // namespace torch_internal
 
-// Streams a module's weights to an EMA Server while it trains; see StepPusher for how long it
-// waits, and what becomes of it when the server is away. For the thread that trains:
+// Pushes a module's weights to an EMA Server while it trains; see StepPusher for how long it waits,
+// and for what happens while the server is unreachable. For the training thread:
 //
 //   ema->Step(optimizer);  // Instead of optimizer.step().
 //
-// A push reads the parameters in place while the next forward and backward run, and the next Step()
-// waits until their bytes have left; on a GPU of NVIDIA's, its current stream does, for copies on a
-// stream of ours. Copied first, where they are: buffers, and parameters that the optimizer does not
-// hold, as someone else may change them, up to 64 MiB; and what is not contiguous. What is left of
-// them, and what is frozen, is read in place, and that Step() waits as the next one would. Weights
-// on other devices are copied to the host inside Step(). No call may be made while the stream is
-// captured into a graph. Parameters without requires_grad when it is made are frozen: they are
-// pushed again where LibTorch has counted a write, which it does not through .data_ptr(). Whoever
-// else writes weights between steps (torch::load, PullInto) must call WaitReleased() first. The
-// average has the weights as optimizer.step() left them: where they are clipped or normalised after
-// it, call WaitReleased(), optimizer.step(), the clipping and AfterStep() in place of Step().
+// A push reads the parameters in place while the next forward and backward passes run, and the next
+// Step() waits until their bytes have left. On an NVIDIA GPU the current stream waits instead, for
+// copies on a stream of the client. Buffers, and parameters that the optimizer does not hold, are
+// first copied on their device, up to 64 MiB, because other code may change them; so are tensors
+// that are not contiguous. Those beyond 64 MiB, and frozen ones, are read in place, and then the
+// same Step() waits for them. Weights on other devices are copied to the host inside Step(). No
+// call may be made while the stream is captured into a graph.
+//
+// Parameters that do not require gradients when the Attachment is created are frozen: they are
+// pushed again when LibTorch has counted a write, which it does not for writes through .data_ptr().
+// Other code that writes weights between steps (torch::load, PullInto) must call WaitReleased()
+// first. The average has the weights as optimizer.step() left them: if they are clipped or
+// normalised afterwards, call WaitReleased(), optimizer.step(), the clipping and AfterStep()
+// instead of Step().
 class Attachment {
  public:
   using Options = StepPusher::Options;
 
-  // Makes the model if it is not there, and joins its run: to be called on every rank. `client` and
-  // `module` outlive the result. Errors as NamedTensors::Of() and StepPusher::Create().
+  // Creates the model if it does not exist, and joins its run; to be called on every rank. `client`
+  // and `module` outlive the result. Errors as NamedTensors::Of() and StepPusher::Create().
   static absl::StatusOr<std::unique_ptr<Attachment>> Create(Client& client, std::string_view model,
                                                             const torch::nn::Module& module,
                                                             Options options) {
@@ -149,8 +152,8 @@ class Attachment {
   Attachment(const Attachment&) = delete;
   Attachment& operator=(const Attachment&) = delete;
 
-  // optimizer.step(closure), which it returns, then AfterStep(). A closure runs before the wait, as
-  // LibTorch's optimizers change no weights before they have called it.
+  // Calls optimizer.step(closure), whose result it returns, then AfterStep(). A closure runs before
+  // the wait, since LibTorch's optimizers change no weights before they have called it.
   at::Tensor Step(torch::optim::Optimizer& optimizer,
                   torch::optim::Optimizer::LossClosure closure = nullptr) {
     torch::optim::Optimizer::LossClosure waits;
@@ -168,8 +171,8 @@ class Attachment {
     return loss;
   }
 
-  // For loops of another kind (several optimizers, a scaler that may leave the step out): waits
-  // before the weights change, and counts the step after. All parameters are then read in place.
+  // For other loops (several optimizers, a scaler that may omit the step): waits before the weights
+  // change, and counts the step afterwards. All parameters are then read in place.
   void WaitReleased() {
     std::vector<GpuStream> streams;
     for (const int gpu : gpus_) streams.push_back(torch_internal::CurrentStream(gpu));
@@ -177,10 +180,10 @@ class Attachment {
   }
   void AfterStep() { PushIfDue(nullptr); }
 
-  // With on_error kRaise and kWait, to be asked after each step, which has been made all the same.
+  // With on_error kRaise and kWait: to be checked after each step.
   absl::Status TakeError() { return pusher_->TakeError(); }
 
-  // As those of StepPusher.
+  // These forward to StepPusher.
   absl::StatusOr<std::optional<Version>> WaitPushed(absl::Duration timeout = absl::ZeroDuration()) {
     return pusher_->WaitPushed(timeout);
   }
@@ -190,15 +193,15 @@ class Attachment {
   std::optional<Version> version() { return pusher_->version(); }
 
  private:
-  // For copies of what may change before the next step.
+  // Limit of the copies of tensors that may change before the next step.
   static constexpr int64_t kCopyBytes = int64_t{64} << 20;
 
-  // What is read for one step.
+  // The weights that one step reads.
   struct Reading {
     NamedTensors own;
     std::optional<std::unordered_set<const void*>> held;  // By the optimizer, if there is one.
     int64_t copied_bytes = 0;
-    // Something is read in place that may change before the next step.
+    // A tensor is read in place that may change before the next step.
     bool must_wait = false;
   };
 
@@ -209,7 +212,7 @@ class Attachment {
         frozen_(std::move(frozen)),
         pusher_(std::move(pusher)) {}
 
-  // Of the frozen ones, those that a track has; without tracks, the model has its own.
+  // The frozen tensors that a track has. Without tracks (the model has its own): all.
   static std::set<int64_t> SentFrozen(const Manifest& manifest, absl::Span<const bool> frozen,
                                       absl::Span<const TrackConfig> tracks) {
     std::set<int64_t> sent;
@@ -226,7 +229,8 @@ class Attachment {
     return sent;
   }
 
-  // `optimizer`: changes its parameters only after WaitReleased(); null: so does everybody.
+  // `optimizer`: changes its parameters only after WaitReleased(). Null: so does all code that
+  // changes parameters.
   void PushIfDue(const torch::optim::Optimizer* optimizer) {
     // Shared by the copies of both functions, some of which the pusher may keep.
     const auto reading = std::make_shared<std::optional<Reading>>();
@@ -278,7 +282,7 @@ class Attachment {
         absl::StrCat("the module is not as it was attached: ", now.DifferenceFrom(manifest_)));
   }
 
-  // Whether it is copied as it may change before the next step, by `bytes` of memory.
+  // Whether the tensor, which takes `bytes`, is copied because it may change before the next step.
   bool IsCopied(int64_t tensor_index, int64_t bytes, Reading& reading) const {
     const bool is_buffer = reading.own.specs[tensor_index].is_buffer;
     const void* const tensor = reading.own.tensors[tensor_index].unsafeGetTensorImpl();
@@ -318,29 +322,29 @@ class Attachment {
 
   const torch::nn::Module& module_;
   const Manifest manifest_;
-  const std::set<int64_t> frozen_;  // Those that are sent.
+  const std::set<int64_t> frozen_;  // Frozen tensors that are sent, by index.
   torch_internal::WriteMarks frozen_writes_;
-  std::set<int> gpus_;  // Those that weights have been pushed from.
-  // The last one: its end may push a step again, which reads all of the above.
+  std::set<int> gpus_;  // GPUs from which weights have been pushed.
+  // Must be the last member: its destructor may push a step again, which reads all of the above.
   const std::unique_ptr<StepPusher> pusher_;
 };
 
 struct PullIntoOptions {
   std::string track = "ema";
-  // Which version; see Client::PullOptions. By default the newest.
+  // The version to pull; see Client::PullOptions. By default the newest.
   int64_t version = 0;
   int64_t incarnation = 0;
   std::string label;
   std::optional<int64_t> step;
-  // False: tensors that only one of module and track has are passed over.
+  // False: tensors that only the module or only the track has are ignored.
   bool strict = true;
   absl::Duration timeout = absl::ZeroDuration();  // Zero: the client's.
 };
 
 namespace torch_internal {
 
-// Where each pulled tensor goes: pairs of (index in `pulled`, index in `own`). A tensor that is
-// tied there goes to each of ours that has one of its names.
+// Maps pulled tensors to those of the module: pairs of (index in `pulled`, index in `own`). A tied
+// tensor of the track goes to every tensor of the module that has one of its names.
 inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
     const std::string& what, const NamedTensors& own, const std::vector<PulledTensor>& pulled,
     bool strict) {
@@ -350,7 +354,7 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
     for (const std::string& alias : own.specs[i].aliases) index_of.emplace(alias, i);
   }
   std::vector<std::pair<size_t, size_t>> pairs;
-  std::map<size_t, std::string> source_of;  // By index in `own`: the name of what goes there.
+  std::map<size_t, std::string> source_of;  // By index in `own`: the pulled tensor's name.
   std::vector<std::string> unexpected;
   std::vector<std::string> different;
   for (size_t p = 0; p < pulled.size(); ++p) {
@@ -397,11 +401,11 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 
 }  // namespace torch_internal
 
-// Puts one version of a track into a module's parameters and buffers, cast to their dtypes, on
-// their devices; they stay the same tensors. Returns the version. INVALID_ARGUMENT, BAD_LAYOUT:
-// names, shapes or dtypes do not fit; the message lists them all. Other errors as Client::Pull(),
-// and INTERNAL: LibTorch fails, as of a tensor that expand() has made, or, outside of inference
-// mode, one that was made in it. On an error the module is as it was, unless a device has failed
+// Copies one version of a track into a module's parameters and buffers, cast to their dtypes and on
+// their devices; the tensor objects stay the same. Returns the version. INVALID_ARGUMENT,
+// BAD_LAYOUT: names, shapes or dtypes do not fit; the message lists them all. Other errors as
+// Client::Pull(), and INTERNAL: LibTorch fails, as for a tensor made by expand() or, outside of
+// inference mode, one made in it. After an error the module is unchanged, unless a device failed
 // while values were copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                         torch::nn::Module& module,
@@ -426,7 +430,7 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
     pull_options.step = options.step;
     EMA_ASSIGN_OR_RETURN(const PullInfo info,
                          client.Pull(model, options.track, pull_options, target, options.timeout));
-    // Cast and looked at here, so that nothing is left to be refused when the first tensor changes.
+    // Cast and checked here, so that nothing can be rejected after the first tensor has changed.
     std::vector<at::Tensor> values;
     for (const auto& [from, to] : pairs) {
       const PulledTensor& pulled = info.tensors[from];

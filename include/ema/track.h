@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One average of a model, as CreateModel takes it.
+// The configuration of one average of a model.
 #ifndef EMA_TRACK_H_
 #define EMA_TRACK_H_
 
@@ -18,13 +18,12 @@
 
 namespace ema {
 
-// Tensors of which a name (or alias) is `pattern` or matches it as a glob: `*` is any text, `?` any
-// byte, as fnmatch(3) without flags.
+// Applies to tensors with a name or alias that is `pattern` or matches it as a glob, as fnmatch(3)
+// without flags: `*` is any text, `?` any byte.
 struct TensorRule {
   std::string pattern;
   TensorAction action = TensorAction::kAverage;
-  // Of tensors that are averaged by a schedule of their own; absent: by the track's. See
-  // RuleSchedule().
+  // The schedule of these tensors; absent: the track's. See RuleSchedule().
   std::optional<Schedule> schedule;
   friend bool operator==(const TensorRule&, const TensorRule&) = default;
 };
@@ -32,77 +31,81 @@ struct TensorRule {
 struct TrackConfig {
   std::string name;
   Schedule schedule;
-  // The first that matches decides.
+  // The first rule that matches applies.
   std::vector<TensorRule> tensor_rules;
-  // For buffers (TensorSpec::is_buffer) that no rule matches: kAverage or kCopy.
+  // The action for buffers (TensorSpec::is_buffer) that no rule matches: kAverage or kCopy.
   TensorAction buffers = TensorAction::kAverage;
-  // Keeps two float32 per averaged element, whose sum is the average: small weights do not stall.
-  // Twice the memory. Readers get the first, which is the average rounded to float32.
+  // Keeps two float32 per averaged element, whose sum is the average, so that small updates are not
+  // rounded away. Takes twice the memory. Readers get the first, which is the average rounded to
+  // float32.
   bool compensated = false;
   // Pushes do not change it.
   bool paused = false;
-  // Of a power function: the server keeps a version on its disk for each such length of training,
-  // from which it can build averages of other lengths later.
+  // Only for a power function: for each such length of training the server keeps a version on its
+  // disk, from which it can later build averages of other lengths.
   std::optional<TrainingDuration> snapshot_interval = std::nullopt;
 
   friend bool operator==(const TrackConfig&, const TrackConfig&) = default;
 };
 
-// What becomes of a step in which a pushed float is not finite. Numbers are those of
+// How a step is handled if a pushed float is not finite. Numbers are those of
 // ema.v1.NonFinitePolicy, which says what each means.
 enum class NonFinitePolicy : int { kReject = 1, kSkipTensor = 2, kAllow = 3 };
-// "reject", "skip", "allow"; "unknown": it is none of these.
+// "reject", "skip", "allow"; "unknown" for any other number.
 std::string_view NonFinitePolicyName(NonFinitePolicy policy);
-// The one of that name; absent: there is none.
+// The policy of that name; absent: there is none.
 std::optional<NonFinitePolicy> ParseNonFinitePolicy(std::string_view name);
 
-// INVALID_ARGUMENT: a bad name, an empty pattern, buffers that are neither averaged nor copied, a
-// copy track that is compensated, more than 256 patterns with wildcards, or such as would take long
-// to look for, a rule with a schedule that copies, or has no use (it does not average, or the track
-// copies), more than 16 of these, a snapshot_interval of no length, without a power function, or
-// beside rules with schedules, or (BAD_SCHEDULE) a rule that matches no tensor of `manifest`, but
-// for one that ignores: what all tracks ignore a model need not have, and readers learn from the
-// rule that the track has not.
+// INVALID_ARGUMENT: BAD_NAME; otherwise BAD_SCHEDULE:
+//  - `buffers` is not kAverage or kCopy, a copy track is compensated, or every tensor is ignored;
+//  - a rule has an empty pattern or, unless it ignores, matches no tensor of `manifest` (a model
+//    need not have tensors that all tracks ignore, and readers learn from the rule that the track
+//    lacks them);
+//  - more than 256 patterns have wildcards, or matching them takes too long;
+//  - a rule's schedule is a copy or has no use (the rule does not average, or the track is a copy),
+//    or more than 16 rules have one;
+//  - a snapshot_interval is 0, or the track is not a power function, or a rule has a schedule.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 
-// BAD_SCHEDULE: a rule, also one that ignores, matches no tensor. `manifest`: of all tensors that
-// there are, whether a track has them or not.
+// BAD_SCHEDULE: a rule matches no tensor, even one that ignores. `manifest` has all existing
+// tensors, including those that no track has.
 absl::Status CheckRulesMatch(const TrackConfig& track, const Manifest& manifest);
 
-// What the track does with each tensor of the manifest. A copy track copies what it does not
-// ignore; only floats are averaged.
+// The track's action for each tensor of the manifest. A copy track copies all tensors that it does
+// not ignore; only floats are averaged.
 std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& manifest);
 
-// A rule's schedule as readers of text and messages take it into a track: one without an
-// update_interval has the track's. BAD_SCHEDULE: it cannot go by that.
+// The effective schedule of a rule: without an update_interval it gets the track's. To be applied
+// when a track is read from text or a message. BAD_SCHEDULE: the rule cannot use that interval.
 absl::StatusOr<Schedule> RuleSchedule(const Schedule& rule, const Schedule& track);
 
 // The schedules of a track, in this order everywhere: its own, then those of its tensor rules.
 std::vector<const Schedule*> SchedulesOf(const TrackConfig& track);
 
-// For each tensor of the manifest, by which of SchedulesOf() it goes.
+// For each tensor of the manifest, the index of its schedule in SchedulesOf().
 std::vector<int> ScheduleIndicesOf(const TrackConfig& track, const Manifest& manifest);
 
-// Where each of SchedulesOf() stands. Empty: before the track's first update.
+// The states of SchedulesOf(). Empty: before the track's first update.
 using TrackState = std::vector<Schedule::State>;
 
-// What a push at `now` does by each of SchedulesOf(), whether the track is paused or not. Errors as
-// Schedule::Plan(); BAD_TIME also where `now` lacks the unit of the snapshot_interval.
+// What a push at `now` does by each of SchedulesOf(), even if the track is paused. Errors as
+// Schedule::Plan(), and BAD_TIME: `now` lacks the unit of the snapshot_interval.
 absl::StatusOr<std::vector<Schedule::Update>> PlanTrack(const TrackConfig& track,
                                                         const TrackState& state,
                                                         const TrainingTime& now);
-// True if one of them is due.
+// True if at least one of `updates` is due.
 bool IsDue(absl::Span<const Schedule::Update> updates);
-// Where the track stands after `updates`. REQUIRES: these are PlanTrack(track, state, now).
+// The track's state after `updates`. REQUIRES: these are PlanTrack(track, state, now).
 TrackState NextState(const TrackConfig& track, const TrackState& state,
                      absl::Span<const Schedule::Update> updates, const TrainingTime& now);
 
-// The track without the rules that ValidateTrack() refuses as they match no tensor of the manifest.
+// The track without the rules that ValidateTrack() rejects because they match no tensor of the
+// manifest.
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest);
 
-// Such as "half_life=200ba, update_interval=5ba; compensated; head.* ignore; stem.*
-// (half_life=10ba, update_interval=5ba)": the schedule and what is not at its default; of many
-// rules their number.
+// A text such as "half_life=200ba, update_interval=5ba; compensated; head.* ignore; stem.*
+// (half_life=10ba, update_interval=5ba)": the schedule and the options that are not at their
+// defaults. Many rules are shown as their number.
 std::string TrackText(const TrackConfig& track);
 
 }  // namespace ema

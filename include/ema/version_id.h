@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which version of a model.
+// Identifies a version of a model.
 #ifndef EMA_VERSION_ID_H_
 #define EMA_VERSION_ID_H_
 
@@ -9,13 +9,13 @@
 
 namespace ema {
 
-// One commit, over all lives of a server. Ordered by incarnation, then version: in the order of the
-// commits.
+// Identifies one commit across all lives of a server. Ordered by incarnation, then version, which
+// is the order of the commits.
 struct VersionId {
   int64_t version = 0;
   int64_t incarnation = 0;
 
-  // Whether somebody means `other` by this: incarnation 0 is any.
+  // True if this id, in which incarnation 0 means any, matches `other`.
   bool Names(const VersionId& other) const {
     return version == other.version && (incarnation == 0 || incarnation == other.incarnation);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The few functions of CUDA's driver that a push needs, found when the first one needs them:
-// nothing here is linked to CUDA, nor built with its headers.
+// The few functions of CUDA's driver that a push needs, loaded at the first use: the client is
+// neither linked to CUDA nor built with its headers.
 #ifndef EMA_CLIENT_CPP_GPU_CUDA_DRIVER_H_
 #define EMA_CLIENT_CPP_GPU_CUDA_DRIVER_H_
 
@@ -18,8 +18,8 @@ struct CUevent_st;
 
 namespace ema::client_internal {
 
-// libcuda.so.1, with cuda.h's names and arguments; a CUresult is an int, a CUdeviceptr an unsigned
-// long long. A test compares them with the toolkit's cuda.h where that is.
+// Functions of libcuda.so.1, with cuda.h's names and arguments; a CUresult is an int, a CUdeviceptr
+// an unsigned long long. A test compares them with cuda.h if the toolkit is installed.
 struct CudaDriver {
   static constexpr int kSuccess = 0;
   static constexpr int kOutOfMemory = 2;
@@ -29,17 +29,16 @@ struct CudaDriver {
   static constexpr unsigned kHostAllocPortable = 1;
   static constexpr int kCaptureModeRelaxed = 2;
 
-  // The process's. FAILED_PRECONDITION: it has no such library, or one without a function that we
-  // need. Thread-safe, as the functions are.
+  // The instance of this process. FAILED_PRECONDITION: it has no such library, or one without a
+  // function that we need. Thread-safe, as the functions are.
   static const absl::StatusOr<CudaDriver>& Get();
 
-  // "CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
+  // A text such as "CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)".
   std::string Describe(int result) const;
-  // The process's context is lost: every later call that needs the GPU fails, too.
+  // True: the process's context is lost; every later call that needs the GPU fails, too.
   static bool IsSticky(int result);
 
-  // Under the library's names.
-  // NOLINTBEGIN(readability-identifier-naming)
+  // These have the library's names.
   int (*Init)(unsigned flags);
   int (*DeviceGet)(int* device, int ordinal);
   int (*DevicePrimaryCtxRetain)(CUctx_st** context, int device);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A GPU that weights are read from.
+// Reads weights from a GPU.
 #ifndef EMA_CLIENT_CPP_GPU_GPU_H_
 #define EMA_CLIENT_CPP_GPU_GPU_H_
 
@@ -25,49 +25,51 @@
 
 namespace ema::client_internal {
 
-// One GPU of this process, with a stream of our own beside the trainer's ("the side stream"), on
-// which weights are copied to pinned host memory. In the device's primary context, where PyTorch
-// works, too.
+// One GPU of this process, with a stream of its own beside the trainer's ("the side stream"), on
+// which weights are copied to pinned host memory. Works in the device's primary context, as PyTorch
+// does.
 //
-// Thread-safe. An error that leaves the GPU useless to this process (CudaDriver::IsSticky()) stays:
-// every later call gives it again. Others are those of one call. Nothing here takes memory of the
-// GPU, or disturbs a stream that is being captured into a graph, by whatever thread; but Follow()
-// and Lead() may not be given such a stream.
+// Thread-safe. An error that makes the GPU useless to this process (CudaDriver::IsSticky()) is
+// permanent: every later call returns it. Other errors belong to one call. This class uses no GPU
+// memory, and does not disturb a stream that is being captured into a graph by any thread; but
+// Follow() and Lead() must not be given such a stream.
 class Gpu {
  public:
-  // What a copy that runs may need that nobody waits for any more. A GPU that takes longer hangs.
+  // How long a running copy may take after its waiter has stopped waiting. A GPU that takes longer
+  // hangs.
   static constexpr absl::Duration kIdleGrace = absl::Seconds(1);
 
-  // INTERNAL, DEVICE: there is no driver, or no GPU of this index.
+  // INTERNAL, DEVICE: there is no driver, or no GPU with this index.
   static absl::StatusOr<std::unique_ptr<Gpu>> Open(int index);
-  // Waits for what is queued on the side stream, at most kIdleGrace; what has not ended then keeps
-  // stream, events and context until the process ends.
+  // Waits for the queued work of the side stream, at most kIdleGrace. If it has not ended then,
+  // stream, events and context stay until the process ends.
   ~Gpu();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
-  // Memory of the host that every GPU reaches. RESOURCE_EXHAUSTED.
+  // Host memory that every GPU can access. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> AllocatePinned(int64_t size_bytes);
   void FreePinned(std::byte* memory);
 
-  // What is queued on the side stream from now on begins after what `stream`, a CUstream, has now.
+  // Makes later work of the side stream wait for the work that is queued on `stream`, a CUstream,
+  // now.
   absl::Status Follow(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
-  // What is queued on `stream` from now on begins after what the side stream has now.
+  // Makes later work of `stream` wait for the work that is queued on the side stream now.
   absl::Status Lead(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Copy {
     std::byte* to;  // Pinned.
     std::span<const std::byte> from;
   };
-  // Queues copies on the side stream, and mark `slot` behind them.
+  // Queues copies on the side stream, followed by an event for `slot`.
   absl::Status CopyToHost(absl::Span<const Copy> copies, int slot) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits for the mark that was put last with this number. REQUIRES: there is one. CANCELLED:
-  // `interrupt` has fired. DEADLINE_EXCEEDED, DEVICE.
+  // Waits for the last event of `slot`. REQUIRES: there is one. CANCELLED: `interrupt` has fired.
+  // DEADLINE_EXCEEDED, DEVICE.
   absl::Status Wait(int slot, SteadyTime deadline, Interrupt& interrupt) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until the side stream has nothing to do; of a GPU that has failed, it never has. False:
-  // it has not ended by `deadline`.
+  // Waits until the side stream is idle, as that of a failed GPU is. False: it is not idle by
+  // `deadline`.
   bool AwaitIdle(SteadyTime deadline);
-  // The same; when `interrupt` fires, kIdleGrace is left, and after `deadline`, too.
+  // The same, but after `deadline`, or when `interrupt` fires, waits for kIdleGrace more.
   bool AwaitIdle(SteadyTime deadline, Interrupt& interrupt);
 
  private:
@@ -75,11 +77,11 @@ class Gpu {
 
   Gpu(const CudaDriver* driver, int index) : driver_(driver), index_(index) {}
   absl::Status Create();
-  // Asks until the answer is another than "not ready", which is given after all at `deadline`, and
-  // when `interrupt` fires.
+  // Calls `ask` until it returns something other than "not ready", or `deadline` has passed, or
+  // `interrupt` fires. Returns the last result.
   static int Poll(absl::FunctionRef<int()> ask, SteadyTime deadline, Interrupt& interrupt);
-  // OK, or the call's error, or the GPU's first that stays. INTERNAL, DEVICE; RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET.
+  // Converts the result of a call to the driver: OK, the call's error, or the GPU's first permanent
+  // error. INTERNAL, DEVICE; RESOURCE_EXHAUSTED, MEMORY_BUDGET.
   absl::Status Check(int result, std::string_view what) ABSL_LOCKS_EXCLUDED(error_mu_);
   absl::Status NewEvent(unsigned flags, CUevent_st** event);
 
@@ -91,8 +93,8 @@ class Gpu {
   CUstream_st* stream_ = nullptr;
 
   absl::Mutex mu_ ABSL_ACQUIRED_BEFORE(error_mu_);       // Held across calls of the driver.
-  CUevent_st* edge_ ABSL_GUARDED_BY(mu_) = nullptr;      // Of Follow() and Lead().
-  std::vector<CUevent_st*> marks_ ABSL_GUARDED_BY(mu_);  // By slot.
+  CUevent_st* edge_ ABSL_GUARDED_BY(mu_) = nullptr;      // For Follow() and Lead().
+  std::vector<CUevent_st*> marks_ ABSL_GUARDED_BY(mu_);  // One for each slot.
   absl::Mutex error_mu_;
   absl::Status error_ ABSL_GUARDED_BY(error_mu_);
 };

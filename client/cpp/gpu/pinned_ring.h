@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where a run's weights pass through on their way from GPUs.
+// Pinned host memory for a run's weights on their way from GPUs.
 #ifndef EMA_CLIENT_CPP_GPU_PINNED_RING_H_
 #define EMA_CLIENT_CPP_GPU_PINNED_RING_H_
 
@@ -22,57 +22,59 @@
 
 namespace ema::client_internal {
 
-// Pinned buffers, one a chunk, and the GPUs that fill them: of one run, kept from push to push.
-// Thread-safe. gRPC drops slices inside any of its functions, so none may be called with a lock
-// held under which these functions are called.
+// Pinned buffers, each for one chunk, and the GPUs that fill them. Belongs to one run, and is kept
+// from push to push. Thread-safe. gRPC drops slices inside any of its functions, so call none of
+// them while holding a lock under which these functions are called.
 class PinnedRing {
  public:
   static constexpr int64_t kMinRingBytes = int64_t{64} << 20;
 
-  // INVALID_ARGUMENT: `max_staging_bytes` is less than that.
+  // INVALID_ARGUMENT: `max_staging_bytes` is less than kMinRingBytes.
   static absl::Status CheckMaxStagingBytes(int64_t max_staging_bytes);
 
-  // `max_bytes`: of all buffers. REQUIRES: at least kMinRingBytes.
+  // `max_bytes`: size limit of all buffers together. REQUIRES: at least kMinRingBytes.
   explicit PinnedRing(int64_t max_bytes) : max_bytes_(max_bytes) {}
-  // REQUIRES: every buffer has been given back, or is lost. Buffers and GPUs stay as long as the
-  // process if copies into lost ones have not ended.
+  // REQUIRES: every buffer has been given back, or is lost. If copies into lost buffers have not
+  // ended, buffers and GPUs are leaked.
   ~PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
 
-  // The GPU of this index; it lives as long as the ring. Errors as Gpu::Open().
+  // The GPU with this index; it lives as long as the ring. Errors as Gpu::Open().
   absl::StatusOr<Gpu*> Open(int index) ABSL_LOCKS_EXCLUDED(gpus_mu_);
-  // Makes the side streams start after the trainer's. Returns the GPU of each shard; null: it is in
-  // host memory. INTERNAL, DEVICE: copies of an earlier push have not ended. Errors as Open() and
-  // Gpu::Follow().
+  // Makes the side streams wait for the trainer's streams. Returns the GPU of each shard; null: it
+  // is in host memory. INTERNAL, DEVICE: copies of an earlier push have not ended. Errors as Open()
+  // and Gpu::Follow().
   absl::StatusOr<std::vector<Gpu*>> Follow(const GpuWeights& weights)
       ABSL_LOCKS_EXCLUDED(mu_, gpus_mu_);
 
-  // Once, before buffers are taken: as many of `slot_bytes` as fit into `max_bytes`, `max_slots` at
-  // most, or half as many, and so on, down to what fits into kMinRingBytes, where there is no
-  // memory for them; again, it does nothing. REQUIRES: 0 < slot_bytes <= kMinRingBytes,
-  // max_slots > 0. Errors as Gpu::AllocatePinned(); it may then be tried again.
+  // Allocates the buffers: as many of `slot_bytes` as fit into `max_bytes`, at most `max_slots`. If
+  // there is no memory for them, tries half as many, and so on, down to the number that fits into
+  // kMinRingBytes. To be called before buffers are taken; later calls do nothing. REQUIRES: 0 <
+  // slot_bytes <= kMinRingBytes, max_slots > 0. Errors as Gpu::AllocatePinned(); after an error it
+  // may be called again.
   absl::Status Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots);
   int slot_count() const { return static_cast<int>(slots_.size()); }
   std::byte* slot(int index) const { return memory_ + index * slot_bytes_; }
 
-  // A buffer that nobody has. It is free again when all who have it have given it back.
+  // Takes a free buffer. It is free again when all its holders have given it back.
   std::optional<int> TryTake() ABSL_LOCKS_EXCLUDED(mu_);
-  void Share(int slot) ABSL_LOCKS_EXCLUDED(mu_);  // One more has it.
+  void Share(int slot) ABSL_LOCKS_EXCLUDED(mu_);  // Adds a holder.
   void GiveBack(int slot) ABSL_LOCKS_EXCLUDED(mu_);
-  // The first bytes of a buffer for gRPC, which gives it back. Absent, and nothing happens, if gRPC
-  // has half of the buffers already: the rest are for who sends and for what is copied ahead.
+  // A slice of the first bytes of a buffer, for gRPC; dropping it gives the buffer back. Absent,
+  // without any effect, if gRPC holds half of the buffers already: the others are for senders and
+  // for copies ahead.
   std::optional<grpc::Slice> TryLend(int slot, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   int max_lent() const { return slot_count() / 2; }
   bool has_lent() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A buffer that copies may go into which have not ended and cannot be dropped. Whoever had it
-  // must neither read it nor give it back.
+  // Marks a buffer as lost, because copies into it have not ended and cannot be cancelled. Its
+  // holder must neither read it nor give it back.
   void Lose(int slot) ABSL_LOCKS_EXCLUDED(mu_);
-  // Of buffers that are lost.
+  // Size of the lost buffers.
   int64_t lost_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Gives those back that are lost when all copies have ended, for which it waits. True: none is
-  // lost (any more).
+  // Waits until all copies have ended, at most `max_wait`, and then frees the lost buffers. True:
+  // no buffer is lost (any more).
   bool TryRecover(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_, gpus_mu_);
 
  private:
@@ -94,7 +96,7 @@ class PinnedRing {
   std::vector<Slot> slots_;
 
   mutable absl::Mutex mu_;
-  std::vector<int> holder_counts_ ABSL_GUARDED_BY(mu_);  // By slot: who has it.
+  std::vector<int> holder_counts_ ABSL_GUARDED_BY(mu_);  // One for each slot.
   std::vector<int> free_ ABSL_GUARDED_BY(mu_);
   std::vector<int> lost_ ABSL_GUARDED_BY(mu_);
   int lent_count_ ABSL_GUARDED_BY(mu_) = 0;

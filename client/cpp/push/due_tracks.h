@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which tracks are due at a step, as far as one rank of a trainer knows.
+// Decides which tracks are due at a step, from the view of one rank of a trainer.
 #ifndef EMA_CLIENT_CPP_PUSH_DUE_TRACKS_H_
 #define EMA_CLIENT_CPP_PUSH_DUE_TRACKS_H_
 
@@ -14,9 +14,9 @@
 
 namespace ema::client_internal {
 
-// The tracks of a run's plan, and where each stands as far as this rank has tried. Counted here and
-// not taken from the server's replies: all ranks must try at the same steps, whatever became of the
-// pushes before.
+// The tracks of a run's plan, and their states after this rank's tries. The states are counted here
+// and not taken from the server's replies: all ranks must try at the same steps, regardless of the
+// outcome of earlier pushes.
 class DueTracks {
  public:
   struct Due {
@@ -24,21 +24,21 @@ class DueTracks {
     std::vector<Schedule::Update> updates;
   };
 
-  // Takes over what UpdateModel() has changed. True: something.
+  // Applies a plan that UpdateModel() has changed. True: it has changed.
   bool Adopt(RunPlan plan);
-  // The next plan is another run's of the same trainer. The server may have been restarted, and
-  // counts its revisions anew.
+  // To be called when the run has been rejoined: the next plan is always adopted, since a restarted
+  // server counts revisions from another start.
   void GoOn() { revision_ = 0; }
 
-  // Those that a push would update; if all are paused, those that it would update else. Errors as
-  // PlanTrack().
+  // The tracks that a push would update; if all tracks are paused, those that it would update
+  // otherwise. Errors as PlanTrack().
   absl::StatusOr<std::vector<Due>> At(const TrainingTime& now) const;
-  // These are tried now. REQUIRES: they are of At(now) since the last plan.
+  // Counts a try of these tracks. REQUIRES: `due` is of At(now) since the last plan.
   void Count(absl::Span<const Due> due, const TrainingTime& now);
-  // True if a push would update none of them. REQUIRES: as above.
+  // True if all tracks in `due` are paused. REQUIRES: as above.
   bool ArePaused(absl::Span<const Due> due) const;
 
-  // The plan's, by Due::index.
+  // The plan's entries, indexed by Due::index.
   const std::vector<RunPlan::Entry>& tracks() const { return tracks_; }
 
  private:

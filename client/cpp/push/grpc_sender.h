@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sends a push by gRPC.
+// Sends a push over gRPC.
 #ifndef EMA_CLIENT_CPP_PUSH_GRPC_SENDER_H_
 #define EMA_CLIENT_CPP_PUSH_GRPC_SENDER_H_
 
@@ -17,9 +17,9 @@
 
 namespace ema::client_internal {
 
-// Sends the chunks of a push by one stream, or by several over as many connections; whichever
-// stream is free takes the next chunk. Keeps the connections of the last try, which may still hold
-// slices of the weights. For one thread, but connection_count().
+// Sends the chunks of a push by one stream, or by several over as many connections; a stream takes
+// the next chunk when it is free. Keeps the connections of the last try, which may still hold
+// slices of the weights. For one thread, except connection_count().
 class GrpcSender {
  public:
   explicit GrpcSender(RunCore* run) : run_(run) {}
@@ -27,17 +27,17 @@ class GrpcSender {
   struct Options {
     int64_t max_connections = 1;
     bool is_first_try = true;  // Later tries use one connection.
-    // The chunks come from pinned memory: the gate does not know when the last bytes have left.
+    // The chunks come from pinned memory, so the gate does not know when the last bytes have left.
     bool is_staged = false;
   };
-  // Sends `messages` and waits for the reply. Blocks. Tells the run how fast it was, if it was a
-  // first try of a large push.
+  // Sends `messages` and waits for the reply. Blocks. For the first try of a large push it records
+  // the speed in the run.
   absl::StatusOr<v1::PushResponse> Send(const PushMessages& messages, const Options& options);
 
   // Cuts the connections, so that gRPC drops its slices.
   void BreakConnections();
   void DropConnections() { connections_.clear(); }
-  // Of the last try, for statistics. From any thread.
+  // Connections of the last try, for statistics. From any thread.
   int64_t connection_count() const { return connection_count_.load(std::memory_order_relaxed); }
 
  private:
@@ -45,7 +45,7 @@ class GrpcSender {
   struct Sending;
 
   absl::Status Connect(const PushMessages& messages, int64_t count);
-  // Sends the header, and chunks as long as some are left. From any thread, each for another part.
+  // Sends the header, then chunks until none is left. Called by one thread for each part.
   void SendChunks(Sending& sending, Part& part);
   static void FinishPart(Sending& sending, Part& part);
 

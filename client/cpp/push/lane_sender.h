@@ -14,9 +14,9 @@
 
 namespace ema::client_internal {
 
-// Sends `messages`, waits for the reply, and gives the lane back to `client`. Blocks. CANCELLED:
-// the interrupt fired, or the weights were released or cannot be read. DEADLINE_EXCEEDED. Other
-// errors with a reason are the server's; without one the lane has broken.
+// Sends `messages`, waits for the reply, and returns the lane to `client`. Blocks. CANCELLED: the
+// interrupt fired, or the weights were released or cannot be read. DEADLINE_EXCEEDED. Other errors
+// with a reason are the server's; an error without one means that the lane broke.
 absl::StatusOr<v1::PushResponse> SendByLane(const PushMessages& messages, Client::Impl& client,
                                             std::unique_ptr<LanePipe> lane);
 

@@ -20,8 +20,8 @@ namespace ema::client_internal {
 
 // A header, chunks, and a commit. All pointers outlive it.
 struct PushMessages {
-  // Returns the header. To be called once, when a stream to the server is open: from then on the
-  // server may know of the step.
+  // Returns the header. To be called once, when a stream to the server is open: afterwards the
+  // server may know the step.
   std::function<v1::PushHeader()> begin;
   absl::Span<const int64_t> chunks;  // Of `plan`, in the order in which they are sent.
   const ChunkPlan* plan = nullptr;
@@ -30,7 +30,7 @@ struct PushMessages {
   // chunk. Absent: the push must stop.
   std::function<std::optional<uint32_t>()> digest;
   WeightsGate* gate = nullptr;                 // Its HaveRead() is called after the last chunk.
-  std::atomic<int64_t>* sent_bytes = nullptr;  // Counted up.
+  std::atomic<int64_t>* sent_bytes = nullptr;  // Sent bytes are added to it.
   SteadyTime deadline;
   Interrupt* interrupt = nullptr;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One Push call, as raw messages.
+// One Push call, as a stream of raw messages.
 #ifndef EMA_CLIENT_CPP_PUSH_PUSH_STREAM_H_
 #define EMA_CLIENT_CPP_PUSH_PUSH_STREAM_H_
 
@@ -15,9 +15,9 @@
 
 namespace ema::client_internal {
 
-// Writes one message at a time, and waits for the one before only when the next is there: what
-// happens between two Write() calls overlaps with sending. For one thread; `queue` belongs to it
-// and is empty between calls.
+// Writes one message at a time. Each Write() waits for the previous one, so the work between two
+// Write() calls overlaps with sending. For one thread; `queue` belongs to this object and is empty
+// between calls.
 class PushStream {
  public:
   PushStream(Call* call, grpc::CompletionQueue* queue);
@@ -25,21 +25,21 @@ class PushStream {
   // False: the stream has broken; Finish() says why.
   bool Write(const grpc::ByteBuffer& message);
   bool Write(const v1::PushRequest& message);
-  // Writes `commit` as the last message, if nothing broke, and waits for the reply. This or
-  // Cancel() is called once, last.
+  // Writes `commit` as the last message, unless the stream has broken, and waits for the reply. The
+  // last call must be this one or Cancel(), once.
   absl::StatusOr<v1::PushResponse> Finish(const v1::PushRequest& commit);
-  // Ends the call without a commit. The error that it ended with.
+  // Ends the call without a commit. Returns the call's error.
   absl::Status Cancel();
 
  private:
-  // The end of the operation that was started last. False: it failed.
+  // Waits for the end of the operation that was started last. False: it failed.
   bool Wait();
   absl::Status WaitStatus();
 
   Call* const call_;
   grpc::CompletionQueue* const queue_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
-  bool is_pending_ = false;  // An operation has been started and not been waited for.
+  bool is_pending_ = false;  // An operation has been started, and Wait() has not seen its end.
   bool is_broken_ = false;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a run and its pushes share: the model, the layout, the epoch, and the plan.
+// The state that a run and its pushes share: model, layout, epoch and plan.
 #ifndef EMA_CLIENT_CPP_PUSH_RUN_CORE_H_
 #define EMA_CLIENT_CPP_PUSH_RUN_CORE_H_
 
@@ -26,7 +26,7 @@ namespace ema::client_internal {
 // One rank of one run. Thread-safe; shared by the Run and its pushes.
 class RunCore {
  public:
-  // Joins. Errors of GetModel and OpenRun.
+  // Joins the run. Errors of GetModel and OpenRun.
   static absl::StatusOr<std::shared_ptr<RunCore>> Open(std::shared_ptr<Client::Impl> client,
                                                        std::string_view model,
                                                        Client::RunOptions options,
@@ -37,7 +37,7 @@ class RunCore {
   const Manifest& manifest() const { return info_.manifest; }
   const RankLayout& layout() const { return layout_; }
   const ChunkPlan& chunks() const { return chunks_; }
-  // Of weights on GPUs; empty until a push has such.
+  // Buffers for weights on GPUs; empty until a push has such weights.
   PinnedRing& ring() { return ring_; }
   int64_t rank() const { return options_.rank; }
   bool rejoins() const { return options_.rejoins; }
@@ -48,32 +48,33 @@ class RunCore {
   int64_t plan_revision() const ABSL_LOCKS_EXCLUDED(mu_);
   bool may_omit_frozen() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Returns when all ranks have joined. Joins again first if MarkNotReady() was called.
-  // DEADLINE_EXCEEDED names missing ranks.
+  // Waits until all ranks have joined. Joins again first if MarkNotReady() was called.
+  // DEADLINE_EXCEEDED: the message names the missing ranks.
   absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
-  // Takes the plan from the server.
+  // Fetches the plan from the server.
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_) {
     return Join(deadline, interrupt).status();
   }
-  // Makes the next WaitReady() ask the server: it does not know the run (any more).
+  // Makes the next WaitReady() join again, because the server does not know the run (any more).
   void MarkNotReady() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // With `retry`, as Client's other calls; else one try. `give_up_reason`: as the request's.
+  // With `retry`, retries like the calls of Client; otherwise tries once. `give_up_reason`: see
+  // QueryPushRequest.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
                                          std::string_view give_up_reason = {});
 
-  // Tries once to drop the step for good, because of `why`.
+  // Tries once to drop the step for ever, because of `why`.
   absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, SteadyTime deadline,
                                       Interrupt* interrupt);
 
-  // Connections for the next push by gRPC; what its speed was with them; or that they cannot be
-  // had.
+  // The number of connections for the next push over gRPC. Record the speed of a push with that
+  // number, or that not all of them could be opened.
   int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);
   void NoteSpeed(double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFewerConnections() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Notes a version that this run has made in that epoch, and the plan from there on.
+  // Records a version that this run has made in that epoch, and the plan after it.
   void OnCommit(int64_t run_epoch, const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -81,12 +82,12 @@ class RunCore {
   RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
           RankLayout layout, int64_t chunk_bytes);
 
-  // Calls OpenRun once, with retries. The ranks that are missing; none: ready.
+  // Calls OpenRun once, with retries. Returns the missing ranks; none: the run is ready.
   absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Takes what a reply of this epoch says, unless a newer one was faster. The plan's states change
-  // with every version, its revision also between two.
+  // Adopts the content of a reply of this epoch, unless that of a newer one has been adopted. A
+  // plan's states change with every version, its revision also between versions.
   void TakeLocked(std::optional<Version> latest, RunPlan plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::shared_ptr<Client::Impl> client_;
@@ -99,10 +100,11 @@ class RunCore {
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   bool ready_ ABSL_GUARDED_BY(mu_) = false;
-  // From then on the run may have moved the model on, so RunOptions::resume is over.
+  // Set once and for all: the run may have changed the model since, so RunOptions::resume is not
+  // sent again.
   bool has_been_ready_ ABSL_GUARDED_BY(mu_) = false;
-  // Not OK: a newer run took over. For good: a restarted server would not know, and let this one
-  // take over again.
+  // Not OK: a newer run took over. Permanent, because a restarted server would not know that, and
+  // would let this run take over again.
   absl::Status fenced_ ABSL_GUARDED_BY(mu_);
   std::optional<Version> latest_ ABSL_GUARDED_BY(mu_);
   RunPlan plan_ ABSL_GUARDED_BY(mu_);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the weights of a push lie.
+// The places of the weights of a push.
 #ifndef EMA_CLIENT_CPP_PUSH_SHARD_WEIGHTS_H_
 #define EMA_CLIENT_CPP_PUSH_SHARD_WEIGHTS_H_
 
@@ -14,16 +14,16 @@
 
 namespace ema::client_internal {
 
-// A rank's weights, by shard, in memory of the host or of GPUs. A stretch of a shard is given by
-// bytes that travel, which are half of those in memory where weights are rounded for the wire.
-// A view: all outlive it, and the weights are as Run::StartPush() says.
+// A rank's weights, by shard, in host or GPU memory. Parts of a shard are given in bytes as sent,
+// which are half of the bytes in memory if weights are rounded for the wire. A view: all arguments
+// outlive it. The weights are as Run::StartPush() describes.
 class ShardWeights {
  public:
   ShardWeights(const RankLayout* layout, absl::Span<const std::span<const std::byte>> bytes,
                absl::Span<const Strides> strides)
       : layout_(layout), bytes_(bytes), strides_(strides) {}
 
-  // False: they have to be gathered.
+  // False: the shard has to be gathered.
   bool IsContiguous(int64_t shard) const { return strides_.empty() || strides_[shard].empty(); }
 
   // REQUIRES: IsContiguous(shard).
@@ -35,8 +35,8 @@ class ShardWeights {
   int64_t StretchBytes(int64_t shard, int64_t length_bytes) const {
     return length_bytes * Scale(shard);
   }
-  // Copies a stretch to StretchBytes() at `to`, row-major. REQUIRES: it begins and ends between
-  // elements, and is in the host's memory.
+  // Copies a stretch to `to`, which has room for StretchBytes(), row-major. REQUIRES: it begins and
+  // ends between elements, and is in host memory.
   void CopyStretch(int64_t shard, int64_t in_shard, int64_t length_bytes, std::byte* to) const;
 
  private:

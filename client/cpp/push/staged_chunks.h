@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The chunks of a push whose weights are on GPUs.
+// Copies the chunks of a push from GPUs to pinned memory.
 #ifndef EMA_CLIENT_CPP_PUSH_STAGED_CHUNKS_H_
 #define EMA_CLIENT_CPP_PUSH_STAGED_CHUNKS_H_
 
@@ -26,52 +26,52 @@
 
 namespace ema::client_internal {
 
-// Brings chunks to pinned buffers in the order in which they will be sent, as many ahead as the
-// ring has room for. What the gate calls reading is here starting a copy: once all copies have been
-// started, the weights may change as soon as these have ended, which is for the trainer's stream to
-// wait for (Gpu::Lead()), not for the trainer. If there is room for all, each stays in its buffer,
-// and can be sent again whatever has become of the weights. Thread-safe.
+// Copies chunks to pinned buffers in the order in which they will be sent, as far ahead as the ring
+// has room. Here the gate's reads are the starts of copies: once all copies have been started, the
+// weights may change as soon as the copies have ended, and the trainer's stream waits for that
+// (Gpu::Lead()), not the trainer. If there is room for all chunks, each stays in its buffer and can
+// be sent again, even after the weights have changed. Thread-safe.
 //
-// Nobody ever waits for a buffer: with at most max_senders() threads that take the chunks in order,
-// each giving back or lending one before it takes the next, a chunk that is asked for finds one.
+// No thread waits for a free buffer: with at most max_senders() threads that take the chunks in
+// order, each returning or lending its buffer before it takes the next chunk, there is a buffer for
+// every chunk that is taken.
 class StagedChunks {
  public:
-  // All outlive this object. `gpus`, by shard: the GPU whose memory it is in; null: the host's,
-  // which is read when the copy is started. Buffers are at least slot_bytes() large. `strides`: as
-  // for Run::StartPush(). At `deadline`, and when `interrupt` fires, nobody waits for a GPU any
-  // more.
+  // All pointers outlive this object. `gpus`: the GPU of each shard; null: the shard is in host
+  // memory and is read when its copy is started. Buffers have at least SlotBytes(). `strides`: see
+  // PushOptions. After `deadline`, and when `interrupt` fires, no call waits for a GPU any more.
   StagedChunks(const RankLayout* layout, const ChunkPlan* plan,
                absl::Span<const std::span<const std::byte>> shards, absl::Span<Gpu* const> gpus,
                PinnedRing* ring, WeightsGate* gate, absl::Span<const Strides> strides,
                SteadyTime deadline, Interrupt* interrupt);
-  ~StagedChunks();  // As Drop().
+  ~StagedChunks();  // Calls Drop().
 
-  // What the largest chunk takes.
+  // Buffer size for the largest chunk.
   static int64_t SlotBytes(const RankLayout& layout, const ChunkPlan& plan);
   int max_senders() const { return ring_->slot_count() - ring_->max_lent(); }
 
-  // These are to be sent next, and are started as far as there is room, unless they are there
-  // (Holds()). What was staged for other ones is dropped, and if some of it has been taken.
-  // ABORTED, STEP_ABANDONED: the weights have been released, and not all of these are staged. The
-  // GPU's error, which ends the push.
+  // Sets the chunks to be sent next, and starts their copies as far as there is room, unless all
+  // are there (Holds()). Other chunks that were staged are dropped, and so are these if some of
+  // them have been taken. ABORTED, STEP_ABANDONED: the weights have been released before all of
+  // these were staged. A GPU's error, which ends the push.
   absl::Status Stage(absl::Span<const int64_t> chunks) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // True: all of these are there, or on their way from the GPU: they can be sent also after the
-  // release.
+  // True: all of these chunks are in pinned memory or being copied there, so they can be sent even
+  // after the release.
   bool Holds(absl::Span<const int64_t> chunks) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Waits until a chunk's bytes are in its buffer; then this is the caller's, to give back or lend.
-  // Absent: they cannot come, and status() says why. REQUIRES: it was staged, and has not been
-  // taken since, unless Holds() is true of it.
+  // Waits until a chunk's bytes are in its buffer, and returns the buffer; the caller must give it
+  // back or lend it. Absent: the copy failed; see status(). REQUIRES: the chunk was staged and has
+  // not been taken since, unless Holds() is true for it.
   std::optional<int> Take(int64_t chunk) ABSL_LOCKS_EXCLUDED(mu_);
   PinnedRing& ring() const { return *ring_; }
 
-  // Drops what is staged, and waits until nothing is being copied any more. Buffers are lost whose
-  // copies do not end, as by Gpu::AwaitIdle(): PinnedRing::lost_bytes() tells.
+  // Drops all staged chunks, and waits until no copy is running. Buffers whose copies do not end,
+  // as in Gpu::AwaitIdle(), are lost: see PinnedRing::lost_bytes().
   void Drop() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // What has gone wrong: a GPU's error, or that the weights have been released too early, or that
-  // time was over, or the interrupt.
+  // The first error: of a GPU, or that the weights were released too early, the deadline passed, or
+  // the interrupt fired.
   absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -96,9 +96,9 @@ class StagedChunks {
 
   mutable absl::Mutex mu_;  // Serializes the starts, and is held across calls of the driver.
   std::vector<int64_t> order_ ABSL_GUARDED_BY(mu_);
-  size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;  // Of these.
-  bool keeps_ ABSL_GUARDED_BY(mu_) = false;        // All are staged, and stay until dropped.
-  std::map<int64_t, Staged> staged_ ABSL_GUARDED_BY(mu_);  // By chunk.
+  size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;  // In `order_`.
+  bool keeps_ ABSL_GUARDED_BY(mu_) = false;        // All are staged, until they are dropped.
+  std::map<int64_t, Staged> staged_ ABSL_GUARDED_BY(mu_);  // Keyed by chunk.
   std::vector<Staged> failed_ ABSL_GUARDED_BY(mu_);  // Copies may still go into their buffers.
   absl::Status status_ ABSL_GUARDED_BY(mu_);
 };

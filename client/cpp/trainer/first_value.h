@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which schedules can begin with an average that was made elsewhere.
+// Checks whether a schedule can start from an imported average.
 #ifndef EMA_CLIENT_CPP_TRAINER_FIRST_VALUE_H_
 #define EMA_CLIENT_CPP_TRAINER_FIRST_VALUE_H_
 
@@ -12,9 +12,9 @@
 
 namespace ema {
 
-// OK if all schedules of the track go on from an average that is pushed first, at `now`, as if they
-// had made it; `updates`: how many went into it, 0: not known. INVALID_ARGUMENT, BAD_SCHEDULE: one
-// would write it over soon; the message says which, and what is missing.
+// OK if all schedules of the track continue from an average that is pushed first, at `now`, as if
+// they had produced it. `updates`: number of updates in it; 0: unknown. INVALID_ARGUMENT,
+// BAD_SCHEDULE: a schedule would soon overwrite it; the message says which, and what is missing.
 absl::Status CheckKeepsFirstValue(const TrackConfig& track, const TrainingTime& now,
                                   int64_t updates);
 

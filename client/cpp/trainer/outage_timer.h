@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which errors of a push belong to an outage, and how long a trainer waits for its end.
+// Classifies push errors as outages or not, and limits how long a trainer waits in an outage.
 #ifndef EMA_CLIENT_CPP_TRAINER_OUTAGE_TIMER_H_
 #define EMA_CLIENT_CPP_TRAINER_OUTAGE_TIMER_H_
 
@@ -24,15 +24,15 @@ class OutageTimer {
  public:
   explicit OutageTimer(absl::Duration max_outage) : max_outage_(max_outage) {}
 
-  // When the trainer stops waiting; before an outage, as if it began now.
+  // When the trainer stops waiting. Before an outage: as if one began now.
   SteadyTime deadline() const;
-  // Whether to push a step again whose push failed with `error`. The first such error begins the
+  // Whether to retry a step whose push failed with `error`. The first retryable error starts the
   // outage.
   bool ShouldRetry(const absl::Status& error);
   // Stops waiting until a push has succeeded.
   void StopWaiting() { has_stopped_waiting_ = true; }
   bool has_stopped_waiting() const { return has_stopped_waiting_; }
-  // A push has succeeded.
+  // To be called when a push has succeeded.
   void EndOutage();
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The protocol of a trainer: decides which steps are pushed, and handles failed pushes. StepPusher
-// (C++) and attach() (Python) wrap it; there is no other implementation.
+// The trainer's side of the protocol: decides which steps are pushed, and handles failed pushes.
+// StepPusher (C++) and attach() (Python) wrap it; there is no other implementation.
 #ifndef EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
 #define EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
 
@@ -41,20 +41,20 @@ struct StepWeights {
   std::vector<int> devices;      // One for each shard; see GpuWeights.
   std::vector<Strides> strides;  // One for each shard; see PushOptions.
   std::vector<GpuStream> streams;
-  // These keep the memory valid. They may be destroyed by any thread.
+  // Keep the memory valid. May be destroyed by any thread.
   std::vector<std::shared_ptr<const void>> owners;
 
   // Adds the shards that follow in the layout.
   void Append(StepWeights more);
 };
 
-// Answers the engine's questions about a step that is due. Called by the training thread only.
+// Provides the weights of a step that is due. Called only by the training thread.
 class TrainingStep {
  public:
   virtual ~TrainingStep() = default;
 
-  // Whether a frozen tensor has changed since the last call, which may have been another step's.
-  // Called once, before Read().
+  // Whether a frozen tensor has changed since the last call, possibly for an earlier step. Called
+  // once, before Read().
   virtual absl::StatusOr<bool> FrozenChanged() = 0;
   // The weights of the shards [begin, end) of the run's layout. They must not change until
   // PushEngine::WaitReleased() has returned.
@@ -64,8 +64,8 @@ class TrainingStep {
 // One rank of a trainer. Calls must not overlap, and all but Poll(true) come from the training
 // thread; progress() and step() may be called at any time by any thread.
 //
-// In a wait, and while it asks for weights, a signal handler of the training thread may call it
-// again: the outer call then continues with what the inner one has left.
+// A signal handler of the training thread may call the engine again, during a wait or a call of
+// TrainingStep: the outer call then continues from the state that the inner one has left.
 //
 // A push reads the weights in place from AfterStep() to WaitReleased(). A step that cannot be
 // pushed is skipped and counted, or pushed again (OnError::kWait). While the server is unreachable
@@ -107,36 +107,37 @@ class PushEngine {
   // error in `now`: the step is skipped.
   void AfterStep(int64_t step, const absl::StatusOr<TrainingTime>& now,
                  std::shared_ptr<TrainingStep> training_step);
-  // True: AfterStep() at `now`, WaitReleased() and TakeError() would neither wait nor ask for
+  // True if AfterStep() at `now`, WaitReleased() and TakeError() would neither wait nor read
   // weights.
   bool IsIdleAt(const absl::StatusOr<TrainingTime>& now) const;
   bool is_idle() const { return push_ == nullptr && !retry_.has_value() && rejoiner_ == nullptr; }
-  // Abandons the pending push, because something has written weights that it reads in place:
-  // `names`, empty if they are unknown. `raises`: TakeError() gives the error. `hint` is appended
-  // to the warning.
+  // Abandons the pending push, because the weights that it reads in place were written. `names`:
+  // the written tensors; empty if unknown. `raises`: TakeError() returns the error. `hint` is
+  // appended to the warning.
   void AbandonWrittenPush(std::string_view names, std::string_view hint, bool raises);
   // See StepPusher::TakeError().
   absl::Status TakeError();
   // See StepPusher::WaitPushed().
   absl::Status WaitPushed(absl::Duration timeout);
-  // Waits for the last push, at most `timeout`. After this nothing is pushed or counted.
+  // Waits for the last push, at most `timeout`. Later steps are neither pushed nor counted.
   void EndPushes(absl::Duration timeout);
-  // Leaves the run; abandons a push that has not ended. Waits at most `timeout` for a call that
-  // rejoins the run; a longer call ends by itself.
+  // Leaves the run, and abandons a push that has not ended. Waits at most `timeout` for a running
+  // call that rejoins the run; a longer one ends by itself.
   void Leave(absl::Duration timeout = absl::InfiniteDuration());
 
-  // Takes the result of the pending push if it has ended, and a rejoined run. `leaves_failure`: a
-  // failure stays for the training thread, since handling it may take a second.
+  // Takes the result of the pending push, if it has ended, and adopts a rejoined run.
+  // `leaves_failure`: leaves a failed push to the training thread, since handling it may take a
+  // second.
   void Poll(bool leaves_failure = false);
   bool is_pending_push_done() const { return push_ == nullptr || push_->done(); }
 
   int64_t rank() const { return rank_; }
-  // The epoch of the run, or of the last one while the server is unreachable.
+  // The epoch of the run; while the server is unreachable, of the last run.
   int64_t run_epoch() const { return run_epoch_; }
-  bool is_away() const { return run_ == nullptr; }  // Nothing can be pushed now.
-  // A newer run pushes, or the model was rolled back: this engine never pushes again.
+  bool is_away() const { return run_ == nullptr; }  // No run to push to.
+  // A newer run pushes, or the model was rolled back: this engine will never push again.
   bool is_fenced() const;
-  // Why nothing can be pushed now.
+  // The error that explains why nothing can be pushed at present.
   absl::Status AwayError() const;
   // The error of the last try to rejoin; OK: there was none.
   absl::Status RejoinError() const;
@@ -152,7 +153,7 @@ class PushEngine {
   Progress progress() const ABSL_LOCKS_EXCLUDED(progress_mu_);
 
  private:
-  // The weights of a step, kept so that they can be pushed again while they are the same.
+  // The weights of a step, kept for a retry as long as they do not change.
   struct Push {
     int64_t step = 0;
     TrainingTime time;
@@ -178,26 +179,27 @@ class PushEngine {
   bool AwaitPreviousPush();
   // Takes the result of the pending push if it has ended. `because`: replaces the push's own error.
   void CollectResult(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());
-  // Takes the run that has been rejoined; waits for it until then.
+  // Adopts the rejoined run; waits for it at most until `until`.
   void AdoptRejoinedRun(SteadyTime until);
-  // Counts the updates that the server of the rejoined run has lost.
+  // Counts the updates that are missing on the server of the rejoined run.
   void CountLostUpdates();
-  // Warns of them, when the next step to be pushed is known.
+  // Warns of these updates, once the next step to be pushed is known.
   void WarnOfLostUpdates(int64_t next_step);
   void CountPushed(Version version);
-  // With kWait: waits until the pushed step is a version, and pushes it again after an outage,
-  // while nothing else writes the weights. Once an outage has lasted too long it does nothing until
-  // a push has succeeded, since the ranks may be at different steps.
+  // With kWait: waits until the pushed step is a version, and retries it after an outage, while the
+  // weights do not change. After an outage that lasted too long it does nothing until a push has
+  // succeeded, since the ranks may be at different steps.
   void AwaitCommit(SteadyTime until);
   void PushAgain(SteadyTime until);
   void AbandonRetry();
-  // Tells the server that this rank will not push the step, so that no other rank waits for it.
+  // Reports to the server that this rank will not push the step, so that no other rank waits for
+  // it.
   void ReportAbandonedStep(int64_t step, const absl::Status& why) const;
-  // Ends `push`, if it is still the pending one; it reads no weights any more.
+  // Ends `push`, if it is still the pending one. REQUIRES: it reads no weights any more.
   void AbandonPush(const std::shared_ptr<PendingPush>& push, const std::string& problem);
   std::shared_ptr<PendingPush> TakePush();
-  // Counts a step that was not pushed, or keeps it to push it again; starts to rejoin if the error
-  // means an outage.
+  // Counts a step that was not pushed, or keeps it for a retry; starts to rejoin the run if the
+  // error means an outage.
   void Skip(int64_t step, const absl::Status& error, std::shared_ptr<PendingPush> lost = nullptr);
   void ReportSkip(int64_t step, const absl::Status& error);
   void CountWait(SteadyTime start);
@@ -210,10 +212,10 @@ class PushEngine {
   DueTracks due_;
   bool is_closed_ = false;
   std::atomic<int64_t> step_;
-  // Shared with calls that a signal handler has interrupted, as the next two below.
+  // Shared with calls that a signal handler has interrupted; so are `push_` and `rejoiner_`.
   std::shared_ptr<Run> run_;  // Null while the server is unreachable, and after Leave().
   int64_t run_epoch_;
-  // What is left of max_wait until the end of the next AfterStep().
+  // The rest of max_wait until the end of the next AfterStep().
   absl::Duration wait_left_;
   // False: the last push failed, so the ranks may push at different steps.
   bool in_step_ = true;
@@ -222,28 +224,28 @@ class PushEngine {
   // after a failure all ranks push them, so that they agree.
   bool frozen_changed_ = false;
 
-  std::vector<std::shared_ptr<const void>> owners_;  // Of the memory that the push reads.
+  std::vector<std::shared_ptr<const void>> owners_;  // Keep the memory that the push reads.
   bool reads_gpu_ = false;
   int64_t pending_step_ = 0;
   bool has_waited_ = false;  // The training thread has waited for the pending push's reply once.
   std::shared_ptr<PendingPush> push_;
   // Not null while the server is unreachable, and after this run was fenced.
   std::shared_ptr<Rejoiner> rejoiner_;
-  // Updates that the server has lost, until WarnOfLostUpdates().
+  // Updates that the server has lost, until WarnOfLostUpdates() reports them.
   struct LostUpdates {
     std::optional<int64_t> from_step;  // Absent: the server has forgotten the model.
     int64_t to_step = 0;
     int64_t count = 0;
   };
   std::optional<LostUpdates> lost_updates_;
-  // Steps skipped before the outage that lasts now. Absent: there is none.
+  // Number of steps skipped before the present outage. Absent: there is no outage.
   std::optional<int64_t> skipped_before_;
 
   absl::Status error_;  // For TakeError().
   // For kWait.
   OutageTimer outage_;
-  std::optional<Push> pushed_;  // The step of `push_`, while the weights are the same.
-  std::optional<Push> retry_;   // A step that failed and will be pushed again.
+  std::optional<Push> pushed_;  // The step of `push_`, while its weights do not change.
+  std::optional<Push> retry_;   // A failed step that will be pushed again.
   absl::Status retry_error_;
 
   mutable absl::Mutex progress_mu_;

@@ -22,13 +22,13 @@
 
 namespace ema::client_internal {
 
-// Releases a push (may be null) and its run, then opens the run again until all ranks have joined,
-// and asks whether the lost step was committed. For the training thread.
+// Abandons a push (may be null) and leaves its run, then opens the run again, repeatedly until all
+// ranks have joined, and queries whether the lost step was committed. For the training thread.
 class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
  public:
   struct RejoinedRun {
     std::unique_ptr<Run> run;
-    // The version that the lost step became after all: only the reply was lost. Absent: none.
+    // The version of the lost step, if only its reply was lost. Absent: the step was not committed.
     std::optional<Version> lost_version;
   };
 
@@ -40,16 +40,16 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   Rejoiner(const Rejoiner&) = delete;
   Rejoiner& operator=(const Rejoiner&) = delete;
 
-  // Starts the thread, unless it runs already. False: the system has no thread for it now, as
-  // problem() says.
+  // Starts the thread, unless it is running. False: the system has no thread for it; problem() has
+  // the error.
   bool Start() ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until Take() has a run, no other try follows, or `until`. If the thread could
-  // not be started, it is started as soon as the system has one.
+  // Waits until Take() has a run, no other try follows, or `until` has passed. If the thread could
+  // not be started, keeps trying to start it.
   void Await(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
-  // The run, once; absent: it has not been rejoined yet.
+  // Returns the run, once; absent: it has not been rejoined yet.
   std::optional<RejoinedRun> Take() ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends the tries. Waits until `until` for the call that is being made (each takes two seconds at
-  // most); if that takes longer, the thread ends by itself later, and releases its run.
+  // Ends the tries. Waits until `until` for the running call (each takes at most two seconds); if
+  // that takes longer, the thread ends by itself later and leaves its run.
   void Stop(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // The error of the last try. ABORTED, FENCED: a newer run pushes, so no other try follows.
   // CANCELLED: Client::Options::is_interrupted.
@@ -59,9 +59,9 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   void Work() ABSL_LOCKS_EXCLUDED(mu_);
   // Tries once. Returns the pause before the next try; nullopt: no other try follows.
   std::optional<absl::Duration> Try(Backoff& backoff) ABSL_LOCKS_EXCLUDED(mu_);
-  // True: the thread is to end. Waits for that.
+  // Waits at most `max_wait` until the thread must end. True: it must.
   bool AwaitStop(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
-  // Sets `is_reachable` once the server has opened the run.
+  // Sets `is_reachable` when the server has opened the run.
   absl::StatusOr<RejoinedRun> Join(bool& is_reachable);
   void LogProblem(const absl::Status& problem, const absl::Status& previous);
   bool IsSettledLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -75,7 +75,7 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   std::shared_ptr<Run> lost_run_;
   bool has_warned_ = false;
   mutable absl::Mutex mu_;
-  SteadyWait wait_;  // Woken when one of these changes.
+  SteadyWait wait_;  // Woken when one of the guarded members changes.
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   bool is_done_ ABSL_GUARDED_BY(mu_) = true;  // The thread does not run, or is about to end.
   std::optional<RejoinedRun> joined_ ABSL_GUARDED_BY(mu_);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a rank of a trainer rejoins its run after the server was unreachable or restarted.
+// Lets a rank of a trainer rejoin its run after the server was unreachable or restarted.
 #ifndef EMA_CLIENT_CPP_TRAINER_RUN_JOINER_H_
 #define EMA_CLIENT_CPP_TRAINER_RUN_JOINER_H_
 
@@ -20,7 +20,7 @@
 
 namespace ema::client_internal {
 
-// Has no state that changes. Thread-safe as Client is.
+// Immutable. Thread-safe, as Client is.
 class RunJoiner {
  public:
   struct Options {
@@ -28,7 +28,7 @@ class RunJoiner {
     Manifest manifest;
     std::vector<TrackConfig> tracks;
     Client::ModelOptions model_options;
-    // Files that checkpoints of the model have, by name; see Client::AttachFile().
+    // Files to attach to the model: contents by name; see Client::AttachFile().
     std::map<std::string, std::string> files;
     Client::RunOptions run;  // Its shards are of `manifest`.
   };
@@ -41,11 +41,10 @@ class RunJoiner {
 
   // Creates the model unless it exists, with its files. Errors as Client::CreateModel().
   absl::Status CreateModel(absl::Duration timeout) const;
-  // Opens the run of the same launch again; does not wait for the other ranks. The average
-  // continues from where the server has it, so a resume point is not applied again. A server that
-  // keeps no data has forgotten the model: then rank 0 creates it. `last_run_epoch`: as
-  // Client::RunOptions. Errors as Client::OpenRun(); INVALID_ARGUMENT, BAD_LAYOUT: the model has
-  // other tensors now.
+  // Reopens the run of the same launch; does not wait for the other ranks. The average continues
+  // from the server's state, so a resume point is not applied again. If the server has lost the
+  // model, rank 0 creates it. `last_run_epoch`: see Client::RunOptions. Errors as
+  // Client::OpenRun(); INVALID_ARGUMENT, BAD_LAYOUT: the model has other tensors now.
   absl::StatusOr<std::unique_ptr<Run>> Reopen(int64_t last_run_epoch, absl::Duration timeout) const;
 
  private:

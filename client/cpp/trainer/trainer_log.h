@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a trainer's log says about pushes.
+// The log lines of a trainer about its pushes.
 #ifndef EMA_CLIENT_CPP_TRAINER_TRAINER_LOG_H_
 #define EMA_CLIENT_CPP_TRAINER_TRAINER_LOG_H_
 
@@ -26,23 +26,23 @@ using LogFunction = std::function<void(LogLevel level, const std::string& text)>
 // The message, followed by the reason in brackets if there is one.
 std::string ErrorText(const absl::Status& error);
 
-// What happens to the average after a step that was skipped for this reason.
+// A text that says how the average continues after a step that was skipped for this reason.
 const char* OutlookAfter(const absl::Status& error);
 
 // Writes lines that begin with the model's name, and decides which of many skipped steps are worth
 // a warning. For one thread; Write() is for any.
 class TrainerLog {
  public:
-  // `warns_of_all`: warns of every step that is skipped because of the server or another rank.
+  // With `warns_of_all`, every step that is skipped because of the server or another rank is a
+  // warning.
   TrainerLog(std::string_view model, bool warns_of_all, LogFunction function);
 
   void Write(LogLevel level, std::string_view text) const;
 
-  // A step was skipped. Of several with the same cause the 1st, 2nd, 4th, 8th, ... is a warning,
-  // the others are debug lines. An outage is always worth a warning: while it lasts nothing is
-  // tried.
+  // Logs a skipped step. Of several with the same cause the 1st, 2nd, 4th, 8th, ... is a warning,
+  // the others are debug lines. An outage is always a warning: while it lasts nothing is tried.
   void SkippedStep(int64_t step, const absl::Status& error);
-  // A push has succeeded: causes that are over are counted from the beginning again.
+  // To be called when a push has succeeded: restarts the counts of causes that are over.
   void PushSucceeded();
   // Warns once of each schedule whose updates are too small for float32.
   void WarnOfStalledTracks(const Version& version);
@@ -56,7 +56,7 @@ class TrainerLog {
   std::map<Cause, int64_t> skip_counts_;
   // Causes that persist after a successful push, such as weights that are not finite.
   std::set<Cause> lasting_causes_;
-  // Track, pattern of the rule, and schedule.
+  // Schedules already warned about: track, pattern of the rule, schedule.
   std::set<std::tuple<std::string, std::string, std::string>> stalled_;
 };
 

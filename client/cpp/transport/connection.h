@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A connection with gRPC on it, and the calls that use it.
+// A connection that carries gRPC, and the calls on it.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_CONNECTION_H_
 #define EMA_CLIENT_CPP_TRANSPORT_CONNECTION_H_
 
@@ -26,17 +26,17 @@
 
 namespace ema::client_internal {
 
-// A channel over a socket that we have opened. It does not reconnect: when it has died, its owner
-// makes another. gRPC's own channels cannot be told to let go of a slice that the kernel does not
-// take, nor to leave a peer's congestion control alone; a socket of ours can. Over TLS it is one of
-// gRPC's own, since this version of gRPC takes sockets only without. A call whose bytes the kernel
-// does not take then ends when TCP gives the peer up, 20 s later; so weights are copied there.
-// Thread-safe.
+// A gRPC channel over a socket that this class opens. It does not reconnect: its owner replaces it
+// when it has died. A channel with its own socket can neither be made to drop a slice that the
+// kernel does not accept, nor to keep a congestion control setting; with our socket both are
+// possible. Over TLS gRPC opens the socket, since this version of gRPC accepts sockets only without
+// TLS. A call whose bytes the kernel does not accept then ends only when TCP times out, after 20 s,
+// so weights are copied there. Thread-safe.
 class Connection {
  public:
-  // `tls`: for a dialer whose address says so. `token`: of all its calls. Errors as Dialer::Dial(),
-  // and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read. If a TLS handshake fails,
-  // the first call says why.
+  // `tls`: used if the dialer's address says so. `token`: sent with all calls. Errors as
+  // Dialer::Dial(), and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read. If a TLS
+  // handshake fails, the first call returns the error.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
                                                           const Token& token, SteadyTime deadline,
                                                           Interrupt* interrupt);
@@ -45,17 +45,17 @@ class Connection {
   Connection& operator=(const Connection&) = delete;
 
   const std::string& address() const { return address_; }
-  // False: it is gRPC's, as over TLS. Break() then cannot make gRPC let go of slices.
+  // False: gRPC owns it, as over TLS. Break() then cannot make gRPC drop slices.
   bool owns_socket() const { return fd_ >= 0; }
   v1::EmaService::Stub& stub() { return stub_; }
   grpc::GenericStub& generic_stub() { return generic_stub_; }
   grpc::health::v1::Health::Stub& health_stub() { return health_stub_; }
 
-  // False: broken, or closed by the peer.
+  // False: the connection is broken, or closed by the peer.
   bool alive() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Ends all its calls, and gives up what gRPC has still to send. Slices are dropped once a thread
-  // polls gRPC. Not to be called with a lock held that a slice's destroy callback takes.
+  // Ends all its calls, and discards the bytes that gRPC has not sent. Slices are dropped once a
+  // thread polls gRPC. Not to be called with a lock held that a slice's destroy callback acquires.
   void Break() ABSL_LOCKS_EXCLUDED(mu_);
   bool broken() const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -65,14 +65,14 @@ class Connection {
   Connection(std::string address, const Token& token, int fd,
              std::shared_ptr<grpc::Channel> channel);
 
-  // The running calls, so that Break() can end them. Once a call, not once a message.
+  // Register running calls, so that Break() can end them. Once for each call, not for each message.
   void Add(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
   void Remove(const grpc::ClientContext* context) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string address_;
   const Token token_;
-  // A duplicate of the socket's descriptor: the number stays ours when gRPC has closed its own. -1:
-  // the socket is gRPC's.
+  // A duplicate of the socket's descriptor, which stays valid when gRPC has closed its own. -1:
+  // gRPC owns the socket.
   const int fd_;
   const std::shared_ptr<grpc::Channel> channel_;
   v1::EmaService::Stub stub_;
@@ -85,7 +85,7 @@ class Connection {
 };
 
 // One call: its context, which the connection and `interrupt` can cancel while this object lives.
-// For one thread, but for Cancel().
+// For one thread, except Cancel().
 class Call {
  public:
   Call(std::shared_ptr<Connection> connection, SteadyTime deadline, Interrupt* interrupt);
@@ -95,18 +95,18 @@ class Call {
 
   Connection& connection() { return *connection_; }
   grpc::ClientContext* context() { return context_.get(); }
-  // Its operations end soon. From any thread.
+  // Makes the operations of the call end soon. From any thread.
   void Cancel();
 
-  // What has come of an operation on a completion queue.
+  // The outcome of an operation on a completion queue.
   enum class Event { kOk, kFailed, kTimeout };
   // Waits until `give_up` for the next event of `queue`, on which this call has an operation. The
-  // interrupt cancels the call, so an event follows soon. kFailed also if the queue has been shut
-  // down.
+  // interrupt cancels the call, so that an event follows soon. Also kFailed if the queue has been
+  // shut down.
   Event Await(grpc::CompletionQueue* queue, SteadyTime give_up = SteadyTime::max());
 
-  // How the call ended, with the ErrorDetail of its trailer. UNAVAILABLE without a reason: the
-  // connection broke; it is marked so. REQUIRES: gRPC has given `status`.
+  // Returns how the call ended, with the ErrorDetail of its trailer. If gRPC reports UNAVAILABLE
+  // without a detail, the connection is marked as broken. REQUIRES: gRPC has returned `status`.
   absl::Status Result(const grpc::Status& status);
 
  private:

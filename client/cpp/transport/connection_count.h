@@ -8,25 +8,25 @@
 
 namespace ema::client_internal {
 
-// By how many connections a run pushes: twice as many are tried for some pushes, and kept if they
-// are faster. What a path gives with more of them depends on processors, network cards, limits of a
-// cloud and what else goes on; only trying tells. For one thread at a time.
+// Chooses the number of connections for pushes of a run: for some pushes twice as many are tried,
+// and kept if they are faster. The effect of more connections depends on processors, network cards,
+// limits of a cloud and other traffic, so it is measured. For one thread at a time.
 class ConnectionCount {
  public:
-  // The first pushes tell nothing: memory is new, and windows are small.
+  // The first pushes are not measured: memory is new, and windows are small.
   static constexpr int64_t kWarmUp = 2;
-  // Pushes by which a number of connections is judged: the median counts.
+  // Number of pushes whose median speed counts for a number of connections.
   static constexpr int64_t kPushes = 3;
-  // So much faster it must be.
+  // A higher number is kept if it is faster by this factor.
   static constexpr double kGain = 1.15;
-  // Pushes until more are tried again.
+  // Number of pushes until a higher number is tried again.
   static constexpr int64_t kRest = 200;
 
   explicit ConnectionCount(int64_t max) : max_(max) {}
 
   int64_t get() const { return count_; }
 
-  // A push by get() connections had this speed, in any unit.
+  // Records the speed of a push by get() connections, in any unit.
   void Note(double speed) {
     if (rest_ > 0) {
       --rest_;
@@ -47,7 +47,7 @@ class ConnectionCount {
     if (2 * count_ <= max_) count_ *= 2;
   }
 
-  // So many cannot be had, or have failed.
+  // Records that get() connections could not be opened, or have failed.
   void NoteFailure() {
     count_ = best_count_ = 1;
     rest_ = kRest;
@@ -57,7 +57,7 @@ class ConnectionCount {
  private:
   const int64_t max_;
   int64_t count_ = 1;
-  int64_t best_count_ = 1;  // If it is not count_, that is being tried.
+  int64_t best_count_ = 1;  // If it is not count_, count_ is being tried.
   double best_speed_ = 0;
   int64_t rest_ = kWarmUp;
   std::vector<double> speeds_;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Between the wire's messages and the structs of include/ema/client.h; server/wire/convert.h has
-// the others. A reply that no right server sends is INTERNAL.
+// Converts between messages and the structs of include/ema/client.h; server/wire/convert.h has more
+// conversions. A malformed reply of the server is INTERNAL.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_CONVERT_H_
 #define EMA_CLIENT_CPP_TRANSPORT_CONVERT_H_
 
@@ -24,18 +24,18 @@ inline constexpr char kErrorDetailKey[] = "ema-error-detail-bin";
 // `status` with the reason and the retry delay of `detail`, a serialized ErrorDetail. REQUIRES:
 // status is not OK.
 absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail);
-// The same, as a lane has it.
+// The same for an error message of a lane.
 absl::Status ErrorOf(const v1::LaneError& error);
 
-// INTERNAL.
+// An INTERNAL error about a reply of the server.
 absl::Status MalformedReply(std::string_view what);
 
-using ema::FromProto;  // Those of include/ema.
-// UNIMPLEMENTED: the model does not lie whole on the server that answered.
+using ema::FromProto;  // For the structs of include/ema.
+// UNIMPLEMENTED: the server that answered does not hold the whole model.
 absl::Status CheckPartitions(const v1::Model& proto);
-// Without tensors (as ListModels gives it): an empty manifest.
+// Without tensors (as from ListModels) the manifest is empty.
 absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto);
-// `known`: the plan whose tracks a reply to a push may leave out.
+// `known`: the plan whose tracks the reply to a push may omit.
 absl::StatusOr<RunPlan> FromProto(const v1::PushPlan& proto, const RunPlan& known = {});
 absl::StatusOr<PullInfo> FromProto(const v1::PullHeader& proto);
 absl::StatusOr<PushProgress> FromProto(const v1::QueryPushResponse& proto);

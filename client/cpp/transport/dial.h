@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Connections of our own making, which gRPC then speaks over.
+// Opens sockets on which gRPC then runs.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_DIAL_H_
 #define EMA_CLIENT_CPP_TRANSPORT_DIAL_H_
 
@@ -19,13 +19,13 @@ namespace ema::client_internal {
 struct Address {
   std::string host = {};
   std::string port = {};
-  std::string path = {};  // Of a unix socket; then the others are empty.
+  std::string path = {};  // Path of a unix socket; then the others are empty.
   bool is_tls = false;
 
-  // Reads what Client::Create() takes. INVALID_ARGUMENT, BAD_REQUEST: anything else.
+  // Parses an address of Client::Create(). INVALID_ARGUMENT, BAD_REQUEST: another form.
   static absl::StatusOr<Address> Parse(std::string_view text);
   std::string ToString() const;
-  // "host:port", as a URL has it. REQUIRES: of no unix socket.
+  // "host:port", as in a URL. REQUIRES: not a unix socket.
   std::string Authority() const;
 };
 
@@ -36,15 +36,15 @@ class Dialer {
 
   const Address& address() const { return address_; }
 
-  // A connected socket: of TCP with Nagle's algorithm off, and the congestion control changed to
-  // reno if the peer is on this machine: bbr, the default of some systems, paces loopback to two
-  // thirds of its speed. The caller owns it. UNAVAILABLE: no such host, or nobody there.
+  // Returns a connected socket, which the caller owns. A TCP socket has Nagle's algorithm off and,
+  // if the peer is on this machine, reno as congestion control: bbr, the default of some systems,
+  // paces loopback to two thirds of its speed. UNAVAILABLE: no such host, or no server there.
   // DEADLINE_EXCEEDED. CANCELLED: `interrupt` was fired.
   absl::StatusOr<int> Dial(SteadyTime deadline, Interrupt* interrupt);
 
  private:
-  // Looks the host up each time, because a server that was restarted may be elsewhere. While the
-  // name service does not answer, what it said last counts.
+  // Looks the host up each time, because a restarted server may have moved. While the name service
+  // does not answer, uses its last answer.
   absl::Status Find(SteadyTime deadline, Interrupt* interrupt);
   absl::StatusOr<int> DialUnix() const;
 

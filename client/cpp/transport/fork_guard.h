@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What keeps a forked child (a DataLoader worker) from touching its parent's gRPC objects: their
-// threads do not exist in the child, and their locks may be held there for ever.
+// Keeps a forked child (a DataLoader worker) from touching its parent's gRPC objects: their threads
+// do not exist in the child, and their locks may be held there for ever.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_
 #define EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_
 
@@ -14,7 +14,7 @@
 
 namespace ema::client_internal {
 
-// Remembers the process it was made in. Takes no locks.
+// Records the process in which it was created. Takes no locks.
 class ForkGuard {
  public:
   ForkGuard() : pid_(getpid()) {}
@@ -27,8 +27,8 @@ class ForkGuard {
   const pid_t pid_;
 };
 
-// FAILED_PRECONDITION: a parent of this process has used gRPC, whose threads are missing here. Else
-// notes that this process uses it.
+// FAILED_PRECONDITION: a parent of this process has used gRPC, whose threads are missing here.
+// Otherwise records that this process uses gRPC.
 absl::Status CheckGrpcUsable();
 
 // Never destroys `object`.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How what one thread waits for is ended early.
+// Interrupts the calls and waits of a thread.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_INTERRUPT_H_
 #define EMA_CLIENT_CPP_TRANSPORT_INTERRUPT_H_
 
@@ -19,32 +19,32 @@ class ClientContext;
 
 namespace ema::client_internal {
 
-// Ends the gRPC calls and the waits of one thread and its helpers, for good: because somebody calls
-// Fire(), or because a function says so. Thread-safe, but the function is asked by any of the
-// threads that wait: where there are several, it must allow that.
+// Ends the gRPC calls and the waits of one thread and its helpers, permanently: when Fire() is
+// called, or when a polled function returns true. Thread-safe; the function is called by any of the
+// waiting threads, so with several of them it must be thread-safe.
 class Interrupt {
  public:
-  // How long a wait may last before the function is asked again.
+  // The longest time between two polls of the function.
   static constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
 
-  // `poll` outlives this object; null, or an empty function: it is not asked.
+  // `poll` outlives this object; null, or an empty function: it is not called.
   explicit Interrupt(const std::function<bool()>* poll = nullptr)
       : is_of_user_(poll != nullptr), poll_(poll != nullptr && *poll != nullptr ? poll : nullptr) {}
 
-  // Cancels the calls that run and every later one. Not to be called with a lock held that a
-  // slice's destroy callback takes: gRPC may run those inside.
+  // Cancels the running calls and every later one. Not to be called with a lock held that a slice's
+  // destroy callback acquires: gRPC may run such callbacks inside.
   void Fire() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // There is a function to be asked, perhaps an empty one: the thread is in a call of its user's,
-  // and not one of ours.
+  // True: a function was given, perhaps an empty one: the thread is in a call by the user, not in
+  // one of this library.
   bool is_of_user() const { return is_of_user_; }
 
-  // Asks the function.
+  // True if Fire() was called; otherwise polls the function.
   bool fired() ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits. False, at once: fired.
+  // Waits for `duration`. Returns false at once when fired.
   bool Sleep(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A call that Fire() cancels, until it is removed.
+  // Registers a call that Fire() cancels, until it is removed.
   void AddCall(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
   void RemoveCall(const grpc::ClientContext* context) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -52,7 +52,7 @@ class Interrupt {
   const bool is_of_user_;
   const std::function<bool()>* const poll_;
   absl::Mutex mu_;
-  SteadyWait wait_;  // Woken when it changes.
+  SteadyWait wait_;  // Woken when `fired_` changes.
   bool fired_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::shared_ptr<grpc::ClientContext>> contexts_ ABSL_GUARDED_BY(mu_);
 };

@@ -18,30 +18,31 @@
 
 namespace ema::client_internal {
 
-// Opened when they are needed, and kept for the next call. Thread-safe.
+// Opens lanes on demand, and keeps them for later calls. Thread-safe.
 class LanePool {
  public:
-  // Takes what the server has said of its lanes; those before go.
+  // Sets the server's offer; lanes of earlier offers are dropped.
   void SetOffer(const v1::GetLaneResponse& offer) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A lane for one call. Null: there is none; gRPC has to do.
+  // A lane for one call. Null: there is none; use gRPC.
   std::unique_ptr<LanePipe> Take() ABSL_LOCKS_EXCLUDED(mu_);
-  // After a call that has succeeded. A lane with which one has failed is to be dropped instead.
+  // To be called after a successful call. After a failed call drop the lane instead.
   void GiveBack(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
-  // False: there is none, as far as is known.
+  // False: as far as is known, the server offers no lane to this host.
   bool has_offer() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   mutable absl::Mutex mu_;
-  std::string socket_name_ ABSL_GUARDED_BY(mu_);  // Empty: there are none.
+  std::string socket_name_ ABSL_GUARDED_BY(mu_);  // Empty: no lanes are offered.
   std::vector<std::unique_ptr<LanePipe>> idle_ ABSL_GUARDED_BY(mu_);
 };
 
 absl::Status SendRequest(LanePipe& lane, const v1::LaneRequest& request,
                          const LanePipe::Stop& stop);
-// The next message, or what its LaneError says.
+// Parses a response; a LaneError becomes the result.
 absl::StatusOr<v1::LaneResponse> ParseResponse(const LanePipe::Frame& frame);
-// Why a call has failed with which sending ended with `error`: what the server has said, if it has.
+// The cause of a failed call, after sending ended with `error`: the server's error, if it has sent
+// one, else `error`.
 absl::Status WhyFailed(LanePipe& lane, const absl::Status& error);
 
 }  // namespace ema::client_internal

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A call with one request and a stream of raw messages back.
+// A call with one request and a stream of raw response messages.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_MESSAGE_READER_H_
 #define EMA_CLIENT_CPP_TRANSPORT_MESSAGE_READER_H_
 
@@ -18,7 +18,7 @@
 
 namespace ema::client_internal {
 
-// While one message is used, the next is being received. For one thread.
+// Receives the next message while the caller uses one. For one thread.
 class MessageReader {
  public:
   // `method`: "/package.Service/Method". `call` outlives this object.
@@ -29,12 +29,12 @@ class MessageReader {
   MessageReader& operator=(const MessageReader&) = delete;
 
   enum class Event { kMessage, kEnd, kTimeout };
-  // Waits until `give_up` for the next message, which message() then gives until the next Next().
-  // After kEnd ask Finish().
+  // Waits until `give_up` for the next message, which message() then returns until the next call of
+  // Next(). After kEnd call Finish().
   Event Next(SteadyTime give_up = SteadyTime::max());
   grpc::ByteBuffer& message() { return buffers_[current_]; }
 
-  // How the call ended. REQUIRES: Next() gave kEnd.
+  // Returns how the call ended. REQUIRES: Next() returned kEnd.
   absl::Status Finish();
 
  private:

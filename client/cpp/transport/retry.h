@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// When to try again.
+// Decides whether and when to retry.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_RETRY_H_
 #define EMA_CLIENT_CPP_TRANSPORT_RETRY_H_
 
@@ -13,11 +13,11 @@
 
 namespace ema::client_internal {
 
-// True: the same call may succeed later without anybody doing anything.
+// True if the same call may succeed later without outside help.
 bool IsRetryable(const absl::Status& status);
 
-// How long to wait before the next try: what the server asked for, else `first` growing to
-// `longest`, each 20 % more or less so that ranks do not come in step.
+// Computes the delay before the next try: the server's retry delay, or else one that grows from
+// `first` to `longest`; each varied by up to 20 % so that ranks do not retry at the same moments.
 class Backoff {
  public:
   explicit Backoff(absl::Duration first = absl::Milliseconds(25),
@@ -25,9 +25,9 @@ class Backoff {
       : first_(first), longest_(longest), random_(std::random_device()()), delay_(first) {}
 
   absl::Duration Next(const absl::Status& last_error);
-  // After progress.
+  // Starts again with `first`. To be called after progress.
   void Reset();
-  // True once, two seconds after the first Next(): it is time to say that somebody waits.
+  // True once, two seconds after the first Next(): the wait should now be reported.
   bool ShouldLog();
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a call says of who makes it.
+// The bearer token with which a client authenticates its calls.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_TOKEN_H_
 #define EMA_CLIENT_CPP_TRANSPORT_TOKEN_H_
 
@@ -11,16 +11,16 @@
 
 namespace ema::client_internal {
 
-// A bearer token, or a file of one, which is read whenever it is asked for. Immutable.
+// A bearer token, or a file that contains one and is read at each use. Immutable.
 class Token {
  public:
   Token() = default;
   Token(std::string token, std::string file) : token_(std::move(token)), file_(std::move(file)) {}
 
-  // INVALID_ARGUMENT, BAD_REQUEST: both are given, the file cannot be read, or it is no token; the
-  // message does not repeat it.
+  // INVALID_ARGUMENT, BAD_REQUEST: both are given, the file cannot be read, or the text is not a
+  // token; the message does not repeat it.
   absl::Status Check() const;
-  // Of the header "authorization"; "": there is no token, or none any more.
+  // The value of the header "authorization"; empty: there is no token (any more).
   std::string Authorization() const;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Boxes of one tensor, found by where they lie.
+// A spatial index of boxes of one tensor.
 #ifndef EMA_INTERNAL_BOX_TREE_H_
 #define EMA_INTERNAL_BOX_TREE_H_
 
@@ -17,13 +17,13 @@
 
 namespace ema {
 
-// Such as "[0:2, 16:32]".
+// A text such as "[0:2, 16:32]".
 std::string BoxText(const Shard& box);
 
-// A k-d tree: planes divide the tensor, and a box is in each part that it reaches into. Where few
-// boxes cross a plane, as with those that ranks cut tensors into, it is made in n log n steps and
-// searched in log n. Boxes can be made so that every plane crosses many; then it gives up.
-// Immutable; safe to read from any thread.
+// A k-d tree: planes divide the tensor, and a box is stored in each part that it reaches into. If
+// few boxes cross a plane, as usual for shards of ranks, building takes n log n steps and a search
+// log n. Boxes can be cut so that every plane crosses many; then Make() fails. Immutable; safe to
+// read from any thread.
 class BoxTree {
  public:
   struct Entry {
@@ -31,40 +31,41 @@ class BoxTree {
     int64_t owner = 0;
   };
 
-  // Absent: they are cut too irregularly. REQUIRES: all are of one tensor.
+  // Absent: the boxes are cut too irregularly. REQUIRES: all are of one tensor.
   static std::optional<BoxTree> Make(std::vector<Entry> entries);
 
-  // INVALID_ARGUMENT, BAD_LAYOUT: the same, to be told.
+  // INVALID_ARGUMENT, BAD_LAYOUT: the error for callers of Make().
   static absl::Status TooIrregular(const TensorSpec& tensor);
 
   size_t size() const { return size_; }
-  // Of one of its boxes. REQUIRES: it has some.
+  // The owner of one of its boxes. REQUIRES: size() > 0.
   int64_t owner() const { return entries_.front().owner; }
-  // What it was made of, in another order.
+  // The entries given to Make(), in another order.
   std::vector<Entry> Entries() const;
-  // Two that share an element. Absent: no two do.
+  // Two entries that share an element. Absent: there are none.
   std::optional<std::pair<Entry, Entry>> FindPair() const;
-  // One that shares an element with `box`; null: none does. Takes what it costs from `steps`: below
-  // zero there were not enough, and null says nothing. REQUIRES: `box` is not empty.
+  // An entry that shares an element with `box`; null: none does. Subtracts the cost from `steps`:
+  // if it falls below zero, the search was cut short, and null means nothing. REQUIRES: `box` is
+  // not empty.
   const Entry* Find(const Shard& box, int64_t& steps) const;
 
  private:
   struct Node {
-    // Divides by offsets below `cut` and ends above it; -1: a leaf.
+    // Separates boxes that begin below `cut` from those that end above it; -1: a leaf.
     int dimension = -1;
     int64_t cut = 0;
-    // Nodes; of a leaf the range of its entries.
+    // Indices of the child nodes; for a leaf the range of its entries.
     int32_t low = 0;
     int32_t high = 0;
   };
 
   explicit BoxTree(size_t size) : size_(size) {}
-  // Appends the node of `entries`, and what is below it. False: `steps` have not been enough.
+  // Appends the subtree of `entries`. False: `steps` was too small.
   bool Append(std::vector<Entry> entries, int64_t& steps);
 
   size_t size_;
   std::vector<Node> nodes_;
-  std::vector<Entry> entries_;  // By leaf.
+  std::vector<Entry> entries_;  // Grouped by leaf.
 };
 
 }  // namespace ema

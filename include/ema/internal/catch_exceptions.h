@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Exceptions of the standard library as errors.
+// Converts exceptions of the standard library to errors.
 #ifndef EMA_INTERNAL_CATCH_EXCEPTIONS_H_
 #define EMA_INTERNAL_CATCH_EXCEPTIONS_H_
 
@@ -13,9 +13,9 @@
 
 namespace ema {
 
-// The result of `function`, an absl::Status or StatusOr. An exception becomes an error, so that it
-// ends one call and not the server: RESOURCE_EXHAUSTED, MEMORY_BUDGET, if memory could not be
-// allocated, else INTERNAL. What the function has changed by then stays changed.
+// Returns the result of `function`, an absl::Status or StatusOr. An exception becomes an error, so
+// that it ends one call and not the server: RESOURCE_EXHAUSTED, MEMORY_BUDGET, if memory could not
+// be allocated, else INTERNAL. Changes that the function has made by then remain.
 template <typename Function>
 auto CatchExceptions(const Function& function) -> decltype(function()) {
   try {

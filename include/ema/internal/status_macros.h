@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The two macros by which errors travel up.
+// Two macros that return errors to the caller.
 #ifndef EMA_INTERNAL_STATUS_MACROS_H_
 #define EMA_INTERNAL_STATUS_MACROS_H_
 

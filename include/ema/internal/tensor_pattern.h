@@ -16,25 +16,25 @@
 
 namespace ema {
 
-// True if `pattern` has wildcards. Other patterns match only the tensor of that name or alias.
+// True if `pattern` has wildcards. Other patterns match only a tensor with that name or alias.
 bool IsGlob(const std::string& pattern);
 
-// Bounds the time that the patterns of one request may take, which is that of a thread that serves
-// others, too. RE2 takes time that is linear in the name, but a pattern with `?` or brackets after
-// a
-// `*` may make it take time in proportion to the pattern as well. The default is about a second of
-// one core: ten patterns for each of 200,000 tensors, or 256 patterns for each of 10,000.
+// Bounds the time to match the patterns of one request, since the thread also serves others. RE2
+// takes time linear in the name; a pattern with `?` or brackets after a `*` may take time
+// proportional to the pattern as well. The default is about a second of one core: ten patterns for
+// each of 200,000 tensors, or 256 patterns for each of 10,000.
 struct GlobBudget {
   int64_t steps = int64_t{1} << 27;
 
   static GlobBudget Unlimited() { return {.steps = std::numeric_limits<int64_t>::max()}; }
 };
 
-// The tensors that `pattern` names, by ascending index. A glob is compared with names and aliases.
+// The tensors that `pattern` matches, by ascending index. A glob is compared with names and
+// aliases.
 std::vector<int64_t> MatchingTensors(const std::string& pattern, const Manifest& manifest);
 
-// MatchingTensors() of a pattern from outside. INVALID_ARGUMENT: it is empty, has a zero byte or
-// more than kMaxTensorNameBytes, or exceeds `budget`, from which its steps are taken.
+// MatchingTensors() for untrusted patterns. INVALID_ARGUMENT: the pattern is empty, has a zero byte
+// or more than kMaxTensorNameBytes, or exceeds `budget`, from which its steps are subtracted.
 absl::StatusOr<std::vector<int64_t>> MatchTensors(const std::string& pattern,
                                                   const Manifest& manifest, GlobBudget& budget);
 

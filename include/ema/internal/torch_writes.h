@@ -12,12 +12,12 @@
 
 namespace ema::torch_internal {
 
-// Remembers LibTorch's count of writes to some tensors, and where their memory is. LibTorch counts
-// no writes through data_ptr(), and none to inference tensors. For one thread.
+// Records LibTorch's write counters of some tensors, and the places of their memory. LibTorch
+// counts no writes through data_ptr(), and none to inference tensors. For one thread.
 class WriteMarks {
  public:
-  // Whether one of `tensors` has been written, or has other memory, since the last call, which had
-  // as many tensors. False in the first call.
+  // Whether one of `tensors` has been written, or has other memory, since the last call, which must
+  // have had as many tensors. False in the first call.
   bool HaveChanged(const std::vector<at::Tensor>& tensors) {
     std::vector<Mark> marks;
     marks.reserve(tensors.size());
