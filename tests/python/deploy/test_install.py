@@ -59,9 +59,9 @@ class Environment:
             self.python, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments
         )
 
-    def install(self, what: pathlib.Path) -> pathlib.Path:
+    def install(self, what: pathlib.Path, *options: str) -> pathlib.Path:
         """Installs it and NumPy; returns the client's extension."""
-        installed = self.pip("install", what, "numpy")
+        installed = self.pip("install", *options, what, "numpy")
         assert installed.returncode == 0, installed.stdout[-5000:]
         (extension,) = self.folder.rglob("_ema.*.so")
         return extension
@@ -118,5 +118,9 @@ def test_pip_builds_the_client_from_source(server, model, tmp_path):
         != 0
     ):
         pytest.skip(f"no network: pip cannot download {' '.join(tools)}")
-    assert_linked(environment.install(CLIENT), EXTENSION)
+    # A new folder, always of the same name: ccache knows what an earlier run has compiled in it.
+    build = ROOT / "build/pip"
+    shutil.rmtree(build, ignore_errors=True)
+    extension = environment.install(CLIENT, f"--config-settings=build-dir={build}")
+    assert_linked(extension, EXTENSION)
     environment.use(server.address, model)
