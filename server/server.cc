@@ -205,7 +205,9 @@ absl::Status Server::StartRpc(const Hooks& hooks) {
     absl::MutexLock lock(&mu_);
     serving_ = rpc_.get();
   }
-  return options_.port_file.empty() ? absl::OkStatus() : WritePortFile(options_.port_file, port());
+  if (options_.port_file.empty()) return absl::OkStatus();
+  FlushLog();  // A process that waits for the port file then finds the log of the start.
+  return WritePortFile(options_.port_file, port());
 }
 
 absl::Status Server::Drain() {

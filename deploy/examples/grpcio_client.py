@@ -73,8 +73,7 @@ def main(address: str, model: str) -> None:
         types.Shard(tensor_index=index, offsets=[0] * len(spec.shape), extents=spec.shape)
         for index, spec in enumerate(specs)
     ]
-    half_life = types.Schedule(half_life=types.Schedule.HalfLife(half_life="1ba"))
-    tracks = [types.Track(name="ema", schedule=half_life)]
+    tracks = [types.Track(name="ema", schedule={"half_life": "1ba"})]
     with grpc.insecure_channel(address) as channel:
         stub = services.EmaServiceStub(channel)
         manifest = types.Manifest(tensors=specs)
