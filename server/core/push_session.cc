@@ -22,13 +22,29 @@ absl::Status BadChunk(std::string message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk, message);
 }
 
-// Chunks that a rank may send in a step: its bytes in ones of 64 KiB, one for each of its shards,
-// and a share of so many. Their records are in no budget; the shards' are.
-int64_t MaxChunks(const RankLayout& layout, int64_t world_size) {
+// The bytes of the rank's shards that a track stores, so that memory is reserved for them.
+int64_t StoredBytes(const RankLayout& layout, const StepPlan& plan) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < layout.shards().size(); ++i) {
+    const int64_t tensor = layout.shards()[i].tensor_index;
+    if (std::any_of(plan.tracks.begin(), plan.tracks.end(), [tensor](const TrackPlan& track) {
+          return track.track->action(tensor) != TensorAction::kIgnore;
+        })) {
+      bytes += layout.shard_start(static_cast<int64_t>(i) + 1) -
+               layout.shard_start(static_cast<int64_t>(i));
+    }
+  }
+  return bytes;
+}
+
+// Chunks that a rank may send in a step: one for each 64 KiB of its stored bytes, one for each of
+// its shards, and its share of 2^18. No budget counts the records of chunks, but the memory of
+// stored bytes and of shards is reserved; ignored tensors may be of any size.
+int64_t MaxChunks(const RankLayout& layout, const StepPlan& plan, int64_t world_size) {
   constexpr int64_t kChunkBytes = int64_t{64} << 10;
   constexpr int64_t kMoreChunks = int64_t{1} << 18;
   constexpr int64_t kLeast = 64;
-  return layout.total_bytes() / kChunkBytes + static_cast<int64_t>(layout.shards().size()) +
+  return StoredBytes(layout, plan) / kChunkBytes + static_cast<int64_t>(layout.shards().size()) +
          std::max(kMoreChunks / world_size, kLeast);
 }
 
@@ -45,7 +61,7 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
     const RankLayout& layout = *run_->layout(rank);
-    ranks_.emplace_back(PushedBytes(layout), MaxChunks(layout, run_->world_size()));
+    ranks_.emplace_back(PushedBytes(layout), MaxChunks(layout, plan_, run_->world_size()));
   }
 }
 

@@ -99,17 +99,17 @@ bool VersionHistory::HasRoomToPinLocked(const Snapshot& version) const {
   return pins_.contains(&version) || static_cast<int64_t>(pins_.size()) < max_older_count();
 }
 
-std::optional<VersionId> VersionHistory::PollPinShortage() {
-  if (!has_pin_shortage_.exchange(false, std::memory_order_relaxed)) return std::nullopt;
+std::vector<VersionId> VersionHistory::PollPinShortage() {
+  if (!has_pin_shortage_.exchange(false, std::memory_order_relaxed)) return {};
   absl::MutexLock lock(&mu_);
-  std::optional<VersionId> oldest;
   // It may be over by now.
-  if (ReaderPinCountLocked() < options_.max_pinned_versions) return oldest;
+  if (ReaderPinCountLocked() < options_.max_pinned_versions) return {};
+  std::vector<VersionId> pinned;
   for (const auto& [version, pins] : pins_) {
-    if (pins.reader_count == 0) continue;
-    oldest = std::min(oldest.value_or(version->record.id()), version->record.id());
+    if (pins.reader_count > 0) pinned.push_back(version->record.id());
   }
-  return oldest;
+  std::sort(pinned.begin(), pinned.end());
+  return pinned;
 }
 
 SnapshotRef VersionHistory::PinLocked(const SnapshotRef& snapshot, int64_t Pins::*count) {

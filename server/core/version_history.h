@@ -70,9 +70,9 @@ class VersionHistory {
 
   // Records that a reader got TOO_MANY_PINS.
   void NotePinShortage() { has_pin_shortage_.store(true, std::memory_order_relaxed); }
-  // The oldest version that readers pin, if a shortage has been noted since the last call and still
-  // lasts.
-  std::optional<VersionId> PollPinShortage() ABSL_LOCKS_EXCLUDED(mu_);
+  // The versions that readers pin, oldest first, if a shortage has been noted since the last call
+  // and still lasts; else none.
+  std::vector<VersionId> PollPinShortage() ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Queries ---
 

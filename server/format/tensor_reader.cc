@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
 #include "server/format/safetensors.h"
@@ -177,9 +178,12 @@ absl::Status TensorReader::ReadAll(TensorPlacer place, TensorVisitor visit, int 
   std::atomic<size_t> first_bad = parts.size();
   std::vector<absl::Status> problems(parts.size());
   const auto work = [&] {
-    std::vector<std::byte> buffer(longest_bytes);
+    std::vector<std::byte> buffer;
     for (size_t i = next++; i < first_bad; i = next++) {
-      problems[i] = ReadPart(parts[i], buffer, place, visit, checksums[parts[i].tensor]);
+      problems[i] = CatchExceptions([&] {
+        buffer.resize(longest_bytes);
+        return ReadPart(parts[i], buffer, place, visit, checksums[parts[i].tensor]);
+      });
       for (size_t bad = first_bad; !problems[i].ok() && i < bad;) {
         first_bad.compare_exchange_weak(bad, i);
       }

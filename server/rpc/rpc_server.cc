@@ -334,19 +334,20 @@ void RpcServer::CheckStalled() {
 
 void RpcServer::EndSlowPinningPulls() {
   for (const std::shared_ptr<Model>& model : context_.store->List()) {
-    const std::optional<VersionId> oldest = model->history().PollPinShortage();
-    if (!oldest.has_value()) continue;
     const std::string& name = model->config().name;
-    const int64_t count = context_.pulls.EndSlowPulls(name, *oldest);
-    if (count == 0) continue;
-    LogTo(options_.log, LogLevel::kWarning, "slow pull ended",
-          {{"model", name},
-           {"version", oldest->version},
-           {"count", count},
-           {"min_bytes_per_second", options_.limits.min_pull_bytes_per_second},
-           {"hint",
-            "another reader needs a pin: --min-pull-bytes-per-second is the least speed, and the "
-            "model's max_pinned_versions the number of pins"}});
+    for (const VersionId& id : model->history().PollPinShortage()) {
+      const int64_t count = context_.pulls.EndSlowPulls(name, id);
+      if (count == 0) continue;
+      LogTo(options_.log, LogLevel::kWarning, "slow pull ended",
+            {{"model", name},
+             {"version", id.version},
+             {"count", count},
+             {"min_bytes_per_second", options_.limits.min_pull_bytes_per_second},
+             {"hint",
+              "another reader needs a pin: --min-pull-bytes-per-second is the least speed, and the "
+              "model's max_pinned_versions the number of pins"}});
+      break;  // One pin is enough.
+    }
   }
 }
 

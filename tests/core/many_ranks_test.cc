@@ -226,13 +226,18 @@ TEST_F(ManyRanksTest, AStepDoesNotCommitBeforeTheLastOfItsRanks) {
 TEST_F(ManyRanksTest, TheyShareHowManySmallChunksAStepMayHave) {
   constexpr int64_t kWorld = 4096;
   constexpr int64_t kOfFirst = 200;
-  // One for its shard, none for its bytes, and its share of 2^18.
-  constexpr int64_t kChunks = 1 + (int64_t{1} << 18) / kWorld;
+  constexpr int64_t kIgnored = int64_t{1} << 30;
+  // One for each of its shards, none for its bytes, and its share of 2^18.
+  constexpr int64_t kChunks = 2 + (int64_t{1} << 18) / kWorld;
   ModelConfig config{.name = "shared",
-                     .manifest = MakeManifest({{"w", Dtype::kFloat32, {kOfFirst + kWorld - 1}}}),
-                     .tracks = {{"ema", MakeSchedule("1ba")}}};
+                     .manifest = MakeManifest({{"w", Dtype::kFloat32, {kOfFirst + kWorld - 1}},
+                                               {"ignored", Dtype::kFloat32, {kIgnored}}}),
+                     .tracks = {{.name = "ema",
+                                 .schedule = MakeSchedule("1ba"),
+                                 .tensor_rules = {{"ignored", TensorAction::kIgnore}}}}};
   const std::shared_ptr<Model> model = store_.Create(std::move(config))->model;
-  TestRank first(model, "launch", 0, kWorld, {{0, {0}, {kOfFirst}}}, /*whole=*/false);
+  TestRank first(model, "launch", 0, kWorld, {{0, {0}, {kOfFirst}}, {1, {0}, {kIgnored}}},
+                 /*whole=*/false);
   ASSERT_THAT(first.Join(), IsOk());
   for (int64_t r = 1; r < kWorld; ++r) {
     TestRank rank(model, "launch", r, kWorld, {{0, {kOfFirst + r - 1}, {1}}}, /*whole=*/false);
