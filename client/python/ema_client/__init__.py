@@ -14,22 +14,26 @@ Anywhere else:
     ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
     ...         print(version.step, evaluate(model))
 
-In a framework's training: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`,
-`ema_client.composer`. Without a server, with the same numbers: `LocalEMA` and `compute_ema`. One level lower,
-for anything that has named arrays (PyTorch, NumPy, JAX): `Client`.
+For training frameworks: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`,
+`ema_client.composer`. `LocalEMA` and `compute_ema` compute the same numbers without a server.
+`Client` is one level lower, for anything that has named arrays (PyTorch, NumPy, JAX).
 
-Private folders, each of which imports only what is before it: `_tracks` (how a track averages), `_client` (what
-talks to a server, for anything that has named arrays), `_model` (what a torch.nn.Module and its optimizers
-are), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may import `_errors`, `_given` and the
-extension module, `_ema`; `_local` (`LocalEMA`) and `_callbacks`, for the frameworks, import from all.
+The private folders are layers. Each imports only the ones before it (except that
+`_client/pull_arguments` imports `_model`, to read a module): `_tracks` (schedules and presets),
+`_client` (calls of a server, for named arrays), `_model` (the tensors and optimizers of a
+torch.nn.Module), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may import
+`_errors`, `_given` and the extension module `_ema`. `_local` (`LocalEMA`) and `_callbacks` (for the
+frameworks) may import all folders.
 
-A push: `_trainer/attach` checks and has the ranks agree; `joining` makes the model and opens the run;
-`attachment` hooks the optimizer; `pusher` tells the engine in `_ema` of each step, and reads the weights when the
-engine asks for them: with what `_model/torch_model` finds in the module and `guard` copies or watches. The
-engine decides which steps are pushed, and rejoins the run after an outage. A pull: for `_evaluator/averaged` and `load`, `reading` matches the
-tensors of a module with the server's (`_client/pieces`: what of them is on this rank);
-`_client/evaluator_calls` asks for them, by what `pull_arguments` has checked; `arrays` makes tensors of the
-bytes, or `out` writes them.
+The path of a push: `_trainer/attach` checks the arguments on all ranks; `joining` creates the model
+and opens the run; `attachment` hooks the optimizer; `pusher` reports each step to the engine in
+`_ema`. The engine decides which steps are pushed, and rejoins the run after an outage. For a step
+that is pushed, it asks `pusher` for the weights: `_model/torch_model` lists the module's tensors,
+and `guard` copies them or detects writes to them. The path of a pull: for `_evaluator/averaged` and
+`load`, `reading` matches the module's tensors with the server's, and `_client/pieces` finds the
+parts of them that this rank holds; `_client/pull_calls` requests them, with arguments that
+`pull_arguments` has checked; `arrays` turns the bytes into tensors, or `out` writes them into given
+ones.
 """
 
 from ema_client._client.client import Client

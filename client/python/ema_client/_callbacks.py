@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the callbacks of training frameworks share."""
+"""Code that the callbacks for training frameworks share."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ _logger = logging.getLogger(__name__)
 def check_options(
     caller: str, given: Mapping[str, Any], *, own: Collection[str] = ("resume",)
 ) -> None:
-    """Refuses what is no argument of `attach` or of the preset given, or one that the caller, a class, sets
-    itself: TypeError. InvalidArgumentError: a bad value."""
+    """Checks the options of a callback. With a preset, unknown names may be the preset's:
+    `check_tracks` checks them.
+
+    Raises:
+        TypeError: `attach` does not have the option, or the callback sets it itself (`own`).
+        InvalidArgumentError: a bad value.
+    """
     known = [name for name in KEYWORDS if name not in own]
     has_preset = given.get("preset") is not None and "preset" not in own
     for name in given:
@@ -52,14 +57,13 @@ def _tracks_in(options: Mapping[str, Any]) -> list[_ema.Track]:
 
 
 def check_tracks(options: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError, or TypeError, where `attach` would for its tracks: before there is a
-    training."""
+    """Raises as `attach` does for wrong tracks, but before the training starts."""
     _tracks_in(options)
 
 
 def needs_only_batches(options: Mapping[str, Any]) -> bool:
-    """Whether no track has times in other units. Then no others are told: with a new training of a model
-    they would begin anew."""
+    """Whether all tracks count in batches only. Then the callback sends no other units, which would
+    start again from zero in a new training of the same model."""
     for track in _tracks_in(options):
         try:
             track.plan([], {"batch": 0})
@@ -69,12 +73,12 @@ def needs_only_batches(options: Mapping[str, Any]) -> bool:
 
 
 def raises(options: Mapping[str, Any]) -> bool:
-    """Whether a callback must not go on without the average."""
+    """Whether a failure to read or save the average raises in a callback, instead of a warning."""
     return bool(options.get("on_error", "skip") != "skip")
 
 
 def patience_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S) -> float:
-    """Seconds for a call of a callback's own: with on_error "wait", as long as a push waits."""
+    """Seconds for each of the callback's own calls; with on_error "wait", at least max_outage_s."""
     given = options.get("timeout_s")
     timeout_s = by_default if given is None else float(given)
     if options.get("on_error") != "wait":
@@ -83,17 +87,18 @@ def patience_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S
 
 
 def pull_patience_s(options: Mapping[str, Any]) -> float | None:
-    """The same for a client that pulls. None: what its calls have by themselves."""
+    """The same for a client that pulls. None: the client's defaults."""
     if options.get("timeout_s") is None and options.get("on_error") != "wait":
         return None
     return patience_s(options, by_default=TRANSFER_TIMEOUT_S)
 
 
 def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, int | str] | None:
-    """The average's entry in a trainer's checkpoint. None: there is none, and a warning says why.
+    """The average's entry in a trainer's checkpoint. None: it could not be saved; a warning says
+    why.
 
     Raises:
-        EmaError: the same, unless on_error is "skip".
+        EmaError: it could not be saved, and on_error is not "skip".
     """
     try:
         return attachment.state_dict()
@@ -114,17 +119,19 @@ def averaged_or_own(
     track: str | None,
     own: OwnValues | None = None,
 ) -> Iterator[Version | None]:
-    """A model with its averages; with its own weights and a warning if these cannot be had, or if there
-    is no average before the track's ema_start. Of that an attachment's callback is told once.
+    """Puts the averages into a model for a `with` block. If they cannot be read, or the track has
+    not reached its ema_start, the model keeps its own weights, with a warning. The latter warning
+    is given once per attachment.
 
-    Collective: all ranks get the same version, or all keep their own weights. With an attachment, waits
-    for its running push. `own`: where the caller can drop the model's own values.
+    Collective: all ranks get the same version, or all keep their own weights. With an attachment,
+    waits for its pending push. `own`: stores the model's own values, so that the caller can drop
+    them.
 
     Yields:
-        The version that is in the model. None: its own weights are.
+        The version in the model. None: the model has its own weights.
 
     Raises:
-        EmaError: there is no average to be had on some rank, unless on_error is "skip".
+        EmaError: the averages cannot be read on some rank, and on_error is not "skip".
     """
     ranks = Ranks.current(options.get("process_group"))
     with contextlib.ExitStack() as swapped:
@@ -148,7 +155,7 @@ def _swap_in(
     track: str | None,
     own: OwnValues | None,
 ) -> Version | None:
-    """As `averaged_or_own`, until `swapped` is closed. None: the average has not started."""
+    """Puts the averages in until `swapped` is closed. None: the average has not started."""
     version, start = _newest(url, attachment, options, ranks, track)
     if start is not None:
         _warn_of_start(attachment, start)
@@ -184,8 +191,8 @@ def copy_average_or_own(
     track: str | None,
     version: VersionLike | None = None,
 ) -> None:
-    """Puts the averages into a model for good: those of `version`, else of the last push. Else as
-    `averaged_or_own`; always says why not."""
+    """Puts the averages of `version`, or else of the last push, into a model permanently. Otherwise
+    like `averaged_or_own`, but warns each time that the model keeps its own weights."""
     ranks = Ranks.current(options.get("process_group"))
     try:
         start: str | None = None
@@ -227,8 +234,8 @@ def _newest(
     ranks: Ranks,
     track: str | None,
 ) -> tuple[Version | None, str | None]:
-    """Rank 0's newest version, on all ranks; and the track's ema_start, if that has not come. No version:
-    alone, without an attachment: whichever is the newest."""
+    """Rank 0's newest version, on all ranks, and the track's ema_start if the version is from
+    before it. Without an attachment, a single rank gets no version, and reads the newest."""
     failure: Exception | None = None
     version: Version | None = None
     start: str | None = None

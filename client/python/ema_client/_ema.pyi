@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# What client/python/src binds. Plain values: _client/types.py makes dataclasses of them.
+# The extension module, bound in client/python/src. Returns plain values, which _client/types.py
+# turns into dataclasses.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ class ScheduleState:
     @property
     def started(self) -> dict[str, float] | None: ...
 
-# Of a track's schedule, then of those of its tensor rules; empty: before its first update.
+# States of a track's schedule, then of its tensor rules' schedules. Empty before the first update.
 TrackState = list[ScheduleState]
 # Pattern, action, schedule.
 RuleTuple = tuple[str, str, Schedule | None]
@@ -57,7 +58,7 @@ class Schedule:
     def to_fields(self) -> dict[str, str]: ...
     @property
     def is_copy(self) -> bool: ...
-    # Empty: at every push.
+    # Empty: an update is due at every push.
     @property
     def update_interval(self) -> str: ...
 
@@ -86,21 +87,22 @@ class Track:
     def paused(self) -> bool: ...
     @property
     def snapshot_interval(self) -> str | None: ...
-    # Raises if an average that the first push brings would be lost.
+    # Raises if the track would soon overwrite an average that is imported at `now`.
     def check_keeps_first_value(self, now: dict[str, float], updates: int) -> None: ...
-    # Raises if something is wrong, a rule that matches none of the specs included.
+    # Raises if the track is invalid, or one of its rules matches none of the specs.
     def check(self, specs: Sequence[Spec]) -> None: ...
-    # Without the rules that the server would refuse as they match none of the specs.
+    # The track without the rules that the server would reject because they match none of the specs.
     def without_idle_rules(self, specs: Sequence[Spec]) -> Track: ...
-    # By tensor: the action, and by which of the track's schedules.
+    # For each tensor: the action, and the index of its schedule in the track.
     def actions(self, specs: Sequence[Spec]) -> list[tuple[str, int]]: ...
-    # By schedule: (due, update_weight, from_zero, elapsed).
+    # For each schedule: (due, update_weight, from_zero, elapsed).
     def plan(
         self, state: TrackState, now: dict[str, float]
     ) -> list[tuple[bool, float, bool, float]]: ...
     def next(self, state: TrackState, now: dict[str, float]) -> TrackState: ...
 
-# The shards, and how many of the last of them are frozen.
+# The share of one rank: its shards, and how many of them, the last ones, are frozen. `boxes`: the
+# boxes to share; None: the whole model.
 def even_share(
     specs: Sequence[Spec],
     rank0_only: Sequence[str],
@@ -117,8 +119,9 @@ def fold_many(
     threads: int = 0,
 ) -> None: ...
 
-# Arrays of tensors whose type is exactly one of `types`; None in the place of those that have to be
-# made ready first, or cannot be read. `are_held`: nobody else can give the tensors other memory.
+# Reads tensors in place, if their type is exactly one of `types`. None for each tensor that must be
+# converted first or cannot be read. `are_held`: no other code has these tensor objects, so none can
+# replace their memory.
 def read_tensors(
     names: list[str],
     tensors: list[Any],
@@ -127,7 +130,8 @@ def read_tensors(
     are_held: bool,
 ) -> list[Array | None]: ...
 
-# What a module is made of; None: a part of it holds its tensors in another way than nn.Module.
+# The objects of which a module consists. None: one of its modules does not store tensors as
+# nn.Module does.
 def structure_of(module: object) -> list[object] | None: ...
 def has_structure(module: object, structure: list[object]) -> bool: ...
 
@@ -171,7 +175,7 @@ class Run:
     @property
     def latest(self) -> dict[str, Any] | None: ...
 
-# What PushEngine.after_step() asks; the methods may raise.
+# Called by PushEngine.after_step(); the methods may raise.
 class TrainingStep(Protocol):
     def time(self) -> dict[str, float]: ...
     def frozen_changed(self) -> bool: ...
@@ -240,7 +244,7 @@ class Pulled:
     def tensors(self) -> list[tuple[str, str, list[int], int, int]]: ...
     @property
     def aliases(self) -> dict[str, str]: ...
-    # One buffer, in which the tensors lie.
+    # The buffer that holds all the tensors.
     @property
     def bytes(self) -> Any: ...
     @property
@@ -310,7 +314,7 @@ class Client:
         self, model: str, timeout_s: float
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]: ...
     def delete_checkpoint(self, model: str, checkpoint: str, timeout_s: float) -> None: ...
-    # By the label unless that is empty.
+    # Uses `label`, unless it is empty.
     def restore_checkpoint(
         self, model: str, version: int, incarnation: int, label: str, timeout_s: float
     ) -> dict[str, Any]: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed call raises: one class per gRPC code."""
+"""The exceptions that failed calls raise: one class per gRPC code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class EmaError(Exception):
 
     Attributes:
         code: the gRPC code, such as "ABORTED".
-        reason: why, stable and machine-readable (ErrorReason in proto/ema/v1/error.proto), such as
-            "STALE_STEP"; "" if none was given. Branch on the class and on this, never on the text.
+        reason: a stable, machine-readable code (ErrorReason in proto/ema/v1/error.proto), such as
+            "STALE_STEP"; "" if none was given. Branch on the class and on the reason, never on the
+            text.
     """
 
     code = "UNKNOWN"
@@ -28,7 +29,7 @@ class EmaError(Exception):
         return f"{message} [{self.reason}]" if self.reason else message
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A trainer sends it from one rank to the others.
+        # Pickled when a trainer sends an error from one rank to the others.
         return _rebuild, (type(self), self.args[0] if self.args else "", self.reason)
 
 
@@ -37,7 +38,7 @@ class CancelledError(EmaError):
 
 
 class InvalidArgumentError(EmaError, ValueError):
-    """The call is wrong and fails again: fix it. BAD_REQUEST, where nothing says more."""
+    """The call is wrong, and fails again if it is repeated. The default reason is BAD_REQUEST."""
 
     code = "INVALID_ARGUMENT"
 
@@ -50,13 +51,13 @@ class DeadlineExceededError(EmaError, TimeoutError):
 
 
 class NotFoundError(EmaError, LookupError):
-    """There is no such model or track."""
+    """The named model, track, label, checkpoint or file does not exist."""
 
     code = "NOT_FOUND"
 
 
 class AlreadyExistsError(EmaError):
-    """The model exists, and differs from what was asked for."""
+    """The model or track exists already, and differs from the request."""
 
     code = "ALREADY_EXISTS"
 
@@ -70,25 +71,25 @@ class UnauthenticatedError(EmaError):
 
 
 class ResourceExhaustedError(EmaError):
-    """A budget or a limit of the server is reached: back off."""
+    """A budget or a limit of the server is reached: wait, or raise the limit."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
 class FailedPreconditionError(EmaError):
-    """The state has to change first, for example: nothing has been committed yet."""
+    """The state must change first: for example, nothing has been committed yet."""
 
     code = "FAILED_PRECONDITION"
 
 
 class AbortedError(EmaError):
-    """This step is lost; go on with the next one."""
+    """The call lost a race. After a push, continue with the next step; after FENCED, stop."""
 
     code = "ABORTED"
 
 
 class OutOfRangeError(EmaError):
-    """The version is not kept any more, or not committed yet."""
+    """The version is no longer kept, or not committed yet."""
 
     code = "OUT_OF_RANGE"
 
@@ -102,13 +103,13 @@ class InternalError(EmaError):
 
 
 class UnavailableError(EmaError, ConnectionError):
-    """No server there, or it is going away: try again later."""
+    """The server is unreachable, stopping, or cannot use its disk: retry later."""
 
     code = "UNAVAILABLE"
 
 
 class DataLossError(EmaError):
-    """Bytes were damaged on the way."""
+    """Bytes were damaged in transit or on the server's disk, or changed during a push."""
 
     code = "DATA_LOSS"
 
@@ -136,7 +137,7 @@ _CLASSES: dict[str, type[EmaError]] = {
 
 
 def failure_of(error: Exception) -> EmaError:
-    """What a failure on this side, such as no memory, is to who knows the server's only."""
+    """Converts any exception of this process, such as MemoryError, to an EmaError."""
     if isinstance(error, EmaError):
         return error
     message = f"{type(error).__name__}: {error}"
@@ -167,7 +168,7 @@ def to_status(error: Exception) -> tuple[str, str, str]:
 
 
 def log_wait(message: bytes) -> None:
-    """Says that a call goes on being tried; called by the extension module."""
+    """Logs that a call is being retried; called by the extension module."""
     _logger.warning(
         "%s; trying again until the call's time-out", message.decode("utf-8", "replace")
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls are given: whoever gives something else is told which value, and what was expected."""
+"""Checks of arguments. The errors name the argument, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WHOLE = "a whole number of 64 bits"
 def call(function: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
     """Calls a function of the extension module.
 
-    InvalidArgumentError: an argument has a type or a size that it does not take. Its own TypeError says
-    only which types it was given.
+    InvalidArgumentError: an argument has the wrong type or is out of range; the message names it,
+    whereas the extension's own TypeError lists only the given types.
     """
     try:
         return function(*args, **kwargs)
@@ -37,7 +37,7 @@ def call(function: Callable[Given, Result], /, *args: Given.args, **kwargs: Give
 
 
 def checked(target: Target) -> Target:
-    """An object of the extension module, whose methods are called by `call`."""
+    """Wraps an object of the extension module, so that its methods are called by `call`."""
     return cast(Target, _Checked(target))
 
 
@@ -50,24 +50,24 @@ class _Checked:
 
 
 def check_text(what: str, value: object) -> None:
-    """InvalidArgumentError: it is no text that can be sent."""
+    """InvalidArgumentError: `value` is not a str, or has lone surrogates."""
     if not _is_text(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be {_TEXT}")
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number that can be sent."""
+    """Whether `value` is an integer of 64 bits, and not a bool."""
     return _is_int64(value) and not isinstance(value, bool)
 
 
 def check_int64(what: str, value: object) -> None:
-    """InvalidArgumentError: it is no whole number, or a larger one than can be sent."""
+    """InvalidArgumentError: `value` is not an integer of 64 bits, or is a bool."""
     if not is_whole(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be {_WHOLE}")
 
 
 def names_from(what: str, value: Any) -> list[Any]:
-    """Those of a call that takes names, or one of them as it is. InvalidArgumentError: it is neither."""
+    """The names in an argument that takes one or several. InvalidArgumentError: not iterable."""
     if isinstance(value, str):
         return [value]
     try:
@@ -77,7 +77,7 @@ def names_from(what: str, value: Any) -> list[Any]:
 
 
 def check_by_name(what: str, value: object) -> None:
-    """InvalidArgumentError: it has no items with names."""
+    """InvalidArgumentError: `value` is not a mapping."""
     if not callable(getattr(value, "items", None)):
         raise InvalidArgumentError(
             f"{what} of type {type(value).__name__}: must be a mapping by name"
@@ -85,7 +85,7 @@ def check_by_name(what: str, value: object) -> None:
 
 
 def _problem(message: str, args: tuple[object, ...]) -> str | None:
-    """What is wrong with the first of the arguments that is; None: nothing that we know."""
+    """Describes the first wrong argument of a call that raised TypeError(message), if known."""
     signature = re.search(r"^ +1\. \w+\(self, (.*)\)(?: -> [^()]*)?$", message, re.MULTILINE)
     if "incompatible function arguments" not in message or signature is None:
         return None
@@ -125,7 +125,7 @@ def _is_text(value: object) -> bool:
         return False
 
 
-# By the extension module's names.
+# For each type, by its name in the extension module: a check, and a description.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "int": (_is_int64, _WHOLE),
     "float": (_is_float, "a number, not beyond a float's range"),
@@ -138,13 +138,13 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-# What libraries call the share of the old average that is kept.
+# Names that libraries use for the share of the old average that each update keeps.
 DECAY_NAMES = ("decay", "ema_decay", "beta", "momentum", "alpha")
 
 
 def nearest_name(name: str, names: Collection[str]) -> str:
-    """The one of `names` that a caller who gives `name` may have meant, as a question; "": none."""
-    if name in DECAY_NAMES:  # What is spelled alike is something else.
+    """A question that suggests the name in `names` that was probably meant by `name`; "": none."""
+    if name in DECAY_NAMES:  # A similarly spelled name means something else.
         nearest = [one for one in (*DECAY_NAMES, "smoothing") if one in names]
         what = ", the share of the old average that each update keeps"
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages without a server, by the same schedules and the same kernel: `LocalEMA`, `compute_ema`."""
+"""Averages without a server, with the same schedules and kernel: `LocalEMA`, `compute_ema`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ from ema_client._trainer.joining import check_dtypes, ignored_by_all, of_known_d
 if TYPE_CHECKING:
     import torch
 
-# Bits of a float32's fraction, the hidden one included.
+# The unit roundoff of float32, which has 24 significant bits.
 _FLOAT_UNIT = 2.0**-24
 
 
 def compute_ema(
     model: torch.nn.Module, ema_model: torch.nn.Module, smoothing: float = 0.99
 ) -> None:
-    """Moves the weights of `ema_model` towards those of `model`, in place; Composer's function.
+    """Moves `ema_model`'s weights towards those of `model`, in place, like Composer's function.
 
-    `ema = smoothing * ema + (1 - smoothing) * model` for floating-point parameters and buffers, as the
-    server computes it: in float32, with one rounding less. Integer and bool buffers are copied. Tied
-    tensors count once. float32 tensors in host memory are not copied; others are, on the way.
+    `ema = smoothing * ema + (1 - smoothing) * model` for floating-point parameters and buffers,
+    computed as on the server: in float32, with one rounding less. Integer and bool buffers are
+    copied. Tied tensors count once. An average that is not contiguous float32 in host memory is
+    computed on a copy.
 
     Args:
-        model: has the latest weights. DistributedDataParallel and torch.compile are looked through.
-        ema_model: has the average; the same names and shapes as `model`.
+        model: the model with the latest weights. DistributedDataParallel and torch.compile are
+            unwrapped.
+        ema_model: the model with the average, of the same names and shapes as `model`.
         smoothing: share of the old average that is kept, 0 to 1.
 
     Raises:
-        InvalidArgumentError: names, shapes or dtypes do not match (lists all), or smoothing is no such
-            share; nothing was changed.
+        InvalidArgumentError: names, shapes or dtypes do not match, or smoothing is not 0 to 1.
+            Nothing was changed.
 
     Example:
         >>> ema_model = copy.deepcopy(model)
@@ -82,7 +84,7 @@ def compute_ema(
         )
 
     wait_unread(target.values())
-    # By the tensor: tied ones once.
+    # Keyed by the tensor, so that tied ones count once.
     pairs = {id(ema): (ema, source[name]) for name, ema in target.items()}.values()
     averaged = [(ema, _on_host(param)) for ema, param in pairs if ema.is_floating_point()]
     with torch.no_grad():
@@ -111,25 +113,25 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its values lie in host memory and in order, else a copy whose do."""
+    """The tensor itself if it is contiguous in host memory, else a contiguous copy there."""
     return tensor.detach().cpu().contiguous().resolve_neg()
 
 
 @dataclasses.dataclass
 class _Track:
-    """One average and where it stands."""
+    """One average and its state."""
 
     track: _ema.Track
     actions: dict[str, str]
-    # By which of the track's schedules each tensor goes.
+    # For each tensor, the index of its schedule in the track.
     schedules: dict[str, int]
-    # Of each schedule; empty before the first update.
+    # The state of each schedule; empty before the first update.
     state: list[_ema.ScheduleState] = dataclasses.field(default_factory=list)
-    # Absent before the first update. What is averaged, also by low parts: float32.
+    # Empty before the first update. Averaged tensors and their low parts are float32.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     low_parts: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     record: TrackVersion | None = None
-    # Calls of `update` until the last that was due, by schedule.
+    # For each schedule, the number of the last `update` call that was due; 0: none.
     last_calls: list[int] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -150,7 +152,7 @@ class _Track:
         ]
 
     def absent(self, aliases: Mapping[str, str]) -> list[str]:
-        """Tensors that it ignores, or whose schedule has not begun, under all their names."""
+        """Tensors that the track ignores or has no value of yet, under all their names."""
         names = {name: name for name in self.actions} | dict(aliases)
         return [name for name, first in names.items() if first not in self.tensors]
 
@@ -158,27 +160,28 @@ class _Track:
 class LocalEMA:
     """Averages of a model in this process, in host memory, with the schedules of a server.
 
-    The same numbers as a server's, bit for bit, for the same pushes. Those who start without a server
-    write `attach(model, optimizer, url, ...)` later, with the same arguments, and no `update`. Values
-    that are not finite go into the averages. Not thread-safe.
+    Computes the same numbers as a server, bit for bit, for the same pushes. To use a server later,
+    call `attach(model, optimizer, url, ...)` with the same arguments, and remove the calls of
+    `update`. NaN and infinity go into the averages. Not thread-safe.
 
     Args:
-        model: whose weights are averaged; DistributedDataParallel and torch.compile are looked through.
-            It is read at each `update` and not changed but by `averaged` and `copy_to`.
-        half_life: of the track "ema", such as "200ba". With neither this nor smoothing, preset or
+        model: the model to average; DistributedDataParallel and torch.compile are unwrapped. Each
+            `update` reads it; only `averaged` and `copy_to` change it.
+        half_life: of the track "ema", such as "200ba". Without half_life, smoothing, preset and
             tracks: "1000ba".
-        smoothing: of the track "ema", instead: the share of the old average that is kept.
-        update_interval: how often, such as "5ba"; for all tracks that do not say themselves.
+        smoothing: of the track "ema", instead of a half-life: the share of the old average that
+            each update keeps.
+        update_interval: how often to update, such as "5ba"; for all tracks without their own.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
-        preset: the track "ema" as a library averages; see `Track.preset`.
+        preset: the track "ema" averages as a library does; see `Track.preset`.
         tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema", as for `attach`.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore may have any
             dtype.
-        preset_arguments: the preset's, as for `attach`.
+        preset_arguments: the preset's own arguments, as for `attach`.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
-        TypeError: there is no such argument, nor has the preset one.
+        TypeError: an argument that neither this class nor the preset has.
 
     Example:
         >>> ema = ema_client.LocalEMA(model, half_life="200ba")
@@ -233,24 +236,24 @@ class LocalEMA:
 
     @property
     def batch(self) -> int:
-        """Batches so far: those of the last `time` that had them, else the calls of `update`."""
+        """Batches so far: of the last `time` that had them, plus one for each later call."""
         return self._batch
 
     @property
     def records(self) -> dict[str, TrackVersion]:
-        """What the last `update` did to each track."""
+        """The result of the last `update` for each track."""
         return {
             name: track.record for name, track in self._tracks.items() if track.record is not None
         }
 
     def update(self, time: TimeLike = None) -> dict[str, TrackVersion]:
-        """Takes the model's weights into the averages that are due.
+        """Updates the averages that are due with the model's weights.
 
         Args:
-            time: training time now. None: one batch more than at the call before, from 1.
+            time: the current training time. None: one batch more than at the previous call, from 1.
 
         Returns:
-            What was done to each track.
+            The record of each track.
 
         Raises:
             InvalidArgumentError: the time lacks a unit that a track needs, or went back; nothing was
@@ -289,7 +292,7 @@ class LocalEMA:
             if name not in track.tensors:
                 is_averaged = track.actions[name] == "average"
                 dtype = torch.float32 if is_averaged else source[name].dtype
-                # Named: torch.set_default_device may have chosen another.
+                # Explicit, since torch.set_default_device may have set another device.
                 zeros = torch.zeros(source[name].shape, dtype=dtype, device="cpu")
                 track.tensors[name] = zeros
         low_parts = None
@@ -329,7 +332,7 @@ class LocalEMA:
     def _schedule_record(
         self, track: _Track, schedule: int, due: bool, weight: float, _: bool, elapsed: float
     ) -> TrackVersion:
-        """What one schedule of the track has done."""
+        """The record of one schedule of the track."""
         record = TrackVersion(
             update_weight=0.0,
             elapsed=elapsed,
@@ -368,7 +371,7 @@ class LocalEMA:
         return track
 
     def weights(self, track: str | None = None) -> dict[str, torch.Tensor]:
-        """Copies of the track's tensors by name, tied ones under each of theirs.
+        """Copies of the track's tensors by name; tied ones under each of their names.
 
         Args:
             track: which average. None: the only one that is not a copy, else "ema".
@@ -387,12 +390,13 @@ class LocalEMA:
         return tensors
 
     def _aliases(self) -> dict[str, str]:
-        """The further names of tied tensors, and the first ones."""
+        """Maps the further names of tied tensors to the first ones."""
         aliases = self._named_tensors().aliases
         return {alias: name for name, others in aliases.items() for alias in others}
 
     def copy_to(self, model: torch.nn.Module, track: str | None = None) -> None:
-        """Writes the track's values into a model, cast to its dtypes; ignored tensors stay.
+        """Writes the track's values into a model, cast to its dtypes. Ignored tensors do not
+        change.
 
         Raises:
             InvalidArgumentError: names or shapes do not match, or a tensor cannot be written; nothing was
@@ -406,10 +410,10 @@ class LocalEMA:
     def averaged(
         self, model: torch.nn.Module | None = None, *, track: str | None = None
     ) -> Iterator[None]:
-        """Puts the averages into a model and its own values back afterwards, bit for bit.
+        """Puts the averages into a model for a `with` block; restores its own values bit for bit.
 
         Args:
-            model: None: the one that is averaged.
+            model: the model to change. None: the averaged one.
             track: as for `weights`.
 
         Raises:
@@ -423,7 +427,7 @@ class LocalEMA:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `load_state_dict` needs to go on; its tensors are the averages themselves."""
+        """The state for `load_state_dict`. Its tensors are the averages themselves, not copies."""
         return {
             "batch": self._batch,
             "calls": self._calls,
@@ -448,10 +452,10 @@ class LocalEMA:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, also one of tracks with other schedules.
+        """Continues from a `state_dict`, even if the tracks had other schedules.
 
         Raises:
-            InvalidArgumentError: other tracks, or other tensors in them (lists all); nothing was
+            InvalidArgumentError: the state has other tracks, or other tensors in them. Nothing was
                 changed.
         """
         arrays.check_names("tracks", expected=self._tracks, given=state["tracks"])

@@ -41,7 +41,7 @@ from ema_client._trainer.same_version import pull_on_all_ranks
 _logger = logging.getLogger(__name__)
 
 _TRACK = "ema"
-# What this class says to `attach` itself.
+# Arguments of `attach` that this class sets itself.
 _OWN = ("preset", "start_step", "time", "resume")
 _CHECKPOINTS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT)
 
@@ -49,16 +49,16 @@ _CHECKPOINTS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_
 class EMA(Algorithm):
     """Streams the weights of a `composer.Trainer` to an EMA Server, and evaluates with their average.
 
-    The arguments and the counting of `composer.algorithms.EMA`: pushes at the end of a batch, or of an
-    epoch if update_interval is in epochs; what differs in the numbers is in the preset "composer"
-    (`Track.preset`). Evaluation, also `trainer.eval()` after training, is with the averaged weights once
-    ema_start has come: all ranks have the same version, that of this batch, and wait for it; if it cannot
-    be had, evaluation during training is with the training weights, with a warning, if on_error is
-    "skip". The trainer's memory has the average only then.
+    Takes the arguments of `composer.algorithms.EMA`, and counts as it does: pushes at the end of a
+    batch, or of an epoch if update_interval is in epochs. `Track.preset` lists how the numbers
+    differ. After ema_start, evaluations use the averaged weights, also `trainer.eval()` after
+    training: all ranks wait for the pending push, and use the same version. If it cannot be read,
+    evaluations during training use the training weights, with a warning, if on_error is "skip". The
+    average is in the trainer's memory only during evaluations.
 
-    Not as Composer: a checkpoint's model has the training weights. Beside them is which average belongs
-    to it; the server keeps that on its disk (one without a --data-dir cannot; then a warning says so), and
-    a trainer with `load_path` goes on from it.
+    Unlike with Composer, the model in a checkpoint has the training weights. The checkpoint also
+    identifies its average, which the server keeps on its disk (without a --data-dir it cannot, and
+    a warning says so). A trainer with `load_path` continues from this average.
 
     Must not be combined with `composer.algorithms.SWA`, which averages the weights and writes them into
     the model itself, nor with Composer's own EMA, which swaps them at the same events.
@@ -106,25 +106,25 @@ class EMA(Algorithm):
         self._address, self._model_name = split_url(url)
         self._url = url
         self._options = options
-        # Composer would evaluate with its average: ema_start has come.
+        # ema_start has been reached: Composer would evaluate with its average.
         self._started = False
         self._resume: dict[str, Any] | None = None
         self._attachment: Attachment | None = None
-        # Of what has been closed: what is evaluated after it.
+        # The last version of the closed attachment, for later evaluations.
         self._last: Version | None = None
-        # Of an evaluation, for all its evaluators.
+        # Pulled once for all evaluators of an evaluation.
         self._pulled: Weights | None = None
         # Holds the model's own weights while it has the averaged ones.
         self._swap: contextlib.ExitStack | None = None
 
     @property
     def attachment(self) -> Attachment | None:
-        """What `attach` has returned; None before `fit`, and after `close`."""
+        """The attachment; None before `fit`, and after `close`."""
         return self._attachment
 
     def close(self) -> None:
-        """Waits for the last push and lets the server go. To be called after `trainer.fit`, or not at all.
-        A `fit` that comes later attaches anew."""
+        """Waits for the last push, and closes the attachment. Call it after `trainer.fit`, or not
+        at all. A later `fit` attaches again."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.close()
@@ -163,7 +163,7 @@ class EMA(Algorithm):
             self._swap_out()
 
     def state_dict(self) -> dict[str, Any]:
-        """Which average belongs to the trainer's checkpoint; has the server keep it."""
+        """Identifies the average that belongs to the trainer's checkpoint; the server saves it."""
         state: dict[str, Any] = super().state_dict()
         state |= {"started": self._started, "average": self._resume}
         if self._attachment is not None:
@@ -171,10 +171,10 @@ class EMA(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        """Takes what `state_dict` gave; training goes on from it at the next `fit`.
+        """Loads a result of `state_dict`; the next `fit` continues from it.
 
         Raises:
-            InvalidArgumentError: it is of Composer's EMA.
+            InvalidArgumentError: the state is of Composer's own EMA.
         """
         if "ema_model" in state:
             raise InvalidArgumentError(
@@ -250,7 +250,7 @@ class EMA(Algorithm):
             )
 
     def _swapped(self, state: State, weights: Weights) -> contextlib.ExitStack:
-        """On all ranks or on none: what fails on any rank, such as no memory, raises on every rank."""
+        """Swaps on all ranks or on none: an error on any rank raises on every rank."""
         with contextlib.ExitStack() as stack:
             failure: EmaError | None = None
             try:
@@ -265,7 +265,7 @@ class EMA(Algorithm):
         return Ranks.current(self._options.get("process_group"))
 
     def _pull(self) -> Weights:
-        """What fails on any rank raises on every rank."""
+        """An error on any rank raises on every rank."""
         ranks = self._ranks()
         if self._attachment is not None:
             return pull_on_all_ranks(self._attachment, ranks, track=_TRACK)
@@ -298,7 +298,7 @@ class EMA(Algorithm):
             swap.close()
 
     def _end_fit(self) -> None:
-        """Waits for the last push, so that it is there when the program ends."""
+        """Waits for the last push, so that it is committed before the program ends."""
         assert self._attachment is not None
         try:
             self._attachment.wait_pushed(timeout_s=patience_s(self._options))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages that other libraries have saved, as safetensors files.
+"""Converts averages that other libraries have saved to safetensors files.
 
     python -m ema_client.convert FROM.pt TO.safetensors [--key ema] [--names NAMES]
 
-FROM is what torch.save has made of the state of an ema-pytorch `EMA`, `KarrasEMA` or `PostHocEMA`, a
-diffusers `EMAModel`, a torch `AveragedModel`, or of any state_dict; `--key` names it in a larger
-checkpoint ("trainer.ema": one key in another). It is read with weights_only=True: nothing in it is
-executed. Several averages go to TO.0.safetensors, TO.1.safetensors, and so on. The files are what
-`emactl import` and `Client.import_weights` take.
+FROM is a file of torch.save with the state of an ema-pytorch `EMA`, `KarrasEMA` or `PostHocEMA`, a
+diffusers `EMAModel`, a torch `AveragedModel`, or with any state_dict; `--key` names the state in a
+larger checkpoint ("trainer.ema": one key in another). It is read with weights_only=True: no code in
+it is executed. Several averages go to TO.0.safetensors, TO.1.safetensors, and so on.
+`Client.import_weights` and `emactl import` take these files.
 
-A diffusers state has no names: they come from a text file with one of each parameter's a line, in the
-order of `model.named_parameters()`, or from a safetensors file or Hugging Face folder of the model if no
-two of its tensors have the same shape.
+A diffusers state has no names: --names gives them, as a text file with one name per line, in the
+order of `model.named_parameters()`; or as a safetensors file or Hugging Face folder of the model,
+if no two of its tensors have the same shape.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ema_client._errors import EmaError, InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-# What wrappers put before names.
+# Prefixes that wrappers add to names.
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
@@ -48,11 +48,11 @@ def averages_of(state: Mapping[str, Any], *, names: Sequence[str] | None = None)
     """Finds the averages in a library's state.
 
     Args:
-        state: what the library's state_dict() gave.
-        names: of the tensors of a diffusers state, in its order.
+        state: a result of the library's state_dict().
+        names: the names of the tensors in a diffusers state, in its order.
 
     Raises:
-        InvalidArgumentError: no known state, or names that do not fit it.
+        InvalidArgumentError: an unknown state, or names that do not fit it.
     """
     if wrong := [name for name in state if not isinstance(name, str)]:
         raise _refused(f"{wrong[0]!r} is no name: is the average under another --key?")
@@ -97,7 +97,7 @@ def _shadow_params(state: Mapping[str, Any]) -> Sequence[torch.Tensor]:
 
 
 def _names_from(path: pathlib.Path, state: Mapping[str, Any]) -> list[str]:
-    """The names for a diffusers state, of a text file or by the shapes of a model's tensors."""
+    """The names for a diffusers state, from a text file or by the shapes of a model's tensors."""
     if path.is_file() and path.suffix != ".safetensors":
         try:
             return path.read_text("utf-8").split()
@@ -136,7 +136,7 @@ def _unwrapped(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors, tied ones once; refuses what is no tensor."""
+    """The tensors, tied ones once. InvalidArgumentError: a value is not a dense tensor."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -170,7 +170,7 @@ def convert(
     key: str = "",
     names: pathlib.Path | None = None,
 ) -> list[tuple[pathlib.Path, Average]]:
-    """Writes the averages in `source`; which file has which. Arguments as of the command."""
+    """Writes the averages in `source`; returns each file with its average. See the command."""
     import torch
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EMAModel` in place of diffusers' own: the same calls and the same decays, the average on a server.
+"""`EMAModel` replaces diffusers' own: the same calls and decays, but the average is on a server.
 
 >>> from ema_client.diffusers import EMAModel  # not: from diffusers.training_utils
 >>> ema = EMAModel(unet.parameters(), decay=0.9999, url="ema://host:50051/unet", model=unet)
@@ -32,43 +32,45 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# What makes the schedule, as diffusers' state_dict names it.
+# The arguments of the schedule, as diffusers' state_dict names them.
 _SCHEDULE = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
 # Our entry in a state_dict.
 _STATE = "ema_server"
-# Of `attach`: given by the schedule and by the state.
+# Arguments of `attach` that the schedule and the state determine.
 _OWN = ("half_life", "smoothing", "update_interval", "ema_start", "preset", "resume")
 
 
 class EMAModel:
     """diffusers.training_utils.EMAModel, whose average is the track "ema" of a model on an EMA Server.
 
-    The model is made, and its run begins, at the first `step`; there, on every rank, all must hold the
-    same parameters. The decay of each step is diffusers' own bit for bit; the average is formed in
-    float32, with one rounding less, also of half-precision parameters. Parameters that are not trained
-    count as others do: their average is their value unless that changes.
+    The first `step` creates the model and opens its run; every rank must call it, with the same
+    parameters. The decay of each step is diffusers' own bit for bit; the average is computed in
+    float32, with one rounding less, also for half-precision parameters. Parameters that are not
+    trained are averaged, too: their average is their value unless that changes.
 
-    diffusers gives no names to parameters. They come from `model`; else they are "0", "1", and so on, in
-    order, which is all that is known.
+    diffusers gives parameters no names. Their names come from `model`; without it they are "0",
+    "1", and so on, in order.
 
     Args:
-        parameters: those that will be averaged; only their number and shapes count here.
+        parameters: the parameters to average; only their number and shapes are kept, and names from
+            `model`.
         decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power: as diffusers'.
-        foreach: does nothing.
+        foreach: has no effect.
         model_cls, model_config: for `save_pretrained`.
-        url: "ema://host:port/model". None: only to hold a state, as `from_pretrained` makes.
-        model: gives the parameters their names; they must be its, or like all of its.
-        optimizer: the one that changes the parameters. With it they are read while training goes on, and
-            its next step waits for bytes that have not left; those that it does not hold are copied,
-            or `step` waits. Without it `step` itself waits:
-            nobody would tell when the weights change, and a copy would take the memory of
-            the average that is saved here.
-        options: of `ema_client.attach`, such as tracks (more averages of the same weights), wire_dtype
-            or on_error; and diffusers' old names max_value (decay), min_value (min_decay) and
-            device, which does nothing.
+        url: "ema://host:port/model". None: the object only holds a state, see `from_pretrained`.
+        model: names the parameters. They must be its own, or have the shapes of all its own in
+            order.
+        optimizer: the one that changes the parameters. With it, they are read while training
+            continues, and its next step waits for bytes that have not been sent; parameters that it
+            does not hold are copied, or `step` waits. Without it, `step` waits until they have been
+            read: it cannot know when they change next, and a copy would take as much memory as the
+            average.
+        options: of `ema_client.attach`, such as tracks (more averages of the same weights),
+            wire_dtype or on_error; and diffusers' old names max_value (decay), min_value
+            (min_decay) and device, which has no effect.
 
     Raises:
-        TypeError: an option that `attach` has not.
+        TypeError: an option that `attach` does not have.
         InvalidArgumentError: an argument is wrong.
 
     Example:
@@ -126,14 +128,14 @@ class EMAModel:
         self._model_name = None if url is None else split_url(url)[1]
         self._url = url
         self._options = options
-        # Not themselves: they may be a copy that takes memory.
+        # The parameters are not kept, since they may be a copy that takes memory.
         given = list(parameters)
         self._shapes, self._names = _shapes_of(given), _names_of(given, model)
         self._optimizer = None if optimizer is None else unwrap_optimizers(optimizer)[0]
-        # Holds what `step` was given last, by name.
+        # Holds the parameters of the last `step`, by name.
         self._module = torch.nn.Module()
         self._attachment: Attachment | None = None
-        # Of a state that was loaded: what to go on from at the first step.
+        # From a loaded state: where the first step continues.
         self._loaded_step = 0
         self._resume: Mapping[str, Any] | None = None
         self._stored: list[torch.Tensor] | None = None
@@ -146,12 +148,12 @@ class EMAModel:
 
     @property
     def attachment(self) -> Attachment | None:
-        """What pushes, from the first step on: its `stats`, its newest `version`."""
+        """The attachment, from the first step on: its `stats`, its newest `version`."""
         return self._attachment
 
     @property
     def optimization_step(self) -> int:
-        """Steps so far. At the first one it goes on after the model's newest version, if there is one."""
+        """Steps so far. The first one continues after the model's newest version, if any."""
         return self._loaded_step if self._attachment is None else self._attachment.step
 
     @property
@@ -161,7 +163,7 @@ class EMAModel:
         return [weights[name] for name in self._names]
 
     def get_decay(self, optimization_step: int) -> float:
-        """The share of the average that is kept at this step, from 1."""
+        """The share of the average that this step keeps; steps count from 1."""
         age = optimization_step - self.update_after_step - 1
         if age <= 0:
             return 0.0
@@ -172,10 +174,10 @@ class EMAModel:
         return float(max(min(decay, self.decay), self.min_decay))
 
     def step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Takes the parameters into the average, after an optimizer's step. On every rank.
+        """Updates the average with the parameters, after each optimizer step, on every rank.
 
         Raises:
-            InvalidArgumentError: not as many parameters as at first, or of other shapes.
+            InvalidArgumentError: other parameters than at first, in number or shapes.
             FailedPreconditionError: it is closed.
             EmaError: at the first step: as `attach`. Later, unless on_error is "skip": a step could not
                 be pushed.
@@ -210,7 +212,7 @@ class EMAModel:
         _write(targets, values)
 
     def restore(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Writes what `store` has kept back into parameters, once.
+        """Writes the values that `store` has kept into parameters, and drops them.
 
         Raises:
             FailedPreconditionError: nothing is stored.
@@ -235,10 +237,11 @@ class EMAModel:
         """Does nothing: no average is in this process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule, the steps so far, and which average is that of this step; no tensors.
+        """The schedule, the steps so far, and the identity of this step's average; no tensors.
 
-        Returns when that average is on the server's disk. As `Attachment.state_dict`: on rank 0 or on
-        all ranks. With on_error "skip", a server that cannot keep it costs a warning.
+        Returns when that average is on the server's disk. Call it on rank 0 or on all ranks, as
+        `Attachment.state_dict`. With on_error "skip", a server that cannot save it causes a
+        warning.
         """
         average = self._resume
         if self._attachment is not None:
@@ -250,7 +253,7 @@ class EMAModel:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave: before the first step, on every rank.
+        """Continues from a result of `state_dict`. Call it before the first step, on every rank.
 
         Raises:
             InvalidArgumentError: the state is wrong, of another model, or diffusers' own.
@@ -275,7 +278,7 @@ class EMAModel:
         check_tracks({"preset": {"preset": "diffusers", **schedule}})
         average = state.get(_STATE)
         if average is not None and self._model_name is not None:
-            State.from_dict(average, model=self._model_name)  # Raises if it is none.
+            State.from_dict(average, model=self._model_name)  # Raises if it is malformed.
         if average is None and step != 0:
             _logger.warning(
                 "the state at step %d says nothing of the average, which goes on from its newest version",
@@ -308,7 +311,8 @@ class EMAModel:
         """Reads the state that `save_pretrained` has written, not the averages: those are on the server.
 
         Args:
-            options: of the class, such as url; without one, the result is good for its `state_dict`.
+            options: of the class, such as url; without a url, only the result's `state_dict` is
+                useful.
 
         Example:
             >>> ema.load_state_dict(EMAModel.from_pretrained("out/unet_ema", UNet2DModel).state_dict())
@@ -325,7 +329,7 @@ class EMAModel:
         return ema
 
     def close(self) -> None:
-        """Waits for the last push and lets the server go. Else the interpreter's end waits a second."""
+        """Waits for the last push. Without this call, the exit waits, at most two seconds."""
         if self._attachment is not None:
             self._attachment.close()
 
@@ -355,7 +359,7 @@ class EMAModel:
         return attachment
 
     def _version(self) -> VersionLike | None:
-        """Which one `copy_to` reads: that of the last step, or of the state, or the newest."""
+        """The version for `copy_to`: the last step's, or the loaded state's, or the newest."""
         if self._attachment is not None:
             version = self._attachment.wait_pushed()
             if version is None:

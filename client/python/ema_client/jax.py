@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for the leaves of a JAX pytree, so that they can be pushed, and the tree of what was pulled.
+"""Names the leaves of a JAX pytree, to push them, and builds a tree from pulled arrays.
 
     >>> run.push(step=step, weights=named_leaves(params))
     >>> average = unflatten(params, client.pull("m", track="ema", framework="numpy"))
 
-Neither needs torch. Imports jax.
+Imports jax. Does not need torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from ema_client._errors import InvalidArgumentError
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by the keys and indices that lead to them, such as "layers.0.kernel".
 
-    The arrays themselves, in the tree's order. A push reads them in place where they are in host memory;
-    a step that donates them meanwhile takes new memory instead, as JAX does for all that others hold.
+    Returns the arrays themselves, in the tree's order. A push reads those in host memory in place.
+    If a step donates them meanwhile, JAX allocates new memory, as it does whenever other code holds
+    an array.
 
     Raises:
-        InvalidArgumentError: two leaves have the same name; a leaf alone has none.
+        InvalidArgumentError: two leaves have the same name; or the tree is a single leaf, which has
+            none.
 
     Example:
         >>> client.create_model("m", named_leaves(params), tracks={"ema": "200ba"})
@@ -44,11 +46,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
-    """A tree like `tree` with new leaves, in the dtypes of its own: copies of `arrays`, on their devices.
+    """A tree like `tree` whose leaves are copies of `arrays`, with the old dtypes and devices.
 
     Args:
         tree: as for `named_leaves`.
-        arrays: by name, such as what was pulled.
+        arrays: by name, such as a pull's result.
 
     Raises:
         InvalidArgumentError: names or shapes do not match; lists all.
@@ -70,5 +72,5 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _device_of(leaf: Any) -> Any:
-    """Where the leaf is, or how it is spread over devices; None: it is NumPy's."""
+    """The leaf's sharding over devices; None: it is a NumPy array."""
     return getattr(leaf, "sharding", None)

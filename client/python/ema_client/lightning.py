@@ -40,7 +40,7 @@ _SCHEDULE = ("half_life", "smoothing", "update_interval", "ema_start", "preset")
 
 
 def _callback_class() -> type:
-    """Lightning's base of callbacks: of the package that is imported, or of both."""
+    """The base class: Callback of the imported Lightning packages, or of the installed one."""
     names = [name for name in _PACKAGES if name in sys.modules] or [
         name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])
     ][:1]
@@ -58,40 +58,43 @@ else:
 class EMAWeightAveraging(_Callback):
     """Keeps the average of a fit on an EMA Server, and validates and tests with it.
 
-    The arguments after `url`, up to `update_starting_at_epoch`, are those of Lightning's
-    EMAWeightAveraging, and make the track "ema" as that averages: the first update copies, and each
-    one after it keeps the share `decay`. Instead of them, half_life, smoothing, preset and whatever else
-    `ema_client.attach` takes can be given; times may be in batches ("200ba": optimizer steps), epochs
-    ("2ep") and shares of the whole training ("0.1dur"). Steps are counted as the optimizer makes them:
-    not batches that only accumulate gradients, nor steps that AMP's grad scaler skips.
+    The arguments from `decay` to `device` are those of Lightning's EMAWeightAveraging. They make
+    the track "ema", which averages as Lightning's does: the first update copies, and each later one
+    keeps the share `decay`. Instead of them, you can give half_life, smoothing, preset and other
+    arguments of `ema_client.attach`. Times may be in batches ("200ba": optimizer steps), epochs
+    ("2ep") and shares of the whole training ("0.1dur"). Only optimizer steps count, not batches
+    that only accumulate gradients, nor steps that AMP's grad scaler skips.
 
-    Not as Lightning's: the average needs no memory here, and is not in the trainer's checkpoint. That
-    says which average belongs to it, which the server keeps on its disk; a fit with `ckpt_path` goes on
-    from there. One optimizer; weights whole on every rank (one process, DDP).
+    Unlike Lightning's, the average takes no memory in the trainer, and is not in its checkpoint.
+    The checkpoint identifies its average, which the server keeps on its disk; a fit with
+    `ckpt_path` continues from there. Needs exactly one optimizer, and whole weights on every rank
+    (one process or DDP).
 
     Args:
         url: "ema://host:port/model".
         decay: share of the average that each update keeps. None: 0.999.
-        update_every_n_steps: optimizer steps between updates. 0: none but those at epochs' ends.
+        update_every_n_steps: optimizer steps between updates. 0: updates only at the ends of
+            epochs.
         update_starting_at_step: the first step, from 0, that is averaged.
-        update_starting_at_epoch: an update at the end of each epoch from this one on, from 0. Needs
-            update_every_n_steps=0: else Lightning's takes the last weights of an epoch twice, and the
-            steps before it, too.
+        update_starting_at_epoch: updates at the end of each epoch from this one on, from 0. Needs
+            update_every_n_steps=0: otherwise Lightning's callback averages the last weights of an
+            epoch twice, and also steps of earlier epochs.
         use_buffers: averages floating-point buffers (BatchNorm's statistics). False: copies them.
         device: only None: nothing is stored here.
-        validate_with_average: the model has averaged weights in each validation and test; in those of
-            a fit, the average of its last push. False: its own. Before the average starts (ema_start,
+        validate_with_average: validations and tests use averaged weights; those of a fit use the
+            average of its last push. False: the model's own. Before the average starts (ema_start,
             update_starting_at_step) also its own, with a warning.
-        copy_at_end: the model has averaged weights after the fit, as with Lightning's, if the average
-            has started. False: its own.
+        copy_at_end: after the fit the model has averaged weights, as with Lightning's callback, if
+            the average has started. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
-            on_error "skip", the default, a server that is away costs a warning: the model then
-            is validated with its own weights.
+            on_error "skip", the default, an unreachable server causes a warning: the model then is
+            validated with its own weights.
 
     Raises:
-        TypeError: an option that `attach` has not.
-        InvalidArgumentError: an argument is wrong. In the fit also: there is not one optimizer.
+        TypeError: an option that `attach` does not have.
+        InvalidArgumentError: an argument is wrong. In the fit also: the module does not have
+            exactly one optimizer.
         EmaError: in the fit: as `attach`.
 
     Example:
@@ -153,14 +156,14 @@ class EMAWeightAveraging(_Callback):
         self._copies_at_end = copy_at_end
         self._track = track
         self._attachment: Attachment | None = None
-        # What a checkpoint said, until the fit begins.
+        # The state in a loaded checkpoint, until the fit begins.
         self._resume: Mapping[str, Any] | None = None
         # Puts the model's own weights back.
         self._swapped = contextlib.ExitStack()
 
     @property
     def attachment(self) -> Attachment | None:
-        """What pushes, while a fit runs: its `stats`, its newest `version`."""
+        """The attachment, while a fit runs: its `stats`, its newest `version`."""
         return self._attachment
 
     @property
@@ -217,13 +220,13 @@ class EMAWeightAveraging(_Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Which average is that of this step. Returns when it is on the server's disk. {}: no fit runs."""
+        """Identifies this step's average, which the server saves. {}: no fit runs, or not saved."""
         if self._attachment is None:
             return {}
         return dict(saved_state(self._attachment, self._options) or {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What the next fit goes on from."""
+        """Sets the state from which the next fit continues."""
         self._resume = dict(state_dict)
 
     def _swap_in(self, module: Any) -> None:
@@ -252,7 +255,7 @@ def _track(
     use_buffers: bool,
     device: Any,
 ) -> Track:
-    """The average that Lightning's callback makes of these arguments."""
+    """The track that averages as Lightning's callback does with these arguments."""
     track = Track.preset(
         "torch", decay=0.999 if decay is None else decay, use_buffers=use_buffers, device=device
     )
@@ -281,7 +284,7 @@ def _track(
 
 
 def _time_of(trainer: Any) -> Callable[[int], dict[str, float]]:
-    """The training time, as known in the optimizer's step, before the trainer has counted that."""
+    """The `time` for `attach`, which is called before the trainer has counted the step."""
     total = trainer.estimated_stepping_batches
 
     def time(step: int) -> dict[str, float]:

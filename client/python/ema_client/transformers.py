@@ -47,42 +47,44 @@ else:
 
 _logger = logging.getLogger(__name__)
 
-# In the trainer's checkpoint: the trainer's step, and what `Attachment.state_dict` gave.
+# A file in the trainer's checkpoint: the trainer's step, and a result of `Attachment.state_dict`.
 STATE_FILE = "ema_state.json"
 
 
 class EmaCallback(_TrainerCallback):
     """Keeps the average of a training on an EMA Server.
 
-    Each checkpoint of the trainer has a file ema_state.json, which says which average belongs to it;
-    the server keeps that on its disk. A training that resumes from the checkpoint brings the average back
-    to there. The server's checkpoints have the model's config and the tokenizer beside the weights, so
-    that `from_pretrained` reads each track's folder.
+    Each checkpoint of the trainer has a file ema_state.json, which identifies its average; the
+    server keeps that on its disk. A training that resumes from the checkpoint also resumes that
+    average. The server's checkpoints have the model's config and the tokenizer beside the weights,
+    so that `from_pretrained` reads each track's folder.
 
-    Times may be in batches ("200ba": optimizer steps), shares of the whole training ("0.1dur") and, if
-    the data has a length, epochs ("2ep"). Weights whole on every rank: one process or DDP.
+    Times may be in batches ("200ba": optimizer steps), shares of the whole training ("0.1dur") and,
+    if the data has a length, epochs ("2ep"). The weights must be whole on every rank: one process
+    or DDP.
 
     Args:
         url: "ema://host:port/model".
-        evaluate_with_average: the model has averaged weights, those of its last push, in evaluations
-            that the training makes, and its own again before it saves a checkpoint. False: its own.
-            Before the average starts (ema_start) also its own, with a warning.
-            Not with several eval_datasets: there, override the trainer's `evaluate` with one that calls
-            it within `averaged()`.
-            With the trainer's load_best_model_at_end the best checkpoint is the one whose average is
-            best, but its own weights are loaded: give copy_at_end=True, too, or a warning says so.
-        copy_at_end: the model has averaged weights after the training, if the average has started; with
-            load_best_model_at_end those of the best checkpoint, if the server still keeps them (see
-            keep_resumable), else its own. False: its own.
+        evaluate_with_average: evaluations during the training use the averaged weights of the last
+            push; the model has its own again before it saves a checkpoint. False: its own. Before
+            the average starts (ema_start) also its own, with a warning. Not with several
+            eval_datasets: for these, override the trainer's `evaluate` with one that calls it
+            within `averaged()`. With the trainer's load_best_model_at_end, the best checkpoint is
+            the one with the best average, but its raw weights are loaded; a warning says so, unless
+            copy_at_end=True replaces them.
+        copy_at_end: after the training the model has averaged weights, if the average has started;
+            with load_best_model_at_end those of the best checkpoint, if the server still keeps them
+            (see keep_resumable), else its own. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         resume_from_checkpoint: the folder that the trainer resumes from, if that is neither
             args.resume_from_checkpoint nor in args.output_dir.
-        options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. `files`: {}:
-            none beside the weights. With on_error "skip", the default, a server that is away
-            costs a warning: the model is evaluated with its own weights then.
+        options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
+            files={}, the server's checkpoints have no files beside the weights. With on_error
+            "skip", the default, an unreachable server causes a warning: the model is then evaluated
+            with its own weights.
 
     Raises:
-        TypeError: an option that `attach` has not.
+        TypeError: an option that `attach` does not have.
         InvalidArgumentError: an argument is wrong.
         EmaError: in the training: as `attach`.
 
@@ -115,24 +117,24 @@ class EmaCallback(_TrainerCallback):
         self._resume_folder = resume_from_checkpoint
         self._model: Any = None
         self._attachment: Attachment | None = None
-        # Puts the model's own weights back, which are these.
+        # Puts the model's own weights back, which `_own` keeps.
         self._swapped = contextlib.ExitStack()
         self._own = OwnValues()
         self._is_evaluating = False
 
     @property
     def attachment(self) -> Attachment | None:
-        """What pushes, while a training runs: its `stats`, its newest `version`."""
+        """The attachment, while a training runs: its `stats`, its newest `version`."""
         return self._attachment
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Version]:
-        """The trainer's model with averaged weights, as `ema_client.averaged` with our options: those of
-        the last push; after the training, of the newest version.
+        """Puts averages into the trainer's model, as `ema_client.averaged` with our options: those
+        of the last push, or after the training those of the newest version.
 
         Raises:
             FailedPreconditionError: no training has begun.
-            EmaError: there is no average to be had; nothing was changed.
+            EmaError: no average can be read; nothing was changed.
         """
         if self._model is None:
             raise FailedPreconditionError(
@@ -151,7 +153,7 @@ class EmaCallback(_TrainerCallback):
             yield version
 
     def close(self) -> None:
-        """After a training that an exception has ended: lets the server go, puts own weights back."""
+        """After a failed training: closes the attachment, and restores the model's own weights."""
         self._swapped.close()
         if self._attachment is not None:
             self._attachment.close()
@@ -159,7 +161,7 @@ class EmaCallback(_TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > 0:
-            # The trainer has loaded its weights over those of a training that an exception has ended.
+            # The trainer has loaded a checkpoint's weights over those of a failed training.
             self._own.drop()
         self.close()
         if self._evaluates and args.load_best_model_at_end and not self._copies_at_end:
@@ -182,7 +184,7 @@ class EmaCallback(_TrainerCallback):
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # After an evaluation that another callback has called off.
+        # After an evaluation that another callback has cancelled.
         self._swapped.close()
         self._is_evaluating = False
 
@@ -191,7 +193,7 @@ class EmaCallback(_TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attachment is not None and args.load_best_model_at_end:
-            # After the last epoch, the trainer writes into the weights without asking.
+            # After the last epoch, the trainer may write the weights without waiting for a push.
             self._attachment.wait_released()
         self._swap_in_before_evaluation(control)
 
@@ -224,7 +226,7 @@ class EmaCallback(_TrainerCallback):
             new.replace(folder / STATE_FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # An evaluation that did not come has left the average in the model.
+        # If an expected evaluation was not made, the average is still in the model.
         self._swapped.close()
         try:
             if self._copies_at_end and self._attachment is not None:
@@ -272,7 +274,7 @@ class EmaCallback(_TrainerCallback):
             self._is_evaluating = True
 
     def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
-        """What the checkpoint says that the trainer resumes from: rank 0's, on all ranks."""
+        """The average's state in the trainer's checkpoint, as rank 0 reads it, on all ranks."""
         if state.global_step == 0:
             return None
         ranks = Ranks.current(self._options.get("process_group"))
@@ -281,7 +283,7 @@ class EmaCallback(_TrainerCallback):
         try:
             if ranks.rank == 0:
                 average = self._read_saved(args, state)
-        except Exception as raised:  # The others wait for what becomes of it.
+        except Exception as raised:  # The other ranks wait for the result.
             failure = raised
         return ranks.gather_or_raise(failure, average)[0]
 
@@ -312,7 +314,7 @@ def _checkpoint_folder(args: Any, state: Any) -> pathlib.Path:
 
 
 def _saved_in(folder: pathlib.Path) -> dict[str, Any] | None:
-    """What is in a checkpoint's ema_state.json. None: there is none that can be read."""
+    """The contents of a checkpoint's ema_state.json. None: there is no readable file."""
     try:
         saved = json.loads((folder / STATE_FILE).read_text())
     except (OSError, ValueError):
@@ -322,7 +324,7 @@ def _saved_in(folder: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
-    """What lies beside the weights in a folder that `from_pretrained` reads."""
+    """The files beside the weights in a folder that `from_pretrained` reads."""
     with tempfile.TemporaryDirectory() as folder:
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             config = copy.deepcopy(model.config)
@@ -331,7 +333,7 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
         if getattr(model, "generation_config", None) is not None:
             try:
                 model.generation_config.save_pretrained(folder)
-            except ValueError as error:  # It is trained with all the same.
+            except ValueError as error:  # Training works all the same.
                 _logger.warning(
                     "the server's checkpoints have no generation_config.json: %s", error
                 )
@@ -341,7 +343,7 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
 
 
 def _time_of(args: Any, state: Any, batches: Any) -> Callable[[int], dict[str, float]]:
-    """The training time, as known in the optimizer's step, before the trainer has counted that."""
+    """The `time` for `attach`, which is called before the trainer has counted the step."""
     steps_per_epoch = 0
     with contextlib.suppress(TypeError):  # An iterable without a length.
         steps_per_epoch = max(1, math.ceil(len(batches) / args.gradient_accumulation_steps))

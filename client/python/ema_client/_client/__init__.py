@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What talks to a server, for anything that has named arrays: `Client`, `Run`, `pull`."""
+"""Calls of a server, for anything that has named arrays: `Client`, `Run`, `pull`."""

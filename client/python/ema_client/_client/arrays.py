@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of any framework as the extension module reads them, and pulled bytes as arrays."""
+"""Converts arrays of any framework for the extension module, and pulled bytes to arrays."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Framework = Literal["auto", "torch", "numpy"]
 Placed = tuple[str, str, Sequence[int], int, int]
 # kDLCPU
 _DLPACK_CPU = 1
-# Of what the server can hold.
+# The dtypes that the server can hold.
 DTYPES = (
     *("float32", "float16", "bfloat16", "float64"),
     *("int8", "int16", "int32", "int64", "uint8", "bool"),
 )
-# Tensors of which a message gives the names.
+# The most names that a message lists.
 _NAMED = 10
 
 
@@ -38,9 +38,9 @@ def is_instance(value: object, module: str, name: str) -> bool:
 
 
 def read(name: str, value: Any, boxes: BoxCache | None = None) -> _ema.Array:
-    """Reads `value` in place; of a DTensor, what is on this rank. Copied first is what is in memory
-    that is neither the host's nor that of a GPU of NVIDIA's, what is not contiguous, unless it is a
-    torch tensor in the host's, and what PyTorch has yet to negate (the `imag` of a `conj()`)."""
+    """Reads `value` in place; of a DTensor, this rank's part. It is copied first if it is neither
+    in host memory nor on an NVIDIA GPU; if it is not contiguous, unless it is a torch tensor in
+    host memory; or if PyTorch has yet to negate it (the `imag` of a `conj()`)."""
     check_text("tensor name", name)
     dtype = ""
     offsets: tuple[int, ...] | None = None
@@ -56,7 +56,7 @@ def read(name: str, value: Any, boxes: BoxCache | None = None) -> _ema.Array:
             )
         value = value.resolve_neg()
         if gpu.is_readable(value):
-            # Not value.__dlpack__(), which refuses tensors of another than the current GPU.
+            # Not value.__dlpack__(), which rejects tensors on a GPU other than the current one.
             value = sys.modules["torch"].utils.dlpack.to_dlpack(value.contiguous())
         else:
             value = value.cpu()
@@ -78,7 +78,7 @@ def read(name: str, value: Any, boxes: BoxCache | None = None) -> _ema.Array:
 
 
 def _jax_on_host(value: Any) -> Any:
-    """A JAX array as it is, or a copy if it is not in host memory, or on several devices."""
+    """The JAX array itself; or a copy in host memory, if it is elsewhere or on several devices."""
     value.block_until_ready()
     if len(value.sharding.device_set) == 1 and value.__dlpack_device__()[0] == _DLPACK_CPU:
         return value
@@ -86,7 +86,7 @@ def _jax_on_host(value: Any) -> Any:
 
 
 def read_all(weights: Mapping[str, Any], boxes: BoxCache) -> list[_ema.Array]:
-    """As `read`, in a tenth of the time where they are torch tensors that are nothing out of the way."""
+    """Like `read` for each array, but takes a tenth of the time for ordinary torch tensors."""
     check_by_name("weights", weights)
     if not isinstance(weights, HeldWeights):
         weights = {
@@ -112,7 +112,7 @@ def read_all(weights: Mapping[str, Any], boxes: BoxCache) -> list[_ema.Array]:
 def spec_of(
     name: str, value: Any, *, is_buffer: bool = False, aliases: Sequence[str] = ()
 ) -> _ema.Spec:
-    """What the server is told of a tensor; does not touch the elements."""
+    """The spec that the server gets of a tensor; does not read the elements."""
     check_text("tensor name", name)
     if isinstance(value, TensorSpec):
         return name, value.dtype, value.shape, value.is_buffer, value.aliases
@@ -122,22 +122,22 @@ def spec_of(
 
 
 def has_other_dtype(value: Any) -> bool:
-    """Whether no server can hold it: complex numbers, float8, unsigned integers of more than a byte,
-    sparse tensors."""
+    """Whether the server cannot hold the dtype: complex numbers, float8, unsigned integers of more
+    than a byte, sparse tensors."""
     return _dtype_of(value) not in DTYPES
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether it is a torch tensor without one storage of its elements."""
+    """Whether `value` is a torch tensor whose layout is not strided."""
     return (
         is_instance(value, "torch", "Tensor") and value.layout is not sys.modules["torch"].strided
     )
 
 
 def is_without_memory(tensor: Any) -> bool:
-    """Whether a torch tensor has elements here that lie nowhere: those of a wrapper of other tensors
-    (torchao's float8 weights), or of a storage that was freed. Not of sparse ones, nor on `meta`.
-    """
+    """Whether a torch tensor has elements on this rank, but no memory for them: a wrapper of other
+    tensors (torchao's float8 weights), or a tensor whose storage was freed. False for sparse
+    tensors, and on `meta`."""
     local = local_of(tensor)
     if is_sparse(local) or local.is_meta:
         return False
@@ -145,12 +145,12 @@ def is_without_memory(tensor: Any) -> bool:
 
 
 def _dtype_of(value: Any) -> str:
-    """Its name; of a sparse tensor the layout's, which is among no dtypes."""
+    """The dtype's name; of a sparse tensor the layout's name, which no dtype has."""
     return str(value.layout if is_sparse(value) else value.dtype).removeprefix("torch.")
 
 
 def stack_like(value: Any, count: int) -> Any:
-    """An array of `count` times the shape of `value`, a torch tensor or NumPy array; [0] is filled."""
+    """A torch tensor or NumPy array of shape [count, *value.shape]; only [0] is filled."""
     if is_instance(value, "torch", "Tensor"):
         stacked = value.new_empty((count, *value.shape))
     else:
@@ -160,8 +160,8 @@ def stack_like(value: Any, count: int) -> Any:
 
 
 def range_of(value: Any) -> tuple[int, int]:
-    """Of a torch tensor or NumPy array that has elements: the address of its first byte, and the one
-    behind its last."""
+    """The addresses of the first byte of a torch tensor or NumPy array, and of the byte behind its
+    last one. REQUIRES: it has elements."""
     if is_instance(value, "torch", "Tensor"):
         address, size = value.data_ptr(), value.element_size()
         strides = [stride * size for stride in value.stride()]
@@ -174,7 +174,7 @@ def range_of(value: Any) -> tuple[int, int]:
 
 
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:
-    """Raises InvalidArgumentError that lists missing and unexpected names: ten of each."""
+    """Raises InvalidArgumentError that lists missing and unexpected names, up to ten of each."""
     expected, given = list(expected), list(given)
     missing = sorted(set(expected) - set(given))
     unexpected = sorted(set(given) - set(expected))
@@ -191,7 +191,7 @@ def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> 
 
 
 def check_shapes(what: str, *, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError that lists those of `given` whose shape is another than expected."""
+    """Raises InvalidArgumentError that lists the arrays of `given` with unexpected shapes."""
     wrong = [
         f"{name}: {tuple(value.shape)}, expected {tuple(expected[name].shape)}"
         for name, value in given.items()
@@ -204,13 +204,13 @@ def check_shapes(what: str, *, expected: Mapping[str, Any], given: Mapping[str, 
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first ten names, and the number of further ones."""
     text = ", ".join(names[:_NAMED])
     return text if len(names) <= _NAMED else f"{text} and {len(names) - _NAMED} more"
 
 
 def choose_framework(framework: Framework) -> Literal["torch", "numpy"]:
-    """Raises InvalidArgumentError where it is none."""
+    """Resolves "auto". Raises InvalidArgumentError for an unknown framework."""
     if framework == "auto":
         return "torch" if importlib.util.find_spec("torch") is not None else "numpy"
     if framework not in ("torch", "numpy"):

@@ -29,7 +29,7 @@ def create_checkpoint(
     wait: bool = True,
     timeout_s: float | None = None,
 ) -> Checkpoint:
-    """Saves a version to the server's disk. When it returns, it is there, unless `wait` is False.
+    """Saves a version to the server's disk. Returns when it is saved, unless `wait` is False.
 
     A saved version is not written again, except the newest if the model's tracks or attached files have
     changed since. Training and pulls do not wait for it.
@@ -39,7 +39,7 @@ def create_checkpoint(
         version: a number or a record; None: the newest.
         tracks: only these: for serving; the server cannot start from it. None: all.
         label: a name for the version, which keeps it whatever the retention policy. Not with `tracks`.
-        wait: False: returns when the version is pinned; `checkpoint` returns its state.
+        wait: False: returns when the version is pinned; poll `checkpoint` for the state.
         timeout_s: seconds.
 
     Raises:
@@ -196,9 +196,9 @@ def restore(
 ) -> Version:
     """Rolls a model back: makes a new version that equals an earlier one.
 
-    The current run ends, and its trainer is fenced; the next run continues from the new version. The
-    versions in between are kept. Not retried after a broken connection: then look at the newest
-    version's `restored_from`.
+    The current run ends, and its trainer is fenced; the next run continues from the new version.
+    The versions in between are kept. Not retried after a broken connection: check the newest
+    version's `restored_from` then.
 
     Args:
         name: the model.

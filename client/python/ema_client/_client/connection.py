@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions that are methods of `Client` need of it."""
+"""The interface of `Client` for the functions that are its methods."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ema_client import _ema
 
 
 class Connection(Protocol):
-    """A `Client`, as the modules know it that it imports.
+    """The part of `Client` that its methods' modules use: they cannot import `Client`, which
+    imports them.
 
     Attributes:
-        _client: the connection.
+        _client: the extension module's client.
         _timeout_s: seconds for calls that move no weights.
         _transfer_timeout_s: seconds for calls that move weights, or wait for the server's disk.
     """

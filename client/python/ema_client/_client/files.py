@@ -11,12 +11,12 @@ from typing import Union
 # Contents by name, or a folder.
 FilesLike = Union[Mapping[str, bytes], str, "os.PathLike[str]"]
 
-# What describes a model, of what Hugging Face's tools leave in a folder.
+# Suffixes of the files in a Hugging Face folder that describe a model.
 _SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
 def small_files(files: FilesLike) -> dict[str, bytes]:
-    """Contents by name; of a folder, of the files in it that describe a model."""
+    """Contents by name. From a folder, only the files that describe a model."""
     if isinstance(files, Mapping):
         return dict(files)
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a push of weights on GPUs has to know of PyTorch's streams, and of its own memory."""
+"""GPUs and streams of PyTorch, for pushes of weights on GPUs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def is_readable(tensor: Any) -> bool:
 
 
 def reads_cuda() -> bool:
-    """Whether what PyTorch calls "cuda" is NVIDIA's, not AMD's."""
+    """Whether PyTorch's "cuda" devices are NVIDIA's, not AMD's."""
     return sys.modules["torch"].version.hip is None
 
 
 def current_streams(gpus: Iterable[int]) -> list[tuple[int, int]]:
-    """Of each GPU, by its index, the stream on which this thread works."""
+    """The current stream of this thread on each GPU: (index, handle)."""
     torch = _working_torch()
     return [
         (gpu, 0 if torch is None else int(torch.cuda.current_stream(gpu).cuda_stream))
@@ -31,12 +31,12 @@ def current_streams(gpus: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def is_capturing() -> bool:
-    """Whether this thread records what it does into a CUDA graph, instead of doing it."""
+    """Whether this thread is capturing a CUDA graph: its operations are recorded, not executed."""
     torch = _working_torch()
     return torch is not None and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _working_torch() -> Any:
-    """PyTorch, if this process uses a GPU with it."""
+    """PyTorch, if it has initialized CUDA in this process."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None

@@ -182,9 +182,9 @@ def update_model(
 ) -> ModelInfo:
     """Changes all given tracks while training runs, or none. Their averages are kept.
 
-    Takes effect at the next commit, until when the result has the new tracks as `pending_tracks`.
-    Takes effect at once before the first run, or if every track is paused. The same call again
-    succeeds.
+    Takes effect at the next commit or when the next run opens; until then the result has the new
+    tracks as `pending_tracks`. Takes effect at once if no run is open, or every track is paused.
+    The same call again succeeds.
 
     Args:
         name: the model.
@@ -219,7 +219,7 @@ def model(client: Connection, name: str, *, timeout_s: float | None = None) -> M
 
 
 def models(client: Connection, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
-    """All models, without their tensors and `tensor_rules`."""
+    """All models that the token may read, without their tensors and `tensor_rules`."""
     return tuple(map(model_from, client._client.list_models(client._timeout(timeout_s))))
 
 

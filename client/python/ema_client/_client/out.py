@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of the caller's that pulled values are written into: all of them, or none."""
+"""Writes pulled values into arrays of the caller: into all of them, or none."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal
 from ema_client._client.arrays import check_names, check_shapes, is_instance, range_of
 from ema_client._errors import InvalidArgumentError
 
-# What NumPy may do to pulled values that go into an array of another dtype.
+# The casts that NumPy may apply to values that are written into an array of another dtype.
 _CASTING: Literal["same_kind"] = "same_kind"
 
 
 def check_writable(what: str, targets: Mapping[str, Any]) -> None:
-    """InvalidArgumentError: some of these, torch tensors or NumPy arrays, cannot be written; lists them.
+    """InvalidArgumentError: some of these torch tensors or NumPy arrays cannot be written; the
+    message lists them.
 
-    Others are let pass: `write_arrays` refuses them.
+    Other types are not checked here: `write_arrays` rejects them.
     """
     problems = [
         f"{name}: {problem}" for name, target in targets.items() if (problem := _problem(target))
@@ -28,8 +29,8 @@ def check_writable(what: str, targets: Mapping[str, Any]) -> None:
 
 
 def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    """InvalidArgumentError: some of the targets, torch tensors or NumPy arrays, have dtypes that cannot
-    hold what is there for them by the same names, such as int8 for averages; lists them."""
+    """InvalidArgumentError: some of the targets, torch tensors or NumPy arrays, have dtypes that
+    cannot hold the values of the same names, such as int8 for averages; the message lists them."""
     wrong = [
         f"{name}: {target.dtype} for {values[name].dtype}"
         for name, target in targets.items()
@@ -42,14 +43,14 @@ def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str
 def write_arrays(
     out: Mapping[str, Any], tensors: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> None:
-    """Writes `tensors` into the arrays of `out`, which `check_writable` has let pass, in place, casting
-    to their dtypes.
+    """Writes `tensors` in place into the arrays of `out`, cast to their dtypes. REQUIRES: these
+    have passed `check_writable`.
 
-    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or an array is that of
-    another tensor, too.
+    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or two tensors
+    have the same array.
 
     Args:
-        aliases: further names, by which `out` may have a tensor, too, and the first ones.
+        aliases: from further names of tensors, which `out` may use, to the first ones.
     """
     check_names("out", expected=tensors, given=[name for name in out if name not in aliases])
     is_torch = all(is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
@@ -77,7 +78,7 @@ def _can_cast(tensor: Any, target: Any) -> bool:
     if is_instance(tensor, "torch", "Tensor"):
         import torch
 
-        # copy_ makes zeros of averages, or True; of integers a mask.
+        # From integers, a cast to bool makes a mask. From averages, copy_ would make zeros or True.
         is_mask = target.dtype == torch.bool and not (
             tensor.is_floating_point() or tensor.is_complex()
         )
@@ -88,7 +89,7 @@ def _can_cast(tensor: Any, target: Any) -> bool:
 
 
 def _problem(target: Any) -> str | None:
-    """Why it cannot be written. None: it can, or is no torch tensor or NumPy array."""
+    """Why `target` cannot be written. None: it can, or it is not a torch tensor or NumPy array."""
     if is_instance(target, "torch", "Tensor"):
         import torch
 
@@ -111,8 +112,7 @@ def _problem(target: Any) -> str | None:
 
 
 def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether several elements lie at one place; also of the few that are nested in such a way that it
-    is not plain to see."""
+    """Whether elements share memory. Also True for a few nested layouts in which they do not."""
     if 0 in shape:
         return False
     end = 0
@@ -124,8 +124,8 @@ def _overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _check_apart(out: Mapping[str, Any], first_names: Mapping[str, str]) -> None:
-    """InvalidArgumentError: two of them, of different tensors, begin at one byte. What overlaps otherwise
-    gets some of the values of each."""
+    """InvalidArgumentError: two arrays, of different tensors, begin at the same byte. Other
+    overlaps are not detected; such arrays get values of both tensors."""
     owners: dict[tuple[str, int], str] = {}
     pairs: list[str] = []
     for name, target in out.items():

@@ -14,12 +14,12 @@ from ema_client._errors import InvalidArgumentError
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What is here of a tensor.
+    """The part of a tensor that this rank holds.
 
     Attributes:
         shape: of the whole tensor.
-        box: where the piece lies in it; its name is the tensor's.
-        local: the piece itself: it shares the tensor's memory.
+        box: the part's position in the tensor, with the tensor's name.
+        local: the part itself; it shares the tensor's memory.
     """
 
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ def is_dtensor(value: object) -> bool:
 
 
 class Held(NamedTuple):
-    """What this rank has of a DTensor, in the place of that: to detach a DTensor takes 20 us.
+    """This rank's part of a DTensor. Used in place of it, because detaching a DTensor takes 20 us.
 
     Attributes:
-        local: shares its memory, and keeps it.
-        offsets: where in the whole tensor it begins.
+        local: shares the DTensor's memory, and keeps it alive.
+        offsets: position of its first element in the whole tensor.
     """
 
     local: Any
@@ -53,18 +53,17 @@ class Held(NamedTuple):
 
 
 class HeldWeights(dict[str, Any]):
-    """By name what `BoxCache.held` has given, or copies: nobody else can give these other memory."""
+    """Results of `BoxCache.held`, or copies, by name. No other code can replace their memory."""
 
 
 def local_of(tensor: Any) -> Any:
-    """What this rank has of a torch tensor, as `piece_of` says where it lies: the tensor itself, or a
-    DTensor's local one. It is found at once, while each operation on a DTensor takes 10 us or more.
-    """
+    """This rank's part of a torch tensor: the tensor itself, or a DTensor's local tensor. Fast,
+    whereas each operation on a DTensor takes 10 us or more. `piece_of` also finds its position."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def piece_of(name: str, tensor: Any) -> Piece:
-    """What this rank has of `tensor`, a torch tensor.
+    """This rank's part of `tensor`, a torch tensor, and its position.
 
     Raises:
         InvalidArgumentError: a DTensor whose values are spread as partial sums.
@@ -76,7 +75,7 @@ def piece_of(name: str, tensor: Any) -> Piece:
     if tensor.device_mesh.get_coordinate() is None:  # Other ranks have it.
         return Piece(shape, Shard(name, (0,) * len(shape), (0,) * len(shape)), local)
     try:
-        # As torch.distributed.checkpoint asks: one piece for each rank.
+        # torch.distributed.checkpoint calls this, too. One piece for each rank.
         (chunk,) = tensor.__create_chunk_list__()
     except (RuntimeError, ValueError) as error:
         raise InvalidArgumentError(
@@ -86,17 +85,18 @@ def piece_of(name: str, tensor: Any) -> Piece:
 
 
 class BoxCache:
-    """Where pieces lie, as `piece_of` has said when it was asked before: it takes 20 us for each of them,
-    several times what sending it takes the thread that trains."""
+    """Caches positions from `piece_of`, which takes 20 us for each tensor: several times what the
+    training thread needs to send it."""
 
     def __init__(self) -> None:
-        # By mesh, placements and shape.
+        # Offsets by mesh, placements and shape.
         self._offsets: dict[tuple[Any, Any, Any], tuple[int, ...]] = {}
-        # By name, as it was spread when it was last asked for: to compare that takes less than a look-up.
+        # By name: the last mesh, placements, shape and offsets. Comparing them is faster than a
+        # lookup above.
         self._last: dict[str, tuple[Any, Any, Any, tuple[int, ...]]] = {}
 
     def offsets_of(self, name: str, tensor: Any) -> tuple[int, ...]:
-        """Of what this rank has of a DTensor. Raises as `piece_of`."""
+        """The offsets of this rank's part of a DTensor. Raises as `piece_of`."""
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
         last = self._last.get(name)
         if last is not None and last[0] is mesh and last[1] is placements and last[2] == shape:
@@ -108,27 +108,27 @@ class BoxCache:
         return self._offsets[spread]
 
     def held(self, name: str, tensor: Any) -> Any:
-        """Keeps the memory of a torch tensor, also where that gets another one: a tensor, or `Held`.
-        Raises as `piece_of`."""
+        """A tensor, or `Held`, that keeps the current memory of a torch tensor, even if that gets
+        other memory. Raises as `piece_of`."""
         if is_dtensor(tensor):
             return Held(local_of(tensor).detach(), self.offsets_of(name, tensor))
         return tensor.detach()
 
 
 def pieces_of(tensors: Mapping[str, Any]) -> dict[str, Piece]:
-    """By name; see `piece_of`."""
+    """Calls `piece_of` for each tensor, by name."""
     return {name: piece_of(name, tensor) for name, tensor in tensors.items()}
 
 
 def selected(pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    """What is here of the tensors that `selection_of` asks for."""
+    """The local parts of the tensors in the selection of `selection_of`."""
     return {
         name: piece.local for name, piece in pieces.items() if piece.is_whole or not piece.is_empty
     }
 
 
 def selection_of(pieces: Mapping[str, Piece]) -> tuple[list[str], list[Shard]]:
-    """What to pull for these pieces: whole tensors by name, and boxes. Nothing for those that are empty."""
+    """The whole tensors, by name, and the boxes to pull for these pieces; no empty boxes."""
     whole = [name for name, piece in pieces.items() if piece.is_whole]
     return whole, [
         piece.box for piece in pieces.values() if not piece.is_whole and not piece.is_empty

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Client.pull` is called with, in the one form that it goes on with; checked before it asks."""
+"""Checks and converts the arguments of `Client.pull`, before it calls the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ema_client._tracks.track import only_average
 if TYPE_CHECKING:
     import torch
 
-#: Arrays by name, or a module, whose parameters and buffers these are.
+#: Arrays by name, or a module, for its parameters and buffers.
 OutLike = Union[Mapping[str, Any], "torch.nn.Module"]
 
 #: "float32", "float16" or "bfloat16", or a framework's dtype of that name.
@@ -30,7 +30,7 @@ def selection_from(
     """Names or patterns, and boxes; two empty lists: everything.
 
     Raises:
-        InvalidArgumentError: an empty selection, or what is no name or box.
+        InvalidArgumentError: an empty selection, or an item that is not a name or a box.
     """
     if tensors is None and slices is None:
         return [], []
@@ -50,8 +50,8 @@ def selection_from(
 
 
 def check_version(version: VersionLike | None) -> None:
-    """InvalidArgumentError: no version; or an empty label, as of a variable that is not set: not the newest
-    version."""
+    """InvalidArgumentError: not a version; or an empty label, as from a variable that is not set,
+    which must not mean the newest version."""
     is_one = bool(version) if isinstance(version, str) else isinstance(version, Version)
     if not is_one and version is not None and not is_whole(version):
         raise InvalidArgumentError(
@@ -61,17 +61,17 @@ def check_version(version: VersionLike | None) -> None:
 
 
 def only_average_of(info: ModelInfo) -> str:
-    """See `only_average`."""
+    """The default track of a model; see `only_average`."""
     return only_average(
         f'model "{info.name}": ', {name: track.is_copy for name, track in info.tracks.items()}
     )
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """The server's name of a dtype: of that name, of PyTorch's, NumPy's or JAX's."""
+    """The server's name of a dtype, given by that name or as PyTorch's, NumPy's or JAX's."""
     if dtype is None:
         return None
-    # Of a class, such as numpy.float16, and of JAX's.
+    # Classes, such as numpy.float16, and JAX's dtypes have a __name__.
     name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
     name = str(name).removeprefix("torch.")
     if name not in _DTYPES:
@@ -92,9 +92,11 @@ def check_device(device: Any) -> None:
 
 
 def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapping[str, Any]:
-    """The arrays to be written, by name; a module's tied tensors by what the model calls them.
+    """The arrays to write, by name. A module's tied tensors get the names that the model has for
+    them.
 
-    `names_there` gives the names that the model's tensors have; asked only for tied ones.
+    `names_there` returns the names of the model's tensors; it is called only if there are tied
+    tensors.
     """
     if isinstance(out, Mapping):
         return out
@@ -103,7 +105,7 @@ def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapp
         raise InvalidArgumentError(
             f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module"
         )
-    # The one thing here that is of modules; who has none needs nothing of it.
+    # Imported here, since it is needed only for modules.
     from ema_client._model.torch_model import named_tensors, unwrap
 
     named = named_tensors(unwrap(out))

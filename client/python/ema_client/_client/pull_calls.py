@@ -51,8 +51,8 @@ class Destination:
         framework, device: of new arrays.
         out: arrays of the caller by name; None: new arrays.
         targets: the parts of these arrays that are on this rank: of a DTensor, its local tensor.
-        selection: names and boxes to pull instead of those that the caller has named; None: the caller's.
-        is_empty: `out` has no part on this rank, so that only the version is wanted.
+        selection: names and boxes to pull instead of the caller's selection; None: the caller's.
+        is_empty: `out` has no part on this rank, so only the version is needed.
     """
 
     framework: Framework
@@ -71,7 +71,7 @@ class Destination:
         device: Any,
         names_there: Callable[[], Collection[str]],
     ) -> Destination:
-        """`names_there` gives the names of the model's tensors.
+        """`names_there` returns the names of the model's tensors.
 
         Raises:
             InvalidArgumentError: the arguments exclude each other; PyTorch has no such device; or `out`
@@ -104,7 +104,7 @@ class Destination:
         return cls(framework, device, arrays, targets, (names, boxes), is_empty)
 
     def put(self, pulled: _ema.Pulled, track: str) -> Weights:
-        """The pulled values, in their place."""
+        """Writes or wraps the pulled values, and returns the arrays."""
         version = version_from(pulled.version)
         aliases = pulled.aliases
         if self.is_empty:

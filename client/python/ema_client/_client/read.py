@@ -56,9 +56,10 @@ def watch(
 ) -> Generator[Version, None, None]:
     """Yields every commit of the model at `url` as it happens; see `Client.watch`.
 
-    The server keeps few versions (`max_pinned_versions`): where commits come faster than they are
-    evaluated, a commit's version may be gone when it is pulled, which is an OutOfRangeError. The newest
-    one is always there. Who is slower than commits come evaluates none twice by `Client.wait_for(after=)`.
+    The server keeps few versions (`max_pinned_versions`). If commits come faster than they are
+    evaluated, a commit's version may have been dropped when it is pulled (OutOfRangeError); the
+    newest one is always kept. `Client.wait_for(after=)` lets a slow evaluator evaluate only the
+    newest version, and none twice.
 
     Example:
         >>> for _ in ema_client.watch("ema://host:50051/digits"):

@@ -64,8 +64,8 @@ class PendingPush:
                 unreachable, or ranks have not joined), and at most five if it does not answer.
 
         Returns:
-            True: all bytes have been read, or the push has ended. False: the time was over, so the step was
-            abandoned, and nothing reads the arrays.
+            True: all bytes have been read, or the push has ended. False: the time ran out; the step
+            was abandoned, and nothing reads the arrays.
         """
         return self._push.wait_released(max_wait_s, gpu.current_streams(self._gpus))
 

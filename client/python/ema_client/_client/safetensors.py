@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files: mapped to read them, written, and what `Client.save` makes of them."""
+"""Safetensors files: reads them by mapping, writes them, and saves pulls for `Client.save`."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class SaveTarget:
     def of(
         cls, path: str | os.PathLike[str], beside_of: Callable[[], Mapping[str, bytes]]
     ) -> SaveTarget:
-        """`beside_of` gives the small files. Raises as `Client.save`."""
+        """`beside_of` returns the small files. Raises as `Client.save`."""
         if not os.fspath(path):  # pathlib takes it for the working directory.
             raise InvalidArgumentError(f"path {path!r}: must name a file or a folder")
         folder = pathlib.Path(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says of itself."""
+"""A server's description of itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimit:
-    """How much of something there may be.
+    """A limit on the number of some resource.
 
     Attributes:
-        in_use: how much there is; None: it is not counted for the whole server.
-        limit: 0: any number.
+        in_use: the present number; None: it is not counted for the whole server.
+        limit: the largest number; 0: unlimited.
     """
 
     in_use: int | None
@@ -23,17 +23,17 @@ class ServerLimit:
 
 @dataclasses.dataclass(frozen=True)
 class ServerInfo:
-    """How a server stands.
+    """A server's version, device, memory and limits, and whether it serves.
 
     Attributes:
-        version: of its program, such as "0.1.0".
-        device: where the averages are: "cpu", or the name of a GPU.
-        incarnation: of this life of the server; another one after each start.
+        version: of the program, such as "0.1.0".
+        device: the device that holds the averages: "cpu", or the name of a GPU.
+        incarnation: number of this life of the server; another one after each start.
         start_time: seconds since 1970, by the server's clock.
         not_serving: why health checks say NOT_SERVING; empty: they say SERVING.
-        memory_budget_bytes: what there is for models.
-        memory_reserved_bytes: what of it is promised to them.
-        memory_used_bytes: what of it they take now.
+        memory_budget_bytes: memory for models.
+        memory_reserved_bytes: the part of it that is reserved for models.
+        memory_used_bytes: the part of it that is in use.
         limits: by name, such as "models" or "pull_streams".
     """
 
@@ -53,6 +53,6 @@ class ServerInfo:
 
 
 def server_info_from(fields: Mapping[str, Any]) -> ServerInfo:
-    """From what the extension module gives."""
+    """Converts the extension module's result."""
     limits = {name: ServerLimit(*numbers) for name, numbers in fields["limits"].items()}
     return ServerInfo(**{**fields, "limits": limits})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that calls take and return."""
+"""The types of arguments and results of calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ema_client._tracks.track import Track, track_from
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """PEM files for a server behind `emas://`. They are read whenever a connection is made.
+    """PEM files for a server behind `emas://`. They are read for each new connection.
 
     Attributes:
-        ca_file: signs the server's certificate; empty: the system's do.
-        certificate_file, key_file: the client's own, where the server asks for one.
+        ca_file: the CAs that sign the server's certificate; empty: the system's.
+        certificate_file, key_file: the client's certificate and key, if the server requires them.
     """
 
     ca_file: str = ""
@@ -54,13 +54,13 @@ class TrainingTime:
     seconds: float | None = None
 
 
-#: What a call takes for a training time: a mapping's keys are TrainingTime's attributes, or suffixes such
+#: A training time as an argument. A mapping's keys are TrainingTime's attributes, or suffixes such
 #: as "ep". None: the step is the batch.
 TimeLike = Union[TrainingTime, Mapping[str, float], None]
 
-#: In which dtype floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
+#: The dtype in which floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
 WireDtype = Literal["as pushed", "bfloat16"]
-#: What becomes of a step in which a pushed float is NaN or infinity: the step is refused, the tensor
+#: How a step is handled if a pushed float is NaN or infinity: the step is rejected, the tensor
 #: keeps its value in every track, or the value goes into the averages.
 NonFinite = Literal["reject", "skip", "allow"]
 
@@ -70,17 +70,19 @@ class TrackVersion:
     """What one track did at one version.
 
     Attributes:
-        update_weight: that was given to the pushed values, as it was applied (a float32, unless the
-            track is compensated); 1 is a copy, 0 leaves the average as it was.
-        elapsed: training time since the track's update before, in its half-life's unit.
+        update_weight: weight of the pushed values, as it was applied (a float32, unless the track
+            is compensated); 1 is a copy, 0 leaves the average as it was.
+        elapsed: training time since the track's previous update, in the unit of its half-life, or
+            of its interval if it has none.
         update_count: updates since the track began, this one included.
-        averaged_count: of these, those from `ema_start` on. 0: the track is no average yet, but, by its
-            before_start, the first weights or the latest.
-        updated: False: the track was not due and is the same as in the version before.
-        window_steps: steps that the average reaches over: steps since the track's update before
-            / update_weight. 0 if not updated.
+        averaged_count: updates from `ema_start` on. 0: the track is not an average yet but,
+            depending on before_start, the first or the latest weights.
+        updated: False: the track was not due, or is paused, and is the same as in the previous
+            version.
+        window_steps: steps that the average covers: the steps since the track's previous update,
+            divided by update_weight. 0 if not updated.
         config: the track's schedule and options as text.
-        stall_gap: a float32 average cannot come nearer to a constant value than this share of it,
+        stall_gap: a float32 average cannot come closer to a constant value than this share of it,
             because smaller changes are rounded away. 0 if copied or compensated.
         rules: the same for each tensor rule with a schedule of its own, by its pattern.
     """
@@ -98,12 +100,12 @@ class TrackVersion:
 
 @dataclasses.dataclass(frozen=True)
 class TrackStatistics:
-    """How large an average is, and how far from the weights, at one version.
+    """The norm of an average and its distance from the weights, at one version.
 
     Attributes:
         norm: L2 norm of all values that the track averages.
-        distance: L2 norm of (raw - average), over those of them that the version's copy track has raw
-            values of; None: there are none.
+        distance: L2 norm of (raw - average) over the averaged tensors that a copy track has in the
+            same version; `raw` are its values. None: there are none.
     """
 
     norm: float
@@ -117,19 +119,21 @@ class Version:
     Attributes:
         number: the model's count of commits, from 1.
         step: the trainer's step.
-        incarnation: the server's life in which it was made; grows at each start.
+        incarnation: number of the model's life; grows when the server restarts, and when the model
+            is deleted and created again.
         time: training time at the step.
         tracks: by name.
-        run_epoch: the run that pushed it.
+        run_epoch: epoch of the run that pushed it, or of the rollback that made it.
         commit_time: seconds since 1970, by the server's clock.
-        skipped: from `watch` only: versions before this one whose records the server has let go.
+        skipped: from `watch` only: number of versions before this one that were missed, because the
+            server has dropped their records.
         skipped_tensor_count: tensors that kept their values because pushed ones were not finite.
-        skipped_tensors: names of the first of them.
-        wire_dtype: in which the step's weights came: "as pushed", or "bfloat16".
-        restored_from: (number, incarnation) of the version that a rollback made this one of; None: a
-            push made it.
-        statistics: by track. From `Client.statistics`: those that were asked for. From `versions`,
-            `watch` and `ModelInfo.latest`: those that have been computed so far.
+        skipped_tensors: names of at most 16 of them.
+        wire_dtype: dtype in which the step's weights were sent: "as pushed", or "bfloat16".
+        restored_from: (number, incarnation) of the version that a rollback restored as this one;
+            None: a push made this one.
+        statistics: by track. From `Client.statistics`: those of the requested tracks. From
+            `versions`, `watch` and `ModelInfo.latest`: those that have been computed so far.
     """
 
     number: int
@@ -144,20 +148,21 @@ class Version:
     skipped_tensors: tuple[str, ...] = ()
     wire_dtype: str = "as pushed"
     restored_from: tuple[int, int] | None = None
-    # They come later, and make it no other version.
+    # Computed later, so they do not count when versions are compared.
     statistics: Mapping[str, TrackStatistics] = dataclasses.field(
         default_factory=dict, compare=False
     )
 
 
-#: Which version a call means: its number, its record, or a label that it has.
+#: A version as an argument: its number, its record, or one of its labels.
 VersionLike = Union[int, Version, str]
 
 
 def version_id(version: int | Version | None, what: str = "version") -> tuple[int, int]:
     """Number and incarnation as the extension module takes them; (0, 0): the newest.
 
-    InvalidArgumentError: it is no version, but a label, for example. The message calls it `what`.
+    InvalidArgumentError: neither a number nor a record, but a label, for example. `what` is its
+    name in the message.
     """
     if isinstance(version, Version):
         return version.number, version.incarnation
@@ -172,7 +177,8 @@ def version_id(version: int | Version | None, what: str = "version") -> tuple[in
 
 
 def is_after(version: Version, other: int | Version) -> bool:
-    """Whether it was committed later than a record; of a number, in any life of the server, is larger."""
+    """Whether `version` was committed later than the record `other`, or has a larger number than
+    the number `other`, whatever its incarnation."""
     if isinstance(other, Version):
         return (version.incarnation, version.number) > (other.incarnation, other.number)
     return version.number > other
@@ -184,8 +190,8 @@ class TensorSpec:
 
     Attributes:
         dtype: a name that PyTorch and NumPy share, such as "float32".
-        is_buffer: something that training keeps beside the parameters, such as BatchNorm's
-            statistics: `Track.buffers` says what tracks do with those.
+        is_buffer: a value beside the parameters, such as BatchNorm's statistics; `Track.buffers`
+            says how tracks treat it.
         aliases: other names of the same array (tied weights): it is pushed and kept once.
     """
 
@@ -198,19 +204,19 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """A model as the server has it.
+    """A server's description of a model.
 
     Attributes:
         tensors: in manifest order; empty in the result of `Client.models`.
         tracks: by name.
         max_pinned_versions: versions that readers may hold at once.
-        reserved_bytes: what the model can use at most of the server's memory.
+        reserved_bytes: memory reserved for the model on the server; it never uses more.
         latest: the newest version; None before the first.
-        run_epoch: the run that may push; 0 before the first.
-        non_finite: what becomes of a step in which a pushed float is not finite.
+        run_epoch: epoch of the newest run or rollback; before the first, the model's incarnation.
+        non_finite: how a step is handled if a pushed float is not finite.
         plan_revision: grows when a track is added, changed, paused, resumed or removed.
-        pending_tracks: what `tracks` becomes at the next commit; None: they stay.
-        attached_files: sizes in bytes, by name, of what `Client.attach_files` has put there.
+        pending_tracks: the tracks after the next commit, by name; None: no change.
+        attached_files: sizes in bytes, by name, of the files from `Client.attach_files`.
     """
 
     name: str
@@ -239,10 +245,10 @@ CheckpointState = Literal["saving", "complete", "failed", "corrupt"]
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A version that `Client.create_checkpoint` has saved, or has begun to.
+    """A version that `Client.create_checkpoint` has saved, or is saving.
 
     Attributes:
-        name: its folder in the model's; what `Client.checkpoint` and `delete_checkpoint` take.
+        name: its folder in the model's folder; `Client.checkpoint` and `delete_checkpoint` take it.
         state: "complete", or with wait=False also "saving".
     """
 
@@ -254,21 +260,23 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """A version on the server's disk, one that is being written, or one that could not be.
+    """A version on the server's disk, one that is being written, or one that could not be written.
 
     Attributes:
-        name: its folder in the model's.
-        state: "failed": it could not be written; "corrupt": set aside, because a byte of it is wrong
-            or a crash had left it newer than what training went on from; or gone, though it was the
-            newest; or it is the file of the model's labels, and they are lost.
+        name: its folder in the model's folder.
+        state: "failed": it could not be written. "corrupt": one of three things, which `problem`
+            describes: a checkpoint that was set aside, because a byte of it is wrong or a crash
+            left it newer than the version from which training continued; the newest checkpoint,
+            which has vanished; or the file of the model's labels, which is damaged.
         number, incarnation: of the version.
         step: the trainer's step.
         commit_time: of the version, seconds since 1970 by the server's clock; 0: not known.
-        tracks: that have a value in it.
-        is_partial: it has not all tracks of the model: no server starts from it.
-        labels: that it has.
-        problem: of one that is failed or corrupt; of a complete one, why something else that was asked
-            for with it, such as a label, is not done.
+        tracks: the tracks that have a value in it.
+        is_partial: it lacks tracks of the model, so no server starts from it.
+        labels: the labels of the version.
+        problem: what is wrong with a failed or corrupt one. Of a complete one: why something that
+            was requested with it, such as a label, was not done, or why it cannot be read at
+            present.
     """
 
     name: str
@@ -286,11 +294,11 @@ class CheckpointInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """A name for a version on the server's disk, which no retention removes.
+    """A name for a version on the server's disk. Retention keeps versions with labels.
 
     Attributes:
         number, incarnation, step: of the version.
-        metric: the score that put it there; None: a person did.
+        metric: the score that placed it; None: it was set without a score.
         lower_is_better: of the metric.
     """
 
@@ -304,7 +312,7 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class MetricResult:
-    """What a score has done: where the label stands now, and whether this call has moved it there."""
+    """The label after a score, and whether this call moved it (after a retry perhaps False)."""
 
     label: Label
     moved: bool
@@ -312,14 +320,14 @@ class MetricResult:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Where a trainer stands that goes on from a checkpoint of its own.
+    """The position of a trainer that resumes from its own checkpoint.
 
     Attributes:
         step: its optimizer steps so far.
-        version: (number, incarnation) of the average that belongs to it. None: the one that an
-            uninterrupted run would have after `step`.
-        time: training time at the step, which tells the server, without `version`, whether an update
-            was due since a version of an earlier step. None: it is not told.
+        version: (number, incarnation) of the average that belongs to the checkpoint. None: the one
+            that an uninterrupted run would have after `step`.
+        time: training time at the step. By it the server checks whether an update was due between
+            the version's step and this one. None: unknown.
     """
 
     step: int
@@ -329,7 +337,7 @@ class ResumePoint:
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisSource:
-    """A track at one step, and its weight in what was built; all weights' sum is 1."""
+    """A track at one step, and its weight in a synthesized average. All weights add up to 1."""
 
     track: str
     step: int
@@ -342,10 +350,10 @@ class Synthesis:
 
     Attributes:
         version: its step and time; number and incarnation are those of the newest checkpoint used.
-        residual: how far its profile is from the one that was asked for: the norm of the difference
-            over the norm of the latter. Up to about 0.1 it is that average; near 1 and above it is
-            another one, which has little to do with it.
-        sources: what it was built from.
+        residual: relative error of its profile: the norm of the difference from the requested
+            profile, divided by the norm of the latter. Up to about 0.1 the result is the requested
+            average; near 1 and above it has little to do with it.
+        sources: the tracks and steps from which it was built.
     """
 
     version: Version
@@ -364,13 +372,13 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an attachment has done, on this rank.
+    """Totals of an attachment, on this rank.
 
     Attributes:
         pushes: steps that became a version.
-        skipped: steps that were due and did not: the server was away, or another rank was.
+        skipped: steps that were due and did not become a version, such as those of an outage.
         sent_bytes: handed to the network, resends included.
-        wait_seconds: how long our hooks have held up the training loop.
+        wait_seconds: how long the hooks have delayed the training.
     """
 
     pushes: int
@@ -381,17 +389,19 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class PushStats:
-    """What a push has done so far.
+    """Progress of a push.
 
     Attributes:
-        total_bytes: of this rank, to be pushed; 0 until the run is ready.
+        total_bytes: bytes that this rank pushes; 0 until the run is ready.
         sent_bytes: handed to the network, resends included.
         stream_count: 1 if no connection broke.
-        connection_count: by how many connections it was sent last; 0: by none.
-        send_seconds: from the start to the last byte's leaving.
-        lane: what the last stream went through: "grpc" or "shared memory".
-        server_seconds: after the reply, with `Client(report_timing=True)`, where the server's time has
-            gone: "receive" (no byte was there), "fold", "wait" (for its device and other ranks), "commit".
+        connection_count: connections that the last try over gRPC used.
+        send_seconds: from the start until the last byte left; for weights on a GPU, until the last
+            copy started.
+        lane: transport of the last stream: "grpc" or "shared memory".
+        server_seconds: with `Client(report_timing=True)`, after the reply: how long the server
+            spent in each phase: "receive" (waiting for bytes), "fold", "wait" (for its device and
+            other ranks), "commit".
     """
 
     total_bytes: int
@@ -404,12 +414,13 @@ class PushStats:
 
 
 class Weights(dict[str, Any]):
-    """Pulled tensors by name, and which version and track they are.
+    """Pulled tensors by name, with their version and track.
 
-    A tied tensor is there under each of its names; `aliases` says which name stands for which other.
-    `Client.refresh` brings them to the newest version. `received_bytes` says what came for that, or at
-    first, and `lane` through what: "grpc" or "shared memory". `torch.save` writes the tensors only, in an
-    OrderedDict, which `torch.load` takes as it is; copies and pickles keep all.
+    A tied tensor has an entry for each of its names; `aliases` maps its further names to the first
+    one. `Client.refresh` updates the tensors to the newest version. `received_bytes` is the size of
+    the last transfer, and `lane` its transport: "grpc" or "shared memory" (0 and "" after a pull
+    with `out` or `device`). `torch.save` writes only the tensors, in an OrderedDict, which
+    `torch.load` accepts. Copies and pickles keep the attributes, too, but cannot be refreshed.
     """
 
     def __init__(
@@ -427,7 +438,7 @@ class Weights(dict[str, Any]):
         self.aliases = dict(aliases or {})
         self.received_bytes = 0 if pulled is None else pulled.received_bytes
         self.lane = "" if pulled is None else pulled.lane
-        # Whose memory the tensors are.
+        # Owns the memory of the tensors.
         self._pulled = pulled
         for alias, name in self.aliases.items():
             self.setdefault(alias, self[name])
@@ -437,7 +448,7 @@ class Weights(dict[str, Any]):
         return {**self.__dict__, "_pulled": None}
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        # That of torch.save is 2. torch.load takes no class that it does not know.
+        # torch.save uses protocol 2. torch.load rejects classes that it does not know.
         if operator.index(protocol) < 4:
             return collections.OrderedDict, (), None, None, iter(self.items())
         return super().__reduce_ex__(protocol)
@@ -515,7 +526,8 @@ def specs_from(tuples: Sequence[_ema.Spec]) -> list[TensorSpec]:
     ]
 
 
-#: The keys of a training time, by the suffixes that lengths of time have, which are also taken.
+#: TrainingTime's attributes, by the suffixes of times such as "2ep". Both may be keys of a training
+#: time.
 TIME_UNITS = {
     "ba": "batch",
     "ep": "epoch",
@@ -528,7 +540,7 @@ TIME_UNITS = {
 
 
 def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
-    """The time as the extension module takes it."""
+    """The training time in the form that the extension module takes."""
     if time is None:
         return {"batch": step}
     if isinstance(time, TrainingTime):
@@ -550,7 +562,8 @@ def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
 
 
 def time_after(time_of: Callable[[int], TimeLike] | None, step: int) -> dict[str, float]:
-    """After so many steps, which are the batches unless `time_of`, of `attach`, says otherwise."""
+    """The training time after `step` steps. `time_of`: the `time` of `attach`; the steps are
+    batches unless it returns "batch"."""
     given = None if time_of is None else time_of(step)
     return {"batch": step, **time_dict(given, step=step)}
 

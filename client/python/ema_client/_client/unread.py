@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Attached(Protocol):
-    """What this layer, and the modules that `attachment.py` imports, know of an `Attachment`."""
+    """The interface of `Attachment` for modules below it, which cannot import it."""
 
     _lock: threading.RLock
     _pid: int

@@ -11,7 +11,7 @@ from ema_client._errors import InvalidArgumentError
 def split_url(url: str) -> tuple[str, str]:
     """Splits `ema://host:port/model` into the address of a `Client` and the model.
 
-    Of a unix socket's, `ema+unix:///run/ema.sock/model`, the last part is the model.
+    In `ema+unix:///run/ema.sock/model`, for a unix socket, the last part is the model.
     """
     text = url if isinstance(url, str) else ""
     if match := re.fullmatch(r"ema\+unix://(/\S+)/([^/\s]+)", text):

@@ -30,7 +30,7 @@ from ema_client._given import check_int64, names_from
 
 _logger = logging.getLogger(__name__)
 
-# `Synthesis.residual` above which a warning says that the result is not the average that was asked for.
+# Above this `Synthesis.residual`, a warning says that the result is not the requested average.
 _MOST_RESIDUAL = 0.5
 
 
@@ -111,7 +111,7 @@ def wait_for(
         step: the trainer's step. A rollback takes the model back to an earlier one.
         after: instead of a step: a version's record, to wait for any later commit, whatever its step; or
             a version number in any incarnation of the server, to wait for a larger one.
-        timeout_s: seconds in all. None: no limit. 0: looks once, within the client's timeout.
+        timeout_s: seconds in all. None: no limit. 0: checks once, within the client's timeout.
 
     Returns:
         The newest version, if it has reached the step, or is newer than `after`; else the first commit

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gives a torch.nn.Module its averages: `averaged`, `load_into`."""
+"""Puts averages into a torch.nn.Module: `averaged`, `load_into`."""

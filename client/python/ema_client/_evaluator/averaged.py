@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`averaged`: a model with its averaged weights, for as long as a `with` statement."""
+"""`averaged`: puts averages into a model for a `with` block."""
 
 from __future__ import annotations
 
@@ -39,45 +39,46 @@ def averaged(
     process_group: Any = None,
     timeout_s: float | None = None,
 ) -> Iterator[Version]:
-    """Puts averaged values into a model's parameters and buffers, and its own back afterwards.
+    """Puts averages into a model for a `with` block, then restores the model's own values.
 
-    The tensors stay the same objects; values are cast to their dtypes. Tensors that the track ignores
-    keep the model's own values. What the trainer has tied goes to each of its names that the model has.
-    The model's own values come back bit for bit, also after an exception; of several such statements,
-    when the last of them has ended. Costs a copy of the model while it lasts. Before its ema_start a
-    track is no average: a warning says so, but of one that is the latest weights until then.
+    The tensors stay the same objects; values are cast to their dtypes. Tensors that the track
+    ignores keep the model's own values. The average of tied tensors goes to each of their names
+    that the model has. The model's own values are restored bit for bit, also after an exception;
+    with several such blocks, when the last of them has ended. Keeps a copy of the model's values
+    until then. Warns if the track has not reached its ema_start and still holds its first weights.
 
-    A model of DTensors (fully_shard, tensor parallel) gets on each rank only what that rank has, however
-    the trainers have sharded it. All its ranks must call this together, and get the same version, or all
-    raise. With `rename` or `process_group` a model may also be a part of the server's, such as a
-    pipeline's stage.
+    For a model of DTensors (fully_shard, tensor parallel) each rank reads only its own pieces,
+    however the trainers have sharded the model. All its ranks must call this together; all get the
+    same version, or all raise. With `rename` or `process_group` the model may also be a part of the
+    server's, such as a pipeline stage.
 
     Args:
-        model: the model; DistributedDataParallel and torch.compile are looked through.
+        model: the model; DistributedDataParallel and torch.compile are unwrapped.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; None (or 0): the newest, which, in the thread
-            that trains, is that of its last push: it is waited for.
-        step: instead: the version of this step of the trainer; see `Client.pull`.
-        recalibrate: gives BatchNorm the statistics that the averaged weights have, which are not
-            the average of the statistics: a loader of input tensors, or of tuples that begin with one,
-            over which they are computed as by `torch.optim.swa_utils.update_bn`; or what does so,
-            called with `model`. Takes a pass over the loader. Each module is in the mode afterwards in
-            which it was; all buffers come back in the end.
-        rename: gives the name that a tensor has on the server, as for `attach`.
-        process_group: of torch.distributed: all ranks that have parts of the model. None: the default
-            one, if the model is of DTensors or `rename` is given; else this rank is alone.
-        timeout_s: seconds for each call, but that a last push with on_error "wait" is waited for as by
-            `Attachment.wait_pushed`. None: 600 for what moves weights, 60 for others.
+        version: a number, a record, or a label such as "best"; None (or 0): the newest. The
+            training thread first waits for its last push.
+        step: instead of a version: the version of this trainer step; see `Client.pull`.
+        recalibrate: recomputes BatchNorm's statistics for the averaged weights, which differ from
+            the averaged statistics. A loader of input tensors, or of tuples that begin with one:
+            one pass over it, as in `torch.optim.swa_utils.update_bn`. Or a function that does this,
+            called with `model`. The modules keep their training modes; all buffers are restored at
+            the end.
+        rename: returns the name of a tensor on the server, as for `attach`.
+        process_group: of torch.distributed: all ranks that have parts of the model. None: the
+            default group, if the model has DTensors or `rename` is given; else this rank alone.
+        timeout_s: seconds for each call. None: 600 for calls that move weights, 60 for others.
+            Waiting for a last push with on_error "wait" may take longer, see
+            `Attachment.wait_pushed`.
 
     Yields:
-        The version that is in the model.
+        The version in the model.
 
     Raises:
-        InvalidArgumentError: names or shapes do not match, averages cannot be cast to a tensor's dtype
-            (int8), or it cannot be written (it is on the meta device, as those that accelerate has
-            offloaded are); nothing was changed. The loader is empty.
-        FailedPreconditionError: another thread has averaged values in the model now.
+        InvalidArgumentError: names or shapes do not match; averages cannot be cast to a tensor's
+            dtype (int8); or a tensor cannot be written (on the meta device, such as those that
+            accelerate has offloaded); nothing was changed. Or the loader is empty.
+        FailedPreconditionError: averages from another thread are in the model now.
         EmaError: the pull failed; nothing was changed.
 
     Example:
@@ -100,7 +101,7 @@ def averaged(
 
 
 class OwnValues:
-    """What a model has while averaged values are in it, to be put back."""
+    """A model's own values, kept while averages are in the model."""
 
     def __init__(self) -> None:
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -113,20 +114,20 @@ class OwnValues:
         write(values)
 
     def drop(self) -> None:
-        """They are not put back: the model has been given others, for good."""
+        """Discards the values, because the model has permanently got other ones."""
         self._values = []
 
 
 @dataclasses.dataclass
 class _Swap:
-    """Averaged values in a module; what it had before they came."""
+    """Averages in a module, and the values that they replaced."""
 
     own: OwnValues
     thread: int
     has_ended: bool = False
 
 
-# By module, as they came.
+# By module, oldest first.
 _swaps: weakref.WeakKeyDictionary[torch.nn.Module, list[_Swap]] = weakref.WeakKeyDictionary()
 _swaps_lock = threading.Lock()
 
@@ -145,7 +146,7 @@ def _begin(module: torch.nn.Module, what: str, own: OwnValues) -> _Swap:
 
 
 def _end(module: torch.nn.Module, swap: _Swap) -> None:
-    """Puts back what the module had, as soon as nothing is in it that came later."""
+    """Restores the values that a swap has replaced, as soon as all later swaps have ended."""
     swap.has_ended = True
     swaps = _swaps[module]
     while swaps and swaps[-1].has_ended:
@@ -168,7 +169,7 @@ def averaged_beside(
     process_group: Any = None,
     timeout_s: float | None = None,
 ) -> Iterator[Version]:
-    """`averaged`, with the model's own values where the caller can drop them."""
+    """Like `averaged`, with the model's own values in `own`, so that the caller can drop them."""
     read = read_average(
         model,
         url,
@@ -199,11 +200,11 @@ def averaged_beside(
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """What has been read for a model."""
+    """Averages that have been read for a model."""
 
     model_name: str
     track: str
-    ranks: Ranks  # That have read their parts together.
+    ranks: Ranks  # The ranks that have read their parts together.
     weights: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
     ignored: set[str]
@@ -212,7 +213,7 @@ class Average:
     def pairs(
         self, model: torch.nn.Module, rename: Callable[[str], str] | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For `write`. InvalidArgumentError: it does not fit."""
+        """The model's tensors with their averages, for `write`. InvalidArgumentError: no match."""
         what = f'model "{self.model_name}"'
         return _targets(model, what, self.weights, self.aliases, self.ignored, rename)
 
@@ -228,7 +229,7 @@ def read_average(
     process_group: Any = None,
     timeout_s: float | None = None,
 ) -> Average:
-    """The averages of what this rank has of a model."""
+    """Reads the averages for this rank's part of a model."""
 
     def match(
         asked: Reading,
@@ -269,10 +270,11 @@ def swapped(
     own: OwnValues | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[None]:
-    """`averaged` with weights that are here; the model keeps its own of `ignored`. Errors name `what`.
+    """Like `averaged`, with given weights; the model keeps its own values of `ignored`. Errors name
+    `what`.
 
-    `aliases` are further names of weights, by which the model may have them, and the first ones.
-    Collective, if there are `ranks`: on all of them or on none.
+    `aliases`: from further names of weights, which the model may use, to the first ones. With
+    `ranks`, collective: swaps on all of them or on none.
     """
     own = OwnValues() if own is None else own
     swap: _Swap | None = None
@@ -305,7 +307,7 @@ def write_average(
     *,
     ignored: Collection[str] = (),
 ) -> None:
-    """As `swapped`, for good."""
+    """Like `swapped`, permanently."""
     write(_targets(model, what, weights, aliases, ignored, None))
 
 
@@ -317,9 +319,9 @@ def _targets(
     ignored: Collection[str],
     rename: Callable[[str], str] | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Where the weights go, which nobody reads any more, each with what goes there.
+    """The model's tensors, each with the value to write. Waits until no push reads these tensors.
 
-    InvalidArgumentError: they do not fit.
+    InvalidArgumentError: the weights do not match the model.
     """
     named = named_tensors(unwrap(model), rename)
     own = _without(named, ignored)
@@ -349,7 +351,8 @@ def _without(tensors: NamedTensors, ignored: Collection[str]) -> dict[str, torch
 
 
 def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
-    """A box of a tensor fits into a larger one: the whole tensors must be the same."""
+    """InvalidArgumentError: names or shapes of whole tensors differ; a box alone would also fit
+    into a larger tensor."""
     what = f'model "{info.name}"'
     specs = {spec.name: spec for spec in info.tensors}
     arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces)

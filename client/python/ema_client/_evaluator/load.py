@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_into`: averaged weights for a module that is there to keep them, also one without memory yet."""
+"""`load_into`: puts averages into a module permanently, also into one on the meta device."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `load_into` has done.
+    """The result of `load_into`.
 
     Attributes:
-        version: that is in the module.
-        missing_keys: tensors of the module that the model does not have, or did not at that version; they
-            are as they were.
+        version: the version in the module.
+        missing_keys: tensors of the module that the model does not have, or did not have at that
+            version; they are unchanged.
         unexpected_keys: tensors of the track that the module does not have.
-        meta_buffers: buffers that no state_dict has, and no server, and that have no memory yet: their
-            values are for the caller to compute.
-        ignored_keys: tensors of the module that the track ignores; they are as they were, on meta without
-            memory.
+        meta_buffers: buffers without memory that no state_dict has, and so no server: the caller
+            must compute their values.
+        ignored_keys: tensors of the module that the track ignores; they are unchanged, and on the
+            meta device still have no memory.
     """
 
     version: Version
@@ -64,45 +64,46 @@ def load_into(
     process_group: Any = None,
     timeout_s: float | None = None,
 ) -> Loaded:
-    """Puts averaged values into a module's parameters and buffers for good.
+    """Puts averages into a module's parameters and buffers permanently.
 
-    Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device are
-    replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Tensors that the track
-    ignores are left as they are. Of a model of DTensors
-    each rank gets its own pieces, as with `averaged`; all ranks must call this together. With `rename` or
-    `process_group` a model may also be a part of the server's, such as a pipeline's stage: that the
-    track has other tensors, too, is no error then. Warns as `averaged` does of a track that has not
-    started.
+    Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device
+    are replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Tensors that
+    the track ignores are left as they are. For a model of DTensors each rank reads its own pieces,
+    as with `averaged`; all ranks must call this together. With `rename` or `process_group` the
+    model may also be a part of the server's, such as a pipeline stage: then the track may have
+    other tensors, too. Warns like `averaged` if the track has not started.
 
     Args:
-        model: the module; DistributedDataParallel and torch.compile are looked through.
+        model: the module; DistributedDataParallel and torch.compile are unwrapped.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; None (or 0): the newest, which, in the thread
-            that trains, is that of its last push: it is waited for.
-        step: instead: the version of this step of the trainer; see `Client.pull`.
-        strict: the module and the track must have the same tensors, but for those that the track's rules
-            ignore by name. False: what both have is loaded, and only that is sent, for example an encoder's.
-        device: where tensors that have no memory get it, such as "cuda:1". None: in host memory. Others
-            stay where they are: if all of them have memory, they must have it there.
-        rename: gives the name that a tensor has on the server, as for `attach`; what is returned has
-            these names, too.
-        process_group: of torch.distributed: all ranks that have parts of the model. None: the default
-            one, if the model is of DTensors or `rename` is given; else this rank is alone.
-        timeout_s: seconds for each call. None: 600 for what moves weights, 60 for others.
+        version: a number, a record, or a label such as "best"; None (or 0): the newest. The
+            training thread first waits for its last push.
+        step: instead of a version: the version of this trainer step; see `Client.pull`.
+        strict: the module and the track must have the same tensors, except those that the track's
+            rules ignore by name. False: only the tensors that both have are sent and loaded, such
+            as an encoder's.
+        device: where tensors without memory get it, such as "cuda:1". None: in host memory. Others
+            stay where they are; if all tensors have memory, it must be on this device.
+        rename: returns the name of a tensor on the server, as for `attach`; the result has these
+            names, too.
+        process_group: of torch.distributed: all ranks that have parts of the model. None: the
+            default group, if the model has DTensors or `rename` is given; else this rank alone.
+        timeout_s: seconds for each call. None: 600 for calls that move weights, 60 for others.
 
     Returns:
         What was loaded, and what was not.
 
     Raises:
-        InvalidArgumentError: shapes differ; or averages cannot be cast to a tensor's dtype, such as int8;
-            or it cannot be written, such as an expanded one; or, if `strict`, names differ, all of which
-            the message lists. `device` is none of PyTorch's here, or not where the model is.
+        InvalidArgumentError: shapes differ; averages cannot be cast to a tensor's dtype, such as
+            int8; a tensor cannot be written, such as an expanded one; or, if `strict`, names
+            differ. The message lists all of these. Or PyTorch has no such `device`, or the model is
+            on another one.
         EmaError: the pull failed.
         RuntimeError: no memory on `device`.
 
-        After each of these the module is as it was, on all ranks. Only what has memory already is written
-        in place: a device that fails meanwhile leaves it half written.
+        After each of these the module is unchanged on all ranks, except that a device that fails
+        while existing memory is written leaves the module half written.
 
     Example:
         >>> with torch.device("meta"):
@@ -142,7 +143,7 @@ def load_into(
             names = None if match.is_all else list(dict.fromkeys(match.names.values()))
             values, pulled = asked.pull(matched, pieces, names=names)
         if not asked.is_part:
-            # Of a version from before the track has changed.
+            # The version may be from before a change of the track.
             lacking = [name for name in match.names if match.names[name] not in values]
             _refuse(info.name, missing=lacking if strict else [], unexpected=[], wrong=[])
             for name in lacking:
@@ -184,11 +185,11 @@ def load_into(
 
 @dataclasses.dataclass(frozen=True)
 class _Match:
-    """Which tensor of the track is which of the module.
+    """The assignment of the module's tensors to the track's.
 
     Attributes:
-        names: the server's, by the module's, both the first ones of tied tensors.
-        is_all: the track has no others.
+        names: the server's names by the module's; of tied tensors the first names.
+        is_all: the track has no other tensors.
     """
 
     names: dict[str, str]
@@ -216,7 +217,7 @@ def _match(asked: Reading) -> _Match:
     specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored_there}
     names = names_there(named, first_names_of(specs.values()))
     names = {name: there for name, there in names.items() if name not in ignored}
-    # What cannot be averaged is not expected either.
+    # A tensor that cannot be averaged is not expected in the track.
     missing = [
         name
         for name, tensor in named.all().items()
@@ -254,7 +255,7 @@ def _refuse(
 
 
 def _check_place(tensors: Mapping[str, torch.Tensor], device: Any) -> None:
-    """InvalidArgumentError: all of them have memory, and not all on `device`, where somebody wants them."""
+    """InvalidArgumentError: all tensors have memory, and not all of it is on the given `device`."""
     import torch
 
     if device is None or any(tensor.is_meta for tensor in tensors.values()):
@@ -270,7 +271,7 @@ def _check_place(tensors: Mapping[str, torch.Tensor], device: Any) -> None:
 
 
 def _with_memory(tensors: Iterable[torch.Tensor], device: Any) -> dict[int, torch.Tensor]:
-    """New ones on `device` for those that have no memory, by the ids of these."""
+    """New tensors on `device` for those without memory, by the ids of the old ones."""
     import torch
 
     made: dict[int, torch.Tensor] = {}
@@ -284,14 +285,14 @@ def _with_memory(tensors: Iterable[torch.Tensor], device: Any) -> dict[int, torc
 
 
 def _put_in(module: torch.nn.Module, made: Mapping[int, torch.Tensor]) -> None:
-    """Puts these in the place of the module's own, by their ids."""
+    """Replaces the module's tensors by the new ones, which are given by the ids of the old ones."""
     for part in module.modules():
         own: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for tensors in own:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = made.get(id(tensor), tensor)
-    # Of parameters that fully_shard has given the module, its own record is brought up to date.
+    # Updates fully_shard's own record of the module's parameters.
     shard_again(module)
 
 

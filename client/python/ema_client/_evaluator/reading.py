@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Averages for the tensors of a module: how the server and the ranks are asked, and which is whose."""
+"""Reads averages for a module's tensors: asks the server, coordinates the ranks, matches names."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Wanted = TypeVar("Wanted")
 
 _logger = logging.getLogger(__name__)
 
-# How often ranks try to read the newest version before it has gone, and what lies between two attempts,
-# which doubles.
+# How often ranks try to read the newest version before it is dropped, and the pause between two
+# attempts, which doubles.
 _ATTEMPTS = 20
 _FIRST_PAUSE_S = 0.005
 _MOST_PAUSE_S = 0.5
@@ -60,12 +60,12 @@ _MOST_PAUSE_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """One rank of a reading.
+    """One rank's part in reading averages.
 
     Attributes:
         named: the module's tensors.
         may_be_part: the caller says that the server's model may have more tensors.
-        is_part: this rank may have pieces, so that all `ranks` read together.
+        is_part: this rank may hold only pieces, so all `ranks` read together.
     """
 
     client: Client
@@ -79,13 +79,13 @@ class Reading:
     is_part: bool
 
     def names(self) -> dict[str, str]:
-        """Of the module's tensors the names there; of those that are not there their own."""
+        """The server's names, by the module's; for tensors that the server lacks, the module's."""
         names = {name: name for name in self.named.all()}
         return names | names_there(self.named, first_names_of(self.info.tensors))
 
     def ignored(self) -> set[str]:
-        """Of the module's tensors those that the track does not have, by its rules or their dtypes: they
-        are left as they are."""
+        """The module's tensors that the track does not have, because of its rules or their dtypes:
+        they are not changed."""
         named, names = self.named, self.names()
         there = {spec.name: spec for spec in self.info.tensors}
         other = {name for name, one in named.all().items() if arrays.has_other_dtype(one)}
@@ -105,9 +105,10 @@ class Reading:
     def pieces(
         self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
     ) -> dict[str, Piece]:
-        """What `pull` takes: what is here of a part, by the names there.
+        """This rank's pieces, by the server's names, for `pull`. Empty unless `is_part`.
 
-        InvalidArgumentError: unlike parts of what is tied there."""
+        InvalidArgumentError: tensors that are tied on the server have different pieces here.
+        """
         return _pieces_there(tensors, names) if self.is_part else {}
 
     def pull(
@@ -117,8 +118,8 @@ class Reading:
         *,
         names: Collection[str] | None = None,
     ) -> tuple[Mapping[str, torch.Tensor], Version]:
-        """Averages by the names there: of pieces, if it is a part, else of `names`, or of all. Collective.
-        `wanted`: whose dtypes they are for."""
+        """Averages by the server's names, and their version: of `pieces`, if this is a part, else
+        of `names`, or of all. Collective. `wanted`: the tensors that will get them."""
         if self.is_part:
             return pull_pieces(
                 self.client, self.ranks, self.info, self.track, self.version, self.step, pieces
@@ -148,8 +149,8 @@ def reading(
     process_group: Any,
     timeout_s: float | None,
 ) -> Iterator[tuple[Reading, Wanted]]:
-    """Connects, and asks what the server has of the model; `match` says what is wanted of it. What fails on
-    any rank that has a part raises on all of them."""
+    """Connects, and asks the server about the model; `match` selects the wanted tensors. If the
+    model is in parts, an error on any rank raises on all of them."""
     module = unwrap(model)
     may_be_part = rename is not None or process_group is not None
     is_part = may_be_part or has_pieces(module)
@@ -174,8 +175,8 @@ def reading(
 
 
 def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None:
-    """Waits until the last step that this thread has trained and pushed to this model is a version, at most
-    `timeout_s` (None: that of `attach`). If it is not, a warning says so."""
+    """Waits for the last push to this model by a training of this thread, at most `timeout_s`
+    (None: that of `attach`). A warning says if it has not ended."""
     for attachment in list(attachments):
         if attachment._is_trained_here(address, model_name):
             try:
@@ -190,8 +191,9 @@ def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None
 
 
 def names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:
-    """By the tensors' names here those there, of all that are there: others may be tied, and tied ones in
-    another order. `first_names`: of each name there the one under which it goes."""
+    """The server's names by the module's, for tensors that both have. The server may tie other
+    tensors, and order their names differently. `first_names`: the first name of each tensor, by all
+    its names on the server."""
     return {
         name: found
         for name in named.all()
@@ -204,7 +206,7 @@ def _first_found(names: Collection[str], first_names: Mapping[str, str]) -> str 
 
 
 def first_names_of(specs: Collection[TensorSpec]) -> dict[str, str]:
-    """Of each name of a tensor there the one under which it goes."""
+    """The first name of each tensor on the server, by all its names."""
     names = {alias: spec.name for spec in specs for alias in spec.aliases}
     return names | {spec.name: spec.name for spec in specs}
 
@@ -212,7 +214,8 @@ def first_names_of(specs: Collection[TensorSpec]) -> dict[str, str]:
 def _pieces_there(
     tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
 ) -> dict[str, Piece]:
-    """What is here, by the names there. InvalidArgumentError: of what is tied there, unlike parts."""
+    """This rank's pieces, by the server's names. InvalidArgumentError: tensors that are tied there
+    have different pieces."""
     pieces: dict[str, Piece] = {}
     for name, tensor in tensors.items():
         piece = piece_of(names[name], tensor)
@@ -233,7 +236,7 @@ def pull_pieces(
     step: int | None,
     pieces: Mapping[str, Piece],
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
-    """Each rank its pieces, all of them of one version. Collective."""
+    """Pulls each rank's pieces, all of the same version. Collective."""
     whole, boxes = selection_of(pieces)
     dtype = half_of({name: piece.local for name, piece in pieces.items()})
     for attempt in range(1, _ATTEMPTS + 1):
@@ -266,12 +269,12 @@ def pull_pieces(
         try:
             of_ranks = ranks.gather_or_raise(failure, None if weights is None else weights.version)
         except OutOfRangeError:
-            # Commits have overtaken the pulls: the newest version has gone.
+            # Commits were faster than the pulls: the version has been dropped.
             if version or step is not None or attempt == _ATTEMPTS:
                 raise
             continue
         pulled = [of_rank for of_rank in of_ranks if of_rank is not None]
-        if not pulled:  # No rank has anything of it.
+        if not pulled:  # No rank has a piece.
             record: Version | None = None
             try:
                 record = version_alone(client, info, track, chosen, step)
@@ -283,21 +286,21 @@ def pull_pieces(
         if len({(version_id(of_rank), of_rank.commit_time) for of_rank in pulled}) == 1:
             return {} if weights is None else weights, pulled[0]
         # A label has moved, the model has been rolled back to the step, or the track has been
-        # synthesized anew, perhaps as the same version.
+        # synthesized again, perhaps as the same version.
     wanted = version.number if isinstance(version, Version) else version or "newest"
     what = f"step {step}" if step is not None else f"version {wanted}"
     raise AbortedError(f'model "{info.name}": {what} of track "{track}" moved during every pull')
 
 
 def _pause_s(attempt: int) -> float:
-    """How long rank 0 waits before this attempt."""
+    """How long rank 0 waits before this attempt, in seconds."""
     return random.SystemRandom().uniform(0.5, 1) * min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
 
 
 def version_alone(
     client: Client, info: ModelInfo, track: str, version: VersionLike | None, step: int | None
 ) -> Version:
-    """The record of what a pull would give. A pull that names nothing is of everything."""
+    """The record of the version that a pull would read; pulls one small tensor, if there is any."""
     specs = [arrays.spec_of(spec.name, spec) for spec in info.tensors]
     ignored = ignored_by(track, info.tracks, specs)
     sizes = {spec.name: math.prod(spec.shape) for spec in info.tensors if spec.name not in ignored}

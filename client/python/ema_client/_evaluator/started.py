@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a version's track is an average yet: before its `ema_start` it is the first weights or the latest."""
+"""Whether a track is an average yet: before `ema_start` it has the first or latest weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _logger = logging.getLogger(__name__)
 
 
 def awaited_start(version: Version, track: str) -> str | None:
-    """The track's `ema_start`, such as "1000ba", if the version is from before that."""
+    """The track's `ema_start`, such as "1000ba", if the version is from before it, else None."""
     return _schedule(version, track).get("ema_start")
 
 
 def warn_of_no_average(model_name: str, version: Version, track: str) -> None:
-    """Says so where the version's values are the first weights, while others were to be expected."""
+    """Warns if the track has not reached its ema_start and still holds its first weights."""
     schedule = _schedule(version, track)
     if "ema_start" in schedule and schedule.get("before_start") != "copy":
         _logger.warning(
@@ -31,11 +31,11 @@ def warn_of_no_average(model_name: str, version: Version, track: str) -> None:
 
 
 def _schedule(version: Version, track: str) -> dict[str, str]:
-    """Of a track that has not started, as text by field; of another one nothing."""
-    # No version's record has a synthesized average.
+    """The schedule of a track that has not started, as text by field; {} for any other track."""
+    # Records of versions do not include synthesized averages.
     record = version.tracks.get(track)
     if record is None or record.averaged_count > 0:
         return {}
-    # The schedule, then what is for some tensors.
+    # The text begins with the schedule; options and tensor rules follow.
     fields = record.config.partition("; ")[0].split(", ")
     return {name: value for name, _, value in (field.partition("=") for field in fields)}

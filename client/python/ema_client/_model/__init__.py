@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch.nn.Module and its optimizers are: names, tensors, ranks."""
+"""The tensors of a torch.nn.Module, its optimizers, and the ranks of its training."""

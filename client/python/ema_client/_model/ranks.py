@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a distributed training, or the one of another."""
+"""The ranks of a distributed training, or the single rank of any other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Which rank this is, and small objects passed between all of them.
+    """This process's rank, and exchange of small objects between all ranks.
 
     All but `alone` and `current` are collective: every rank must call them, in the same order.
     """
@@ -30,7 +30,7 @@ class Ranks:
 
     @classmethod
     def current(cls, group: Any = None) -> Ranks:
-        """Of the group; None: of the default one, or alone if there is none.
+        """The ranks of the group; None: of the default group, or this rank alone if there is none.
 
         Raises:
             InvalidArgumentError: this rank is not in the group.
@@ -66,7 +66,8 @@ class Ranks:
         return values
 
     def gather_or_raise(self, failure: Exception | None, item: Item) -> list[Item]:
-        """The items of all ranks, or raises the first rank's failure on all of them; the others say whose."""
+        """The items of all ranks. If ranks have failed, raises the failure of the first of them on
+        all ranks; the others add its rank to the text."""
         outcomes: list[tuple[Exception | None, Item]] = self.gather((_portable(failure), item))
         for rank, (failed, _) in enumerate(outcomes):
             if failed is not None:
@@ -77,14 +78,14 @@ class Ranks:
 
 
 def _name(rank: int, error: Exception) -> None:
-    """Puts the rank before the error's text, unless one is there: that was passed on before."""
+    """Puts the rank before the error's text, unless an earlier exchange has put one there."""
     text = error.args[0] if error.args else None
     if isinstance(text, str) and not re.match(r"rank \d+: ", text):
         error.args = (f"rank {rank}: {text}", *error.args[1:])
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error, or what can be said of it if it cannot be sent to another rank."""
+    """The error, or a RuntimeError that describes it if it cannot be sent to another rank."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchNorm's statistics under other weights, for as long as a `with` statement."""
+"""Recomputes BatchNorm's statistics for other weights, for a `with` block."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from ema_client._model.torch_model import unwrap, write
 if TYPE_CHECKING:
     import torch
 
-#: A loader of input tensors, or of tuples that begin with one; or what computes the statistics.
+#: A loader of input tensors, or of tuples that begin with one; or a function that computes the
+#: statistics.
 Recalibration = Union[Iterable[Any], Callable[["torch.nn.Module"], object]]
 
 
 @contextlib.contextmanager
 def recalibrated(model: torch.nn.Module, how: Recalibration) -> Iterator[None]:
-    """Computes the statistics; puts all buffers back afterwards, bit for bit.
+    """Computes the statistics, and restores all buffers afterwards, bit for bit.
 
     Raises:
-        InvalidArgumentError: the loader gave nothing. The buffers are as they were.
+        InvalidArgumentError: the loader is empty. The buffers are unchanged.
     """
     import torch
     from torch.optim import swa_utils
@@ -33,7 +34,7 @@ def recalibrated(model: torch.nn.Module, how: Recalibration) -> Iterator[None]:
             if callable(how):
                 how(model)
             else:
-                # Inside the wrapper, so that a rank can do it alone.
+                # Without DDP's wrapper, so that a rank can do it alone.
                 swa_utils.update_bn(_at_least_one(how), unwrap(model), _device_of(model))
         yield
     finally:
@@ -42,7 +43,7 @@ def recalibrated(model: torch.nn.Module, how: Recalibration) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Keeps which modules train, and their momenta, which update_bn does not after an exception."""
+    """Restores the training modes and momenta, which update_bn does not do after an exception."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     modes = [(module, module.training) for module in model.modules()]
@@ -64,14 +65,14 @@ def _at_least_one(loader: Iterable[Any]) -> Iterator[Any]:
         count += 1
         yield batch
     if count == 0:
-        # The statistics would be those of nothing.
+        # update_bn has reset the statistics already.
         raise InvalidArgumentError(
             "recalibrate: the loader has no batch; an iterator can be gone through once only"
         )
 
 
 def _device_of(model: torch.nn.Module) -> torch.device | None:
-    """Where inputs must be; None: they are there."""
+    """The device that inputs must be moved to; None: they need not be moved."""
     for parameter in model.parameters():
         return None if parameter.device.type == "cpu" else parameter.device
     return None

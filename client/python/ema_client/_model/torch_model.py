@@ -16,11 +16,11 @@ from ema_client._errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-# What torch.compile and activation checkpointing put into the names of what they wrap.
+# Parts of names that torch.compile and activation checkpointing add to what they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
-# Where the class is that `fully_shard` makes modules of, if it has been imported; PyTorch 2.5 has only the
-# second.
+# Modules of PyTorch that have FSDPModule, the class that `fully_shard` gives modules; PyTorch 2.5
+# has only the second.
 _FSDP2 = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 
@@ -30,7 +30,7 @@ class NamedTensors:
 
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    # The other names of tied ones, as state_dict has them.
+    # By first name: the further names of tied tensors in state_dict.
     aliases: dict[str, tuple[str, ...]]
 
     def all(self) -> dict[str, torch.Tensor]:
@@ -41,21 +41,22 @@ class NamedTensors:
         return [name for name, value in self.parameters.items() if not value.requires_grad]
 
 
-# A module that overrides one of these must be asked for its tensors every time.
+# The tensors of a module that overrides one of these must be collected each time.
 _LISTING_METHODS = (
     *("state_dict", "_save_to_state_dict"),
     *("named_parameters", "named_buffers", "named_modules", "_named_members"),
 )
 
-# Words of 8 bytes that are multiplied with their weights at a time.
+# Number of 8-byte words that are multiplied by their weights at a time.
 _WORDS = 1 << 20
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A checksum of each tensor's bytes: other values, another sum, all but surely.
+    """A checksum of each tensor's bytes; different values almost certainly have different
+    checksums.
 
-    In host memory CRC32C. Elsewhere a sum of words, each times an odd weight by its place, so that it
-    sees permutations; a GPU is waited for once.
+    In host memory it is CRC32C. On other devices it is a sum of words, each times an odd weight
+    that depends on its position, so that permutations change it; a GPU is waited for once.
     """
     import torch
 
@@ -64,7 +65,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         result.append(0)
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
-            continue  # Has no values, or none that a server can hold.
+            continue  # It has no values, or the server cannot hold it.
         if arrays.is_without_memory(tensor):
             continue
         if tensor.device.type == "cpu":
@@ -88,7 +89,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words, wrapping, as a scalar on its device."""
+    """A weighted sum of a tensor's words, modulo 2^64, as a scalar on its device."""
     import torch
 
     data = _bytes_of(tensor)
@@ -107,7 +108,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_no_dtensor(module: torch.nn.Module) -> None:
-    """Refuses modules of which every rank has only a piece."""
+    """InvalidArgumentError: the module has DTensors, of which each rank holds only a piece."""
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise InvalidArgumentError(
@@ -127,7 +128,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         ):
             inner: object = module.module
         elif type(module).__name__ == "_FabricModule":
-            # What Fabric calls its module may be without DDP or FSDP1.
+            # Fabric's `module` may be inside DDP or FSDP1, and FSDP1 must be detected.
             inner = module._forward_module
         else:
             inner = getattr(module, "_orig_mod", None)
@@ -139,7 +140,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 def named_tensors(
     module: torch.nn.Module, rename: Callable[[str], str] | None = None
 ) -> NamedTensors:
-    """Collects the tensors of `module`, which is not wrapped. `rename`: as for `attach`.
+    """Collects the tensors of an unwrapped module. `rename`: as for `attach`.
 
     Parameters that `fully_shard` has gathered are sharded again.
 
@@ -183,10 +184,11 @@ def named_tensors(
 
 
 def shard_again(module: torch.nn.Module) -> None:
-    """Drops what `fully_shard` has gathered: parameters are this rank's pieces, until the next forward."""
+    """Drops gathered parameters of `fully_shard`: the module has pieces until the next forward."""
     kinds = tuple(getattr(sys.modules.get(name), "FSDPModule", ()) for name in _FSDP2)
     if any(isinstance(part, kinds) for part in module.modules()):
-        # Its hooks do it, also in the middle of a forward that an exception has ended: reshard() does not.
+        # The hooks of state_dict() do it, even after an exception inside a forward; reshard() does
+        # not.
         module.state_dict()
 
 
@@ -230,7 +232,7 @@ def _lists_as_pytorch(cls: type) -> bool:
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Into the first of each pair the values of the second, cast to its dtype."""
+    """Writes the second tensor of each pair into the first, cast to its dtype."""
     import torch
 
     with torch.no_grad():
@@ -239,14 +241,14 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def has_pieces(module: torch.nn.Module) -> bool:
-    """Whether some of its tensors are DTensors, of which this rank may have a part. Of ranks that have
-    parts of one model, all find the same."""
+    """Whether the module has DTensors, of which this rank may hold a part. The same on all ranks
+    that hold parts of one model."""
     shard_again(module)
     return any(map(is_dtensor, (*module.parameters(), *module.buffers())))
 
 
 def half_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """What the server shall cast floats to: the dtype of all of them, if it is of two bytes."""
+    """The dtype for the server's cast: that of all these floats, if it has two bytes, else None."""
     dtypes = {
         str(tensor.dtype).removeprefix("torch.")
         for tensor in tensors.values()
@@ -269,7 +271,7 @@ def _refuse_fsdp1(module: torch.nn.Module) -> None:
 
 
 def specs_of(tensors: NamedTensors) -> list[_ema.Spec]:
-    """What the server is told of them; in the place of a dtype, of what has no memory, its type."""
+    """The specs for the server. A tensor without memory has its type in place of a dtype."""
     specs: list[_ema.Spec] = []
     for name, tensor in tensors.all().items():
         _, dtype, shape, is_buffer, aliases = arrays.spec_of(

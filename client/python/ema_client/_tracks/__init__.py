@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a track averages, and the presets that say it in other libraries' words."""
+"""Tracks, their schedules, and presets with the arguments of other libraries."""

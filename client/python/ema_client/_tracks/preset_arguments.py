@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A preset's arguments as keyword arguments of `attach` and `LocalEMA`, as users of its library write them."""
+"""Lets `attach` and `LocalEMA` take a preset's own arguments as keyword arguments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ema_client._given import nearest_name
 from ema_client._tracks.presets import argument_names
 from ema_client._tracks.track import WHOLE_TRACK, TensorRules, TrackLike, track_of
 
-# Arguments that those have, too. Where a preset has one of the same name they mean the same of the
-# track that it makes, and go to it.
+# Arguments that `attach` and `LocalEMA` have, too. If the preset has one of the same name, it has
+# the same meaning, and the preset gets it.
 _SHARED = ("half_life", "smoothing", "update_interval", "ema_start")
 
 
@@ -34,14 +34,14 @@ class EmaRule:
     snapshot_interval: str | None = None
 
     def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> EmaRule:
-        """The same with `extra` among the preset's arguments.
+        """A copy with `extra` added to the preset's arguments.
 
         Args:
-            extra: keyword arguments that the function does not have itself.
-            own_names: of those that it has.
+            extra: keyword arguments that the calling function does not have itself.
+            own_names: the names of those that it has.
 
         Raises:
-            TypeError: one that the preset does not have either, or has been given already.
+            TypeError: an argument that the preset does not have either, or that is given twice.
             InvalidArgumentError: there is no such preset.
         """
         preset, in_preset = self._split()
@@ -56,14 +56,14 @@ class EmaRule:
             raise TypeError(f'"{twice[0]}" is given both in preset and as an argument')
         if not extra and not shared:
             return self
-        # update_interval stays for other tracks, which do not say theirs.
+        # update_interval also applies to the other tracks without their own.
         moved = {name: None for name in shared if name != "update_interval"}
         return dataclasses.replace(
             self, preset={"preset": preset, **in_preset, **shared, **extra}, **moved
         )
 
     def tracks(self, others: Mapping[str, TrackLike] | None) -> list[_ema.Track]:
-        """All tracks. InvalidArgumentError: of two rules for "ema", or of a wrong one."""
+        """Makes all tracks. InvalidArgumentError: a wrong rule, or two rules for "ema"."""
         own = {
             "half_life": self.half_life,
             "smoothing": self.smoothing,
@@ -104,7 +104,7 @@ class EmaRule:
         ]
 
     def _whole(self) -> dict[str, Any]:
-        """What is given of the fields that are no schedule's."""
+        """The given fields that belong to no schedule, see WHOLE_TRACK."""
         fields = {name: getattr(self, name) for name in WHOLE_TRACK}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -118,7 +118,7 @@ class EmaRule:
 def _unknown(
     name: str, preset: str | None, names: Collection[str], own_names: Collection[str]
 ) -> str:
-    # A preset has its own word for smoothing, or none.
+    # A preset has its own name for smoothing, or none.
     own = [one for one in own_names if preset is None or one != "smoothing"]
     hint = nearest_name(name, [*names, *own])
     message = f'unexpected argument "{name}"; {hint}'.rstrip()

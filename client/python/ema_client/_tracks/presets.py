@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presets: a library's own arguments, and the track that averages as the library does.
+"""Presets: make the track that averages as a library does, from the library's own arguments.
 
-A preset is a function with the arguments of the library's class or function, under its names and with
-its defaults. Arguments that have nothing to do with the numbers (devices, fused kernels) are accepted at
-their default only. `Track.preset` tells users what is different from the libraries.
+A preset is a function with the arguments of the library's class or function, under its names and
+with its defaults. Arguments that have nothing to do with the numbers (devices, fused kernels) are
+accepted at their default only. `Track.preset` documents the differences from the libraries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ema_client._given import nearest_name
 
 # Returns the arguments of the Track.
 _Preset = Callable[..., dict[str, Any]]
-# An argument that was not given, where None is a value.
+# The default of arguments for which None is a value.
 UNSET: Any = object()
 _COMPOSER_LENGTH = re.compile(r"\s*([0-9.]+(?:e\+?[0-9]+)?)(iter|ep|ba|sp|tok|dur|sec)\s*", re.I)
 
@@ -34,9 +34,9 @@ def _composer(
 ) -> dict[str, Any]:
     """composer.algorithms.EMA: one decay, `2^-(update_interval / half_life)`, that is never rescaled.
 
-    The average is made anew at the first update event at or after `ema_start`, which is never before the
-    end of batch 1 (of epoch 1, if update_interval is in epochs). `smoothing` alone does not need
-    half_life=None.
+    The average starts again, from the weights, at the first update event at or after `ema_start`,
+    but not before the end of batch 1 (of epoch 1, if update_interval is in epochs). `smoothing`
+    alone does not need half_life=None.
     """
     if half_life is UNSET:
         half_life = "1000ba" if smoothing is None else None
@@ -115,7 +115,8 @@ def ema_pytorch(
 ) -> dict[str, Any]:
     """ema_pytorch.EMA: copies up to update_after_step, then a warm-up by inv_gamma and power.
 
-    The arguments that are not about the average are `attach`'s to take.
+    `attach` handles the arguments that are not about the average; here they must have their
+    defaults.
     """
     _at_default(
         ema_model=(ema_model, None),
@@ -134,7 +135,7 @@ def ema_pytorch(
     beta = check_number("beta", beta, "0.9999")
     rules = _name_rules(param_or_buffer_names_no_ema, ignore_names, ignore_startswith_names)
     if beta == 1:
-        # Frozen: only the copies.
+        # Frozen: after the copies up to update_after_step, the average does not change.
         return dict(
             smoothing=0.0,
             update_interval=interval,
@@ -145,7 +146,7 @@ def ema_pytorch(
     return dict(
         inv_gamma=_above_zero("inv_gamma", inv_gamma, "1.0"),
         power=_above_zero("power", power, "0.75"),
-        # torch.clamp: of limits that cross, the upper one counts.
+        # As torch.clamp: if the limits cross, the upper one is used.
         min_decay=min(check_number("min_value", min_value, "0.0"), beta),
         max_decay=beta,
         update_interval=interval,
@@ -160,7 +161,7 @@ def _name_rules(
     copied: Iterable[str], ignored: Iterable[str], ignored_prefixes: Iterable[str]
 ) -> tuple[tuple[str, str], ...]:
     rules = []
-    # Sets have no order, and equal tracks shall be equal.
+    # Sorted below, because sets have no order, and equal rules must make equal tracks.
     for name, values, suffix, action in (
         ("ignore_names", ignored, "", "ignore"),
         ("ignore_startswith_names", ignored_prefixes, "*", "ignore"),
@@ -189,8 +190,8 @@ def _karras(
 ) -> dict[str, Any]:
     """ema_pytorch.KarrasEMA: the power-function profile of width sigma_rel (or exponent gamma).
 
-    As in ema_pytorch, the decay at call n is the profile's at step n + 1: with e since the update before,
-    (1 - e / (batch + 1))^(gamma + 1).
+    As in ema_pytorch, the decay at call n is the profile's at step n + 1, with e as the time since
+    the previous update: (1 - e / (batch + 1))^(gamma + 1).
     """
     _at_default(
         ema_model=(ema_model, None),
@@ -236,7 +237,7 @@ def _diffusers(
         model_config=(model_config, None),
         device=(device, None),
     )
-    # Its old names.
+    # max_value and min_value are their older names.
     decay = check_number("decay", decay if max_value is None else max_value, "0.9999")
     min_decay = check_number("min_decay", min_decay if min_value is None else min_value, "0.0")
     after = check_count("update_after_step", update_after_step, "0", least=0)
@@ -261,7 +262,7 @@ def _warmed_up(
     return dict(
         **rule,
         min_decay=min_decay,
-        # max(min(d, decay), min_decay): of limits that cross, the lower one counts.
+        # As max(min(d, decay), min_decay): if the limits cross, the lower one is used.
         max_decay=max(decay, min_decay),
         update_interval="1ba",
         ema_start=f"{after}ba" if after else None,
@@ -294,7 +295,8 @@ def _timm_v3(
 ) -> dict[str, Any]:
     """timm.utils.ModelEmaV3, updated as `update(model, step=n)`, n = 1, 2, ..., as timm's trainer does.
 
-    With step=False as `update(model)`: a constant decay from the start, whatever the warm-up.
+    With step=False it is updated as `update(model)`: a constant decay from the start, whatever the
+    warm-up.
     """
     _at_default(
         device=(device, None),
@@ -408,7 +410,7 @@ def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None
 def _edm2_traditional(
     *, halflife_Mimg: float = math.inf, rampup_ratio: float | None = 0.09
 ) -> dict[str, Any]:
-    """EDM2's TraditionalEMA: a half-life of million images, ramped up; images are the samples (sp)."""
+    """EDM2's TraditionalEMA: a half-life in millions of images (the samples, sp), ramped up."""
     half_life = None
     if halflife_Mimg != math.inf:
         images = _above_zero("halflife_Mimg", halflife_Mimg, "0.5") * 1e6
@@ -434,7 +436,7 @@ _PRESETS: dict[str, _Preset] = {
     "optax": _optax,
     "karras": _karras,
 }
-# Name: the argument that chooses between several, its default, and those.
+# By preset: the argument that selects a variant, its default, and the variants.
 _VARIANTS: dict[str, tuple[str, str, dict[str, _Preset]]] = {
     "timm": ("version", "v3", {"v2": _timm_v2, "v3": _timm_v3}),
     "torch": ("kind", "ema", {"ema": _torch_ema, "swa": _torch_swa}),
@@ -444,7 +446,8 @@ _NAMES = sorted([*_PRESETS, *_VARIANTS])
 
 
 def track_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Track of preset `name` is made with. InvalidArgumentError: no such preset or argument, or a bad value."""
+    """The arguments of the Track of preset `name`. InvalidArgumentError: no such preset or
+    argument, or a bad value."""
     _check_preset(name)
     rest = dict(arguments)
     try:
@@ -458,7 +461,7 @@ def track_arguments(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def argument_names(name: str) -> set[str]:
-    """All that preset `name` may be given. InvalidArgumentError: no such preset."""
+    """The names of all arguments of preset `name`. InvalidArgumentError: no such preset."""
     _check_preset(name)
     choice, _, functions = _VARIANTS.get(name, ("", "", {}))
     names = {choice} if choice else set()
@@ -475,7 +478,7 @@ def _check_preset(name: str) -> None:
 
 
 def _function(name: str, arguments: dict[str, Any]) -> _Preset:
-    """The preset's function; takes the argument that chooses it out of `arguments`."""
+    """The preset's function. Removes the argument that selects the variant from `arguments`."""
     if name not in _VARIANTS:
         return _PRESETS[name]
     choice, default, functions = _VARIANTS[name]

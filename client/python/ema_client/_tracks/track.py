@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one track averages, as users write it, and as the extension module takes it."""
+"""Tracks in the form that users write, and in the form that the extension module takes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from ema_client._errors import InvalidArgumentError, NotFoundError
 from ema_client._given import DECAY_NAMES, call, check_by_name, nearest_name
 from ema_client._tracks import presets
 
-#: Of a tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", the text of
-#: one ("smoothing=0.9"), or a Track's fields as a dict.
+#: A tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", a
+#: schedule's text ("smoothing=0.9"), or a Track's fields as a dict.
 RuleLike = Union[str, Mapping[str, Any]]
 TensorRules = Union[Mapping[str, RuleLike], Sequence[tuple[str, RuleLike]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Track:
-    """How one track averages. None: the default. Without a rule: half_life "1000ba".
+    """How one track averages. A field that is None has its default. The default rule is half_life
+    "1000ba".
 
-    One of these names the rule, which gives each update a decay `d`, the share of the old average
-    that is kept; `elapsed` is the training time since the track's last update, `age` that since its
-    start:
+    One of these fields chooses the rule, which gives each update a decay `d`: the share of the old
+    average that is kept. `elapsed` is the training time since the track's last update, and `age`
+    the time since its start:
 
-    - half_life (and, or only, ramp_ratio): `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`.
+    - half_life, ramp_ratio, or both: `d = 2^(-elapsed / h)`, where `h` is the smaller of half_life
+      and ramp_ratio * age.
     - smoothing: `d = smoothing` at every update.
-    - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, s: position (units of the interval since the
-      start, less one).
+    - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, where `s` is the time since the start, in the
+      unit of the interval, minus one.
     - ramp: `d = (1 + s) / (ramp + s)`.
     - sigma_rel: `d = (1 - elapsed / age)^(gamma + 1)`, the power-function profile of that width.
     - uniform: the mean of all updates since the start.
@@ -38,31 +40,33 @@ class Track:
     Attributes:
         half_life: training time until a contribution halves, such as "200ba" or "2ep".
         ramp_ratio: keeps the half-life short while training is young, such as 0.09 (EDM2).
-        debias: of half_life: without the share of the zeros that the average began with.
+        debias: with half_life: the average begins with zeros, and their share is removed.
         smoothing: share of the old average kept in each update, in [0, 1); never rescaled.
-        zero_init: of smoothing: begins with zeros, "plain" or "debias" (without their share).
+        zero_init: with smoothing: the average begins with zeros: "plain", or "debias" (their share
+            is removed).
         inv_gamma, power: of the warm-up by inv_gamma; power's default is 2/3.
-        ramp: of the warm-up (1 + s) / (ramp + s), such as 10.
+        ramp: of the warm-up `(1 + s) / (ramp + s)`, such as 10.
         min_decay, max_decay: limits of a warm-up's decay; the defaults are 0 and 0.9999.
         sigma_rel: relative width of the profile, above 0 and at most 1/sqrt(12).
         age_offset: added to the time since the start, in the interval's unit; default 0.
-        uniform, copy: True: this rule.
+        uniform, copy: True selects this rule.
         update_interval: such as "5ba". None: one unit of the half-life, else "1ba".
         interval_phase: updates are due at interval_phase + k * update_interval.
         ema_start: when averaging starts, such as "0.1dur". None: at once.
-        before_start: what the track is until then: "reinit" (its first value, replaced at the start;
-            the default), "copy" (the latest weights) or "hold" (its first value, kept).
+        before_start: the track's values until then: "reinit" (its first value, replaced at the
+            start; the default), "copy" (the latest weights) or "hold" (its first value, kept).
         ema_end: after this time the track does not change any more.
         tensor_rules: what to do with tensors by name or glob: {"head.*": "ignore", "bn.*": "copy"},
-            or the schedule that they are averaged by in place of the track's: {"stem.*": "50ba",
-            "neck.*": {"smoothing": 0.9}}; without an update_interval by the track's. The first
-            that matches decides.
+            or a schedule that replaces the track's: {"stem.*": "50ba"} or {"neck.*": {"smoothing":
+            0.9}}. A schedule without an update_interval has the track's. The first rule that
+            matches applies.
         buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
-        compensated: keeps two float32 per element, so that small weights do not stall. Twice the memory.
+        compensated: keeps two float32 per element, so that small updates are not rounded away.
+            Takes twice the memory.
         paused: pushes do not change the track.
-        snapshot_interval: of sigma_rel: the server keeps a version on its disk for each such length of
-            training, such as "1000ba", from which `Client.synthesize` builds averages of other
-            lengths. A LocalEMA keeps none.
+        snapshot_interval: with sigma_rel: the server keeps a version on its disk for each interval
+            of this length, such as "1000ba". `Client.synthesize` builds averages of other lengths
+            from them. A LocalEMA keeps none.
     """
 
     half_life: str | None = None
@@ -102,38 +106,39 @@ class Track:
     def preset(cls, name: str, /, **arguments: Any) -> Track:
         """The track that averages as a library does, from that library's own arguments.
 
-        With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third call.
-        Not as any library: integer and bool tensors are copied, tied ones averaged once, and the first
-        push is the first value, unless weights from before training are pushed at batch 0 (with which timm's
-        ModelEmaV2, optax.incremental_update and EDM2's TraditionalEMA begin). Besides:
+        With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third
+        call. Differences from every library: integer and bool tensors are copied, tied ones are
+        averaged once, and the first push is the first value, unless weights from before training
+        are pushed at batch 0 (with which timm's ModelEmaV2, optax.incremental_update and EDM2's
+        TraditionalEMA begin). Further differences:
 
-        - composer: the first update, of the fresh copy with itself, leaves it as it is (there it is
-          rounded). An ema_start in another unit than update_interval counts from the push that reaches
-          it (there from the next epoch's end).
-        - ema_pytorch: the decay is formed in float64 (there in float32). Ignored tensors are not in the
-          track (there they keep the weights of the last copy).
-        - karras (ema_pytorch.KarrasEMA): with update_every above 1 the profile is exact (there the decay is
-          that of an update at every step).
-        - diffusers: buffers, which it does not keep, are copied. While the decay is 0, weights are copied
-          bit for bit.
+        - composer: the first update averages the fresh copy with itself, and does not change it
+          (Composer rounds it). An ema_start in another unit than update_interval counts from the
+          push that reaches it (in Composer from the end of the next epoch).
+        - ema_pytorch: the decay is computed in float64 (in the library in float32). Ignored tensors
+          are not in the track (in the library they keep the weights of the last copy).
+        - karras (ema_pytorch.KarrasEMA): with update_every above 1 the profile is exact (in the
+          library the decay is that of an update at every step).
+        - diffusers: buffers, which the library does not keep, are copied. While the decay is 0,
+          weights are copied bit for bit.
         - timm: the decays of ModelEmaV3's `update(model, step=n)`, n = 1, 2, ..., as its trainer calls it;
           with step=False those of `update(model)`: constant from the start, whatever the warm-up. No
           stochastic rounding: averages are float32.
-        - torch: those of get_ema_multi_avg_fn(decay); with kind="swa" the mean of all updates.
-        - optax: of ema(debias) the share of the zeros is formed in float64 (in float32, at decay 0.9999,
-          it is wrong in the fourth digit). periodic_update also takes the first push.
-        - edm2: trained images are the samples ("sp"), which `time` has to count. Buffers are copied.
+        - torch: the decays of get_ema_multi_avg_fn(decay); with kind="swa" the mean of all updates.
+        - optax: for ema(debias), the share of the zeros is computed in float64 (in float32, at
+          decay 0.9999, its fourth digit is wrong). periodic_update also takes the first push.
+        - edm2: trained images are the samples ("sp"), which `time` must count. Buffers are copied.
 
         Args:
             name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2" or "karras".
-            arguments: as the library's class or function names them; its defaults count. Where it has
-                two, `version="v2"` chooses timm's ModelEmaV2 (else ModelEmaV3), `kind="swa"` torch's
-                mean of all updates (else get_ema_multi_avg_fn's), `kind="traditional"` EDM2's
-                TraditionalEMA (else PowerFunctionEMA); optax' three are told apart by `decay`,
-                `step_size` and `update_period`.
+            arguments: under the names and with the defaults of the library's class or function. If
+                a library has several, `version="v2"` selects timm's ModelEmaV2 (else ModelEmaV3),
+                `kind="swa"` torch's mean of all updates (else get_ema_multi_avg_fn's),
+                `kind="traditional"` EDM2's TraditionalEMA (else PowerFunctionEMA); `decay`,
+                `step_size` or `update_period` selects one of optax' three.
 
         Raises:
-            InvalidArgumentError: no such preset or argument, or a value that cannot be had here.
+            InvalidArgumentError: no such preset or argument, or a value that is not supported here.
 
         Example:
             >>> Track.preset("ema_pytorch", beta=0.999, update_every=1)
@@ -171,7 +176,7 @@ def _rule_text(rule: str | Mapping[str, Any]) -> str:
                     "only, such as half_life and update_interval; this one is the whole track's"
                 )
         fields = _schedule_fields(track)
-        _ema.Schedule.from_fields(fields)  # Says what is wrong.
+        _ema.Schedule.from_fields(fields)  # Raises if a field is wrong.
         return ", ".join(f"{name}={value}" for name, value in fields.items())
     return rule
 
@@ -179,14 +184,14 @@ def _rule_text(rule: str | Mapping[str, Any]) -> str:
 def _rule_from(action: str, schedule: _ema.Schedule | None) -> str:
     if schedule is None:
         return action
-    # Also where it is the default: without one, a rule would have its track's.
+    # Even the default: without an update_interval, the rule would get the track's.
     interval = {"update_interval": schedule.update_interval} if schedule.update_interval else {}
     fields = {**schedule.to_fields(), **interval}
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _rule_tuple(pattern: str, rule: str) -> _ema.RuleTuple:
-    """The rule as the extension module takes it, which says what is wrong with an action."""
+    """The rule in the form that the extension module takes, which itself rejects a wrong action."""
     if not any(sign.isdigit() or sign == "=" for sign in rule):
         return pattern, rule, None
     try:
@@ -200,7 +205,7 @@ def _rule_tuple(pattern: str, rule: str) -> _ema.RuleTuple:
 TrackLike = Union[str, Track, Mapping[str, Any]]
 
 
-# Of a Track: how a value becomes the schedule's text.
+# The fields of a schedule, by the way in which a value becomes text.
 _DURATIONS = ("half_life", "update_interval", "ema_start", "ema_end")
 _WORDS = ("before_start", "zero_init")
 _FLAGS = ("debias", "uniform", "copy")
@@ -215,10 +220,10 @@ _NUMBERS = (
     "sigma_rel",
     "age_offset",
 )
-#: Fields that are no schedule's: whichever rule a track has, by a preset or not, they say the rest.
+#: Fields of a Track that are not part of its schedule; tracks of any rule or preset have them.
 WHOLE_TRACK = ("tensor_rules", "buffers", "compensated", "paused", "snapshot_interval")
 _DEFAULT_HALF_LIFE = "1000ba"
-# Fields that are of a rule other than half_life, whether or not they name it.
+# Fields of rules other than half_life, including those that do not choose the rule.
 _OTHER_RULES = frozenset(_NUMBERS) | {"zero_init", "uniform", "copy"}
 _FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Track))
 _DEFAULT_TRACK = Track()
@@ -249,7 +254,7 @@ def track_from(track: _ema.Track) -> Track:
 
 
 def track_of(name: str, track: TrackLike, *, update_interval: str | None = None) -> _ema.Track:
-    """The track `name` as the extension module takes it.
+    """The track `name` in the form that the extension module takes.
 
     Args:
         update_interval: for a track that sets none.
@@ -272,7 +277,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         raise InvalidArgumentError(
             f'track "{name}": {error.args[0]}', reason=error.reason
         ) from None
-    # Says the name itself.
+    # This constructor's errors name the track already.
     return call(
         _ema.Track,
         name,
@@ -286,7 +291,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
 
 
 def tracks_by_name(tracks: Mapping[str, TrackLike]) -> list[_ema.Track]:
-    """`track_of` each, by name."""
+    """Calls `track_of` for each of the tracks."""
     check_by_name("tracks", tracks)
     return [track_of(name, track) for name, track in tracks.items()]
 
@@ -299,14 +304,14 @@ def _full_track(track: TrackLike) -> Track:
     if isinstance(track, Track):
         return track
     if not isinstance(track, Mapping):
-        # A bare number has no unit, which the parser says better.
+        # A number without a unit goes to the parser, too: its error is the clearest.
         return Track(copy=True) if track == "copy" else Track(half_life=str(track))
     fields = dict(track)
     if "preset" in fields:
         whole = {name: fields.pop(name) for name in WHOLE_TRACK if name in fields}
         made = Track.preset(str(fields.pop("preset")), **fields)
         if "tensor_rules" in whole:
-            # The preset's own (ema_pytorch's ignore_names) hold where none of these matches.
+            # The preset's own rules (ema_pytorch's ignore_names) apply where none of these matches.
             whole["tensor_rules"] = (*_rules(whole["tensor_rules"]), *_rules(made.tensor_rules))
         return dataclasses.replace(made, **whole)
     unknown = [str(field) for field in fields if field not in _FIELD_NAMES]
@@ -323,7 +328,7 @@ def _unknown_field(field: str) -> str:
 
 
 def _schedule_fields(track: Track) -> dict[str, str]:
-    """The track's rule and times as text, from which nothing is lost."""
+    """The track's rule and times as text, without loss of precision."""
     fields = {}
     for field in (*_DURATIONS, *_WORDS, *_FLAGS, *_NUMBERS, "interval_phase"):
         value = getattr(track, field)
@@ -365,7 +370,8 @@ _EXAMPLES = {
 
 
 def only_average(where: str, are_copies: Mapping[str, bool]) -> str:
-    """The track that is meant where none is named, of all by name: the only average, else "ema".
+    """The default track: the only one that is not a copy, else "ema". `are_copies`: all tracks, by
+    name.
 
     NotFoundError: there is neither; the message begins with `where`.
     """
@@ -380,8 +386,8 @@ def only_average(where: str, are_copies: Mapping[str, bool]) -> str:
 
 
 def ignored_by(name: str, tracks: Mapping[str, Track], specs: list[_ema.Spec]) -> set[str]:
-    """The names of those that the track `name` does not have. None of them, if it is not among the
-    model's `tracks`: then it is synthesized, or was removed since, and older versions have it."""
+    """The names of the specs that the track `name` ignores. Empty if the model's `tracks` do not
+    have it: then it is synthesized, or was removed, and older versions have it."""
     if name not in tracks:
         return set()
     actions = track_of(name, tracks[name]).actions(specs)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows a training: `attach`, the pushes of its `Attachment`, and resuming."""
+"""The trainer's side: `attach`, the pushes of an `Attachment`, and resuming."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ema.ema_model`: a copy of the model that has its newest average, to evaluate with while it trains."""
+"""`ema.ema_model`: a copy of the model with its newest average, for evaluations during training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ema_client._trainer.pusher import Pusher
     from torch.utils.hooks import RemovableHandle
 
-    #: A module to hold the averages, or what makes one.
+    #: A module for the averages, or a function that makes one.
     ModuleLike = Union[torch.nn.Module, Callable[[], torch.nn.Module]]
 
 _logger = logging.getLogger(__name__)
@@ -32,13 +32,13 @@ _logger = logging.getLogger(__name__)
 class AveragedCopy:
     """A module with one track's values.
 
-    Pulled parameters that lie in host memory in the module's dtype are not copied: the module's are the
-    pulled memory itself. Of others, such as a GPU's, the pulled bytes are kept in host memory, too, so
-    that only what has changed is sent.
+    Parameters in host memory that have the pulled dtype share the pulled memory. For others, such
+    as those on a GPU, the pulled bytes stay in host memory, too, so that a refresh transfers only
+    changed bytes.
 
-    A refresh writes in place, as a second copy in host memory would be as large as the model. One that
-    breaks off half-way leaves values of two versions: until another succeeds, the module's forward and
-    `state_dict` raise.
+    A refresh writes in place, because a second copy in host memory would be as large as the model.
+    If it fails half-way, the module has values of two versions: until another refresh succeeds, its
+    forward and `state_dict` raise.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class AveragedCopy:
         model_name: str,
         track: str,
     ) -> None:
-        """Pulls. `model`: what is trained; `given`: holds the averages in place of a deep copy of it.
+        """Pulls the averages. `model`: the trained model. `given`: a module for the averages, or a
+        function that makes one; None: a deep copy of `model`.
 
         Raises:
-            InvalidArgumentError: `given` has other names or shapes; the model is in pieces (DTensor).
+            InvalidArgumentError: `given` has other names or shapes; or the model has DTensors.
             EmaError: as `Client.pull`.
         """
         import torch
@@ -74,9 +75,9 @@ class AveragedCopy:
         self._weights = client.pull(
             model_name, track=track, dtype=half_of(names.all()), framework="torch"
         )
-        self.seconds = time.monotonic() - start  # That a newer version has last taken.
+        self.seconds = time.monotonic() - start  # Duration of the last update to a newer version.
         if given is None:
-            # Parameters that need not be copied, in place of copies.
+            # Tells deepcopy to use the pulled memory instead of copies.
             memo: dict[int, Any] = {
                 id(parameter): torch.nn.Parameter(self._weights[name], requires_grad=False)
                 for name, parameter in names.parameters.items()
@@ -89,13 +90,14 @@ class AveragedCopy:
                     parameter.data = self._weights[name]
         self.module = given.eval().requires_grad_(False)
         self._write()
-        self.version = self._weights.version  # That is in the module.
+        self.version = self._weights.version  # The version in the module.
         self.problem = ""  # Why the module cannot be used.
 
     def refresh(self, timeout_s: float | None) -> None:
-        """Brings the values to the newest version.
+        """Updates the values to the newest version.
 
-        EmaError: as `Client.refresh`. They are as they were, or, if there is a `problem` then, mixed.
+        EmaError: as `Client.refresh`. The values are unchanged, or, if `problem` is set, of two
+        versions.
         """
         start = time.monotonic()
         is_torn = bool(self.problem)
@@ -113,12 +115,12 @@ class AveragedCopy:
             self.seconds = time.monotonic() - start
 
     def check_untorn(self) -> None:
-        """FailedPreconditionError: it has values of two versions."""
+        """FailedPreconditionError: the module has values of two versions."""
         if self.problem:
             _refuse(self.problem)
 
     def _has_mixed(self) -> bool:
-        """Whether a pull has broken off that wrote to the module's own memory."""
+        """Whether a failed pull has written to the module's own memory."""
         pulled = self._weights._pulled
         assert pulled is not None
         return pulled.is_mixed and any(
@@ -128,7 +130,7 @@ class AveragedCopy:
         )
 
     def _bar(self, why: str) -> None:
-        """For whoever has kept the module, too."""
+        """Makes the module's forward and `state_dict` raise, for every user of the module."""
         import torch
 
         self.problem = (
@@ -137,7 +139,7 @@ class AveragedCopy:
             "after close(), use ema_client.averaged(model, url)"
         )
         if isinstance(self.module, torch.jit.ScriptModule):
-            return  # Those take no hooks.
+            return  # A ScriptModule takes no hooks.
         refuse = functools.partial(_refuse, self.problem)
         self._bars = [
             self.module.register_forward_pre_hook(refuse),
@@ -185,14 +187,14 @@ def _may_share(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 class EmaModel:
-    """The module with the newest average that an attachment gives, made when it is first asked for."""
+    """The averaged module of an attachment, created at the first access."""
 
     def __init__(self, pusher: Pusher, client: Client, module: torch.nn.Module) -> None:
         self._pusher = pusher
         self._client = client
         self._module = module
         self._copy: AveragedCopy | None = None
-        # Holds the averages in place of a deep copy.
+        # A module for the averages, or a function that makes one; None: a deep copy.
         self.given: ModuleLike | None = None
 
     @property
@@ -218,7 +220,7 @@ class EmaModel:
         return self._copy.version
 
     def update_at_close(self, timeout_s: float) -> None:
-        """Brings a module that was asked for to the last version, if that takes no longer."""
+        """Updates an accessed module to the last version, unless that may exceed `timeout_s`."""
         if self._copy is None:
             return
         try:
@@ -227,15 +229,16 @@ class EmaModel:
             _logger.warning("%s", error)
 
     def average_name(self) -> str:
-        """Of the track whose average it has."""
+        """The name of the track whose average the module has."""
         return only_average(
             f'model "{self._pusher.options.model_name}": ',
             {track.name: track.schedule.is_copy for track in self._pusher.tracks},
         )
 
     def _bring_up_to_date(self, *, raises: bool, timeout_s: float | None = None) -> None:
-        """`raises` False: an error is a warning if there is a copy of one version. `timeout_s`: a copy whose
-        last update took longer stays as it is."""
+        """Creates the module, or updates it to the newest version. `raises` False: an error becomes
+        a warning if there is a copy of one version. `timeout_s`: if the last update took longer,
+        the module is not updated."""
         pusher = self._pusher
         model_name = pusher.options.model_name
         try:
@@ -247,7 +250,7 @@ class EmaModel:
             copied = self._copy
             is_whole = copied is not None and not copied.problem
             if copied is not None and is_whole and version_id(copied.version) == version_id(newest):
-                return  # Only this run pushes.
+                return  # It is the newest, since only this run pushes.
             if pusher.is_away:
                 raise pusher.away_error()
             if copied is None:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class FrozenTensors:
     """The parameters that are not trained. For the training thread.
 
-    PyTorch's version counter, or other memory, tells of a write; then checksums tell whether the values
-    have changed, since one rank may write and restore its weights, as `averaged()` does. Writes through
-    `.data` change neither counter nor memory; with `check`, checksums are always compared.
+    PyTorch's version counter, or other memory, shows a write; then checksums show whether the
+    values have changed, since one rank may write and restore its weights, as `averaged()` does.
+    Writes through `.data` change neither counter nor memory; with `check`, checksums are always
+    compared.
     """
 
     def __init__(
@@ -53,13 +54,13 @@ class FrozenTensors:
 
 
 def _mark(tensor: torch.Tensor) -> object:
-    """Something that is unequal after a write, or when the tensor has other memory."""
+    """A value that differs after a write, or if the tensor has other memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     if tensor.is_inference():
         return object()  # PyTorch does not count its writes.
     local = local_of(tensor).detach()
-    # The reference does not keep the memory, but keeps another storage from looking the same.
+    # The weak reference does not keep the memory, but is never equal to that of a new storage.
     memory = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
     return (
         memory,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which part of a model, and what each rank pushes of it.
+"""Which rank holds which part of a model, and what each rank pushes.
 
-Ranks need not have the same tensors: with FSDP2 and tensor parallel each has a box of each tensor,
-with pipeline and expert parallel other tensors than the others. What several ranks have, they split.
+Ranks need not hold the same tensors: with FSDP2 and tensor parallelism each holds a box of each
+tensor, with pipeline and expert parallelism different tensors. Ranks that hold the same box push
+even shares of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ema_client._model.torch_model import NamedTensors, checksums, specs_of
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What is known of a tensor without a look at any box of it.
+    """The properties of a tensor that do not depend on a rank's box.
 
     Attributes:
         spec: of the whole tensor.
@@ -33,7 +34,7 @@ class Kind:
     is_frozen: bool
 
     def __str__(self) -> str:
-        """What all ranks must agree on."""
+        """The properties that must be equal on all ranks."""
         _, dtype, shape, is_buffer, _ = self.spec
         kind = f"{dtype}{list(shape)}"
         if is_buffer:
@@ -43,7 +44,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """A box of a tensor that a rank has.
+    """A box of a tensor that a rank holds.
 
     Attributes:
         box: may be empty.
@@ -61,13 +62,13 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class RankBoxes:
-    """Which boxes some ranks have that have the same ones.
+    """The boxes of one or several ranks that hold the same ones.
 
     Attributes:
         ranks: ascending.
-        kinds: a digest of those of their tensors.
-        numbers: for each of these tensors the box's offsets, its extents and the checksum. Flat, because
-            each rank gets those of all.
+        kinds: a digest of the kinds of their tensors.
+        numbers: for each of these tensors the box's offsets, its extents and the checksum. Flat,
+            because each rank gets those of all ranks.
     """
 
     ranks: tuple[int, ...]
@@ -83,7 +84,7 @@ class RankBoxes:
 
 
 def holdings_of(tensors: NamedTensors) -> list[Holding]:
-    """What this rank has, in the model's order."""
+    """The boxes that this rank holds, in the model's order."""
     pieces = {name: piece_of(name, tensor) for name, tensor in tensors.all().items()}
     parameters = [pieces[name].local for name in tensors.parameters]
     sums = dict(zip(tensors.parameters, checksums(parameters)))
@@ -101,7 +102,8 @@ class Layout:
     Attributes:
         specs: of all ranks' tensors, rank 0's first.
         frozen: names of those that are not trained.
-        groups: ranks that have the same boxes, this rank among them, and these; each box is in one group.
+        groups: for each set of ranks that hold the same boxes and include this rank: these boxes.
+            Each box is in one group.
     """
 
     specs: list[_ema.Spec]
@@ -110,11 +112,12 @@ class Layout:
 
     @classmethod
     def exchange(cls, ranks: Ranks, own: Sequence[Holding]) -> Layout:
-        """Collective: what all ranks have. Raises on all of them if they do not fit together.
+        """Exchanges the holdings of all ranks. Collective; raises on all of them if they do not fit
+        together.
 
         Raises:
             InvalidArgumentError: BAD_LAYOUT: a tensor differs between ranks in dtype, shape or
-                whether it is trained; or a box that several ranks have, in its values.
+                whether it is trained; or ranks hold the same box with different values.
         """
         kinds = [held.kind for held in own]
         digest = _digest(kinds)
@@ -125,7 +128,7 @@ class Layout:
             replicas = dataclasses.replace(boxes, ranks=tuple(range(ranks.world_size)))
             return cls.of({digest: kinds}, [replicas], ranks.rank)
         of_kinds = [of_rank for of_rank, _ in digests]
-        # A large job's ranks have much the same tensors: the first one that has them tells.
+        # In a large job most ranks hold the same tensors: only the first such rank sends the list.
         is_first = of_kinds.index(digest) == ranks.rank
         told: list[list[Kind] | None] = ranks.gather(kinds if is_first else None)
         tables = {
@@ -137,12 +140,12 @@ class Layout:
     def of(
         cls, tables: Mapping[str, Sequence[Kind]], held: Sequence[RankBoxes], rank: int
     ) -> Layout:
-        """`tables`: the tensors of ranks, by digest. `held`: what these have of them, by ascending ranks."""
-        sharing: dict[str, list[int]] = {}  # Those of `held` that have a table.
+        """`tables`: tensors, by digest. `held`: the boxes of all ranks, by ascending ranks."""
+        sharing: dict[str, list[int]] = {}  # Indices into `held`, by the digest of their table.
         for index, boxes in enumerate(held):
             sharing.setdefault(boxes.kinds, []).append(index)
         first: dict[str, tuple[int, Kind]] = {}
-        places: dict[str, list[tuple[str, int]]] = {}  # Where a tensor's numbers are, by table.
+        places: dict[str, list[tuple[str, int]]] = {}  # Each tensor's place in `numbers`, by table.
         for digest, indexes in sharing.items():
             at = 0
             for kind in tables[digest]:
@@ -176,7 +179,7 @@ class Layout:
         )
 
     def without(self, names: set[str]) -> Layout:
-        """The same but for these tensors."""
+        """A copy without these tensors."""
         return Layout(
             [spec for spec in self.specs if spec[0] not in names],
             [name for name in self.frozen if name not in names],
@@ -187,8 +190,8 @@ class Layout:
         )
 
     def shards(self, rank: int) -> list[Shard]:
-        """What `rank` pushes: of each group that it is in an even share; buffers, which may differ,
-        come from the group's first rank."""
+        """The shards that `rank` pushes: an even share of each of its groups. Buffers may differ
+        between ranks: a group's first rank pushes them."""
         index = {spec[0]: i for i, spec in enumerate(self.specs)}
         buffers = [spec[0] for spec in self.specs if spec[3]]
         shards: list[Shard] = []
@@ -213,7 +216,7 @@ class Layout:
 def _by_box(
     kind: Kind, holders: Iterable[tuple[tuple[int, ...], array[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
-    """The ranks that have each box of a tensor. InvalidArgumentError: in other values."""
+    """The ranks that hold each box of a tensor. InvalidArgumentError: with different values."""
     name, _, shape, *_ = kind.spec
     found: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for ranks, numbers in holders:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a trainer make the model, and join its run together."""
+"""Creates the model and joins its run, on all ranks of a trainer together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def join(
 ) -> Joined:
     """Opens a run on all ranks, or raises on all of them. Collective.
 
-    `failure`: what this rank has failed with so far; then there may be no plan.
+    `failure`: an earlier failure of this rank; `plan` may then be None.
     """
     launch: Launch | None = None
     state: State | None = None
@@ -47,18 +47,18 @@ def join(
         failure = raised
     launch = ranks.broadcast(launch)
     try:
-        # Without a launch, rank 0 says below what is wrong.
+        # Without a launch, rank 0 has failed: its error is raised below.
         if plan is not None and launch is not None and failure is None:
             plan.check_state(launch, state)
     except Exception as raised:
         failure = raised
-    # No rank may have a reason left to fail when the first one ends the run of before.
+    # All ranks must have passed their checks before the first one ends the previous run.
     ranks.gather_or_raise(failure, None)
     assert plan is not None and launch is not None
     run: Run | None = None
     step = 0
-    # Rank 0 first, so that the model is where it shall be when the others join; all have joined when
-    # this returns, so the first push finds the run complete.
+    # Rank 0 first, so that the model has been rolled back, if needed, when the others join. All
+    # have joined when this returns, so the first push finds the run complete.
     for is_next in (ranks.rank == 0, ranks.rank != 0):
         try:
             if is_next:
@@ -70,7 +70,7 @@ def join(
         steps = ranks.gather_or_raise(failure, step)
     assert run is not None
     latest = run.latest if state is None else None
-    # The first version may be an import's, which is there to go on from.
+    # Version 1 may be an import, from which a training is meant to continue.
     unasked = latest if latest is not None and latest.number > 1 else None
     make_engine = functools.partial(plan.make_engine, run, launch.id)
     return Joined(run, make_engine, steps[0], unasked)
@@ -79,7 +79,7 @@ def join(
 def resume_at(
     ranks: Ranks, plan: Plan, timeout_s: float, state: Mapping[str, Any] | None
 ) -> Joined | None:
-    """As `join`, with what an attachment is to resume; None: no rank has a state. Collective."""
+    """Like `join`, for a state that is loaded later. None: no rank has a state. Collective."""
     if all(ranks.gather(state is None)):
         return None
     return join(ranks, plan, None, state, timeout_s)
@@ -90,12 +90,12 @@ class Joined:
     """A run that all ranks have joined.
 
     Attributes:
-        run: this rank of it.
-        make_engine: makes the engine that pushes to it, which owns the run from then on; takes the
-            engine's options.
+        run: this rank's part of the run.
+        make_engine: makes the engine that pushes to the run and then owns it; takes the engine's
+            options.
         step: the trainer's steps so far.
-        unasked: the version from which the averages continue, though the trainer has not said that it
-            resumes; None: there is none.
+        unasked: the version from which the averages continue although the trainer did not ask to
+            resume; None: there is none.
     """
 
     run: Run
@@ -106,14 +106,14 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What rank 0 tells the others."""
+    """Rank 0's broadcast to the others: the id of the launch, and the state to resume from."""
 
     id: str
     state: State | None
 
 
 class Plan:
-    """What one rank needs to make the model and to join its run."""
+    """One rank's part in creating the model and joining its run."""
 
     def __init__(
         self,
@@ -144,22 +144,23 @@ class Plan:
         self._has_warned = False
 
     def create(self, timeout_s: float, state: State | None = None) -> list[_ema.Track]:
-        """Makes the model, unless it is there. Its tracks, as they are for the next step."""
+        """Creates the model unless it exists. Returns its tracks as they are for the next step."""
         if state is not None and state.version != 0:
-            # A model that is gone cannot be resumed; it must not be made anew.
+            # A deleted model cannot be resumed, and must not be created again.
             self.client.model(self.model_name, timeout_s=timeout_s)
         fields: dict[str, Any] | None = None
         try:
             fields = self._create(self.layout.specs, self._tracks, timeout_s)
         except AlreadyExistsError as raised:
-            refused = raised  # `raised` goes at the end of the block.
-        # Not inside `except`: the user would read both refusals, one below the other.
+            refused = raised  # Python deletes `raised` at the end of the block.
+        # Not inside `except`: the traceback would show both errors.
         if fields is None:
             there = self.client._client.get_model(self.model_name, timeout_s)
             if not self._may_go_on_with(there["tensors"]):
                 raise refused
             self._check_actions(there["tensors"])
-            # The rest the server compares, which knows the tracks as they were made, too.
+            # The server compares the tracks, since it also accepts those that the model was created
+            # with.
             places = {track.name: place for place, track in enumerate(there["tracks"])}
             tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
             fields = self._create(there["tensors"], tracks, timeout_s)
@@ -171,8 +172,8 @@ class Plan:
         return there_now
 
     def warn_of_changes(self, tracks: list[_ema.Track]) -> None:
-        """Says once which of the tracks that were asked for the model has otherwise: the server takes a
-        model as it was made for the same, whatever UpdateModel has made of its tracks since."""
+        """Warns, once, of tracks that differ from the requested ones: the server accepts the tracks
+        that the model was created with, even if UpdateModel has changed them since."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -209,8 +210,8 @@ class Plan:
         return fields
 
     def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
-        """Whether a model's tensors are ours, in another order (of other pipeline stages), or made from a
-        file, which does not say what is a buffer, nor tied names."""
+        """Whether these are our tensors in another order (of other pipeline stages), or from a
+        file, which does not record buffers and tied names."""
 
         def key(spec: _ema.Spec, is_from_file: bool) -> tuple[object, ...]:
             name, dtype, shape, is_buffer, aliases = spec
@@ -223,7 +224,7 @@ class Plan:
         }
 
     def _check_actions(self, specs: list[_ema.Spec]) -> None:
-        """AlreadyExistsError: a track would average there what it copies here, a buffer."""
+        """AlreadyExistsError: a track would average a buffer on the server that it copies here."""
         own = {spec[0]: spec for spec in self.layout.specs}
         here = [own[name] for name, *_ in specs]
         for track in self._tracks:
@@ -273,7 +274,7 @@ class Plan:
         return run
 
     def make_engine(self, run: Run, launch_id: str, **options: Any) -> _ema.PushEngine:
-        """Should the server forget the model, the engine creates it as it is here."""
+        """Makes the engine, which also creates the model again if the server has lost it."""
         engine = _ema.PushEngine(
             client=self.client._unchecked,
             run=run._get(),
@@ -288,12 +289,12 @@ class Plan:
             max_staging_bytes=self._max_staging_bytes,
             **options,
         )
-        run.close()  # The engine has it.
+        run.close()  # The engine owns it now.
         return engine
 
 
 def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:
-    """The same for rules to be looked up by: what is ignored may have any dtype."""
+    """The specs, with float32 for unknown dtypes: tensors that rules ignore may have any dtype."""
     return [
         (name, dtype if dtype in arrays.DTYPES else "float32", shape, is_buffer, aliases)
         for name, dtype, shape, is_buffer, aliases in specs
@@ -301,8 +302,8 @@ def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:
 
 
 def ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
-    """Tensors that no track has. InvalidArgumentError: a track or a rule is wrong: of what all ignore
-    the server does not hear, so it cannot tell a misspelled one."""
+    """The tensors that all tracks ignore. InvalidArgumentError: a track or a rule is wrong, or a
+    rule matches no tensor: the server, which does not get ignored tensors, cannot check that."""
     specs = of_known_dtypes(specs)
     for track in tracks:
         track.check(specs)
@@ -315,7 +316,7 @@ def ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]
 
 
 def check_dtypes(specs: list[_ema.Spec]) -> None:
-    """InvalidArgumentError: names those that no track can have."""
+    """InvalidArgumentError: names the tensors whose dtype the server cannot hold."""
     wrong = [f"{name}: {dtype}" for name, dtype, *_ in specs if dtype not in arrays.DTYPES]
     if wrong:
         raise InvalidArgumentError(

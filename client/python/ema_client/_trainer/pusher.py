@@ -52,10 +52,10 @@ class Pusher:
         engine: the protocol.
         has_stepped: a step was counted.
         is_closed: steps are no longer counted.
-        resumed_unasked: the version from which the averages continue, though the trainer has not said
-            that it resumes; None: there is none.
+        resumed_unasked: the version from which the averages continue although the trainer did not
+            ask to resume; None: there is none.
         follow: called when a step has been counted, and pushed if it was due.
-        error: raised by `raise_error`, beside the engine's.
+        error: an error of `follow`, which `raise_error` raises like the engine's.
         other_wait_seconds: time that the training has waited for anything but pushes.
     """
 
@@ -141,7 +141,7 @@ class Pusher:
 
     @property
     def tracks(self) -> list[_ema.Track]:
-        """Of the plan that pushes go by."""
+        """The tracks of the plan by which pushes are due."""
         with self.lock:
             return self.engine.tracks
 

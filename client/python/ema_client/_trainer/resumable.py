@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving where an attachment stands, and continuing from there."""
+"""Saves the state of an attachment, and resumes from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ema_client._trainer.resume import State, labels_stay, save, trim, warn_of_n
 
 
 class ResumableState:
-    """What a trainer's checkpoint needs of an attachment; see its `state_dict` and `load_state_dict`."""
+    """An attachment's state for the trainer's checkpoint; see `Attachment.state_dict`."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class ResumableState:
         *,
         keep: int,
     ) -> None:
-        """`join_at`: opens a run that resumes from a state; collective. `keep`: the server keeps so many
-        of the newest states."""
+        """`join_at`: opens a run that resumes from a state; collective. `keep`: the number of
+        newest states that the server keeps."""
         self._pusher = pusher
         self._client = client
         self._join_at = join_at

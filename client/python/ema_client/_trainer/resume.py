@@ -18,18 +18,19 @@ _logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _LABEL = re.compile(r"resume-(\d+)-\d+-\d+")
-# How long reading or writing a model may take at the server's disk.
+# Timeout of calls that read a model from the server's disk or write it there.
 DISK_TIMEOUT_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Where a trainer and its average stand.
+    """The position of a trainer, and the average that belongs to it.
 
     Attributes:
         model: the model's name.
-        step: optimizer steps so far: all that training time is computed from.
-        version, incarnation: the model's newest version then, of this step or an earlier one; 0: none.
+        step: optimizer steps so far, from which training time is computed.
+        version, incarnation: the model's newest version at that time, of this step or an earlier
+            one; 0: none.
     """
 
     model: str
@@ -42,8 +43,8 @@ class State:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], *, model: str) -> State:
-        """Reads what `to_dict` has made; more entries, as of an earlier client, do nothing.
-        InvalidArgumentError: it is not that, or of another model."""
+        """Reads a result of `to_dict`; further entries, such as an earlier client's, are ignored.
+        InvalidArgumentError: not such a result, or of another model."""
         if not isinstance(state, Mapping):
             raise _refused(f"{state!r}: must be what Attachment.state_dict() gave")
         if state.get("format") != _FORMAT:
@@ -54,7 +55,7 @@ class State:
         fields = dataclasses.fields(cls)
         for field in fields:
             value = state.get(field.name)
-            # Annotations are text here.
+            # In this module annotations are text.
             if type(value).__name__ != field.type:
                 raise _refused(f"{field.name} {value!r}: expected {field.type}")
             if isinstance(value, int) and value >= 2**63:
@@ -66,19 +67,20 @@ class State:
 
     @property
     def label(self) -> str:
-        """What the server calls the version, if there was one."""
-        # With the version: a trainer that went back may come to that step again, by another way.
+        """The version's label on the server, if there was a version."""
+        # Includes the version: after a rollback, the trainer may reach the same step with other
+        # weights.
         return f"resume-{self.step}-{self.incarnation}-{self.version}"
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """What the run is opened with; None: there was no version."""
+        """The position to open the run with; None: there was no version."""
         if self.version == 0:
             return None
         return ResumePoint(self.step, (self.version, self.incarnation))
 
     def check_fresh(self, latest: Version | None) -> None:
-        """Refuses a model that has versions, where there was none."""
+        """FailedPreconditionError: the model has versions, but the state precedes the first."""
         if self.version == 0 and latest is not None:
             raise FailedPreconditionError(
                 f'model "{self.model}" has version {latest.number} (step {latest.step}), but the '
@@ -93,7 +95,7 @@ def _refused(problem: str) -> InvalidArgumentError:
 
 
 def save(client: Client, state: State, version: Version) -> None:
-    """Saves the state's version as what its step resumes from."""
+    """Saves the version to the server's disk, with the label that the state resumes from."""
     client.create_checkpoint(
         state.model, version=version, label=state.label, timeout_s=DISK_TIMEOUT_S
     )
@@ -101,7 +103,7 @@ def save(client: Client, state: State, version: Version) -> None:
 
 @contextlib.contextmanager
 def labels_stay(model: str) -> Iterator[None]:
-    """What is in it may fail: what shall stay is safe, and the next time tries again."""
+    """Turns EmaErrors into warnings: old labels do no harm, and a later call removes them."""
     try:
         yield
     except EmaError as error:
@@ -109,9 +111,9 @@ def labels_stay(model: str) -> Iterator[None]:
 
 
 def trim(client: Client, model: str, *, keep: int) -> None:
-    """Of what was saved keeps the newest `keep`."""
+    """Removes the labels of all saved states but the newest `keep`."""
     with labels_stay(model):
-        # By version first: a trainer that went back has newer labels of earlier steps.
+        # By version first: after a rollback, newer labels may have earlier steps.
         labels = [
             (found.incarnation, found.number, int(match.group(1)), found.name)
             for found in client.labels(model).values()

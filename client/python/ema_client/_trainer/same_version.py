@@ -20,13 +20,14 @@ def pull_on_all_ranks(
     """Waits for the pending push, then pulls the version that it made. Collective.
 
     Args:
-        least_batch: what the version must have come to, in batches.
-        failure: what this rank has failed with so far; then all raise.
+        least_batch: the batch that the version must have reached.
+        failure: an earlier failure of this rank; then all ranks raise.
 
     Raises:
-        FailedPreconditionError: a rank has no version, an older one or another one than the others.
+        FailedPreconditionError: a rank has no version, an older one, or another one than the other
+            ranks.
         DeadlineExceededError: a push has not ended within `max_wait_s`.
-        EmaError: a pull failed. What fails on any rank raises on every rank.
+        EmaError: a pull failed. An error on any rank raises on every rank.
     """
     options = attachment._pusher.options
     version: Version | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ema_pytorch.EMA's arguments that are not a track's: Switch-EMA, and what `ema_model` is."""
+"""ema_pytorch.EMA's arguments that describe no track: Switch-EMA, and those of `ema_model`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _PRESET = "ema_pytorch"
-# Of where ema_pytorch keeps its copies and how it walks over them: the numbers are the same, and the
-# server keeps the average.
+# Arguments about ema_pytorch's own copies and loops. They do not change the numbers, and the server
+# keeps the average.
 _WITHOUT_EFFECT = (
     "include_online_model",
     "allow_different_devices",
@@ -39,11 +39,12 @@ _WITHOUT_EFFECT = (
 
 @dataclasses.dataclass(frozen=True)
 class PresetOptions:
-    """What of a preset is the attachment's to do.
+    """The part of a preset that the attachment handles.
 
     Attributes:
-        preset: the rest, the track's.
-        ema_model: holds the averages, in place of a deep copy.
+        preset: the other arguments, which describe the track.
+        ema_model: a module for the averages, or a function that makes one; None: a deep copy of the
+            model.
         forward_method_names: methods of `ema_model` that the attachment has, too.
         rule: when the averages are written back; None: never.
     """
@@ -55,7 +56,7 @@ class PresetOptions:
 
     @classmethod
     def of(cls, preset: str | Mapping[str, Any] | None) -> PresetOptions:
-        """Takes them out of the arguments of `attach`. InvalidArgumentError: a bad value."""
+        """Takes these options from the preset of `attach`. InvalidArgumentError: a bad value."""
         if not isinstance(preset, Mapping) or preset.get("preset") != _PRESET:
             return cls(preset)
         rest = dict(preset)
@@ -79,7 +80,8 @@ class PresetOptions:
         return cls(rest, ema_model, tuple(names), rule)
 
     def check(self, module: torch.nn.Module) -> None:
-        """InvalidArgumentError: a forwarded method cannot be had; or what is written back is in pieces."""
+        """InvalidArgumentError: the module has no such method to forward, or the attachment has one
+        of that name; or averages would be written back into DTensors."""
         if self.rule is not None:
             check_no_dtensor(module)
         for name in self.forward_method_names:
@@ -90,7 +92,7 @@ class PresetOptions:
                 )
 
     def apply(self, attachment: Attachment, ranks: Ranks) -> None:
-        """Gives the attachment what it is to do."""
+        """Applies the options to the attachment."""
         attachment._ema_model.given = self.ema_model
         for name in self.forward_method_names:
             setattr(attachment, name, attachment._forwarded(name))
@@ -100,13 +102,15 @@ class PresetOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SwitchRule:
-    """When and how ema_pytorch writes the averages back. Batch n is its call n, whose `step` is n - 1.
+    """When and how ema_pytorch writes the averages back into the model. Batch n is its call n,
+    whose `step` is n - 1.
 
     Attributes:
-        every: calls.
-        beta: share of the model's own weight that is kept.
+        every: number of calls from one write to the next.
+        beta: share of the model's own weights that is kept.
         copied: tensors that have no average: they are copied whatever beta is.
-        update_every, update_after_step, is_frozen: of the average.
+        update_every, update_after_step: when the average is updated.
+        is_frozen: the average does not change after update_after_step.
     """
 
     every: int
@@ -133,7 +137,7 @@ class SwitchRule:
         )
 
     def text(self) -> str:
-        """The same on all ranks for equal rules."""
+        """The rule as text, which is equal on all ranks for equal rules."""
         return repr(dataclasses.astuple(dataclasses.replace(self, copied=frozenset()))) + repr(
             sorted(self.copied)
         )
@@ -153,15 +157,15 @@ class SwitchRule:
 
 
 class Switch:
-    """Switch-EMA: writes the averages into the model that is trained, after every so many steps.
+    """Switch-EMA: regularly writes the averages into the trained model.
 
-    After `optimizer.step()` it waits until the push of this step has ended, and pulls the version: the
-    step takes a whole push and a whole pull longer, at most `max_wait_s` and the pull's time-out. Each
-    rank pulls the model, and has it in host memory twice, and beside the model on its device, while it
-    writes. All ranks write the same
-    version, or none: then training goes on with its own weights, with a warning, or raises unless
-    on_error is "skip". The optimizer's state stays as it is. Not as ema_pytorch: tensors that the
-    track ignores stay, too (there they go back to when they were last copied).
+    After `optimizer.step()` it waits until the push of this step has ended, and pulls the version:
+    the step takes a whole push and a whole pull longer, at most `max_wait_s` and the pull's
+    timeout. Each rank pulls the whole model into host memory and, while it writes, also holds the
+    values on the model's device. All ranks write the same version, or none: then training continues
+    with its own weights, with a warning, or raises unless on_error is "skip". The optimizer's state
+    does not change. Unlike in ema_pytorch, tensors that the track ignores do not change either
+    (ema_pytorch resets them to their last copy).
     """
 
     def __init__(self, attachment: Attachment, rule: SwitchRule, ranks: Ranks) -> None:
@@ -169,7 +173,7 @@ class Switch:
         self._rule = rule
         self._ranks = ranks
         attachment._pusher.follow = self._after_step
-        # The last step whose batch was known, and that.
+        # The last step whose batch was known, and that batch.
         self._known = (0, 0)
 
     def _after_step(self) -> None:
@@ -178,7 +182,7 @@ class Switch:
         try:
             batch = int(attachment._pusher.training_time(attachment.step)["batch"])
             self._known = attachment.step, batch
-        except Exception as raised:  # Of the user's `time`. The other ranks may know, and meet.
+        except Exception as raised:  # From the user's `time`; it may not fail on other ranks.
             failure = failure_of(raised)
             step, batch = self._known
             batch += attachment.step - step
@@ -218,7 +222,7 @@ class Switch:
                     written.append((tensor, value, is_copied))
         except Exception as raised:
             failure = failure_of(raised)
-        # No rank may be short of memory when the first one writes.
+        # All ranks must have the memory before the first one writes.
         self._ranks.gather_or_raise(failure, None)
         with torch.no_grad():
             for tensor, value, is_copied in written:
