@@ -382,6 +382,7 @@ class SynthesisBranchTest : public testing::Test {
       ASSERT_THAT(rank.Push(step, BytesOf({1, 2, 3})), IsOk());
       ASSERT_THAT(server_->Save(), IsOk());
     }
+    server_->manager().AwaitIdle();  // Or an automatic save could bring a deleted one back.
   }
   void Restore(int64_t version) {
     ASSERT_THAT(server_->manager().Restore(server_->model(), {version, 0}, ""), IsOk());
