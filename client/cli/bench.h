@@ -19,9 +19,9 @@ struct BenchOptions {
 };
 
 // Creates a model with a random name, pushes and pulls it, and always deletes it, with a client
-// that Ctrl-C does not interrupt. Errors as those calls. PERMISSION_DENIED: without the role that
-// deletes models no model is created. RESOURCE_EXHAUSTED, MEMORY_BUDGET: this host does not have
-// twice the bytes (no model is created), or the server has no room.
+// that Ctrl-C does not interrupt. Errors: those of the calls. PERMISSION_DENIED: without the role
+// that deletes models no model is created. RESOURCE_EXHAUSTED, MEMORY_BUDGET: this host does not
+// have twice the bytes (no model is created), or the server has no room.
 absl::Status Bench(const Session& session, const BenchOptions& options);
 
 struct Speeds {

@@ -25,7 +25,7 @@ struct Session {
   bool json = false;  // Print one JSON document; `watch`: one per line.
   absl::Duration timeout = absl::Seconds(60);
   bool has_timeout = false;  // The user has set `timeout`.
-  // As Client::Options::is_interrupted, for work outside the client.
+  // Client::Options::is_interrupted of `client`, for work outside the client.
   std::function<bool()> is_interrupted;
   // Makes another client of the same server, whose calls Ctrl-C does not interrupt, for cleaning
   // up.

@@ -31,8 +31,8 @@ struct RpcLimits {
   absl::Duration session_timeout = absl::Seconds(30);
   // A stream ends when its peer has sent or accepted nothing for this time.
   absl::Duration stream_timeout = absl::Seconds(30);
-  // A pull that is slower than this over a third of stream_timeout is ended when another reader
-  // needs its pin. 0: never.
+  // A pull that is slower than this over a third of stream_timeout may be ended when another reader
+  // needs a pin. 0: never.
   int64_t min_pull_bytes_per_second = int64_t{1} << 20;
 };
 

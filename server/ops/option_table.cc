@@ -325,8 +325,8 @@ void AddLimits(Table& table, ServerOptions& o) {
               "Maximum number of concurrent calls on one connection");
   table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second,
               {0, int64_t{1} << 40},
-              "When a reader needs a pin (max_pinned_versions), end the pulls of the model's "
-              "oldest pinned version that are slower than this. 0: end none");
+              "When a reader needs a pin (max_pinned_versions), end the pulls that are slower than "
+              "this, of the oldest version that has any. 0: end none");
   table.Bytes("max-message-bytes", o.limits.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
               "Largest message that the server accepts. Clients send up to 4 MiB and a header");
   table.Bytes("max-metadata-bytes", o.limits.max_metadata_bytes,

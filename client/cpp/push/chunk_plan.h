@@ -22,8 +22,8 @@
 
 namespace ema::client_internal {
 
-// The chunk boundaries of one layout. They depend only on the layout and the chunk size, so a chunk
-// that is sent again has the same bounds. Immutable.
+// The chunk boundaries of one layout. They depend only on the layout and the chunk size, so a
+// resent chunk has the same bounds. Immutable.
 class ChunkPlan {
  public:
   // Each chunk has as many bytes as fit into `chunk_bytes` and end between elements; no chunk has

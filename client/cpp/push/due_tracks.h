@@ -33,9 +33,10 @@ class DueTracks {
   // The tracks that a push would update; if all tracks are paused, those that it would update
   // otherwise. Errors as PlanTrack().
   absl::StatusOr<std::vector<Due>> At(const TrainingTime& now) const;
-  // Counts a try of these tracks. REQUIRES: `due` is of At(now) since the last plan.
+  // Counts the updates of `due`, which a push now tries. REQUIRES: `due` is the result of At(now),
+  // and no plan has arrived since.
   void Count(absl::Span<const Due> due, const TrainingTime& now);
-  // True if all tracks in `due` are paused. REQUIRES: as above.
+  // True if all tracks in `due` are paused. REQUIRES: as Count().
   bool ArePaused(absl::Span<const Due> due) const;
 
   // The plan's entries, indexed by Due::index.

@@ -17,7 +17,7 @@ struct StridedBox {
   const std::byte* first;
   int64_t element_bytes;  // 1, 2, 4 or 8.
   absl::Span<const int64_t> extents;
-  absl::Span<const int64_t> strides;  // As long as `extents`.
+  absl::Span<const int64_t> strides;  // One for each extent.
 };
 
 // Copies `count` elements to `to`, contiguously, from the `begin`th on in row-major order.

@@ -53,7 +53,7 @@ class PendingPush::Impl {
   void Start();
 
   const client_internal::ForkGuard& fork_guard() const { return run_->client().fork_guard(); }
-  // As the functions of PendingPush; not to be called in a forked child.
+  // The functions of PendingPush. Not to be called in a forked child.
   bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams);
   absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);
   bool WaitDone(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);

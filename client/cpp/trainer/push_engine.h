@@ -183,7 +183,7 @@ class PushEngine {
   void AdoptRejoinedRun(SteadyTime until);
   // Counts the updates that are missing on the server of the rejoined run.
   void CountLostUpdates();
-  // Warns of these updates, once the next step to be pushed is known.
+  // Warns of the counted lost updates, once the next step to be pushed is known.
   void WarnOfLostUpdates(int64_t next_step);
   void CountPushed(Version version);
   // With kWait: waits until the pushed step is a version, and retries it after an outage, while the
