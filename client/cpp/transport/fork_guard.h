@@ -28,7 +28,8 @@ class ForkGuard {
 };
 
 // FAILED_PRECONDITION: a parent of this process has used gRPC, whose threads are missing here.
-// Otherwise records that this process uses gRPC.
+// Otherwise records that this process uses gRPC; the first time also starts gRPC, which then runs
+// until the process ends.
 absl::Status CheckGrpcUsable();
 
 // Never destroys `object`.
