@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "ema/internal/catch_exceptions.h"
 #include "server/checkpoint/pacer.h"
 #include "server/format/verify.h"
 
@@ -76,7 +77,7 @@ void CheckpointScrubber::ScrubCheckpoint(const ModelContext& context, const std:
   const auto held = context.folder.Hold(name);
   if (!held.ok()) return skip(held.status());
   if (*held == nullptr) return;  // It has been removed.
-  const absl::Status status = Read(context, name);
+  const absl::Status status = CatchExceptions([&] { return Read(context, name); });
   // Deleting a model removes its files, which is no corruption.
   if (absl::IsCancelled(status) || absl::IsNotFound(status) || !context.model.closed().ok()) return;
   const StoredVersions versions(context);

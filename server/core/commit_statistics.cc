@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ema/internal/catch_exceptions.h"
 #include "server/core/version_statistics.h"
 
 namespace ema {
@@ -45,9 +46,11 @@ void CommitStatistics::Run() {
       work = work_.front();
     }
     if (const std::shared_ptr<Model> model = work.model.lock()) {
-      // By now the version may have gone, or readers hold as many as they may: others will come. Of
-      // a device that has failed its health tells.
-      ComputeStatistics(*model, work.id, {}).status().IgnoreError();
+      // By now the version may have gone, or readers hold as many as they may, or memory is short:
+      // others will come. Of a device that has failed its health tells.
+      CatchExceptions([&] {
+        return ComputeStatistics(*model, work.id, {}).status();
+      }).IgnoreError();
     }
     absl::MutexLock lock(&mu_);
     work_.pop_front();

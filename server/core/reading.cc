@@ -63,13 +63,11 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
                                                          Selection selection) {
   EMA_RETURN_IF_ERROR(CheckCounts(selection));
   std::shared_ptr<Reading> reading(
-      new Reading(std::move(snapshot), track, manifest, device, std::move(selection)));
-  if (!reading->is_as_stored()) {
-    EMA_RETURN_IF_ERROR(reading->Select());
-    if (const int64_t bytes = reading->ListBytes(); bytes > kUnbudgetedBytes) {
-      EMA_ASSIGN_OR_RETURN(reading->list_memory_,
-                           budget.Reserve("a pull of so many tensors", bytes));
-    }
+      new Reading(std::move(snapshot), track, manifest, device, budget, std::move(selection)));
+  if (!reading->is_as_stored()) EMA_RETURN_IF_ERROR(reading->Select());
+  if (const int64_t bytes = reading->TableBytes(); bytes > kUnbudgetedBytes) {
+    EMA_ASSIGN_OR_RETURN(reading->table_memory_,
+                         budget.Reserve("a pull of so many tensors", bytes));
   }
   const int64_t total_bytes = reading->total_bytes();
   const int64_t chunk_count = (total_bytes + kChunkBytes - 1) / kChunkBytes;
@@ -159,15 +157,30 @@ int64_t Reading::BytesOf(const Selection& selection) {
   return static_cast<int64_t>(bytes);
 }
 
-int64_t Reading::ListBytes() const {
-  // In a message, beside its name.
-  constexpr size_t kHeaderBytes = 128;
-  auto bytes = static_cast<size_t>(boxes_.memory_bytes() + BytesOf(selection_));
-  for (const Shard& box : boxes_.shards()) {
-    bytes += sizeof(StorageLayout::Entry) + sizeof(void*) + kHeaderBytes +
-             manifest_.tensor(box.tensor_index).name.size();
+int64_t Reading::TableBytes() const {
+  // Of an open file's tensor, beside its name: where it lies, its checksums, and its place in a
+  // second layout.
+  constexpr int64_t kStoredBytes = 200;
+  int64_t bytes = 0;
+  if (is_stored()) {
+    for (const TensorSpec& tensor : manifest_.tensors()) {
+      bytes += Track::kBytesPerTensor + kStoredBytes + static_cast<int64_t>(tensor.name.size());
+    }
   }
-  return static_cast<int64_t>(bytes);
+  if (is_as_stored()) return bytes;
+  constexpr int64_t kBoxBytes = sizeof(StorageLayout::Entry) + sizeof(void*);
+  return bytes + boxes_.memory_bytes() + BytesOf(selection_) +
+         static_cast<int64_t>(boxes_.shards().size()) * kBoxBytes;
+}
+
+absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> Reading::ReserveHeader() const {
+  constexpr int64_t kTensorBytes = 128;  // In the message, beside its name.
+  int64_t bytes = 0;
+  ForEachTensor([&](const Tensor& tensor) {
+    bytes += kTensorBytes + static_cast<int64_t>(manifest_.tensor(tensor.index).name.size());
+  });
+  if (bytes <= kUnbudgetedHeaderBytes) return nullptr;
+  return budget_.Reserve("the header of a pull of so many tensors", bytes);
 }
 
 void Reading::ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const {

@@ -37,8 +37,10 @@ struct GlobBudget;
 // pinned. Thread-safe.
 class Reading {
  public:
-  // A list of tensors, boxes and names up to this size is not counted by any budget.
+  // Tables of tensors, boxes and names up to this size are not counted by any budget.
   static constexpr int64_t kUnbudgetedBytes = int64_t{1} << 20;
+  // The same for a pull's header, which is sent before there is a chunk.
+  static constexpr int64_t kUnbudgetedHeaderBytes = int64_t{4} << 20;
   // Chunks begin at multiples of this. 4 MiB is 2 to 5 % faster on loopback; 1 MiB stays in the
   // second-level cache between the cast and the socket.
   static constexpr int64_t kChunkBytes = int64_t{1} << 20;
@@ -46,7 +48,7 @@ class Reading {
   // `track` is one of `snapshot`'s; `manifest`, `device` and `budget` live while that is held.
   // INVALID_ARGUMENT: BAD_REQUEST, a tensor that the track lacks, a tensor given twice, or a dtype
   // that floats cannot be cast to; BAD_LAYOUT, a box that does not fit its tensor.
-  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has no room for the list of tensors.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: `budget` has no room for the tables of the tensors.
   static absl::StatusOr<std::shared_ptr<Reading>> Create(SnapshotRef snapshot,
                                                          const TrackSnapshot& track,
                                                          const Manifest& manifest, Device& device,
@@ -78,6 +80,9 @@ class Reading {
     const TensorSlice* slice = nullptr;  // Null: all of it.
   };
   void ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const;
+  // Reserves the memory of one pull header, which lists these tensors. Null: none is needed.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET.
+  absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> ReserveHeader() const;
 
   // The bytes [offset, offset + length_bytes), in order, in pieces that are valid while both their
   // owners and this object are held. REQUIRES: the range is inside one chunk. INTERNAL, DEVICE. If
@@ -121,19 +126,20 @@ class Reading {
   };
 
   Reading(SnapshotRef snapshot, const TrackSnapshot& track, const Manifest& manifest,
-          Device& device, Selection selection)
+          Device& device, MemoryBudget& budget, Selection selection)
       : snapshot_(std::move(snapshot)),
         track_(track),
         manifest_(manifest),
         device_(device),
+        budget_(budget),
         selection_(std::move(selection)) {}
 
   bool is_as_stored() const { return selection_.is_default(); }
   const StorageLayout& layout() const { return is_as_stored() ? track_.track->layout() : layout_; }
   // Resolves a selection other than the default: the boxes, and the layout in which they are read.
   absl::Status Select();
-  // Host memory of the result of Select(), and of the pull header that lists it.
-  int64_t ListBytes() const;
+  // Host memory of the result of Select(), and of what was read from the disk to open the track.
+  int64_t TableBytes() const;
   absl::Status SelectSlices(GlobBudget& budget,
                             absl::btree_map<int64_t, const TensorSlice*>& selected) const;
   // The runs whose bytes make up [offset, end) as it is read; one run of bytes if is_as_stored().
@@ -173,12 +179,13 @@ class Reading {
   const TrackSnapshot& track_;
   const Manifest& manifest_;
   Device& device_;
+  MemoryBudget& budget_;
   const Selection selection_;
   // The result of Select(), in the order of the tensors read; unused if is_as_stored().
   RankLayout boxes_;
   StorageLayout layout_;
   std::vector<const TensorSlice*> slices_;
-  std::unique_ptr<MemoryBudget::Reservation> list_memory_;  // Null: the list is short.
+  std::unique_ptr<MemoryBudget::Reservation> table_memory_;  // Null: the tables are small.
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
   std::unique_ptr<CachedChunk[]> cached_chunks_;  // Null: made chunks are not kept.
   std::unique_ptr<ChunkChecksum[]> checksums_;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <string_view>
 
+#include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -14,13 +15,15 @@ namespace {
 // Of one connection: its request's head and the answer's, each of which must fit.
 constexpr size_t kConnectionBytes = size_t{8} << 10;
 
-HttpServer::Answer AnswerTo(const HttpServer::Pages& pages, std::string_view method,
-                            std::string_view path) {
+absl::StatusOr<HttpServer::Answer> AnswerTo(const HttpServer::Pages& pages, std::string_view method,
+                                            std::string_view path) {
   if (method != MHD_HTTP_METHOD_GET && method != MHD_HTTP_METHOD_HEAD) {
-    return {.code = MHD_HTTP_METHOD_NOT_ALLOWED, .body = "Method Not Allowed\n"};
+    return HttpServer::Answer{.code = MHD_HTTP_METHOD_NOT_ALLOWED, .body = "Method Not Allowed\n"};
   }
   const auto page = pages.find(path);
-  if (page == pages.end()) return {.code = MHD_HTTP_NOT_FOUND, .body = "Not Found\n"};
+  if (page == pages.end()) {
+    return HttpServer::Answer{.code = MHD_HTTP_NOT_FOUND, .body = "Not Found\n"};
+  }
   return page->second();
 }
 
@@ -28,14 +31,16 @@ HttpServer::Answer AnswerTo(const HttpServer::Pages& pages, std::string_view met
 MHD_Result HandleRequest(void* pages, MHD_Connection* connection, const char* path,
                          const char* method, const char* /*version*/, const char* /*upload*/,
                          size_t* /*upload_bytes*/, void** /*request*/) {
-  HttpServer::Answer answer = AnswerTo(*static_cast<const HttpServer::Pages*>(pages), method, path);
+  absl::StatusOr<HttpServer::Answer> answer = CatchExceptions(
+      [&] { return AnswerTo(*static_cast<const HttpServer::Pages*>(pages), method, path); });
+  if (!answer.ok()) return MHD_NO;  // Closes the connection.
   MHD_Response* const response = MHD_create_response_from_buffer(
-      answer.body.size(), answer.body.data(), MHD_RESPMEM_MUST_COPY);
-  if (response == nullptr) return MHD_NO;  // Closes the connection.
+      answer->body.size(), answer->body.data(), MHD_RESPMEM_MUST_COPY);
+  if (response == nullptr) return MHD_NO;
   const auto add_header = [response](const char* name, const char* value) {
     MHD_add_response_header(response, name, value);
   };
-  add_header(MHD_HTTP_HEADER_CONTENT_TYPE, answer.type.c_str());
+  add_header(MHD_HTTP_HEADER_CONTENT_TYPE, answer->type.c_str());
   add_header(MHD_HTTP_HEADER_CONNECTION, "close");
   add_header(MHD_HTTP_HEADER_CACHE_CONTROL, "no-store");
   add_header("X-Content-Type-Options", "nosniff");
@@ -43,9 +48,9 @@ MHD_Result HandleRequest(void* pages, MHD_Connection* connection, const char* pa
   add_header("Content-Security-Policy",
              "default-src 'none'; script-src 'self'; connect-src 'self'; style-src "
              "'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'");
-  if (answer.code == MHD_HTTP_METHOD_NOT_ALLOWED) add_header(MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
+  if (answer->code == MHD_HTTP_METHOD_NOT_ALLOWED) add_header(MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
   const MHD_Result result =
-      MHD_queue_response(connection, static_cast<unsigned>(answer.code), response);
+      MHD_queue_response(connection, static_cast<unsigned>(answer->code), response);
   MHD_destroy_response(response);
   return result;
 }

@@ -92,16 +92,21 @@ void PullCall::OnWritten(bool ok) {
 }
 
 void PullCall::WriteNext() {
-  auto chunk = CatchExceptions([this] { return handler_.Next(); });
-  if (!chunk.ok()) return Finish(chunk.status());
-  if (chunk->has_value()) return WriteChunk(**std::move(chunk));
+  const auto message = CatchExceptions([this] { return NextMessage(); });
+  if (!message.ok()) return Finish(message.status());
+  Write(*message);
+}
+
+absl::StatusOr<grpc::ByteBuffer> PullCall::NextMessage() {
+  EMA_ASSIGN_OR_RETURN(std::optional<PullHandler::Chunk> chunk, handler_.Next());
+  if (chunk.has_value()) return MessageOf(*std::move(chunk));
   v1::PullResponse response;
   *response.mutable_trailer() = handler_.Trailer(digest_);
   trailer_written_ = true;
-  Write(Serialize(response));
+  return Serialize(response);
 }
 
-void PullCall::WriteChunk(PullHandler::Chunk chunk) {
+grpc::ByteBuffer PullCall::MessageOf(PullHandler::Chunk chunk) {
   std::vector<grpc::Slice> slices;
   slices.reserve(chunk.pieces.size() + 1);
   const uint32_t crc32c = handler_.reading()->Checksum(chunk.offset, chunk.pieces);
@@ -114,7 +119,7 @@ void PullCall::WriteChunk(PullHandler::Chunk chunk) {
         new SliceOwner{handler_.reading(), std::move(piece.owner)});
   }
   digest_ = Crc32cCombine(digest_, crc32c, chunk.length_bytes);
-  Write(grpc::ByteBuffer(slices.data(), slices.size()));
+  return grpc::ByteBuffer(slices.data(), slices.size());
 }
 
 void PullCall::Write(const grpc::ByteBuffer& message) {

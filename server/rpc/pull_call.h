@@ -43,7 +43,9 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void OpenStored();
   void WriteHeader();
   void WriteNext();
-  void WriteChunk(PullHandler::Chunk chunk);
+  // The next chunk, or the trailer after the last. Errors as PullHandler::Next().
+  absl::StatusOr<grpc::ByteBuffer> NextMessage();
+  grpc::ByteBuffer MessageOf(PullHandler::Chunk chunk);
   void Write(const grpc::ByteBuffer& message);
   void Finish(const absl::Status& status);
 

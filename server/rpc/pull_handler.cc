@@ -111,6 +111,7 @@ absl::Status PullHandler::Begin() {
         absl::StrCat("offset: ", offset_, " given, expected 0 to ", reading_->total_bytes()));
   }
   position_ = offset_;
+  EMA_ASSIGN_OR_RETURN(header_memory_, reading_->ReserveHeader());
   return absl::OkStatus();
 }
 
@@ -193,6 +194,7 @@ v1::PullHeader PullHandler::Header() const {
 }
 
 absl::StatusOr<std::optional<PullHandler::Chunk>> PullHandler::Next() {
+  header_memory_.reset();
   if (reading_ == nullptr || position_ == reading_->total_bytes()) return std::nullopt;
   Chunk chunk{
       .offset = position_, .length_bytes = reading_->ChunkEnd(position_) - position_, .pieces = {}};

@@ -17,6 +17,7 @@
 #include "ema/version_id.h"
 #include "server/base/observer.h"
 #include "server/core/checkpoints.h"
+#include "server/core/memory_budget.h"
 #include "server/core/model.h"
 #include "server/core/model_store.h"
 #include "server/core/reading.h"
@@ -55,7 +56,8 @@ class PullHandler {
     int64_t length_bytes = 0;
     std::vector<HostPiece> pieces;  // Valid while their owners and reading() are held.
   };
-  // The next chunk; absent: all have been sent. Errors as Reading::Read().
+  // The next chunk; absent: all have been sent. To be called once the header has been sent. Errors
+  // as Reading::Read().
   absl::StatusOr<std::optional<Chunk>> Next();
   // `digest`: CRC32C of the chunks' data.
   v1::PullTrailer Trailer(uint32_t digest) const;
@@ -70,7 +72,10 @@ class PullHandler {
   // The event that reports a pull which has ended with `status`.
   ServerObserver::PullEnd EndOf(const absl::Status& status, absl::Duration duration) const;
   // Releases the version.
-  void Close() { reading_.reset(); }
+  void Close() {
+    header_memory_.reset();
+    reading_.reset();
+  }
 
  private:
   // A version, and the part of it that is to be sent.
@@ -101,8 +106,10 @@ class PullHandler {
   Checkpoints* const checkpoints_;
   std::shared_ptr<Model> model_;
   Version record_;
-  std::optional<Wanted> on_disk_;        // What OpenStored() is to open.
-  std::shared_ptr<Reading> reading_;     // Null: the newest version is not newer.
+  std::optional<Wanted> on_disk_;     // What OpenStored() is to open.
+  std::shared_ptr<Reading> reading_;  // Null: the newest version is not newer.
+  // Until the header has been sent. Null: it is small.
+  std::unique_ptr<MemoryBudget::Reservation> header_memory_;
   std::optional<int64_t> base_version_;  // The reader has the chunks that are unchanged since.
   int64_t offset_ = 0;                   // Where the reader wants to begin.
   int64_t position_ = 0;                 // In the reading's bytes: the next to be sent.

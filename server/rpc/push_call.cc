@@ -35,7 +35,9 @@ void PushCall::OnAccepted(bool ok) {
   if (!ok) return;  // The server is shutting down.
   BeginTiming();
   Listen(rpc_, queue_);
-  if (absl::Status status = Start(); !status.ok()) return Finish(status);
+  if (absl::Status status = CatchExceptions([this] { return Start(); }); !status.ok()) {
+    return Finish(status);
+  }
   Read();
 }
 

@@ -35,9 +35,8 @@ void WatchCall::OnAccepted(bool ok) {
   const v1::WatchRequest request = std::exchange(request_, v1::WatchRequest());
   if (absl::Status status = CatchExceptions([&] { return Start(request); }); !status.ok()) {
     absl::MutexLock lock(&mu_);
-    return FinishLocked(status);
+    FinishLocked(status);
   }
-  watcher_ = model_->watchers().Watch([this] { Advance(); });
 }
 
 absl::Status WatchCall::Start(const v1::WatchRequest& request) {
@@ -48,17 +47,20 @@ absl::Status WatchCall::Start(const v1::WatchRequest& request) {
                                    request.incarnation(), " given, expected 0 or more"));
   }
   EMA_RETURN_IF_ERROR(rpc_->watches.Enter(this, caller_.authorization, request.model()));
-  absl::MutexLock lock(&mu_);
-  if (finishing_) return absl::OkStatus();  // Its token was revoked a moment ago.
-  if (request.has_after_version()) {
-    last_version_ = request.after_version();
-    last_incarnation_ = request.incarnation();
-  } else if (const std::optional<Version> latest = model_->history().latest()) {
-    last_version_ = latest->number;
-    last_incarnation_ = latest->incarnation;
+  {
+    absl::MutexLock lock(&mu_);
+    if (finishing_) return absl::OkStatus();  // Its token was revoked a moment ago.
+    if (request.has_after_version()) {
+      last_version_ = request.after_version();
+      last_incarnation_ = request.incarnation();
+    } else if (const std::optional<Version> latest = model_->history().latest()) {
+      last_version_ = latest->number;
+      last_incarnation_ = latest->incarnation;
+    }
+    writing_ = true;  // The headers come first.
   }
+  watcher_ = model_->watchers().Watch([this] { Advance(); });
   // Tells the reader that it misses nothing from here on.
-  writing_ = true;
   stream_.SendInitialMetadata(written_.Arm(shared_from_this()));
   return absl::OkStatus();
 }
@@ -74,12 +76,17 @@ void WatchCall::End(StreamEnd) {
 void WatchCall::Advance() {
   absl::MutexLock lock(&mu_);
   if (writing_ || finishing_) return;
+  const absl::Status status = CatchExceptions([this] {
+    mu_.AssertHeld();
+    return SendNextLocked();
+  });
+  if (!status.ok()) FinishLocked(status);
+}
+
+absl::Status WatchCall::SendNextLocked() {
   const std::vector<VersionHistory::RecordEntry> next =
       model_->history().RecordsAfter(last_version_, last_incarnation_, 1);
-  if (next.empty()) {
-    if (absl::Status closed = model_->closed(); !closed.ok()) FinishLocked(closed);
-    return;
-  }
+  if (next.empty()) return model_->closed();
   const Version& record = next.front().record;
   v1::WatchResponse response;
   *response.mutable_version() = ToProto(record);
@@ -91,6 +98,7 @@ void WatchCall::Advance() {
   last_incarnation_ = record.incarnation;
   writing_ = true;
   stream_.Write(response, written_.Arm(shared_from_this()));
+  return absl::OkStatus();
 }
 
 void WatchCall::OnWritten(bool ok) {

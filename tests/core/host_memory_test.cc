@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "tests/core/test_model.h"
+#include "tests/testutil/fake_stored_track.h"
 
 namespace ema {
 namespace {
@@ -120,6 +121,74 @@ TEST_F(HostMemoryTest, AReaderOfVeryManyTensorsReservesItsList) {
   for (size_t i = 0; i < count; ++i) {
     EXPECT_THAT(read({.tensors = {"w*", absl::StrCat("w", i)}}), IsOk());
   }
+}
+
+TEST_F(HostMemoryTest, AReaderOfAStoredVersionOfManyTensorsReservesItsTables) {
+  MakeStore(9 * kMiB);
+  constexpr int kTensors = 10'000;
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < kTensors; ++i)
+    tensors.push_back({absl::StrCat("w", i), Dtype::kFloat32, {1}});
+  const std::shared_ptr<Model> model = Create(std::move(tensors));
+  TestRank rank(model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  std::vector<SnapshotRef> versions;
+  for (int step = 1; step <= 8; ++step) {
+    ASSERT_THAT(rank.Push(step, BytesOf(std::vector<float>(kTensors, 1.0F))), IsOk());
+    auto pinned = model->history().Pin(0);
+    ASSERT_THAT(pinned, IsOk());
+    const TrackSnapshot& track = *(*pinned)->Find("ema");
+    versions.push_back(AsStored(
+        **pinned, "ema", std::make_shared<FakeStoredTrack>(BytesOfBlocks(model->device(), track))));
+  }
+  const int64_t before = store_->budget().reserved_bytes();
+  std::vector<std::shared_ptr<Reading>> readings;
+  absl::Status refused;
+  for (const SnapshotRef& version : versions) {
+    auto reading = model->readings().OpenStored(version, {});
+    refused = reading.status();
+    if (!reading.ok()) break;
+    readings.push_back(*std::move(reading));
+  }
+  EXPECT_THAT(refused, AllOf(ReasonIs(ErrorReason::kMemoryBudget),
+                             StatusIs(absl::StatusCode::kResourceExhausted,
+                                      HasSubstr("a pull of so many tensors needs "))));
+  EXPECT_FALSE(readings.empty()) << refused;
+  readings.clear();
+  EXPECT_EQ(store_->budget().reserved_bytes(), before);
+}
+
+TEST_F(HostMemoryTest, TheHeaderOfAPullOfVeryManyTensorsIsReserved) {
+  MakeStore(32 * kMiB);
+  constexpr int kTensors = 40'000;
+  std::vector<TensorSpec> tensors;
+  for (int i = 0; i < kTensors; ++i)
+    tensors.push_back({absl::StrCat("w", i), Dtype::kFloat32, {1}});
+  const std::shared_ptr<Model> model = Create(std::move(tensors));
+  TestRank rank(model, "launch");
+  ASSERT_THAT(rank.Join(), IsOk());
+  ASSERT_THAT(rank.Push(1, BytesOf(std::vector<float>(kTensors, 1.0F))), IsOk());
+  const auto all = model->readings().Open("ema", /*version=*/0, /*incarnation=*/0, {});
+  ASSERT_THAT(all, IsOk());
+  std::vector<std::unique_ptr<MemoryBudget::Reservation>> headers;
+  absl::Status refused;
+  while (refused.ok() && headers.size() < 8) {
+    auto header = (*all)->ReserveHeader();
+    refused = header.status();
+    if (header.ok()) headers.push_back(*std::move(header));
+  }
+  EXPECT_THAT(refused,
+              AllOf(ReasonIs(ErrorReason::kMemoryBudget),
+                    StatusIs(absl::StatusCode::kResourceExhausted,
+                             HasSubstr("the header of a pull of so many tensors needs "))));
+  ASSERT_FALSE(headers.empty());
+  EXPECT_GE(headers[0]->bytes(), Reading::kUnbudgetedHeaderBytes);
+  headers.clear();
+  EXPECT_THAT((*all)->ReserveHeader(), IsOk());
+  const auto one =
+      model->readings().Open("ema", /*version=*/0, /*incarnation=*/0, {.tensors = {"w3"}});
+  ASSERT_THAT(one, IsOk());
+  EXPECT_EQ(*(*one)->ReserveHeader(), nullptr);
 }
 
 TEST_F(HostMemoryTest, RecordsThatAreLargeAreFewer) {
