@@ -197,8 +197,8 @@ int main(int argc, char** argv) {
                       std::thread::hardware_concurrency())) {
     // The log needs one, too.
     std::fputs(
-        "cannot start: the system lets the process have too few threads; look at ulimit -u and -v, "
-        "and at the container's limits of pids and memory\n",
+        "cannot start: the system does not allow the process enough threads; check ulimit -u and "
+        "-v, and the container's limits of pids and memory\n",
         stderr);
     return 1;
   }

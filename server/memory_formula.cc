@@ -18,7 +18,7 @@ namespace {
 
 void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_bytes) {
   if (at_most_bytes <= available_bytes) return;
-  Log(LogLevel::kWarning, "the limits allow more memory than there is",
+  Log(LogLevel::kWarning, "the limits allow more memory than is available",
       {{"memory", whose},
        {"at_most_bytes", at_most_bytes},
        {"available_bytes", available_bytes},

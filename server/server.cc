@@ -219,7 +219,7 @@ absl::Status Server::Drain() {
   const RpcUsage usage = rpc_->usage();
   const int64_t session_count = store_->sessions().used_count();
   if (usage.push_streams + usage.pull_streams + session_count > 0) {
-    Log(LogLevel::kInfo, "waiting for what is under way",
+    Log(LogLevel::kInfo, "waiting for running calls",
         {{"pulls", usage.pull_streams},
          {"pushes", usage.push_streams},
          {"steps", session_count},

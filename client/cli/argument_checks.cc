@@ -60,7 +60,7 @@ std::string CheckVersionOrLabel(const std::string& text) {
 std::string CheckLabel(const std::string& text) {
   const auto parsed = ParseVersionOrLabel(text);
   return parsed.ok() && parsed->label.empty()
-             ? "must not be a number: --version would take it for a version's"
+             ? "must not be a number: --version would read it as a version number"
              : ErrorOf(parsed);
 }
 
@@ -68,7 +68,7 @@ std::string CheckDuration(const std::string& text) {
   absl::Duration duration;
   return absl::ParseDuration(text, &duration) && duration > absl::ZeroDuration()
              ? ""
-             : "must be a time above 0, such as 500ms, 60s or 5m";
+             : absl::StrCat(text, " given, expected a time above 0, such as 500ms, 60s or 5m");
 }
 
 }  // namespace ema::cli

@@ -50,9 +50,9 @@ absl::Status CheckFits(int64_t bytes) {
   // What is pushed, and what is pulled.
   if (!available.has_value() || bytes <= *available / 2) return absl::OkStatus();
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                   absl::StrCat("--bytes: ", FormatBytes(bytes), " given, which this host must ",
-                                "have twice; it has ", FormatBytes(*available), " free, enough ",
-                                "for ", FormatBytes(*available / 2)));
+                   absl::StrCat("--bytes: ", FormatBytes(bytes), " given; the host needs twice ",
+                                "that, but has ", FormatBytes(*available), " free, enough ", "for ",
+                                FormatBytes(*available / 2)));
 }
 
 // Weights, as a trainer has them: tensors of 16 MiB at most.
@@ -140,7 +140,7 @@ class Benchmark {
             model_, kTrack, Client::PullOptions(),
             [this](const PullInfo& coming) -> absl::StatusOr<std::span<std::byte>> {
               if (coming.total_bytes != weights_.total_bytes()) {
-                return absl::InternalError(absl::StrCat("the pull has ", coming.total_bytes,
+                return absl::InternalError(absl::StrCat("the pulled track has ", coming.total_bytes,
                                                         " bytes, expected ",
                                                         weights_.total_bytes()));
               }

@@ -33,8 +33,8 @@ absl::StatusOr<VersionOrLabel> ParseVersionOrLabel(std::string_view text, int64_
   EMA_RETURN_IF_ERROR(ValidateName("label", text));
   if (incarnation != 0) {
     return BadRequest(absl::StrCat("--incarnation ", incarnation,
-                                   ": goes with a version's number, and not with label \"",
-                                   std::string(text), "\""));
+                                   ": needs a version's number, but label \"", std::string(text),
+                                   "\" is given"));
   }
   result.label = std::string(text);
   return result;
@@ -91,9 +91,10 @@ absl::Status Rollback(const Session& session, const std::string& model, const st
           ? session.client->RestoreCheckpoint(model, found.id, session.disk_timeout())
           : session.client->RestoreCheckpoint(model, found.label, session.disk_timeout());
   EMA_RETURN_IF_ERROR(version.status());
-  return PrintResult(session.json, ToJson(*version),
-                     absl::StrCat("version ", version->number, " of ", model, " is ", to, " (step ",
-                                  version->step, ") again; the run that pushed has ended\n"));
+  return PrintResult(
+      session.json, ToJson(*version),
+      absl::StrCat("version ", version->number, " of ", model, " has the values of ", to, " (step ",
+                   version->step, "); the run that pushed has ended\n"));
 }
 
 absl::Status SetLabel(const Session& session, const std::string& model, const std::string& label,

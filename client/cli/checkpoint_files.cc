@@ -98,10 +98,10 @@ absl::StatusOr<std::vector<Found>> FindFolders(const std::string& directory) {
 absl::Status NothingFound(const std::string& directory) {
   EMA_ASSIGN_OR_RETURN(const bool exists, PosixFileSystem().Exists(directory));
   return absl::NotFoundError(absl::StrCat(
-      directory, exists
-                     ? ": there is no checkpoint: neither a manifest.json, nor a folder that has "
-                       "one, nor a server's models"
-                     : ": there is no such folder"));
+      directory,
+      exists ? ": no checkpoint found; expected a checkpoint's folder, a folder of checkpoints, "
+               "or a server's data directory"
+             : ": there is no such folder"));
 }
 
 int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
@@ -150,7 +150,7 @@ std::vector<Finding> CheckNamesOnce(const Found& folder) {
   if (latest_text.ok()) {
     const std::optional<std::string> latest = ParseLatest(*latest_text);
     if (!latest.has_value()) {
-      add(kLatestFileName, CorruptCheckpoint("it is not what was written"));
+      add(kLatestFileName, CorruptCheckpoint("the checksum is wrong, or missing"));
     } else if (!IsIn(folder, *latest) && !IsIn(folder, std::string(kCorruptPrefix) + *latest)) {
       add(*latest, CorruptCheckpoint("it is missing: LATEST names it"));
     }
@@ -170,7 +170,8 @@ std::vector<Finding> CheckNamesOnce(const Found& folder) {
     const std::string checkpoint =
         CheckpointName({label.id.incarnation, label.id.version, label.step});
     if (IsIn(folder, checkpoint)) continue;
-    add(checkpoint, CorruptCheckpoint(absl::StrCat("it is missing: it has label \"", name, "\"")));
+    add(checkpoint,
+        CorruptCheckpoint(absl::StrCat("it is missing: label \"", name, "\" names it")));
   }
   return findings;
 }
@@ -240,10 +241,10 @@ absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
 
 absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool json) {
   EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(from));
-  if (!is_one) return absl::NotFoundError(from + ": there is no checkpoint");
+  if (!is_one) return absl::NotFoundError(from + ": not a checkpoint's folder");
   // Else it would be no checkpoint any more.
   if (IsWithin(to, from)) {
-    return BadRequest(absl::StrCat(to, " is in ", from, ", expected a folder elsewhere"));
+    return BadRequest(absl::StrCat(to, " is inside ", from, "; expected a folder elsewhere"));
   }
   const absl::StatusOr<CheckpointManifest> copied = CopyVerified(PosixFileSystem(), from, to);
   if (!copied.ok()) return WithPlace(copied.status(), absl::StrCat(from, " to ", to, ": "));

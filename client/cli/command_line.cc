@@ -17,11 +17,12 @@ namespace ema::cli {
 namespace {
 
 constexpr char kTrackHelp[] =
-    "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99, "
-    "with ,update_interval=10ba and the like behind it (emactl explain --help lists them). "
-    "Besides: compensated=true; snapshot_interval=1000ba, with sigma_rel; buffers=copy (a file "
-    "does not say which tensors are); and, once or more, 'tensor_rule=PATTERN:ACTION', such as "
-    "'tensor_rule=head.*:ignore', where a half-life may be the action";
+    "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99. "
+    "Further fields follow after commas: those of the schedule, such as update_interval=10ba "
+    "(emactl explain --help lists them); compensated=true; snapshot_interval=1000ba (with "
+    "sigma_rel); buffers=copy (a weights file does not say which tensors are buffers); and, once "
+    "or more, 'tensor_rule=PATTERN:ACTION', such as 'tensor_rule=head.*:ignore', whose action may "
+    "be a half-life";
 
 // Declares `explain`, with an option for each field of a schedule.
 void AddExplain(CLI::App* sub, Options& options) {
@@ -68,7 +69,7 @@ CLI::Option* AddRepeatable(CLI::App* sub, const char* name, std::vector<std::str
 // Behind `version`, the option of a version's number.
 void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
   sub->add_option("--incarnation", incarnation,
-                  "Life of the server in which that number was counted, as --json shows it "
+                  "Incarnation of the server that gave the version its number, as --json shows it "
                   "(default: any)")
       ->check(CheckPositive)
       ->needs(version);
@@ -90,31 +91,36 @@ CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
 
 // Declares what is about checkpoints, but for their labels.
 void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
-  CLI::App& family = AddFamily(app, "checkpoint", "Versions on the server's disk");
+  CLI::App& family =
+      AddFamily(app, "checkpoint", "Save, list, verify and copy versions on the server's disk");
   const auto add_checkpoint = [&](CLI::App* sub) {
     AddModel(sub, options.model);
-    sub->add_option("checkpoint", options.checkpoint, "Its name, as `list` shows it")->required();
+    sub->add_option("checkpoint", options.checkpoint, "Name of the checkpoint, as `list` shows it")
+        ->required();
   };
-  CLI::App* sub =
-      Add(family, chosen, "create", "Save a version, by default the newest, and wait for the disk",
-          [&](const Session& session) {
-            return CreateCheckpoint(session, options.model, options.save);
-          });
+  CLI::App* sub = Add(family, chosen, "create",
+                      "Save a version (by default the newest), and wait until it is on the disk",
+                      [&](const Session& session) {
+                        return CreateCheckpoint(session, options.model, options.save);
+                      });
   AddModel(sub, options.model);
   AddVersion(sub, options.save.version, options.save.incarnation, "Version (default: the newest)");
   AddRepeatable(sub, "--track", options.save.tracks,
-                "Only this track, for serving, not for a server to start from (default: all)");
-  sub->add_option("--label", options.save.label, "A name for it, which keeps it")
+                "Save only this track: such a checkpoint can be pulled, but a server cannot start "
+                "from it (default: all)");
+  sub->add_option("--label", options.save.label, "Label for the checkpoint, which is then kept")
       ->check(CheckLabel);
-  sub->add_flag("--no-wait", options.save.async, "Return before it is on the disk");
+  sub->add_flag("--no-wait", options.save.async, "Return before the checkpoint is on the disk");
 
-  sub = Add(family, chosen, "list", "List what is on the disk, being saved, or could not be",
+  sub = Add(family, chosen, "list",
+            "List the checkpoints that are on the disk, are being saved, or could not be saved",
             [&](const Session& session) { return ListCheckpoints(session, options.model); });
   AddModel(sub, options.model);
-  add_checkpoint(Add(family, chosen, "show", "Show one", [&](const Session& session) {
+  add_checkpoint(Add(family, chosen, "show", "Show a checkpoint", [&](const Session& session) {
     return ShowCheckpoint(session, options.model, options.checkpoint);
   }));
-  add_checkpoint(Add(family, chosen, "delete", "Remove one that has no label and is not the newest",
+  add_checkpoint(Add(family, chosen, "delete",
+                     "Delete a checkpoint that has no label and is not the newest",
                      [&](const Session& session) {
                        return DeleteCheckpoint(session, options.model, options.checkpoint);
                      }));
@@ -122,45 +128,47 @@ void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = Add(
       family, chosen, "verify",
       "Read every byte of a checkpoint's folder, a folder of checkpoints, or a server's data "
-      "directory, compare the checksums, and see that what LATEST and the labels name is there; "
-      "needs no server",
+      "directory, compare the checksums, and check that the checkpoints that LATEST and the labels "
+      "name exist; needs no server",
       [&](const Session& session) { return VerifyCheckpoints(options.directory, session.json); },
       /*needs_server=*/false);
-  sub->add_option("dir", options.directory, "The folder")->required();
+  sub->add_option("dir", options.directory, "Folder to verify")->required();
   sub = Add(
       family, chosen, "copy",
-      "Copy a checkpoint's folder, such as to a mounted object store, verified; needs no server",
+      "Copy a checkpoint's folder, such as to a mounted object store, and verify the copy; needs "
+      "no server",
       [&](const Session& session) {
         return CopyCheckpoint(options.directory, options.to, session.json);
       },
       /*needs_server=*/false);
-  sub->add_option("from", options.directory, "The checkpoint's folder")->required();
-  sub->add_option("to", options.to, "The folder to make")->required();
+  sub->add_option("from", options.directory, "Folder of the checkpoint")->required();
+  sub->add_option("to", options.to, "Folder to create")->required();
 }
 
 void AddFilesCommands(CLI::App& app, Options& options, Command& chosen) {
-  CLI::App& files =
-      AddFamily(app, "files", "Small files beside the weights in checkpoints, such as config.json");
+  CLI::App& files = AddFamily(
+      app, "files",
+      "Attach small files, such as config.json, that checkpoints store beside the weights");
   CLI::App* sub =
-      Add(files, chosen, "add", "Put files there, in the place of those of the same names",
+      Add(files, chosen, "add",
+          "Attach files to a model; they replace attached files of the same names",
           [&](const Session& session) { return AddFiles(session, options.model, options.paths); });
   AddModel(sub, options.model);
-  sub->add_option(
-         "paths", options.paths,
-         "Files; or Hugging Face folders, of which .json, .txt, .model and .jinja files are taken, "
-         "but no index of weights")
+  sub->add_option("paths", options.paths,
+                  "Files, or Hugging Face folders: their .json, .txt, .model and .jinja files, "
+                  "except the index of the weights")
       ->required();
-  sub = Add(files, chosen, "remove", "Take one away", [&](const Session& session) {
+  sub = Add(files, chosen, "remove", "Remove an attached file", [&](const Session& session) {
     return RemoveFile(session, options.model, options.file);
   });
   AddModel(sub, options.model);
-  sub->add_option("name", options.file, "Its name")->required();
+  sub->add_option("name", options.file, "Name of the file")->required();
 }
 
 void AddRollback(CLI::App& app, Options& options, Command& chosen) {
   CLI::App* const sub =
       Add(app, chosen, "rollback",
-          "Make a new version that is what an earlier one was; the run that pushes ends",
+          "Make a new version with the values of an earlier one, and end the run that pushes",
           [&](const Session& session) {
             return Rollback(session, options.model, options.to, options.incarnation);
           });
@@ -169,23 +177,24 @@ void AddRollback(CLI::App& app, Options& options, Command& chosen) {
                               ->required()
                               ->check(CheckVersionOrLabel);
   AddIncarnation(sub, to, options.incarnation);
-  sub->add_flag("--yes", options.yes, "Really")->required();
+  sub->add_flag("--yes", options.yes, "Confirm the command")->required();
 }
 
 void AddLabelCommands(CLI::App& app, Options& options, Command& chosen) {
-  CLI::App& labels = AddFamily(app, "label", "Names for versions, which retention keeps");
+  CLI::App& labels = AddFamily(
+      app, "label", "Set, list and remove labels: names of versions, which are then kept");
   const auto add_label = [&](CLI::App* command) {
     AddModel(command, options.model);
     return command->add_option("label", options.label, "Name, such as stable")->required();
   };
-  CLI::App* sub = Add(labels, chosen, "set", "Give a version a name, saving it if need be",
+  CLI::App* sub = Add(labels, chosen, "set", "Label a version, and save it if necessary",
                       [&](const Session& session) {
                         return SetLabel(session, options.model, options.label, options.labelled);
                       });
   add_label(sub)->check(CheckLabel);
   AddVersion(sub, options.labelled.version, options.labelled.incarnation,
              "Version (default: the newest)");
-  add_label(Add(labels, chosen, "remove", "Take a name away", [&](const Session& session) {
+  add_label(Add(labels, chosen, "remove", "Remove a label", [&](const Session& session) {
     return RemoveLabel(session, options.model, options.label);
   }));
   AddModel(Add(labels, chosen, "list", "List a model's labels",
@@ -200,14 +209,17 @@ void AddLabelCommands(CLI::App& app, Options& options, Command& chosen) {
   AddVersion(sub, metric.id.version, metric.id.incarnation, "Version that was evaluated")
       ->required();
   sub->add_option("--value", metric.value, "The score")->required();
-  sub->add_flag("--lower-is-better", metric.lower_is_better, "As for a loss");
-  sub->add_option("--label", metric.label, "Which label (default: best)")->check(CheckLabel);
+  sub->add_flag("--lower-is-better", metric.lower_is_better,
+                "A lower score is better, as for a loss");
+  sub->add_option("--label", metric.label, "Label to give to the best version (default: best)")
+      ->check(CheckLabel);
 }
 
 // Declares what is about the server itself.
 void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
-  CLI::App* sub = app.add_subcommand(
-      "health", "Ask as a probe does: exit code 0 if the server is serving, 1 in any other case");
+  CLI::App* sub = app.add_subcommand("health",
+                                     "Check the server's health, as a probe does: exit code 0 if "
+                                     "it is serving, 1 in any other case");
   sub->callback([&] {
     chosen.run = [&](const Session& session) { return Health(session, options.service); };
     // What Docker knows; as UsageExitCode().
@@ -216,29 +228,31 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
     };
   });
   sub->add_option("--service", options.service,
-                  "checkpoints: also whether it can save (default: the server as a whole)");
+                  "Service to check; checkpoints: also fail if nothing can be saved (default: the "
+                  "whole server)");
 
   Add(app, chosen, "info", "Show the server's version, device, memory and limits",
       [](const Session& session) { return Info(session); });
 
-  sub = Add(app, chosen, "log-level", "Change which events the server logs, or show it",
+  sub = Add(app, chosen, "log-level", "Show the server's log level, or change it",
             [&](const Session& session) { return SetLogLevel(session, options.log_level); });
   sub->add_option("level", options.log_level, "debug, info, warn or error (default: show it)");
 
-  sub = Add(app, chosen, "drain", "Let the server save and end, as SIGTERM does",
+  sub = Add(app, chosen, "drain", "Stop the server as SIGTERM does: it saves and exits",
             [](const Session& session) { return Drain(session); });
-  sub->add_flag("--yes", options.yes, "Really")->required();
+  sub->add_flag("--yes", options.yes, "Confirm the command")->required();
 
   sub = Add(app, chosen, "bench",
-            "Measure how fast pushes and pulls are from here, with a model that is made for it and "
-            "deleted; where tokens are asked for, with an admin's",
+            "Measure the speed of pushes and pulls from this host with a temporary model; needs an "
+            "admin's token if the server uses tokens",
             [&](const Session& session) { return Bench(session, options.bench); });
   sub->add_option("--bytes", options.bench.bytes,
                   "Size of the weights, such as 512M or 4G; this host needs twice that")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
       ->check(CLI::Range(int64_t{4096}, int64_t{1} << 50))
       ->default_str("256M");
-  sub->add_option("--rounds", options.bench.rounds, "How often, after one that does not count")
+  sub->add_option("--rounds", options.bench.rounds,
+                  "Number of rounds, after one that is not counted")
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str();
 }
@@ -264,14 +278,14 @@ void AddModelOptions(CLI::App* sub, Client::ModelOptions& options) {
   sub->add_option_function<std::string>(
          "--non-finite",
          [&options](const std::string& name) { options.non_finite = *ParseNonFinitePolicy(name); },
-         "What becomes of a step in which a float is NaN or infinity: reject (the default), skip "
-         "the tensor, or allow")
+         "What to do if a step contains NaN or infinity: reject the step (default), skip the "
+         "tensor, or allow them")
       ->check(CheckNonFinite);
 }
 
 // Declares what makes and changes models.
 void AddModelCommands(CLI::App& app, Options& options, Command& chosen) {
-  CLI::App* sub = Add(app, chosen, "create", "Make a model", [&](const Session& session) {
+  CLI::App* sub = Add(app, chosen, "create", "Create a model", [&](const Session& session) {
     options.create.tracks = NewTracks(options.tracks);
     return Create(session, options.create);
   });
@@ -283,7 +297,7 @@ void AddModelCommands(CLI::App& app, Options& options, Command& chosen) {
   AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
   AddModelOptions(sub, options.create.model_options);
 
-  sub = Add(app, chosen, "import", "Make a model whose averages begin with the weights of a file",
+  sub = Add(app, chosen, "import", "Create a model whose averages start from the weights of a file",
             [&](const Session& session) {
               options.import.tracks = NewTracks(options.tracks);
               return Import(session, options.import);
@@ -293,10 +307,11 @@ void AddModelCommands(CLI::App& app, Options& options, Command& chosen) {
       ->required();
   AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->required()->check(CheckTrack);
   sub->add_option("--step", options.import.step,
-                  "Step of the weights, after which training goes on (default: 0)")
+                  "Step of the weights, after which training continues (default: 0)")
       ->check(CheckCount);
   sub->add_option("--updates", options.import.updates,
-                  "Updates that the average is of: for uniform tracks and those that begin at zero")
+                  "Number of updates that the imported average contains; needed by uniform tracks "
+                  "and by those with zero_init")
       ->check(CheckPositive);
   AddModelOptions(sub, options.import.model_options);
 
@@ -306,9 +321,9 @@ void AddModelCommands(CLI::App& app, Options& options, Command& chosen) {
             });
   AddModel(sub, options.model);
   AddRepeatable(sub, "--track", options.tracks, kTrackHelp)->check(CheckTrack);
-  AddRepeatable(sub, "--remove", options.changes.remove, "Name of a track to forget");
-  AddRepeatable(sub, "--pause", options.changes.pause, "Name of a track to leave as it is");
-  AddRepeatable(sub, "--resume", options.changes.resume, "Name of a paused track to go on with");
+  AddRepeatable(sub, "--remove", options.changes.remove, "Name of a track to remove");
+  AddRepeatable(sub, "--pause", options.changes.pause, "Name of a track to stop updating");
+  AddRepeatable(sub, "--resume", options.changes.resume, "Name of a paused track to update again");
 }
 
 // Declares what shows models and their versions.
@@ -319,7 +334,7 @@ void AddShowCommands(CLI::App& app, Options& options, Command& chosen) {
                       [&](const Session& session) { return Describe(session, options.model); });
   AddModel(sub, options.model);
 
-  sub = Add(app, chosen, "tracks", "Show a model's tracks and how they stand",
+  sub = Add(app, chosen, "tracks", "Show the state of a model's tracks",
             [&](const Session& session) { return Tracks(session, options.model); });
   AddModel(sub, options.model);
 
@@ -341,12 +356,12 @@ void AddShowCommands(CLI::App& app, Options& options, Command& chosen) {
   sub = Add(app, chosen, "watch", "Print every commit as it happens",
             [&](const Session& session) { return Watch(session, options.watch); });
   AddModel(sub, options.watch.model);
-  CLI::Option* const after =
-      sub->add_option("--after", options.watch.after,
-                      "Begin after this version; 0: with the oldest (default: now)")
-          ->check(CheckCount);
+  CLI::Option* const after = sub->add_option("--after", options.watch.after,
+                                             "Begin after this version; 0: begin with the oldest "
+                                             "one (default: print only new commits)")
+                                 ->check(CheckCount);
   AddIncarnation(sub, after, options.watch.incarnation);
-  sub->add_option("--count", options.watch.count, "End after so many commits")
+  sub->add_option("--count", options.watch.count, "Exit after this number of commits")
       ->check(CheckPositive);
 }
 
@@ -363,35 +378,37 @@ void AddPull(CLI::App& app, Options& options, Command& chosen) {
           ->check(CheckVersionOrLabel);
   AddIncarnation(sub, pull_version, options.pull.request.incarnation);
   sub->add_option("--step", options.pull.request.step,
-                  "Instead: the version of this step of the trainer")
+                  "Pull the version of this step of the trainer")
       ->check(CheckCount)
       ->excludes(pull_version);
   AddRepeatable(sub, "--tensors", options.pull.request.selection.tensors,
-                "Only this: a name, or a pattern such as 'encoder.*' (default: all)");
+                "Pull only this tensor, or those of a pattern such as 'encoder.*' (default: all)");
   sub->add_option("--dtype", options.pull.dtype,
                   "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)")
       ->check(CheckDtype);
   AddRepeatable(sub, "--slice", options.pull.slices,
-                "A box of a tensor, such as 'head.weight[0:10,5:]'; besides, only what --tensors "
-                "says");
+                "Pull only this part of a tensor, such as 'head.weight[0:10,5:]', and the tensors "
+                "of --tensors");
   sub->add_option("-o,--output", options.pull.output,
                   "File.safetensors to write, or folder/: weights named as from_pretrained wants "
                   "them, and the model's attached files")
       ->required()
       ->check([](const std::string& path) { return path.empty() ? "must not be empty" : ""; });
   sub->add_option("--config-from", options.pull.config_from,
-                  "Into the output folder, not the attached files but this Hugging Face folder's");
+                  "Copy the files of this Hugging Face folder to the output folder, instead of the "
+                  "attached files");
 }
 
 void AddSynthesize(CLI::App& app, Options& options, Command& chosen) {
-  CLI::App* const sub = Add(app, chosen, "synthesize",
-                            "Build an average of another length from kept snapshots, to be pulled",
-                            [&](const Session& session) {
-                              return Synthesize(session, options.model, options.synthesize);
-                            });
+  CLI::App* const sub =
+      Add(app, chosen, "synthesize",
+          "Build an average of another length from kept snapshots; `pull` can then read it",
+          [&](const Session& session) {
+            return Synthesize(session, options.model, options.synthesize);
+          });
   AddModel(sub, options.model);
   Client::SynthesizeOptions& request = options.synthesize;
-  sub->add_option("--name", request.name, "What pull --track calls the result")->required();
+  sub->add_option("--name", request.name, "Name of the result, for pull --track")->required();
   CLI::Option_group* const profile = sub->add_option_group("profile");
   profile->add_option("--sigma-rel", request.sigma_rel,
                       "Relative width of a power function, above 0 and at most 0.288675");
@@ -399,22 +416,24 @@ void AddSynthesize(CLI::App& app, Options& options, Command& chosen) {
                       "Half-life in the unit of the tracks' update_interval, such as 1000ba");
   profile->require_option(1);
   sub->add_option("--step", request.step,
-                  "Step at which the average stands (default: the newest that is stored)")
+                  "Step of the average (default: that of the newest stored snapshot)")
       ->check(CheckPositive);
   AddRepeatable(sub, "--track", request.tracks,
-                "Track to build from (default: all that fit together)");
+                "Track to build from (default: all compatible ones)");
 }
 
 void AddDelete(CLI::App& app, Options& options, Command& chosen) {
   CLI::App* const sub =
-      Add(app, chosen, "delete", "Forget a model; its checkpoints stay on the disk, unless purged",
+      Add(app, chosen, "delete",
+          "Delete a model; its checkpoints stay on the disk, unless --purge is given",
           [&](const Session& session) { return Delete(session, options.remove); });
   AddModel(sub, options.remove.model);
-  sub->add_option("--confirm", options.remove.confirm, "The model's name again")
+  sub->add_option("--confirm", options.remove.confirm, "The model's name again, as a confirmation")
       ->type_name("MODEL")
       ->required();
-  sub->add_flag("--purge", options.remove.purge,
-                "Remove its checkpoints, too, also those of models of that name deleted before");
+  sub->add_flag(
+      "--purge", options.remove.purge,
+      "Remove its checkpoints, too, and those of earlier deleted models of the same name");
 }
 
 }  // namespace

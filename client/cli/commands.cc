@@ -27,7 +27,7 @@ absl::Status Create(const Session& session, const CreateOptions& options) {
                                                    options.model_options, session.timeout));
   return PrintResult(
       session.json, {{"created", result.created}, {"model", ToJson(result.model)}},
-      absl::StrCat(result.created ? "created " : "exists already: ", result.model.name, ", ",
+      absl::StrCat(result.created ? "created " : "already exists: ", result.model.name, ", ",
                    result.model.manifest.tensor_count(), " tensors, ",
                    FormatBytes(result.model.reserved_bytes), " reserved\n"));
 }
@@ -93,7 +93,7 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
     } else {
       line = DescribeVersion(item.version);
       if (item.skipped > 0) {
-        absl::StrAppend(&line, "  (", item.skipped, " versions before it were gone)\n");
+        absl::StrAppend(&line, "  (", item.skipped, " versions before it were skipped)\n");
       }
     }
     if (!Print(line)) break;
@@ -176,7 +176,7 @@ void PrintError(const absl::Status& status, bool json) {
 }
 
 void PrintWait(const absl::Status& error) {
-  std::fprintf(stderr, "emactl: %s; trying again as long as --timeout allows\n",
+  std::fprintf(stderr, "emactl: %s; retrying until --timeout ends\n",
                std::string(error.message()).c_str());
 }
 

@@ -17,22 +17,23 @@ namespace {
 constexpr std::array<ScheduleOption, 19> kOptions = {{
     {"half_life", "Training time until a contribution halves, such as 1000ba"},
     {"ramp_ratio", "The half-life is at most this share of the time since the start, such as 0.09"},
-    {"debias", "As if begun with zeros, without their share", true},
+    {"debias", "Begin with zeros, and correct for their share", true},
     {"smoothing", "The same decay at every update, such as 0.999"},
-    {"zero_init", "With --smoothing: begin with zeros (plain), or without their share (debias)"},
+    {"zero_init",
+     "With --smoothing: begin with zeros (plain), or also correct for their share (debias)"},
     {"inv_gamma", "Warm-up 1 - (1 + s / inv_gamma)^-power, such as 1"},
-    {"power", "Of --inv-gamma (default: 2/3)"},
+    {"power", "Exponent of the warm-up of --inv-gamma (default: 2/3)"},
     {"ramp", "Warm-up (1 + s) / (ramp + s), such as 10"},
-    {"min_decay", "Of the warm-ups (default: 0)"},
-    {"max_decay", "Of the warm-ups (default: 0.9999)"},
+    {"min_decay", "Smallest decay of a warm-up (default: 0)"},
+    {"max_decay", "Largest decay of a warm-up (default: 0.9999)"},
     {"sigma_rel", "Power-function profile of this relative width, such as 0.05"},
-    {"age_offset", "Of --sigma-rel: added to the time since the start, such as 1"},
+    {"age_offset", "With --sigma-rel: added to the time since the start, such as 1"},
     {"uniform", "The mean of all updates (SWA)", true},
     {"copy", "The latest weights", true},
-    {"update_interval", "Between two updates, such as 10ba"},
-    {"interval_phase", "Shifts the updates by so many units of the interval"},
+    {"update_interval", "Training time between two updates, such as 10ba"},
+    {"interval_phase", "Shifts the updates by this number of units of the interval"},
     {"ema_start", "When averaging starts, such as 100ba"},
-    {"before_start", "What the track is before: reinit, copy or hold"},
+    {"before_start", "What the track holds before --ema-start: reinit, copy or hold"},
     {"ema_end", "When averaging ends"},
 }};
 
@@ -85,10 +86,11 @@ absl::StatusOr<Pushes> Pushes::Create(const Schedule& schedule,
   const TrainingDuration interval = schedule.update_interval();
   const std::string suffix(TimeUnitSuffix(interval.unit));
   if (interval.value == 0) {
-    return Refuse(absl::StrCat(schedule.ToString(),
-                               ": is updated at every push; give how far they are apart, such as "
-                               "--update-interval ",
-                               interval.unit == TimeUnit::kProgress ? "0.001" : "30", suffix));
+    return Refuse(
+        absl::StrCat(schedule.ToString(),
+                     ": is updated at every push; give the training time between pushes, such as "
+                     "--update-interval ",
+                     interval.unit == TimeUnit::kProgress ? "0.001" : "30", suffix));
   }
   if (total.has_value() && (total->unit != interval.unit || total->value <= 0)) {
     return Refuse(absl::StrCat("total \"", total->ToString(), "\": must be above 0 in ", suffix,

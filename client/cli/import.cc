@@ -61,7 +61,7 @@ absl::Status Import(const Session& session, const ImportOptions& options) {
     return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
                      absl::StrCat("model \"", options.model, "\" has version ",
                                   made.model.latest->number, " (step ", made.model.latest->step,
-                                  ") already: an import makes the first one"));
+                                  ") already; an import must create the first version"));
   }
   if (std::error_code error; std::filesystem::is_directory(options.from, error)) {
     EMA_RETURN_IF_ERROR(AttachFiles(session, options.model, {options.from}).status());

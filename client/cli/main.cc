@@ -28,9 +28,10 @@ using ema::cli::Session;
 
 constexpr char kFooter[] =
     "Exit codes: 0 ok; 1 any other error; 2 wrong usage; 3 no such model, track, version,\n"
-    "checkpoint, label or file; 4 refused (invalid, exists otherwise, not in this state, no\n"
-    "room); 5 no server, or no answer in time; 130 interrupted. An error goes to stderr; with\n"
-    "--json as {\"error\": {code, reason, message}}.\n";
+    "checkpoint, label or file; 4 rejected (invalid, not permitted, exists with other\n"
+    "settings, wrong state, no room, disk error); 5 no server, or no answer in time; 130\n"
+    "interrupted. An error goes to stderr; with --json as\n"
+    "{\"error\": {code, reason, message}}.\n";
 
 // Also says which command or option there is none of, where CLI11 says only that one is missing.
 CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
@@ -40,7 +41,7 @@ CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
   const CLI::App& family = chosen.empty() ? app : *chosen.back();
   if (family.get_require_subcommand_min() == 0 || !family.get_subcommands().empty()) return error;
   if (words[0].starts_with('-')) {
-    return {absl::StrCat("there is no option ", words[0], ", and a command is missing"),
+    return {absl::StrCat("unknown option ", words[0], ", and no command is given"),
             error.get_exit_code()};
   }
   const std::vector<const CLI::App*> known =
@@ -106,20 +107,21 @@ int main(int argc, char** argv) {
                                const char* help) {
     app.add_option(flag, file, help)->envname(environment)->type_name("FILE");
   };
-  add_file(
-      "--tls-ca", "EMA_TLS_CA", options.tls.ca_file,
-      "PEM file that signs the certificate of a server emas://host:port. Empty: the system's do");
+  add_file("--tls-ca", "EMA_TLS_CA", options.tls.ca_file,
+           "PEM file of the CA that signed the certificate of a server emas://host:port. Empty: "
+           "the system's CAs");
   add_file("--tls-cert", "EMA_TLS_CERT", options.tls.certificate_file,
-           "PEM file of our certificate, for a server that asks for one");
-  add_file("--tls-key", "EMA_TLS_KEY", options.tls.key_file, "PEM file of our certificate's key");
+           "PEM file of the client's certificate, for a server that requires one");
+  add_file("--tls-key", "EMA_TLS_KEY", options.tls.key_file,
+           "PEM file of the key of the client's certificate");
   add_file("--token-file", "EMA_TOKEN_FILE", options.token_file,
-           "File of a bearer token, for a server that asks for one; or EMA_TOKEN has the token");
+           "File with a bearer token, for a server that requires one. The variable EMA_TOKEN may "
+           "hold the token instead");
   app.add_flag("--json", options.json, "Print JSON");
   const CLI::Option* const timeout =
-      app.add_option(
-             "--timeout", options.timeout,
-             "How long a call may take; if not given, 10m for one that waits for the server's "
-             "disk or moves a whole version")
+      app.add_option("--timeout", options.timeout,
+                     "Time limit of a call. If it is not given, calls that wait for the server's "
+                     "disk or transfer a whole version have 10m")
           ->check(ema::cli::CheckDuration)
           ->capture_default_str();
   ema::cli::AddCommands(app, options, command);

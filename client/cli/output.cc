@@ -316,12 +316,12 @@ std::string VersionTable(const std::vector<Client::ListedVersion>& versions) {
 }
 
 std::string DescribeModel(const ModelInfo& model) {
-  std::string text =
-      absl::StrCat("model ", model.name, "\n", model.manifest.tensor_count(), " tensors, ",
-                   FormatBytes(model.manifest.total_bytes()), " as pushed; ",
-                   FormatBytes(model.reserved_bytes), " reserved; at most ",
-                   model.max_pinned_versions, " versions pinned; of floats that are not finite: ",
-                   std::string(NonFinitePolicyName(model.non_finite)), "\n");
+  std::string text = absl::StrCat(
+      "model ", model.name, "\n", model.manifest.tensor_count(), " tensors, ",
+      FormatBytes(model.manifest.total_bytes()), " as pushed; ", FormatBytes(model.reserved_bytes),
+      " reserved; at most ", model.max_pinned_versions,
+      " versions pinned; NaN or infinity: ", std::string(NonFinitePolicyName(model.non_finite)),
+      "\n");
   if (model.latest.has_value()) {
     absl::StrAppend(&text, "latest: ", DescribeVersion(*model.latest));
   } else {

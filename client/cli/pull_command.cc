@@ -73,22 +73,22 @@ absl::Status CheckFolder(const std::string& folder, const std::string& weights_n
   const absl::StatusOr<bool> has_pieces = PosixFileSystem().Exists(index);
   if (!has_pieces.ok()) return FileError(folder, has_pieces.status());
   if (!*has_pieces) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat(index, ": the folder has weights in pieces; take another, or remove them"));
+  return absl::FailedPreconditionError(absl::StrCat(
+      index, ": the folder has weights in pieces; use another folder, or remove them"));
 }
 
 // That a file may be written there.
 absl::Status CheckFile(const PullOptions& options) {
   if (!options.config_from.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--config-from: the output ", options.output, " is no folder; end it with /"));
+    return absl::InvalidArgumentError(absl::StrCat("--config-from: the output ", options.output,
+                                                   " is not a folder; end it with /"));
   }
   std::error_code ignored;
   const auto there = std::filesystem::status(options.output, ignored);
   if (exists(there) && !is_regular_file(there)) {
     // A rename would put a file in its place: of /dev/null, too.
     return absl::FailedPreconditionError(
-        absl::StrCat(options.output, ": is there, and is not a regular file"));
+        absl::StrCat(options.output, ": exists and is not a regular file"));
   }
   for (const std::filesystem::path path : {options.output, RealPath(options.output)}) {
     if (path.extension() == ".safetensors") return absl::OkStatus();
@@ -110,7 +110,7 @@ absl::Status MakeFolder(const std::string& folder) {
 absl::StatusOr<TensorSlice> ParseSlice(std::string_view text, const Manifest& manifest) {
   const auto error = [text](const std::string& why) {
     return BadRequest(absl::StrCat("--slice ", std::string(text), ": ", why,
-                                   "; right ones are like head.weight[0:10,5:]"));
+                                   "; expected a slice such as head.weight[0:10,5:]"));
   };
   const size_t bracket = text.rfind('[');
   if (bracket == std::string_view::npos || text.back() != ']') {
@@ -120,7 +120,7 @@ absl::StatusOr<TensorSlice> ParseSlice(std::string_view text, const Manifest& ma
   GlobBudget budget;
   const absl::StatusOr<std::vector<int64_t>> found = FindTensors(slice.tensor, manifest, budget);
   if (!found.ok()) return error(std::string(found.status().message()));
-  if (found->size() != 1) return error("means several tensors");
+  if (found->size() != 1) return error("matches several tensors");
   const std::vector<int64_t>& shape = manifest.tensor(found->front()).shape;
 
   const std::string inside(text.substr(bracket + 1, text.size() - bracket - 2));

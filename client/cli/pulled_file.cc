@@ -59,7 +59,7 @@ absl::StatusOr<std::span<std::byte>> PulledFile::Reserve(
 
   const std::string temporary_path = TemporaryPath(path_);
   fd_ = open(temporary_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (fd_ < 0) return Failed(absl::StrCat("make ", temporary_path, " beside"));
+  if (fd_ < 0) return Failed(absl::StrCat("create ", temporary_path, " for"));
   temporary_path_ = temporary_path;
   const int64_t reserved_bytes = header_bytes_ + info.total_bytes;
   // Blocks, not a hole: a full disk shows here and not as a SIGBUS later.

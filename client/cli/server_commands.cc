@@ -37,7 +37,7 @@ std::string DescribeServer(const Client::ServerInfo& info, absl::Time now) {
   Table limits({"LIMIT", "IN USE", "OF"});
   for (const Client::ServerInfo::Limit& limit : info.limits) {
     limits.Add({limit.name, limit.in_use.has_value() ? absl::StrCat(*limit.in_use) : "-",
-                limit.limit == 0 ? "any" : absl::StrCat(limit.limit)});
+                limit.limit == 0 ? "unlimited" : absl::StrCat(limit.limit)});
   }
   return absl::StrCat(
       "ema-server ", info.version, " on ", info.device, ", incarnation ", info.incarnation, "\n",
@@ -64,13 +64,14 @@ absl::Status SetLogLevel(const Session& session, const std::string& level) {
 
 absl::Status Drain(const Session& session) {
   EMA_ASSIGN_OR_RETURN(const Client::DrainResult result, session.client->Drain(session.timeout));
-  return PrintResult(session.json,
-                     {{"began", result.began},
-                      {"delay_seconds", absl::ToDoubleSeconds(result.delay)},
-                      {"grace_seconds", absl::ToDoubleSeconds(result.grace)}},
-                     absl::StrCat(result.began ? "draining" : "draining already", ": serves for ",
-                                  absl::FormatDuration(result.delay), " more, then ends within ",
-                                  absl::FormatDuration(result.grace), " and the time to save\n"));
+  return PrintResult(
+      session.json,
+      {{"began", result.began},
+       {"delay_seconds", absl::ToDoubleSeconds(result.delay)},
+       {"grace_seconds", absl::ToDoubleSeconds(result.grace)}},
+      absl::StrCat(result.began ? "draining" : "draining already", ": keeps serving for ",
+                   absl::FormatDuration(result.delay), ", then stops within ",
+                   absl::FormatDuration(result.grace), " plus the time to save\n"));
 }
 
 }  // namespace ema::cli

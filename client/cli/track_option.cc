@@ -106,8 +106,8 @@ absl::Status CheckName(absl::string_view name) {
   if (std::find(names.begin(), names.end(), AsStd(name)) != names.end()) return absl::OkStatus();
   const std::string_view nearest =
       NearestName(AsStd(name), names, [](std::string_view candidate) { return candidate; });
-  return absl::InvalidArgumentError(absl::StrCat(
-      "there is no field \"", name, "\"; did you mean \"", std::string(nearest), "\"?"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("unknown field \"", name, "\"; did you mean \"", std::string(nearest), "\"?"));
 }
 
 }  // namespace
@@ -126,8 +126,8 @@ absl::StatusOr<TrackOption> ParseTrackOption(std::string_view text) {
   const auto error = [text](absl::string_view why) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
                      absl::StrCat("--track ", std::string(text), ": ", why,
-                                  "; right ones are raw=copy, fast=200ba, "
-                                  "slow=2000ba,update_interval=10ba and old=smoothing=0.99"));
+                                  "; examples: raw=copy; fast=200ba; "
+                                  "slow=2000ba,update_interval=10ba; old=smoothing=0.99"));
   };
   const size_t equals = text.find('=');
   if (equals == std::string_view::npos) return error("must be NAME=RULE");

@@ -134,7 +134,7 @@ absl::Status WeightsFile::AddPieces(const std::string& folder, const std::string
     }));
     if (!tensors.empty()) {
       return Malformed(
-          path, absl::StrCat("has no tensor \"", *tensors.begin(), "\", which the index says"));
+          path, absl::StrCat("has no tensor \"", *tensors.begin(), "\", but the index says so"));
     }
   }
   return absl::OkStatus();

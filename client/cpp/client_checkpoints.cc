@@ -86,7 +86,7 @@ absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std:
     }
   }
   return absl::AbortedError(absl::StrCat("file \"", std::string(name), "\" of model \"",
-                                         std::string(model), "\" changes while it is read"));
+                                         std::string(model), "\" changed while it was being read"));
 }
 
 absl::Status Client::RemoveFile(std::string_view model, std::string_view name,

@@ -17,7 +17,8 @@ absl::Status ValidateAttachedName(std::string_view name) {
       absl::EndsWithIgnoreCase(text, ".safetensors.index.json")) {
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadName,
-        absl::StrCat("file \"", text, "\": such names are for the weights that the server writes"));
+        absl::StrCat("file \"", text,
+                     "\": this name is reserved for the weights that the server writes"));
   }
   return absl::OkStatus();
 }

@@ -279,7 +279,8 @@ class Attachment {
     EMA_ASSIGN_OR_RETURN(const Manifest now, Manifest::Create(own.specs));
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-        absl::StrCat("the module is not as it was attached: ", now.DifferenceFrom(manifest_)));
+        absl::StrCat("the module is not as it was attached (here: now, there: at attach): ",
+                     now.DifferenceFrom(manifest_)));
   }
 
   // Whether the tensor, which takes `bytes`, is copied because it may change before the next step.

@@ -23,7 +23,7 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path, int64_t max_b
   const absl::Cleanup close_fd = [fd] { close(fd); };
   struct stat about {};
   if (fstat(fd, &about) != 0) return not_readable(std::strerror(errno));
-  if (!S_ISREG(about.st_mode)) return not_readable("it is no regular file");
+  if (!S_ISREG(about.st_mode)) return not_readable("not a regular file");
   // One byte more than its size shows whether the file is growing.
   std::string text(std::min<int64_t>(about.st_size, max_bytes) + 1, '\0');
   size_t size = 0;

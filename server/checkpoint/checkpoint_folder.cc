@@ -18,9 +18,10 @@ namespace ema {
 namespace {
 
 absl::Status LostLabels(const std::string& why) {
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-                   absl::StrCat(why, "; no checkpoint of the model is removed to make room until ",
-                                "the file that was set aside has been deleted as a checkpoint is"));
+  return MakeError(
+      absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+      absl::StrCat(why, "; no checkpoint of the model is removed to make room until you delete ",
+                   "the set-aside file with `emactl checkpoint delete`"));
 }
 
 absl::Status InUse(std::string_view model, std::string_view name, const std::string& why) {
@@ -164,7 +165,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
                             keep, /*leave_room=*/options.keep));
   if (has_old_settings && !HasTracksOf(model, snapshot)) {
     files_.RemoveTemporary(name);
-    return CannotReplaceError(name, "a track of it has just been removed");
+    return CannotReplaceError(name, "one of its tracks has just been removed");
   }
   EMA_RETURN_IF_ERROR(TakeNameLocked(name, has_old_settings));
   index_.Put({.name = name,
@@ -212,8 +213,8 @@ absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
     if (!absl::IsUnimplemented(status)) return status;
     return absl::UnimplementedError(
         absl::StrCat("model \"", model_name_, "\", checkpoint \"", name,
-                     "\": one with the model's settings of now cannot take its place, as the file "
-                     "system cannot exchange two folders; push one more step"));
+                     "\": cannot be replaced by one with the model's current settings, because the "
+                     "file system cannot exchange two folders; push one more step"));
   };
   absl::Status status = exchange();
   if (status.ok()) {
@@ -229,11 +230,12 @@ absl::Status CheckpointFolder::ReplaceLocked(const std::string& name) {
 
 absl::Status CheckpointFolder::CannotReplaceError(std::string_view name,
                                                   std::string_view why) const {
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kCheckpointInUse,
-                   absl::StrCat("model \"", model_name_, "\", checkpoint \"", std::string(name),
-                                "\": ", std::string(why),
-                                ", so one with the model's settings of now cannot take its place"),
-                   absl::Seconds(1));
+  return MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kCheckpointInUse,
+      absl::StrCat("model \"", model_name_, "\", checkpoint \"", std::string(name),
+                   "\": ", std::string(why),
+                   ", so it cannot be replaced by one with the model's current settings"),
+      absl::Seconds(1));
 }
 
 absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(std::string_view saved_name) {
@@ -296,7 +298,7 @@ absl::Status CheckpointFolder::IndexLocked() {
   LabelMap labels;
   absl::Status lost;
   for (DirectoryEntry& listed : listing) {
-    if (IsSetAsideLabelFile(listed.name)) lost = LostLabels(absl::StrCat(listed.name, " is there"));
+    if (IsSetAsideLabelFile(listed.name)) lost = LostLabels(absl::StrCat(listed.name, " exists"));
     if (listed.name != kLabelsFileName) continue;
     absl::StatusOr<LabelMap> read = files_.ReadLabels();
     if (absl::IsDataLoss(read.status())) {
@@ -444,7 +446,7 @@ absl::Status CheckpointFolder::DeleteLocked(std::string_view name) {
     }
     EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
     if (CheckpointName(latest) == name) {
-      return InUse(model_name_, name, "is the newest, which a restart goes on from");
+      return InUse(model_name_, name, "is the newest, which a restart loads");
     }
     if (!entry->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatestLocked(*entry));
     EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(std::string(name)));
@@ -545,7 +547,7 @@ absl::Status CheckpointFolder::PutLabelLocked(const CheckpointLabel& label) {
   if (labels.size() > kMaxLabels) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
                      absl::StrCat("label \"", label.name, "\": the model has ", kMaxLabels,
-                                  " labels, as many as it may have"));
+                                  " labels, the maximum"));
   }
   return WriteLabelsLocked(std::move(labels));
 }

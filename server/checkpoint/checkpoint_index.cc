@@ -18,12 +18,14 @@ absl::Status SetAsideEarlier() {
 
 absl::Status Abandoned() {
   return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-                   "a crash had left it newer than LATEST, and training went on from there");
+                   "a crash left it newer than LATEST, and training continued from the version "
+                   "that LATEST named");
 }
 
 absl::Status Missing() {
-  return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-                   "it is missing: LATEST named it at the start, and there was no such folder");
+  return MakeError(
+      absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
+      "it is missing: LATEST named it when the server started, but the folder did not exist");
 }
 
 absl::Status UnknownLabel(std::string_view model_name, std::string_view label,

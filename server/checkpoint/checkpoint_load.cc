@@ -170,7 +170,7 @@ absl::Status ReportProblems(const FolderFiles& files, CheckpointFolder& folder, 
   if (count == 0 && !has_latest) return absl::OkStatus();
   report.all_corrupt.emplace_back(
       model, AllCorruptError(model, newest == nullptr
-                                        ? "LATEST is corrupt, and there is no checkpoint"
+                                        ? "LATEST is corrupt, and the folder has no checkpoint"
                                         : absl::StrCat("count ", count, ", newest ", newest->name,
                                                        ", step ", newest->id.step)));
   return absl::OkStatus();

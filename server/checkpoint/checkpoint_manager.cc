@@ -93,23 +93,21 @@ void CheckpointManager::LogReport(const LoadReport& report) const {
   };
   for (const auto& [model, name] : report.abandoned) {
     log(LogLevel::kError, "checkpoint set aside",
-        {{"model", model},
-         {"checkpoint", name},
-         {"error", "a crash had left it newer than LATEST"}});
+        {{"model", model}, {"checkpoint", name}, {"error", "a crash left it newer than LATEST"}});
   }
   for (const LoadReport::Missing& missing : report.missing) {
     log(LogLevel::kError, "checkpoint missing",
         {{"model", missing.model},
          {"checkpoint", missing.checkpoint},
          {"loaded", missing.loaded.empty() ? "none" : missing.loaded},
-         {"error", "LATEST names it, and there is no such folder"}});
+         {"error", "LATEST names it, but the folder does not exist"}});
   }
   for (const LoadReport::Misnamed& misnamed : report.misnamed) {
-    log(LogLevel::kWarning, "folder passed over",
+    log(LogLevel::kWarning, "folder ignored",
         {{"model", misnamed.model},
          {"folder", misnamed.folder},
          {"expected", misnamed.expected},
-         {"error", "it has a manifest.json, and not the name of a checkpoint"}});
+         {"error", "it contains a manifest.json, but its name is not that of a checkpoint"}});
   }
   for (const auto& [model, label] : report.labels_without_checkpoint) {
     log(LogLevel::kWarning, "label without a checkpoint",

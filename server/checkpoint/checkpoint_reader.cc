@@ -229,7 +229,9 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
   if (std::string difference = checkpoint.manifest.DifferenceFrom(model.manifest());
       !difference.empty()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
-                     absl::StrCat("the checkpoint is of other tensors: ", difference));
+                     absl::StrCat("the checkpoint has other tensors than the model (here: the "
+                                  "checkpoint, there: the model): ",
+                                  difference));
   }
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;

@@ -151,9 +151,9 @@ absl::Status WriteFile(const Job& job, const Source& source, const std::vector<i
   }
   const std::string header = EncodeSafetensorsHeader(specs, FileMetadata(job, track));
   if (static_cast<int64_t>(header.size()) > kMaxSafetensorsHeaderBytes) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "model \"", job.model.config().name, "\": its names and shapes take ", header.size(),
-        " bytes, a safetensors file can hold ", kMaxSafetensorsHeaderBytes));
+    return absl::FailedPreconditionError(
+        absl::StrCat("model \"", job.model.config().name, "\": its names and shapes take ",
+                     header.size(), " bytes, expected at most ", kMaxSafetensorsHeaderBytes));
   }
   const auto header_bytes = std::as_bytes(std::span(header));
   saved.header_crc32c = Crc32c(0, header_bytes);
@@ -237,7 +237,7 @@ absl::Status WriteManifest(const Job& job, const CheckpointManifest& manifest) {
   // What could not be read back must not become the newest checkpoint.
   if (const absl::Status status = ParseCheckpointManifest(text).status(); !status.ok()) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug,
-                     absl::StrCat("cannot read what was to be written: ", status.message()));
+                     absl::StrCat("the new manifest.json cannot be parsed: ", status.message()));
   }
   return WriteSmallFile(job, JoinPath(job.path, kManifestFileName), text);
 }

@@ -59,11 +59,10 @@ absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(FileSystem& f
         absl::StrCat("the data directory cannot be used: ", status.message()));
   }
   if (GetErrorReason(status) == ErrorReason::kDiskFull) {
-    return MakeError(
-        absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
-        absl::StrCat("the data directory is full: a start needs a few KiB there, and a "
-                     "save a checkpoint's bytes: ",
-                     status.message()));
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
+                     absl::StrCat("the data directory is full: the server needs a few KiB there to "
+                                  "start, and the bytes of a checkpoint for each save: ",
+                                  status.message()));
   }
   EMA_RETURN_IF_ERROR(status);
   return directory;
@@ -130,8 +129,8 @@ absl::StatusOr<std::vector<std::string>> DataDirectory::ModelNames() const {
     // If it were ignored, its training would start from scratch.
     if (entry.is_link) {
       return absl::FailedPreconditionError(
-          absl::StrCat("models/", entry.name, " is a symbolic link, expected a folder, in which ",
-                       "checkpoints may be a link"));
+          absl::StrCat("models/", entry.name, " is a symbolic link; expected a folder (only the ",
+                       "checkpoints folder in it may be a link)"));
     }
   }
   return names;
@@ -144,11 +143,11 @@ absl::Status DataDirectory::CheckPlace() const {
   EMA_ASSIGN_OR_RETURN(const bool has_models, file_system_.Exists(ModelsPath()));
   if (is_in_place && has_models) return absl::OkStatus();
   // An unmounted volume may leave an empty folder: without `models` it is not ours.
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
-                   has_models ? "the data directory has been replaced, for its LOCK is not the one "
-                                "that this server holds: nothing can be saved until that is back"
-                              : "the data directory has gone, nothing can be saved until it is "
-                                "back");
+  return MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kStoreReadOnly,
+      has_models ? "the data directory has been replaced (its LOCK is not the one that this server "
+                   "holds); nothing can be saved until the original directory is restored"
+                 : "the data directory is missing; nothing can be saved until it is restored");
 }
 
 absl::Status DataDirectory::CheckMayWrite() const {

@@ -105,11 +105,10 @@ absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(Model& model,
       (CheckpointDataBytes(model, snapshot, options) + kSpareBytes) * (leave_room ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, disk().FreeBytes(path_));
   if (free_bytes < needed_bytes) {
-    return MakeError(
-        absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
-        absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
-                     leave_room ? "to be kept, and room for one more, take " : "takes ",
-                     needed_bytes, " bytes, the disk has ", free_bytes, " left"));
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
+                     absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
+                                  leave_room ? "to be kept and room for one more need " : "needs ",
+                                  needed_bytes, " bytes, but the disk has ", free_bytes, " left"));
   }
   const std::string path = TemporaryPath(name);
   EMA_RETURN_IF_ERROR(disk().RemoveTree(path));

@@ -70,7 +70,7 @@ absl::Status ModelLabels::CheckMayScore(const CheckpointLabel& score) const {
   return MakeError(
       absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
       absl::StrCat("model \"", context_.name(), "\", label \"", score.name, "\": the model has ",
-                   count, " labels that scores move, as many as it may have"));
+                   count, " labels that scores move, the maximum"));
 }
 
 absl::Status ModelLabels::BadScore(const CheckpointLabel& score, const std::string& why) const {
@@ -97,13 +97,15 @@ absl::StatusOr<Checkpoints::MetricResult> ModelLabels::Report(const CheckpointLa
   } else {
     const CheckpointLabel& best = found->label;
     if (!best.metric.has_value()) {
-      return BadScore(score, "it was set without a score; scores move it once it has been removed");
+      return BadScore(
+          score, "the label was set without a score; remove it before you report scores for it");
     }
     if (best.lower_is_better != score.lower_is_better) {
-      return BadScore(score, absl::StrCat("this score says that ",
-                                          std::string(Direction(score.lower_is_better)),
-                                          " is better, those before said ",
-                                          std::string(Direction(best.lower_is_better))));
+      return BadScore(
+          score,
+          absl::StrCat("the score is reported with ", std::string(Direction(score.lower_is_better)),
+                       " is better, but earlier ones with ",
+                       std::string(Direction(best.lower_is_better)), " is better"));
     }
     const bool is_better =
         score.lower_is_better ? *score.metric < *best.metric : *score.metric > *best.metric;

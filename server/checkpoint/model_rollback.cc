@@ -109,7 +109,7 @@ absl::Status ModelRollback::ResumeMismatchError(const ResumePoint& point,
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, versions_.Known());
   return MakeError(
       absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
-      absl::StrCat("model \"", context_.name(), "\": the trainer stands at step ", point.step, ", ",
+      absl::StrCat("model \"", context_.name(), "\": the trainer is at step ", point.step, "; ",
                    why, "; versions that can be restored: ", ListNearest(known, point.step)));
 }
 
@@ -155,7 +155,7 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtVersion(
     return versions_.VersionNotKeptError(id);
   }
   const std::string where =
-      absl::StrCat("version ", id.version, " that it asks for at step ", *step);
+      absl::StrCat("version ", id.version, ", which it asks for, is at step ", *step);
   if (*step > point.step) {
     return ResumeMismatchError(
         point, where + ": the average would have seen weights that the trainer has not");
@@ -174,8 +174,9 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtVersion(
 
 absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtStep(
     const ResumePoint& point, const std::optional<Version>& latest) const {
-  const std::string where = latest.has_value() ? absl::StrCat("the average at step ", latest->step)
-                                               : "and nothing has been committed yet";
+  const std::string where = latest.has_value()
+                                ? absl::StrCat("the average is at step ", latest->step)
+                                : "nothing has been committed yet";
   const int64_t latest_step = latest.has_value() ? latest->step : 0;
   if (latest_step == point.step) return std::nullopt;
   if (latest_step < point.step) {
@@ -216,7 +217,7 @@ absl::Status ModelRollback::CheckNotDue(const ResumePoint& point,
                                         const std::string& where) const {
   EMA_ASSIGN_OR_RETURN(const bool is_due, context_.model.tracks().IsDueBy(*point.time, from));
   if (!is_due) return absl::OkStatus();
-  return ResumeMismatchError(point, where + ", and an update was due between");
+  return ResumeMismatchError(point, where + ", and an update was due between them");
 }
 
 }  // namespace ema

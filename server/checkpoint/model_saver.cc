@@ -112,11 +112,11 @@ absl::Status ModelSaver::NotPinnedError(const VersionId& id, const absl::Status&
   if (GetErrorReason(status) != ErrorReason::kVersionNotKept) return status;
   EMA_ASSIGN_OR_RETURN(const auto partial, versions_.Find(id, /*is_partial=*/true));
   if (!partial.has_value()) return status;
-  return MakeError(status.code(), ErrorReason::kVersionNotKept,
-                   absl::StrCat("model \"", context_.name(), "\": version ", id.version,
-                                " is not in memory any more, and only a partial checkpoint of it "
-                                "is on the disk, ",
-                                partial->name));
+  return MakeError(
+      status.code(), ErrorReason::kVersionNotKept,
+      absl::StrCat("model \"", context_.name(), "\": version ", id.version,
+                   " is no longer in memory, and only a partial checkpoint of it is on the disk, ",
+                   partial->name));
 }
 
 absl::StatusOr<ModelSaver::Saved> ModelSaver::SaveSnapshot(const SnapshotRef& snapshot,
@@ -272,8 +272,8 @@ absl::Status ModelSaver::CheckMayWaitLocked(const VersionId& id) const {
   if (static_cast<int64_t>(others.size()) < limit) return absl::OkStatus();
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
                    absl::StrCat("model \"", context_.name(), "\": ", others.size(),
-                                " other versions are being saved, or wait for that; readers need "
-                                "what max_pinned_versions allows besides"),
+                                " other versions are being saved or wait to be saved; the rest of "
+                                "max_pinned_versions is left to readers"),
                    absl::Seconds(1));
 }
 

@@ -82,15 +82,15 @@ absl::Status StoredVersions::CheckIsDurable(const VersionId& id, bool is_partial
   if (is_partial || id <= context_.model.durable().version()) return absl::OkStatus();
   return absl::UnavailableError(absl::StrCat("model \"", context_.name(),
                                              "\": the save of version ", id.version,
-                                             " has not ended, or has failed"));
+                                             " has not finished, or has failed"));
 }
 
 absl::Status StoredVersions::CheckNotPartial(const VersionId& id) const {
   EMA_ASSIGN_OR_RETURN(const auto partial, Find(id, /*is_partial=*/true));
   if (!partial.has_value()) return absl::OkStatus();
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPartialCheckpoint,
-                   absl::StrCat("model \"", context_.name(), "\": of version ", id.version,
-                                " only some tracks were saved, as ", partial->name));
+                   absl::StrCat("model \"", context_.name(), "\": only some tracks of version ",
+                                id.version, " were saved, as ", partial->name));
 }
 
 absl::Status StoredVersions::CheckLabel(std::string_view label) const {
@@ -116,7 +116,8 @@ absl::StatusOr<CheckpointManifest> StoredVersions::CheckIsOf(const CheckpointEnt
   EMA_RETURN_IF_ERROR(CheckIdentity(checkpoint, context_.name(), entry.id, entry.is_partial));
   if (checkpoint.manifest != context_.model.manifest()) {
     return CorruptManifest(absl::StrCat(
-        "it is of other tensors: ", checkpoint.manifest.DifferenceFrom(context_.model.manifest())));
+        "it has other tensors than the model (here: the checkpoint, there: the model): ",
+        checkpoint.manifest.DifferenceFrom(context_.model.manifest())));
   }
   return checkpoint;
 }
@@ -165,10 +166,10 @@ absl::StatusOr<SnapshotRef> StoredVersions::OpenVersion(const VersionId& id,
     return opened;
   }
   if (others.empty()) return VersionNotKeptError(id);
-  return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-                   absl::StrCat("model \"", context_.name(), "\", track \"", std::string(track),
-                                "\": of version ", id.version,
-                                " only these tracks were saved: ", absl::StrJoin(others, ", ")));
+  return MakeError(
+      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+      absl::StrCat("model \"", context_.name(), "\", track \"", std::string(track), "\": version ",
+                   id.version, " was saved only with these tracks: ", absl::StrJoin(others, ", ")));
 }
 
 // --- Bad checkpoints ---
@@ -187,7 +188,7 @@ void StoredVersions::SetAside(const std::string& name, const absl::Status& probl
                               bool waits) const {
   const absl::StatusOr<bool> was_latest = context_.folder.Quarantine(name, problem, waits);
   if (!was_latest.ok()) {
-    context_.Log(LogLevel::kError, "bad checkpoint not set aside",
+    context_.Log(LogLevel::kError, "corrupt checkpoint not set aside",
                  {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
     return;
   }

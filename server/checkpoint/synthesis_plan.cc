@@ -71,7 +71,7 @@ std::string Misfit(const Candidate& candidate, const Candidate& first, const Man
   }
   if (candidate.origin != first.origin || candidate.started != first.started) {
     return absl::StrCat("it began at ", candidate.started, " and counts from ", candidate.origin,
-                        ", not at ", first.started, " and from ", first.origin);
+                        ", the other began at ", first.started, " and counts from ", first.origin);
   }
   if (ActionsOf(candidate.config(), manifest) != ActionsOf(first.config(), manifest)) {
     return "its tensor_rules or buffers differ";
@@ -314,10 +314,9 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
     for (const std::string& name : request.tracks) return NoCandidate(model, name);
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
-        absl::StrCat(
-            "model \"", model.config().name,
-            "\": no snapshot of a power function is on the disk yet; tracks with sigma_rel "
-            "and a snapshot_interval, such as \"1000ba\", leave them"));
+        absl::StrCat("model \"", model.config().name,
+                     "\": no snapshot of a power function is on the disk yet; tracks with "
+                     "sigma_rel and a snapshot_interval, such as \"1000ba\", save them"));
   }
   std::vector<Candidate> candidates = all;
   if (request.step > 0) {

@@ -51,12 +51,12 @@ absl::Status AttachedFiles::AddPart(const std::string& name, int64_t total_bytes
     if (!attached_.contains(name) && attached_.size() + unfinished_.size() >= kMaxAttachedFiles) {
       return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
                        absl::StrCat("file \"", name, "\": the model has ", kMaxAttachedFiles,
-                                    " files, and can have no more"));
+                                    " attached files, the maximum"));
     }
     if (size < total_bytes && unfinished_.size() >= kMaxUnfinishedFiles) {
       return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyCalls,
                        absl::StrCat("file \"", name, "\": ", kMaxUnfinishedFiles,
-                                    " files of the model have come in part, as many as may"),
+                                    " other files of the model are incomplete, the maximum"),
                        kUnfinishedRetryDelay);
     }
     Held held{.file = std::make_shared<AttachedFile>()};
@@ -123,8 +123,8 @@ absl::StatusOr<AttachedFiles::Found> AttachedFiles::Find(const std::string& name
     absl::StrAppend(out, entry.first);
   });
   return MakeError(absl::StatusCode::kNotFound, ErrorReason::kFileNotFound,
-                   absl::StrCat("no file ", Quoted(name), " is attached; there is ",
-                                names.empty() ? "none" : names));
+                   absl::StrCat("no file ", Quoted(name),
+                                " is attached; attached files: ", names.empty() ? "none" : names));
 }
 
 std::vector<std::shared_ptr<const AttachedFile>> AttachedFiles::files() const {

@@ -45,10 +45,11 @@ absl::StatusOr<Coverage::ClaimResult> Coverage::Claim(Range range, uint32_t crc3
   }
   const auto covered_count = static_cast<int64_t>(covered_.size());
   if (covered_count + static_cast<int64_t>(claimed_.size()) >= max_ranges_) {
-    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk,
-                     absl::StrCat("the rank has sent ", covered_count, " chunks of ",
-                                  covered_bytes_ / std::max<int64_t>(covered_count, 1),
-                                  " bytes on average, as many as it may; send larger ones"));
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadChunk,
+        absl::StrCat("the rank has sent ", covered_count, " chunks of ",
+                     covered_bytes_ / std::max<int64_t>(covered_count, 1),
+                     " bytes on average, the maximum number of chunks; send larger ones"));
   }
   claimed_[range.offset] = {range.length_bytes, 0};
   return ClaimResult::kClaimed;

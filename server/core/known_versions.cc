@@ -88,10 +88,10 @@ absl::StatusOr<VersionId> VersionAtStep(std::string_view model_name,
   for (const KnownVersion& version : branch) {
     if (version.step == step && version.can_restore) return version.id;
   }
-  return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-                   absl::StrCat("model \"", std::string(model_name), "\": of step ", step,
-                                " no version is in memory or on the disk; there are ",
-                                ListNearest(branch, step)));
+  return MakeError(
+      absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+      absl::StrCat("model \"", std::string(model_name), "\": no version of step ", step,
+                   " is in memory or on the disk; there are ", ListNearest(branch, step)));
 }
 
 absl::Status StepNotYetError(std::string_view model_name, int64_t step, const VersionId& latest,

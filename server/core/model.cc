@@ -148,8 +148,8 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       if (newest.has_value() && now != *newest) {
         return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
                          absl::StrCat("model \"", config_.name, "\": version ", now.version,
-                                      " came while the run was to go on from version ",
-                                      newest->version, "; open it again"),
+                                      " was committed while the run was being opened at version ",
+                                      newest->version, "; open the run again"),
                          absl::Milliseconds(20));
       }
       EMA_RETURN_IF_ERROR(runs_.Open(launch, rank, world_size, std::move(layout),
@@ -272,10 +272,11 @@ absl::StatusOr<ConcurrencyLimit::Permit> Model::AcquireSessionPermit() const {
   if (options_.sessions == nullptr) return nullptr;
   ConcurrencyLimit::Permit permit = options_.sessions->Acquire();
   if (permit != nullptr) return permit;
-  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
-                   absl::StrCat("model \"", config_.name, "\": ", options_.sessions->limit(),
-                                " steps are being pushed, as many as the server may have"),
-                   absl::Milliseconds(100));
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, ErrorReason::kTooManySessions,
+      absl::StrCat("model \"", config_.name, "\": the server has ", options_.sessions->limit(),
+                   " open steps, the maximum (--max-sessions)"),
+      absl::Milliseconds(100));
 }
 
 void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
@@ -401,12 +402,12 @@ void Model::ExpireSession(SteadyTime now, SteadyTime::duration timeout) {
     if (session == nullptr || now - session->last_progress() < timeout) return;
     open_step_.Take();
   }
-  DropStep(
-      *session,
-      Aborted(ErrorReason::kSessionExpired,
-              absl::StrCat("step ", session->plan().step, ": nothing arrived for ",
-                           absl::FormatDuration(absl::FromChrono(timeout)), "; missing ranks: ",
-                           absl::StrJoin(session->MissingRanks(kNamedRanks), ", "))));
+  DropStep(*session,
+           Aborted(ErrorReason::kSessionExpired,
+                   absl::StrCat("step ", session->plan().step, ": nothing arrived for ",
+                                absl::FormatDuration(absl::FromChrono(timeout)),
+                                " (--session-timeout); missing ranks: ",
+                                absl::StrJoin(session->MissingRanks(kNamedRanks), ", "))));
 }
 
 void Model::StopAcceptingWork(const absl::Status& status) {

@@ -24,9 +24,9 @@ int64_t RuleBytes(const TrackConfig& track) {
 absl::Status CheckRuleBytes(int64_t bytes) {
   constexpr int64_t kMaxBytes = int64_t{2} << 20;
   if (bytes <= kMaxBytes) return absl::OkStatus();
-  return BadRequest(absl::StrCat("tensor_rules: those of all tracks take ", bytes,
+  return BadRequest(absl::StrCat("tensor_rules: the rules of all tracks take ", bytes,
                                  " bytes, expected at most ", kMaxBytes,
-                                 "; say with globs what many tensors have in common"));
+                                 "; use patterns with wildcards that match many tensors"));
 }
 
 absl::Status TrackGivenTwiceError(std::string_view name) {

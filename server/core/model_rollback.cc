@@ -62,7 +62,7 @@ absl::Status CheckHasTrackOf(const std::string& model_name, const std::vector<Tr
       absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
       absl::StrCat("model \"", model_name, "\": version ", version.record.number,
                    " has the tracks ", absl::StrJoin(NamesOf(version.record.tracks), ", "),
-                   ", of which the model has none, or in another form"));
+                   ", but the model has none of them in the same form"));
 }
 
 }  // namespace
@@ -127,7 +127,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
           {{"model", config_.name},
            {"version", from.version},
            {"tracks", absl::StrJoin(left_out, ",")},
-           {"why", "the model has them no longer, or in another form"}});
+           {"why", "the model no longer has them, or has them in another form"}});
   }
   return result;
 }

@@ -47,15 +47,16 @@ absl::StatusOr<std::shared_ptr<Model>> ModelStore::FindSameLocked(const ModelCon
       difference = config.DifferenceFrom(now);
       if (difference.empty()) return it->second;
     }
-    return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
-                     absl::StrCat("model \"", config.name, "\" exists and differs: ", difference));
+    return MakeError(
+        absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
+        absl::StrCat("model \"", config.name,
+                     "\" exists and differs (here: this call, there: the server): ", difference));
   }
   if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
-    return MakeError(
-        absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
-        absl::StrCat("the server has ", models_.size(),
-                     " models, as many as it may have (--max-models): delete one first"),
-        absl::Seconds(10));  // By then somebody may have deleted one.
+    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
+                     absl::StrCat("the server has ", models_.size(),
+                                  " models, the maximum (--max-models); delete one first"),
+                     absl::Seconds(10));  // By then somebody may have deleted one.
   }
   return nullptr;
 }

@@ -24,7 +24,7 @@ absl::Status PlanMismatch(std::string message) {
 
 absl::Status AbandonedStep::status(int64_t step) const {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
-                   absl::StrCat("step ", step, ": rank ", rank, " has given it up: ", why));
+                   absl::StrCat("step ", step, ": rank ", rank, " has abandoned it: ", why));
 }
 
 absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& start,
@@ -43,10 +43,10 @@ absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& sta
                                   " of an earlier run"));
   }
   if (start.omits_frozen == last_commit_.omits_frozen) return digest;
-  return PlanMismatch(
-      absl::StrCat("frozen: step ", start.step, " is committed already, ",
-                   last_commit_.omits_frozen ? "without them" : "with the frozen tensors",
-                   "; QueryPush says as which version"));
+  return PlanMismatch(absl::StrCat(
+      "frozen: step ", start.step, " is committed already, ",
+      last_commit_.omits_frozen ? "without the frozen tensors" : "with the frozen tensors",
+      "; QueryPush returns its version"));
 }
 
 absl::Status OpenStep::CheckNotAbandoned(int64_t step) const {
@@ -71,13 +71,13 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
         absl::Milliseconds(20));
   }
   if (start.time != plan.time) {
-    return PlanMismatch(absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ",
+    return PlanMismatch(absl::StrCat("step ", plan.step, ": rank ", start.rank, " reports ",
                                      start.time.ToString(), ", but the step was opened with ",
                                      plan.time.ToString()));
   }
   if (start.imported_updates != plan.imported_updates) {
     return PlanMismatch(
-        absl::StrCat("step ", plan.step, ": rank ", start.rank, " says ", start.imported_updates,
+        absl::StrCat("step ", plan.step, ": rank ", start.rank, " reports ", start.imported_updates,
                      " imported_updates, but the step was opened with ", plan.imported_updates));
   }
   if (start.omits_frozen != plan.omits_frozen) {

@@ -108,7 +108,7 @@ absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCall
       return BadRequest(absl::StrCat("stream_count: ", start.stream_count, " given, but group ",
                                      start.stream_group, " of rank ", start.rank, " has ",
                                      rank.stream_count, ", and ", rank.unopened_streams,
-                                     " of them are still to come"));
+                                     " of them have not been opened yet"));
     }
     --rank.unopened_streams;
     streams_.push_back({start.rank, stream, std::move(on_end)});
@@ -144,7 +144,7 @@ absl::Status PushSession::CheckStreamLocked(int64_t rank, int64_t stream) const 
 absl::Status PushSession::FencedByNewerStream(int64_t rank) const {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                    absl::StrCat("step ", plan_.step, ": a newer stream of rank ", rank,
-                                " has taken over from this one"));
+                                " has replaced this one"));
 }
 
 PushSession::Memory::~Memory() {
@@ -322,8 +322,8 @@ absl::StatusOr<bool> PushSession::CheckCommit(int64_t rank, int64_t stream, uint
   if (state.group_digest.value_or(digest) != digest) {
     return MakeError(
         absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
-        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the commit says digest ", digest,
-                     ", that of another of its streams ", *state.group_digest));
+        absl::StrCat("step ", plan_.step, ", rank ", rank, ": the digest of its commit is ", digest,
+                     ", but that of another of its streams is ", *state.group_digest));
   }
   state.group_digest = digest;
   if (--state.uncommitted_streams > 0) return false;
@@ -365,8 +365,8 @@ absl::Status PushSession::ApplyNonFinitePolicyLocked(int64_t rank,
                      " at element ", first.element, ", pushed by rank ", rank,
                      "; the step is dropped",
                      // Such as an attention mask: no later step is any better.
-                     tensor.is_buffer ? "; if the buffer is meant to hold them, make the model "
-                                        "anew with tracks that ignore it, and do not push it"
+                     tensor.is_buffer ? "; if the buffer is meant to hold them, create the model "
+                                        "again with tracks that ignore it, and do not push it"
                                       : ""));
   }
   for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);

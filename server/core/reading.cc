@@ -67,14 +67,14 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
   if (!reading->is_as_stored()) EMA_RETURN_IF_ERROR(reading->Select());
   if (const int64_t bytes = reading->TableBytes(); bytes > kUnbudgetedBytes) {
     EMA_ASSIGN_OR_RETURN(reading->table_memory_,
-                         budget.Reserve("a pull of so many tensors", bytes));
+                         budget.Reserve("a pull with that many tensors", bytes));
   }
   const int64_t total_bytes = reading->total_bytes();
   const int64_t chunk_count = (total_bytes + kChunkBytes - 1) / kChunkBytes;
   reading->checksums_ = std::make_unique<ChunkChecksum[]>(chunk_count);
   if (reading->is_stored() || reading->selection_.dtype.has_value() ||
       !reading->selection_.slices.empty()) {
-    auto reserved = budget.Reserve("what is read, cast or cut out for readers", total_bytes);
+    auto reserved = budget.Reserve("data that is read, cast or sliced for readers", total_bytes);
     if (reserved.ok()) {
       reading->reservation_ = *std::move(reserved);
       reading->cached_chunks_ = std::make_unique<CachedChunk[]>(chunk_count);
@@ -141,7 +141,7 @@ absl::Status Reading::SelectSlices(GlobBudget& budget,
     }
     return BadRequest(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor),
                                    matches->size() > 1
-                                       ? "\" means several tensors, expected the name of one"
+                                       ? "\" matches several tensors; expected the name of one"
                                    : !is_stored ? "\" is a tensor that the track ignores"
                                                 : "\" is given twice; pull each box by itself"));
   }
@@ -180,7 +180,7 @@ absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> Reading::ReserveHeade
     bytes += kTensorBytes + static_cast<int64_t>(manifest_.tensor(tensor.index).name.size());
   });
   if (bytes <= kUnbudgetedHeaderBytes) return nullptr;
-  return budget_.Reserve("the header of a pull of so many tensors", bytes);
+  return budget_.Reserve("the header of a pull with that many tensors", bytes);
 }
 
 void Reading::ForEachTensor(absl::FunctionRef<void(const Tensor&)> visit) const {

@@ -45,7 +45,7 @@ absl::Status CheckSameProfile(const Track& before, const TrackConfig& config) {
   return BadRequest(absl::StrCat("track \"", config.name, "\" (", before.config_text(),
                                  "): its snapshots must be of one profile, so rule, ema_start, "
                                  "snapshot_interval and the unit of update_interval cannot be "
-                                 "changed, by (",
+                                 "changed to those of (",
                                  TrackText(config), "); remove it and add another"));
 }
 
@@ -167,7 +167,7 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
     if (!before.HasFormOf(*made)) {
       return BadRequest(absl::StrCat("track \"", config.name, "\" (", before.config_text(),
                                      "): tensor_rules (but their schedules), buffers, compensated "
-                                     "and copy cannot be changed, by (",
+                                     "and copy cannot be changed to those of (",
                                      TrackText(config), "); remove it and add another"));
     }
     EMA_RETURN_IF_ERROR(CheckSameProfile(before, config));
@@ -247,7 +247,7 @@ absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snap
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat("plan_revision: ", start.plan_revision, " given, model \"",
                                   options_.model_name, "\" has ", plan_revision_,
-                                  ": its tracks have changed; OpenRun gives the new plan"));
+                                  ": its tracks have changed; OpenRun returns the new plan"));
   }
   if (start.omits_frozen && !MayOmitFrozen(tracks_, newest, runs)) {
     return MakeError(

@@ -86,7 +86,7 @@ absl::StatusOr<SnapshotRef> VersionHistory::PinWithSpareLocked(int64_t spare_cou
       absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
       absl::StrCat("model \"", options_.model_name, "\": readers hold ", pinned, " of the ",
                    options_.max_pinned_versions, " versions that max_pinned_versions allows",
-                   spare_count > 0 ? ", and one must be left to them" : ""),
+                   spare_count > 0 ? ", and one must stay free for other readers" : ""),
       absl::Milliseconds(100));
 }
 

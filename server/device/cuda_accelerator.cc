@@ -354,7 +354,7 @@ absl::StatusOr<GpuList> ListCudaDevices() {
   if (error == cudaSuccess && count > 0) return list;
   C10_CUDA_CLEAR_ERROR();
   return absl::FailedPreconditionError(
-      absl::StrCat("no GPU can be used: ", error == cudaSuccess ? "there is none" : Why(error)));
+      absl::StrCat("no GPU can be used: ", error == cudaSuccess ? "none found" : Why(error)));
 }
 
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index) {

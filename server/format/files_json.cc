@@ -157,7 +157,7 @@ absl::StatusOr<std::vector<SmallFile>> ParseAttachedFiles(const Fields& fields,
       return CorruptManifest(absl::StrCat("file \"", parsed.name, "\" is attached twice"));
     }
     if (parsed.file_bytes > kMaxAttachedFileBytes || files.size() >= kMaxAttachedFiles) {
-      return CorruptManifest("more, or larger, attached files than there can be");
+      return CorruptManifest("too many attached files, or too large ones");
     }
     files.push_back(std::move(parsed));
     return absl::OkStatus();

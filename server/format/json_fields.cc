@@ -163,7 +163,9 @@ absl::StatusOr<std::vector<std::string>> Fields::Texts(const std::string& key) c
   EMA_ASSIGN_OR_RETURN(const Json* elements, Array(key));
   std::vector<std::string> texts;
   for (const Json& element : *elements) {
-    if (!element.is_string()) return CorruptManifest(absl::StrCat("one of ", key, " is no text"));
+    if (!element.is_string()) {
+      return CorruptManifest(absl::StrCat("one of ", key, " is not a string"));
+    }
     texts.push_back(element.get<std::string>());
   }
   return texts;

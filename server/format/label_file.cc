@@ -30,7 +30,7 @@ absl::StatusOr<CheckpointLabel> ParseLabel(const Json& json) {
   EMA_ASSIGN_OR_RETURN(label.step, fields.Integer("step", 0));
   if (fields.Has("metric")) {
     EMA_ASSIGN_OR_RETURN(label.metric, fields.Number("metric"));
-    if (!std::isfinite(*label.metric)) return Corrupt("a metric is no number");
+    if (!std::isfinite(*label.metric)) return Corrupt("a metric is not a finite number");
   }
   EMA_ASSIGN_OR_RETURN(label.lower_is_better, fields.Boolean("lower_is_better"));
   return label;
@@ -52,7 +52,7 @@ absl::StatusOr<LabelMap> ParseJson(std::string_view text) {
   for (const Json& element : *array) {
     EMA_ASSIGN_OR_RETURN(CheckpointLabel label, ParseLabel(element));
     const std::string name = label.name;
-    if (!labels.emplace(name, std::move(label)).second) return Corrupt("a label is there twice");
+    if (!labels.emplace(name, std::move(label)).second) return Corrupt("a label is given twice");
   }
   return labels;
 }

@@ -104,9 +104,9 @@ absl::Status TensorReader::AddFile(std::unique_ptr<RandomAccessFile> file, Tenso
     if (!i.has_value() || tensors_[*i].is_there || !HasTensors(kind, actions[*i]) ||
         tensor.spec.shape != manifest.tensor(*i).shape ||
         tensor.spec.dtype != layout.entry(*i).dtype) {
-      return CorruptCheckpoint(absl::StrCat("tensor \"", tensor.spec.name, "\": it has ",
+      return CorruptCheckpoint(absl::StrCat("tensor \"", tensor.spec.name, "\": its type ",
                                             tensor.spec.TypeString(),
-                                            ", which is not the manifest's, or has it twice"));
+                                            " is not that of the manifest, or it is there twice"));
     }
     tensors_[*i] = {.name = tensor.spec.name,
                     .file = files_.size(),

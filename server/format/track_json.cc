@@ -28,7 +28,7 @@ absl::StatusOr<Schedule> ParseSchedule(const Fields& fields, const std::string& 
   EMA_ASSIGN_OR_RETURN(const Json* json, fields.Get(key));
   Schedule::Fields schedule_fields;
   for (const auto& [field, value] : json->items()) {
-    if (!value.is_string()) return CorruptManifest("a field of a schedule is no text");
+    if (!value.is_string()) return CorruptManifest("a field of a schedule is not a string");
     schedule_fields.emplace_back(field, value.get<std::string>());
   }
   absl::StatusOr<Schedule> schedule = Schedule::FromFields(schedule_fields);

@@ -117,7 +117,7 @@ absl::Status CheckFolder(FileSystem& file_system, const std::string& path, Conte
     if (names.erase(entry.name) == 0) {
       if (others == Others::kIgnored) continue;
       return absl::FailedPreconditionError(
-          absl::StrCat("\"", entry.name, "\" is no part of a checkpoint"));
+          absl::StrCat("\"", entry.name, "\" does not belong to the checkpoint"));
     }
     if (!entry.is_directory) {
       EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, entry.name)));
@@ -179,7 +179,7 @@ absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
 absl::Status CheckName(const std::string& path, const CheckpointManifest& checkpoint) {
   const std::optional<CheckpointId> id = ParseCheckpointName(BaseName(path));
   if (!id.has_value() || *id == IdOf(checkpoint.record)) return absl::OkStatus();
-  return CorruptManifest(absl::StrCat("it is of ", CheckpointName(IdOf(checkpoint.record))));
+  return CorruptManifest(absl::StrCat("it belongs to ", CheckpointName(IdOf(checkpoint.record))));
 }
 
 }  // namespace
@@ -207,9 +207,9 @@ absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_vie
       checkpoint.is_partial == is_partial) {
     return absl::OkStatus();
   }
-  return CorruptManifest(absl::StrCat("it is of model \"", checkpoint.model_name, "\", ",
+  return CorruptManifest(absl::StrCat("it belongs to model \"", checkpoint.model_name, "\", ",
                                       CheckpointName(IdOf(checkpoint.record)),
-                                      checkpoint.is_partial ? ", some tracks" : ""));
+                                      checkpoint.is_partial ? ", with some tracks only" : ""));
 }
 
 ModelConfig ConfigOf(const CheckpointManifest& checkpoint) {

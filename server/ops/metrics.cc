@@ -205,39 +205,45 @@ std::string Metrics::Text(const ServerState& state) const {
   const auto histogram = [](const char* name, const char* help) {
     return FamilyBuilder(name, help, MetricType::Histogram);
   };
-  FamilyBuilder rpcs = counter("ema_rpcs_total", "Calls that have ended.");
+  FamilyBuilder rpcs = counter("ema_rpcs_total", "Calls that have ended, by name and status code.");
   FamilyBuilder rejects =
-      counter("ema_rejects_total", "Calls that were refused, by the reason that clients are told.");
-  FamilyBuilder pushes = counter("ema_pushes_total", "Steps that ended: committed or dropped.");
-  FamilyBuilder received = counter("ema_push_received_bytes_total",
-                                   "Weights that pushes have brought, by the end of each stream.");
-  FamilyBuilder skipped = counter("ema_skipped_tensors_total",
-                                  "Tensors that kept their average because what was pushed was not "
-                                  "finite.");
-  FamilyBuilder pulls =
-      counter("ema_pulls_total",
-              "Pulls that have ended; no_version: what they asked for was gone, or not there yet.");
+      counter("ema_rejects_total", "Calls that failed with an error reason, by name and reason.");
+  FamilyBuilder pushes =
+      counter("ema_pushes_total", "Pushed steps that have ended, by result: committed or dropped.");
+  FamilyBuilder received =
+      counter("ema_push_received_bytes_total",
+              "Bytes of weights that pushes have sent, counted when each stream ends.");
+  FamilyBuilder skipped =
+      counter("ema_skipped_tensors_total",
+              "Tensors that kept their average because the pushed values were not finite.");
+  FamilyBuilder pulls = counter("ema_pulls_total",
+                                "Pulls that have ended, by result; no_version: the requested "
+                                "version was no longer kept, or not committed yet.");
   FamilyBuilder sent =
-      counter("ema_pull_sent_bytes_total", "Weights that pulls have taken, by the end of each.");
-  FamilyBuilder saves = counter("ema_checkpoint_saves_total", "Saves that have ended.");
-  FamilyBuilder refused =
-      counter("ema_connections_refused_total", "Connections that were closed at once.");
+      counter("ema_pull_sent_bytes_total",
+              "Bytes of weights that pulls have received, counted when each pull ends.");
+  FamilyBuilder saves =
+      counter("ema_checkpoint_saves_total", "Saves of checkpoints that have ended, by result.");
+  FamilyBuilder refused = counter("ema_connections_refused_total",
+                                  "Connections that the server closed on arrival, by reason.");
   FamilyBuilder push_seconds =
-      histogram("ema_push_duration_seconds", "From the first header of a step to its commit.");
+      histogram("ema_push_duration_seconds", "Time from the first header of a step to its commit.");
   FamilyBuilder phase_seconds =
       histogram("ema_push_phase_seconds",
-                "Where the time of one stream's push has gone: receive (no byte was there), fold, "
-                "wait (for the device and other ranks), commit.");
-  FamilyBuilder pull_seconds = histogram("ema_pull_duration_seconds", "Of pulls that succeeded.");
+                "Time that a push stream has spent in each phase: receive (waiting for bytes), "
+                "fold, wait (for the device and other ranks), commit.");
+  FamilyBuilder pull_seconds =
+      histogram("ema_pull_duration_seconds", "Duration of successful pulls.");
   FamilyBuilder save_seconds =
-      histogram("ema_checkpoint_save_duration_seconds", "Of saves that succeeded.");
-  FamilyBuilder save_times("ema_checkpoint_last_success_timestamp_seconds",
-                           "When a save last succeeded of a version that a restart loads; before "
-                           "the first, the commit time of what is on the disk.",
-                           MetricType::Gauge);
+      histogram("ema_checkpoint_save_duration_seconds", "Duration of successful saves.");
+  FamilyBuilder save_times(
+      "ema_checkpoint_last_success_timestamp_seconds",
+      "Time of the last successful save of a version that a restart would load; before the first "
+      "one, the commit time of the newest checkpoint on the disk.",
+      MetricType::Gauge);
   FamilyBuilder created_times(
       "ema_model_created_timestamp_seconds",
-      "When the model was created; or loaded, if this server found it on the disk.",
+      "Time at which this server created the model, or loaded it from the disk.",
       MetricType::Gauge);
   const auto seconds = [](absl::Time time) {
     return absl::ToDoubleSeconds(time - absl::UnixEpoch());

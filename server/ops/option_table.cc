@@ -55,7 +55,7 @@ absl::Status Anything(const std::string&) { return absl::OkStatus(); }
 Check OneOf(std::vector<std::string> names) {
   return [names = std::move(names)](const std::string& text) {
     if (std::find(names.begin(), names.end(), text) != names.end()) return absl::OkStatus();
-    return Bad(text, absl::StrCat("is none of ", absl::StrJoin(names, ", ")));
+    return Bad(text, absl::StrCat("is not one of ", absl::StrJoin(names, ", ")));
   };
 }
 
@@ -258,8 +258,8 @@ void AddDevice(Table& table, ServerOptions& o) {
              "the first GPU that this build supports, or cpu if there is none",
              CheckDevice);
   table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
-              "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's "
-              "memory that the server's other parts leave");
+              "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's memory "
+              "that is left after the server's other parts");
   table.Count("threads", o.thread_count, "N", {0, 1024},
               "Threads that serve RPCs. 0: half of the processors, at least 1");
   Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");
@@ -303,8 +303,8 @@ void AddCheckpoints(Table& table, ServerOptions& o) {
 void AddStatistics(Table& table, ServerOptions& o) {
   table.Group("Statistics");
   table.Count("statistics-every-commits", o.statistics_every_commits, "N", {},
-              "Every N commits of a model, compute the norms of its averages and their "
-              "distances from the raw weights, in the background. This holds one version as a "
+              "Every N commits of a model, compute the norms of its averages and their distances "
+              "from the raw weights, in the background. The computation pins one version, as a "
               "reader does. 0: only on request");
 }
 
@@ -352,7 +352,7 @@ void AddTimeLimits(Table& table, ServerOptions& o) {
   table.Duration("session-timeout", o.limits.session_timeout, absl::Milliseconds(1),
                  "Drop a step that is being pushed and has made no progress for this long");
   table.Duration("stream-timeout", o.limits.stream_timeout, absl::Milliseconds(1),
-                 "End a stream whose peer has sent or taken nothing for this long");
+                 "End a stream whose peer has sent or received nothing for this long");
   table.Duration("drain-delay", o.drain_delay, absl::ZeroDuration(),
                  "After SIGTERM, keep serving for this long while health checks and /readyz "
                  "already fail, so that load balancers can notice");
@@ -431,7 +431,7 @@ std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
   for (const std::string& listen : options.listen) {
     if (IsLocal(listen)) continue;
     doubts.push_back({LogLevel::kWarning,
-                      "tokens without TLS can be read on their way",
+                      "tokens are sent without TLS",
                       {{"listen", listen}, {"expected", "--tls-cert and --tls-key"}}});
   }
   return doubts;

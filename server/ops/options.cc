@@ -92,7 +92,8 @@ class OptionReader {
   void RefuseFlag(const std::string& argument) {
     const std::string name = argument.substr(0, argument.find('='));
     if (!name.starts_with("--")) {
-      return AddProblem(absl::StrCat("\"", argument, "\" is not expected; options begin with --"));
+      return AddProblem(
+          absl::StrCat("unexpected argument \"", argument, "\"; options begin with --"));
     }
     std::vector<std::string> flags = {"--config", "--print-config", "--help", "--version"};
     for (const std::string& known : names_) flags.push_back("--" + known);
@@ -179,8 +180,8 @@ class CommandLine {
                   ->group(kGroup);
     print_config_ = app_.add_flag("--print-config")
                         ->description(
-                            "Print what is in effect, and where it comes from, as such a file, and "
-                            "exit")
+                            "Print the value and the source of every option in the format of this "
+                            "file, and exit")
                         ->group(kGroup);
     for (const Option& option : table) Add(option);
   }

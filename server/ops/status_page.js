@@ -79,7 +79,7 @@ function card(name, {used, limit}, format, ...below) {
 function cards(status) {
   const memory = element("span", "soft", `${bytes(status.memory.in_use_bytes)} in use; streams up to ${
                                              bytes(status.memory.stream_bytes)}`);
-  const made = element("div", "cards", card("Memory promised to models", status.memory, bytes, memory));
+  const made = element("div", "cards", card("Memory reserved for models", status.memory, bytes, memory));
   const names = {
     models: "Models",
     push_streams: "Push streams",

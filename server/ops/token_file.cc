@@ -87,14 +87,18 @@ absl::StatusOr<std::vector<TokenFile::Entry>> TokenFile::Parse(std::string_view 
     if (words.empty() || words[0][0] == '#') continue;
     const std::optional<Role> role = ParseRole(words[0]);
     // A token in the wrong place must not get into a log.
-    if (!role.has_value()) return bad("the first word is no role: trainer, evaluator or admin");
+    if (!role.has_value()) {
+      return bad("the first word is not a role; expected trainer, evaluator or admin");
+    }
     if (words.size() < 2 || !IsToken(words[1])) {
-      return bad(absl::StrCat("the token is not of ", kLeastTokenBytes, " to ", kMostTokenBytes,
-                              " printable characters"));
+      return bad(absl::StrCat("expected a token of ", kLeastTokenBytes, " to ", kMostTokenBytes,
+                              " printable characters after the role"));
     }
     Entry entry{Sha256({words[1].data(), words[1].size()}), {.role = *role, .models = {}}};
     for (const Entry& other : entries) {
-      if (other.token_sha256 == entry.token_sha256) return bad("a token that was there before");
+      if (other.token_sha256 == entry.token_sha256) {
+        return bad("an earlier line has the same token");
+      }
     }
     for (size_t i = 2; i < words.size(); ++i) {
       if (!IsModelPattern(words[i])) {
@@ -102,14 +106,14 @@ absl::StatusOr<std::vector<TokenFile::Entry>> TokenFile::Parse(std::string_view 
         const std::string shown =
             IsToken(words[i]) ? "" : absl::StrCat(", ", Quoted({words[i].data(), words[i].size()}));
         return bad(absl::StrCat("word ", i + 1, shown,
-                                ": expected the name of a model, or the beginning of one and "
-                                "\"*\"; a comment has a line of its own"));
+                                ": expected a model's name, or the beginning of one followed by "
+                                "\"*\"; a comment needs a line of its own"));
       }
       entry.access.models.emplace_back(words[i]);
     }
     entries.push_back(std::move(entry));
   }
-  if (entries.empty()) return absl::InvalidArgumentError("line 1: there is no token");
+  if (entries.empty()) return absl::InvalidArgumentError("line 1: the file has no tokens");
   return entries;
 }
 
@@ -118,7 +122,7 @@ absl::StatusOr<Access> TokenFile::Authenticate(std::string_view authorization) c
     return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken,
                      std::string(problem));
   };
-  if (authorization.empty()) return refused("the call has no token, and the server asks for one");
+  if (authorization.empty()) return refused("the call has no token, but the server requires one");
   if (!authorization.starts_with(kScheme)) {
     return refused("authorization: expected \"Bearer \" and a token");
   }

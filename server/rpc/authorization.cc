@@ -93,22 +93,23 @@ absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string
   EMA_ASSIGN_OR_RETURN(Access access, authenticator->Authenticate(authorization));
   const std::string name(ShortName(method));
   if (rule == nullptr) {
-    return NotAllowed(absl::StrCat(name, ": no role may call it"));
+    return NotAllowed(absl::StrCat(name, ": no role is allowed to call it"));
   }
   if (access.role < rule->role) {
-    return NotAllowed(absl::StrCat(name, ": the token is of role ",
+    return NotAllowed(absl::StrCat(name, ": the token has the role ",
                                    std::string(RoleName(access.role)), ", expected ",
                                    std::string(RoleName(rule->role))));
   }
   if (rule->concerns_all_models && !access.CoversAll()) {
-    return NotAllowed(absl::StrCat(
-        name, ": the token is for some models, expected one whose line names no models"));
+    return NotAllowed(absl::StrCat(name,
+                                   ": the token is limited to some models; expected one whose line "
+                                   "in the token file names no models"));
   }
   if (model.has_value() && !access.Covers(*model)) {
     // Before the error repeats the name: an invalid one may be as long as a message.
     EMA_RETURN_IF_ERROR(ValidateName("model", *model));
-    return NotAllowed(absl::StrCat("model \"", std::string(*model),
-                                   "\": not one of those that the token is for"));
+    return NotAllowed(
+        absl::StrCat("model \"", std::string(*model), "\": the token does not allow this model"));
   }
   return access;
 }

@@ -106,7 +106,7 @@ absl::Status LaneConnection::Serve(v1::LaneRequest request) {
   BeginTiming();
   const bool is_push = request.has_push();
   if (!is_push && !request.has_pull()) {
-    return BadRequest("a LaneRequest that begins neither a push nor a pull");
+    return BadRequest("unexpected LaneRequest; expected the header of a push or a pull");
   }
   const std::string_view method = is_push ? "/ema.v1.EmaService/Push" : "/ema.v1.EmaService/Pull";
   const std::string& model = is_push ? request.push().model() : request.pull().model();
@@ -152,7 +152,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     }
     v1::LaneRequest request;
     if (!request.ParseFromString(frame->message) || !request.has_commit()) {
-      return BadRequest("a message in a push that is neither a chunk nor its commit");
+      return BadRequest("unexpected message in a push; expected a chunk or the commit");
     }
     timing = PushTiming{.commit_arrival = marked_time(),
                         .receive = absl::FromChrono(waited()),
@@ -263,7 +263,8 @@ absl::Status LaneConnection::WhyEnded(const absl::Status& status) const {
   if (is_revoked_.load(std::memory_order_relaxed)) return RevokedError();
   if (is_stalled_.load(std::memory_order_relaxed)) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
-                     "lane idle for too long; the server ends idle lanes (--stream-timeout)");
+                     "the lane was idle for too long (--stream-timeout) or too slow "
+                     "(--min-pull-bytes-per-second)");
   }
   return is_stopping_.load() ? DrainingError() : status;
 }

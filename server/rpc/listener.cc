@@ -82,7 +82,7 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
     struct stat there {};
     if (lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
       return absl::AlreadyExistsError(
-          absl::StrCat("cannot listen on unix:", path, ": there is a file that is no socket"));
+          absl::StrCat("cannot listen on unix:", path, ": the path exists and is not a socket"));
     }
     // A server that was killed leaves its file behind, which refuses connections.
     const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -90,7 +90,7 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& 
     close(probe);
     if (!is_left) {
       return absl::AlreadyExistsError(
-          absl::StrCat("cannot listen on unix:", path, ": another server does"));
+          absl::StrCat("cannot listen on unix:", path, ": another server listens on it"));
     }
     unlink(path.c_str());
     bound = bind(fd, as_any, sizeof(address));

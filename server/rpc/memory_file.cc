@@ -16,7 +16,7 @@ namespace ema {
 namespace {
 
 absl::Status SystemError(absl::string_view what) {
-  return absl::InternalError(absl::StrCat("a file in memory: ", what, ": ", std::strerror(errno)));
+  return absl::InternalError(absl::StrCat("file in memory: ", what, ": ", std::strerror(errno)));
 }
 
 }  // namespace

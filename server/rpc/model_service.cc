@@ -187,7 +187,7 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
     LogTo(log_, status.ok() ? LogLevel::kInfo : LogLevel::kError,
           status.ok()    ? "model deleted"
           : is_forgotten ? "model deleted, but not purged"
-                         : "model deleted, but not on the disk",
+                         : "model deleted in memory only",
           std::move(fields));
   }
   if (status.ok()) return v1::DeleteModelResponse();
@@ -195,8 +195,9 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
       status,
       absl::StrCat("model \"", request.model(),
                    is_forgotten
-                       ? "\" is deleted, its checkpoints are set aside, and not all removed: "
-                       : "\" is forgotten in memory, still on the disk: "));
+                       ? "\" is deleted and its checkpoints are set aside, but not all of them "
+                         "could be removed: "
+                       : "\" is deleted in memory, but its checkpoints are still on the disk: "));
 }
 
 absl::StatusOr<v1::AttachFileResponse> ModelService::AttachFile(

@@ -11,7 +11,7 @@ namespace {
 
 absl::Status CannotDo(std::string_view what) {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
-                   absl::StrCat("the program that serves ", std::string(what)));
+                   absl::StrCat("this server ", std::string(what)));
 }
 
 }  // namespace
@@ -50,7 +50,7 @@ absl::StatusOr<v1::GetServerInfoResponse> OperatorService::GetServerInfo(
 
 absl::StatusOr<v1::SetLogLevelResponse> OperatorService::SetLogLevel(
     const v1::SetLogLevelRequest& request) {
-  if (!process_.set_log_level) return CannotDo("has no log of its own");
+  if (!process_.set_log_level) return CannotDo("does not support changing its log level");
   EMA_ASSIGN_OR_RETURN(const ServingProcess::LogLevels levels,
                        process_.set_log_level(request.level()));
   v1::SetLogLevelResponse response;
@@ -60,7 +60,7 @@ absl::StatusOr<v1::SetLogLevelResponse> OperatorService::SetLogLevel(
 }
 
 absl::StatusOr<v1::DrainResponse> OperatorService::Drain(const v1::DrainRequest&) {
-  if (!process_.drain) return CannotDo("cannot be drained by a call");
+  if (!process_.drain) return CannotDo("does not support Drain");
   v1::DrainResponse response;
   response.set_delay_seconds(absl::ToDoubleSeconds(process_.drain_delay));
   response.set_grace_seconds(absl::ToDoubleSeconds(process_.drain_grace));

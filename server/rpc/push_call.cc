@@ -63,7 +63,7 @@ void PushCall::OnRead(bool ok) {
     // gRPC reports a malformed or oversized message as a clean end, too: without a commit nothing
     // is applied.
     return Finish(MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNoCommit,
-                            "the stream ended, or broke, before its commit message"));
+                            "the stream ended before its commit message"));
   }
   const absl::Status status = CatchExceptions([this] { return HandleMessage(); });
   // Frees the receive buffers: the next message finds them still in the cache.
@@ -75,7 +75,9 @@ void PushCall::OnRead(bool ok) {
 
 absl::Status PushCall::HandleMessage() {
   slices_.clear();
-  if (!message_.Dump(&slices_).ok() || slices_.empty()) return BadRequest("an empty message");
+  if (!message_.Dump(&slices_).ok() || slices_.empty()) {
+    return BadRequest("empty message; expected a PushRequest");
+  }
 
   pieces_.clear();
   std::array<std::byte, kMaxChunkPrefixBytes> head;
@@ -115,7 +117,7 @@ absl::Status PushCall::HandleMessage() {
     case v1::PushRequest::MESSAGE_NOT_SET:
       break;
   }
-  return BadRequest("a PushRequest with neither header, chunk nor commit");
+  return BadRequest("PushRequest without a header, a chunk or a commit");
 }
 
 absl::Status PushCall::HandleHeader(const v1::PushHeader& header) {
@@ -148,7 +150,8 @@ void PushCall::End(StreamEnd why) {
   Finish(MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                    absl::StrCat("stream idle for ",
                                 absl::FormatDuration(absl::FromChrono(WaitingTime(SteadyNow()))),
-                                "; the server ends idle streams (--stream-timeout)")));
+                                "; the server ends idle streams after --stream-timeout, or earlier "
+                                "if it needs their slots")));
 }
 
 void PushCall::Finish(const absl::StatusOr<PushResult>& result) {

@@ -21,7 +21,7 @@ PushPhases PhasesOf(const PushTiming& timing, const PushResult& result) {
 }
 
 absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on_end) {
-  if (push_ != nullptr) return BadRequest("a second header");
+  if (push_ != nullptr) return BadRequest("unexpected second header");
   EMA_ASSIGN_OR_RETURN(model_, store_->Get(header.model()));
   PushStart start;
   start.run_epoch = header.run_epoch();
@@ -41,12 +41,12 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
 
 absl::Status PushHandler::OnChunk(const ChunkHeader& header,
                                   std::span<const std::span<const std::byte>> pieces) {
-  if (push_ == nullptr) return BadRequest("a chunk before the header");
+  if (push_ == nullptr) return BadRequest("unexpected chunk before the header");
   return push_->AddChunk(header, absl::MakeConstSpan(pieces.data(), pieces.size()));
 }
 
 absl::Status PushHandler::OnCommit(const v1::PushCommit& commit) {
-  if (push_ == nullptr) return BadRequest("a commit before the header");
+  if (push_ == nullptr) return BadRequest("unexpected commit before the header");
   EMA_ASSIGN_OR_RETURN(const uint32_t digest, ReadChecksum("commit.digest", commit.digest()));
   return push_->Commit({commit.chunk_count(), commit.total_bytes(), digest});
 }

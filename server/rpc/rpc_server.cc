@@ -184,7 +184,8 @@ absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeo
   for (const Heartbeats::Age& age : options_.heartbeats->Ages(Heartbeats::Clock::now())) {
     const absl::Duration silent_time = absl::FromChrono(age.silent_time);
     if (age.need != need || silent_time < timeout) continue;
-    return absl::UnavailableError(absl::StrCat("worker \"", age.name, "\" has been silent for ",
+    return absl::UnavailableError(absl::StrCat("worker \"", age.name,
+                                               "\" has made no progress for ",
                                                absl::ToInt64Seconds(silent_time), " s"));
   }
   return absl::OkStatus();
@@ -344,8 +345,8 @@ void RpcServer::EndSlowPinningPulls() {
              {"count", count},
              {"min_bytes_per_second", options_.limits.min_pull_bytes_per_second},
              {"hint",
-              "another reader needs a pin: --min-pull-bytes-per-second is the least speed, and the "
-              "model's max_pinned_versions the number of pins"}});
+              "another reader needed a pin; --min-pull-bytes-per-second is the minimum speed of a "
+              "pull, and the model's max_pinned_versions the number of pins"}});
       break;  // One pin is enough.
     }
   }

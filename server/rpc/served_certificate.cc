@@ -102,9 +102,9 @@ absl::Status ServedCertificate::Use(const TlsTexts& texts) {
     next_retry_time_ = validity_.expiry + absl::Seconds(1);
     if (validity.start > now) next_retry_time_ = std::min(next_retry_time_, validity.start);
     return absl::InvalidArgumentError(
-        absl::StrCat("TLS certificate \"", files_.certificate, "\": valid from ",
+        absl::StrCat("TLS certificate \"", files_.certificate, "\": not valid now, but from ",
                      ToText(validity.start), " to ", ToText(validity.expiry),
-                     ", not now, and the one in use is valid until ", ToText(validity_.expiry)));
+                     "; the one in use is valid until ", ToText(validity_.expiry)));
   }
   EMA_ASSIGN_OR_RETURN(MemoryFile file,
                        MemoryFile::Make(identity.key_and_chain, modified_seconds_ + 1));

@@ -78,7 +78,7 @@ absl::Time TimeOf(const ASN1_TIME* time) {
 absl::Status TryOut(const TlsFiles& files, const std::vector<Certificate>& chain,
                     EVP_PKEY* const key) {
   const Context context(SSL_CTX_new(TLS_server_method()), &SSL_CTX_free);
-  if (context == nullptr) return absl::InternalError("OpenSSL has no memory");
+  if (context == nullptr) return absl::InternalError("OpenSSL is out of memory");
   bool is_good = SSL_CTX_use_certificate(context.get(), chain.front().get()) == 1;
   for (size_t i = 1; i < chain.size() && is_good; ++i) {
     is_good = SSL_CTX_add1_chain_cert(context.get(), chain[i].get()) == 1;
@@ -87,7 +87,7 @@ absl::Status TryOut(const TlsFiles& files, const std::vector<Certificate>& chain
   if (X509_check_private_key(chain.front().get(), key) != 1) {
     ERR_clear_error();
     return BadFile("key", files.key,
-                   absl::StrCat("not that of the certificate \"", files.certificate, "\""));
+                   absl::StrCat("does not match the certificate \"", files.certificate, "\""));
   }
   if (SSL_CTX_use_PrivateKey(context.get(), key) != 1) return NotUsable("key", files.key);
   return absl::OkStatus();

@@ -84,7 +84,9 @@ absl::Status SendDescriptor(int socket, int descriptor) {
 absl::StatusOr<int> ReceiveDescriptor(int socket, const LanePipe::Stop& stop) {
   pollfd polled{socket, POLLIN, 0};
   while (poll(&polled, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) == 0) {
-    if (stop && stop()) return absl::CancelledError("same-host lane: the peer passes no memory");
+    if (stop && stop()) {
+      return absl::CancelledError("same-host lane: the peer sent no memory descriptor");
+    }
   }
   DescriptorMessage message;
   if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) != 1) {
@@ -107,7 +109,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::str
     return SystemError("connect");
   }
   if (!IsOwnUser(fd)) {
-    return absl::FailedPreconditionError("same-host lane: the server is another user's");
+    return absl::FailedPreconditionError("same-host lane: the server runs as another user");
   }
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory, SharedMemory::Create(kMemoryBytes));
   EMA_RETURN_IF_ERROR(SendDescriptor(fd, memory->fd()));
@@ -116,7 +118,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::str
 
 absl::StatusOr<std::unique_ptr<SharedMemory>> TakeMemory(int fd, const LanePipe::Stop& stop) {
   if (!IsOwnUser(fd)) {
-    return absl::PermissionDeniedError("same-host lane: the client is another user's");
+    return absl::PermissionDeniedError("same-host lane: the client runs as another user");
   }
   EMA_ASSIGN_OR_RETURN(const int descriptor, ReceiveDescriptor(fd, stop));
   return SharedMemory::Map(descriptor, kMemoryBytes);
@@ -171,7 +173,7 @@ bool LanePipe::IsPeerClosed() const {
 
 absl::Status LanePipe::CheckPeer(const Stop& stop) const {
   if (out_.broken() || in_.broken() || IsPeerClosed()) {
-    return absl::UnavailableError("same-host lane: the peer has gone");
+    return absl::UnavailableError("same-host lane: the peer has closed its end");
   }
   if (stop && stop()) return WaitEnded();
   return absl::OkStatus();
@@ -253,7 +255,7 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
     const bool is_part = label.kind == kMessagePart && !bytes.empty();
     if ((label.kind != kMessage && !is_part) ||
         frame.message.size() + bytes.size() > static_cast<size_t>(kMaxMessageBytes)) {
-      return absl::UnavailableError("same-host lane: the peer has not kept to the rules");
+      return absl::UnavailableError("same-host lane: the peer has violated the protocol");
     }
     frame.message.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     if (label.kind == kMessage) {

@@ -73,7 +73,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t size_
   const int fd = memfd_create("ema-lane", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return SystemError("memfd_create");
   if (ftruncate(fd, size_bytes) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0) {
-    absl::Status status = SystemError("a memfd's size");
+    absl::Status status = SystemError("setting the size of a memfd");
     close(fd);
     return status;
   }

@@ -291,8 +291,8 @@ TEST_F(DamagedFormatTest, AFileTooManyIsNoDamageAndIsSaid) {
     EXPECT_THAT(Load(files_, "/c"), IsOk());
     return CheckNoUnknownFiles(files_, "/c", *verified);
   };
-  const auto is_said =
-      StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("is no part of a checkpoint"));
+  const auto is_said = StatusIs(absl::StatusCode::kFailedPrecondition,
+                                HasSubstr("does not belong to the checkpoint"));
   for (const char* path : {"/c/x", "/c/tracks/x", "/c/tracks/raw/x", "/c/tracks/raw/KEEP"}) {
     ASSERT_THAT(files_.NewWritableFile(path), IsOk());
     EXPECT_THAT(check(), is_said) << path;

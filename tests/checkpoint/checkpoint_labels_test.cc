@@ -244,7 +244,7 @@ TEST_F(CheckpointLabelsTest, ACorruptLabelFileIsListedAndCountedUntilItIsDeleted
     EMA_ASSERT_OK_AND_ASSIGN(const CheckpointInfo info,
                              server.manager().Get(server.model(), aside));
     EXPECT_EQ(info.state, CheckpointInfo::State::kCorrupt);
-    EXPECT_THAT(info.problem, HasSubstr("deleted as a checkpoint is"));
+    EXPECT_THAT(info.problem, HasSubstr("`emactl checkpoint delete`"));
     EXPECT_EQ(server.manager().List(server.model())->checkpoints.back().name, aside);
     if (start == 0) continue;
     server.PushTo(2);

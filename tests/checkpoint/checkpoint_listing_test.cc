@@ -268,10 +268,10 @@ TEST_F(CheckpointListingTest, TheLogNamesACheckpointThatHasAnotherName) {
     TestServer server(files_);
     EXPECT_EQ(server.version(), 0);
     EXPECT_THAT(server.others(),
-                Contains(AllOf(HasSubstr("folder passed over"), HasSubstr("folder=backup"),
+                Contains(AllOf(HasSubstr("folder ignored"), HasSubstr("folder=backup"),
                                HasSubstr("expected=" + name)))
                     .Times(1));
-    EXPECT_THAT(server.others(), Contains(HasSubstr("passed over")).Times(1));
+    EXPECT_THAT(server.others(), Contains(HasSubstr("folder ignored")).Times(1));
   }
   ASSERT_THAT(files_.Rename(folder + "backup", folder + name), IsOk());
   EXPECT_EQ(TestServer(files_).version(), 1);

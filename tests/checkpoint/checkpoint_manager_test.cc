@@ -511,7 +511,7 @@ TEST_F(CheckpointManagerTest, ADataDirectoryThatHasGoneIsSeenAndSoIsThatItIsBack
   ASSERT_THAT(files_.CreateDirectory("/data"), IsOk());
   EXPECT_THAT(server.Save(), AllOf(ReasonIs(ErrorReason::kStoreReadOnly),
                                    StatusIs(absl::StatusCode::kUnavailable,
-                                            HasSubstr("the data directory has gone"))));
+                                            HasSubstr("the data directory is missing"))));
   EXPECT_THAT(server.manager().health(), ReasonIs(ErrorReason::kStoreReadOnly));
   EXPECT_THAT(files_.ListDirectory("/data"), IsOkAndHolds(IsEmpty()));
   ASSERT_THAT(files_.Rename("/gone", "/data"), IsOk());

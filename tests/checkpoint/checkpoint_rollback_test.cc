@@ -339,7 +339,7 @@ class ResumeTest : public RollbackTest {
   static auto IsDueBetween(const std::string& where) {
     return AllOf(ReasonIs(ErrorReason::kResumeMismatch),
                  StatusIs(absl::StatusCode::kFailedPrecondition,
-                          HasSubstr(where + ", and an update was due between; versions")));
+                          HasSubstr(where + ", and an update was due between them; versions")));
   }
 };
 
@@ -387,7 +387,7 @@ TEST_F(ResumeTest, AtAStepThatNothingStandsForItSaysWhatThereIs) {
   EXPECT_THAT(Resume(server, {.step = 5}),
               AllOf(ReasonIs(ErrorReason::kResumeMismatch),
                     StatusIs(absl::StatusCode::kFailedPrecondition,
-                             HasSubstr("the trainer stands at step 5, the average at step 30; "
+                             HasSubstr("the trainer is at step 5; the average is at step 30; "
                                        "versions that can be restored: step 10 (version 1), step "
                                        "20 (version 2), step 30 (version 3)"))));
   EXPECT_EQ(server.version(), 3);
@@ -399,7 +399,7 @@ TEST_F(ResumeTest, AtALaterStepOnlyIfNoUpdateWasDue) {
   EXPECT_THAT(Resume(server, {.step = 35}), ReasonIs(ErrorReason::kResumeMismatch));
   EXPECT_THAT(Resume(server, {.step = 35, .time = TrainingTime::AtBatch(35)}), IsOk());
   EXPECT_THAT(Resume(server, {.step = 45, .time = TrainingTime::AtBatch(45)}),
-              IsDueBetween("the average at step 30"));
+              IsDueBetween("the average is at step 30"));
   EXPECT_EQ(server.version(), 3);
 }
 
@@ -414,7 +414,7 @@ TEST_F(ResumeTest, AtAnEarlierStepInAGapOnlyIfNoUpdateWasDue) {
   TestServer server(files_, {}, EveryTen());
   EXPECT_THAT(Resume(server, {.step = 15}), ReasonIs(ErrorReason::kResumeMismatch));
   EXPECT_THAT(Resume(server, {.step = 25, .time = TrainingTime::AtBatch(25)}),
-              IsDueBetween("the average at step 30"));
+              IsDueBetween("the average is at step 30"));
   EXPECT_THAT(Resume(server, {.step = 9, .time = TrainingTime::AtBatch(9)}),
               ReasonIs(ErrorReason::kResumeMismatch));
   EXPECT_EQ(server.version(), 3);
@@ -432,7 +432,7 @@ TEST_F(ResumeTest, AtAVersionTooEarlyOnlyIfNoUpdateWasDue) {
     const VersionId id{version, 0};
     const int64_t step = 10 * version + 15;
     EXPECT_THAT(Resume(server, {.step = step, .version = id, .time = TrainingTime::AtBatch(step)}),
-                IsDueBetween(absl::StrCat("that it asks for at step ", 10 * version)));
+                IsDueBetween(absl::StrCat("which it asks for, is at step ", 10 * version)));
   }
   EXPECT_EQ(server.version(), 3);
   const VersionId second{2, 0};
@@ -443,7 +443,7 @@ TEST_F(ResumeTest, AtAVersionTooEarlyOnlyIfNoUpdateWasDue) {
   EXPECT_THAT(Resume(server, {.step = 28, .version = second, .time = TrainingTime::AtBatch(28)}),
               IsOk());
   EXPECT_THAT(Resume(server, {.step = 30, .version = second, .time = TrainingTime::AtBatch(30)}),
-              IsDueBetween("version 2 that it asks for at step 20"));
+              IsDueBetween("version 2, which it asks for, is at step 20"));
   EXPECT_EQ(server.version(), 4);
   const VersionId first{1, 0};
   EXPECT_THAT(Resume(server, {.step = 19, .version = first, .time = TrainingTime::AtBatch(19)}),
@@ -517,11 +517,12 @@ TEST_F(ResumeTest, AtAVersionThatOneIsRestored) {
 TEST_F(ResumeTest, AVersionOfALaterStepIsNeverMixedIn) {
   SaveThree();
   TestServer server(files_);
-  EXPECT_THAT(Resume(server, {.step = 29, .version = VersionId{3, 0}}),
-              AllOf(ReasonIs(ErrorReason::kResumeMismatch),
-                    StatusIs(absl::StatusCode::kFailedPrecondition,
-                             HasSubstr("the trainer stands at step 29, version 3 that it asks for "
-                                       "at step 30"))));
+  EXPECT_THAT(
+      Resume(server, {.step = 29, .version = VersionId{3, 0}}),
+      AllOf(ReasonIs(ErrorReason::kResumeMismatch),
+            StatusIs(absl::StatusCode::kFailedPrecondition,
+                     HasSubstr("the trainer is at step 29; version 3, which it asks for, is "
+                               "at step 30"))));
   EXPECT_EQ(server.version(), 3);
 }
 

@@ -64,7 +64,7 @@ TEST_F(OpenVersionTest, ATrackThatWasSavedAloneIsServed) {
   EXPECT_THAT(open("ema"),
               AllOf(ReasonIs(ErrorReason::kVersionNotKept),
                     StatusIs(absl::StatusCode::kOutOfRange,
-                             HasSubstr("track \"ema\": of version 1 only these tracks were saved: "
+                             HasSubstr("track \"ema\": version 1 was saved only with these tracks: "
                                        "raw"))));
   EXPECT_THAT(server.manager().OnDisk(server.model(), /*with_partial=*/false),
               IsOkAndHolds(IsEmpty()));

@@ -107,9 +107,9 @@ TEST_F(CheckpointCopyTest, AnotherCopyIsNeitherInTheWayNorTouched) {
 TEST_F(CheckpointCopyTest, AFileTooManyIsNotCopied) {
   for (const char* path : {"/c/x", "/c/tracks/x", "/c/tracks/raw/x", "/c/tracks/raw/KEEP"}) {
     ASSERT_THAT(files_.NewWritableFile(path), IsOk());
-    EXPECT_THAT(
-        CopyVerified(files_, "/c", "/copy"),
-        StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("is no part of a checkpoint")))
+    EXPECT_THAT(CopyVerified(files_, "/c", "/copy"),
+                StatusIs(absl::StatusCode::kFailedPrecondition,
+                         HasSubstr("does not belong to the checkpoint")))
         << path;
     EXPECT_FALSE(*files_.Exists("/copy"));
     ASSERT_THAT(files_.RemoveFile(path), IsOk());

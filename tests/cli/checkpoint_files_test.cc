@@ -151,7 +151,7 @@ TEST_F(CheckpointFilesTest, WhatLatestOrALabelNamesMustBeThere) {
   write("LATEST", EncodeLatest(CheckpointName(id)));
   write("LABELS.json", EncodeLabels({{"best", {.name = "best", .id = {4, 7}, .step = 40}}}));
   const Result labelled = Verify(folder, /*json=*/true);
-  EXPECT_THAT(labelled.printed, HasSubstr("it has label"));
+  EXPECT_THAT(labelled.printed, HasSubstr("it is missing: label"));
   // What the server has set aside it has told of.
   std::filesystem::create_directory(folder + "/.corrupt-" + CheckpointName(gone));
   write("LATEST", EncodeLatest(CheckpointName(gone)));
@@ -179,7 +179,7 @@ TEST_F(CheckpointFilesTest, AFileTooManyIsSaidWhenAllElseIsVerified) {
   const Result result = Verify(folder_ + "/a", /*json=*/true);
   EXPECT_THAT(result.status,
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("track \"ema\": \"generation.json\" is no part of a")));
+                       HasSubstr("track \"ema\": \"generation.json\" does not belong to the")));
   EXPECT_NE(ExitCode(result.status), 0);
   const auto rows = nlohmann::json::parse(result.printed)["verified"];
   ASSERT_EQ(rows.size(), 3u);
@@ -202,7 +202,7 @@ TEST_F(CheckpointFilesTest, WhatIsNotThereIsNotFoundAndWhatIsThereStays) {
   EXPECT_TRUE(std::filesystem::is_empty(empty));
   for (const char* const name : {"/nothing", "/empty", ""}) {
     EXPECT_THAT(CopyCheckpoint(folder_ + name, folder_ + "/c", /*json=*/false),
-                StatusIs(absl::StatusCode::kNotFound, HasSubstr("there is no checkpoint")))
+                StatusIs(absl::StatusCode::kNotFound, HasSubstr("not a checkpoint's folder")))
         << name;
   }
 }

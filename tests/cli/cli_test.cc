@@ -475,7 +475,7 @@ TEST(ModelOutputTest, SaysEverythingInJson) {
             R"([{"pattern":"stem.*","action":"average","schedule":{"smoothing":"0.5"}},)"
             R"({"pattern":"head.*","action":"ignore","schedule":null}])");
   EXPECT_THAT(DescribeModel(model),
-              AllOf(HasSubstr("not finite: skip\n"), HasSubstr("sent as bfloat16\n")));
+              AllOf(HasSubstr("NaN or infinity: skip\n"), HasSubstr("sent as bfloat16\n")));
 }
 
 TEST(ModelOutputTest, InAListItHasNoRules) {

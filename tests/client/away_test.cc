@@ -310,7 +310,7 @@ TEST_F(AwayTest, TrainingGoesOnWithoutAThreadToJoinAgainWith) {
     EXPECT_EQ(pusher_->stats().skipped, 3);
     EXPECT_TRUE(pusher_->stats().is_away);
     EXPECT_THAT(pusher_->stats().last_error,
-                StatusIs(absl::StatusCode::kUnavailable, HasSubstr("no thread to join")));
+                StatusIs(absl::StatusCode::kUnavailable, HasSubstr("thread to rejoin")));
   }
   Restart();
   const absl::Time give_up = absl::Now() + kPatience;
@@ -544,7 +544,7 @@ TEST(GivenUpStepTest, HoldsNoOtherRank) {
   EXPECT_EQ(stats[1].pushes, 1);
   EXPECT_EQ(stats[1].skipped, 1);
   EXPECT_EQ(GetErrorReason(stats[0].last_error), ErrorReason::kStepGivenUp) << stats[0].last_error;
-  EXPECT_THAT(stats[0].last_error.message(), HasSubstr("rank 1 has given it up: no memory today"));
+  EXPECT_THAT(stats[0].last_error.message(), HasSubstr("rank 1 has abandoned it: no memory today"));
 }
 
 }  // namespace

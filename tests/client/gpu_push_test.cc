@@ -508,7 +508,7 @@ TEST_F(GpuPushTest, RefusesAnUnknownGpu) {
   EXPECT_THAT(start({.devices = devices_, .streams = {{.device = 1}}}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no stream of it")));
   EXPECT_THAT(start({.devices = devices_, .streams = {{.device = 1}, {.device = 7}}}),
-              StatusIs(absl::StatusCode::kInternal, HasSubstr("GPU 7: there is none")));
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("GPU 7: not found")));
   EXPECT_THAT(start({.devices = {0}, .streams = {{.device = 0}}}),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("22 shards, but 1 devices")));
 }

@@ -74,7 +74,7 @@ TEST(OutlookTest, SaysWhetherTheNextStepIsAnyBetter) {
         OutlookAfter(MakeError(absl::StatusCode::kFailedPrecondition, reason, message)));
   };
   EXPECT_EQ(OutlookAfter(absl::UnavailableError("away")),
-            std::string("the average goes on with the next"));
+            std::string("the average continues with the next"));
   EXPECT_THAT(outlook(ErrorReason::kPlanMismatch, "time"),
               HasSubstr("attach(time=) gives the same"));
   EXPECT_THAT(outlook(ErrorReason::kBadLayout, "shape"), HasSubstr("no step can be pushed until"));

@@ -141,7 +141,7 @@ TEST_F(TrainerTraceTest, RunThatANewerOneFencedIsNotRejoined) {
   EXPECT_EQ(server_.open_run_count(), 2);
   EXPECT_EQ(pusher_->stats().skipped, 4);
   EXPECT_THAT(warnings(), ElementsAre(HasSubstr("push of step 2 skipped"),
-                                      HasSubstr("this run does not push any more: launch_id has")));
+                                      HasSubstr("this run no longer pushes: launch_id has")));
 }
 
 TEST_F(TrainerTraceTest, LateRankIsWaitedForInTheRejoinedRun) {
@@ -168,7 +168,7 @@ TEST_F(TrainerTraceTest, ErrorThatNeedsAPersonIsWarnedOfOnce) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_THAT(warnings(), ElementsAre(HasSubstr("push of step 2 skipped"),
-                                      AllOf(HasSubstr("before this is mended"),
+                                      AllOf(HasSubstr("until this is fixed"),
                                             HasSubstr("the token may not push"))));
   // Training ends without waiting for the next try.
   pusher_ = nullptr;

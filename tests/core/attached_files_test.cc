@@ -100,7 +100,7 @@ TEST_F(AttachedFilesTest, AreFoundByNameOnceTheyAreWhole) {
   ASSERT_THAT(found, IsOk());
   EXPECT_EQ(found->file->bytes, "abc");
   EXPECT_THAT(files_.Find("unfinished"),
-              AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("there is f")),
+              AllOf(StatusIs(absl::StatusCode::kNotFound, HasSubstr("attached files: f")),
                     ReasonIs(ErrorReason::kFileNotFound)));
   // Who has it keeps it.
   files_.Remove("f");
@@ -133,7 +133,7 @@ TEST_F(AttachedFilesTest, TakesNoMoreThanThereIsRoomFor) {
     ASSERT_THAT(Attach(absl::StrCat("f", i), "x"), IsOk());
   }
   ASSERT_THAT(files_.AddPart("unfinished", 2, 0, "x"), IsOk());
-  EXPECT_THAT(Attach("more", "x"), exhausted("the model has 64 files"));
+  EXPECT_THAT(Attach("more", "x"), exhausted("the model has 64 attached files"));
   EXPECT_THAT(Attach("f0", "y"), IsOk());
   files_.Remove("unfinished");
   EXPECT_THAT(Attach("more", "x"), IsOk());
@@ -143,8 +143,9 @@ TEST_F(AttachedFilesTest, FewMayBeUnfinishedAndOnlyForSoLong) {
   ASSERT_THAT(files_.AddPart("a", 400, 0, "x"), IsOk());
   ASSERT_THAT(files_.AddPart("b", 400, 0, "x"), IsOk());
   const absl::Status refused = files_.AddPart("c", 4, 0, "x");
-  EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("in part")),
-                             ReasonIs(ErrorReason::kTooManyCalls)));
+  EXPECT_THAT(refused,
+              AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("incomplete")),
+                    ReasonIs(ErrorReason::kTooManyCalls)));
   EXPECT_GT(GetRetryDelay(refused), absl::ZeroDuration());
   ASSERT_THAT(Attach("whole", "x"), IsOk());
   ASSERT_THAT(files_.AddPart("b", 300, 0, "x"), IsOk());

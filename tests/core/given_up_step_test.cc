@@ -103,7 +103,7 @@ TEST_F(GivenUpStepTest, NamesTheRankThatSaidSoFirst) {
   GiveUp(1);
   GiveUp(1, /*rank=*/0);
   EXPECT_THAT(Open(1), StatusIs(absl::StatusCode::kAborted,
-                                HasSubstr("step 1: rank 1 has given it up: no memory")));
+                                HasSubstr("step 1: rank 1 has abandoned it: no memory")));
 }
 
 TEST_F(GivenUpStepTest, IsForgottenAfterSixteenLaterOnes) {

@@ -112,7 +112,7 @@ TEST_F(HostMemoryTest, AReaderOfVeryManyTensorsReservesItsList) {
   }
   EXPECT_THAT(refused, AllOf(ReasonIs(ErrorReason::kMemoryBudget),
                              StatusIs(absl::StatusCode::kResourceExhausted,
-                                      HasSubstr("a pull of so many tensors needs "))));
+                                      HasSubstr("a pull with that many tensors needs "))));
   EXPECT_FALSE(readings.empty()) << refused;
   EXPECT_THAT(read({}), IsOk());                   // As it is stored: no list.
   EXPECT_THAT(read({.tensors = {"w3"}}), IsOk());  // A short one.
@@ -152,7 +152,7 @@ TEST_F(HostMemoryTest, AReaderOfAStoredVersionOfManyTensorsReservesItsTables) {
   }
   EXPECT_THAT(refused, AllOf(ReasonIs(ErrorReason::kMemoryBudget),
                              StatusIs(absl::StatusCode::kResourceExhausted,
-                                      HasSubstr("a pull of so many tensors needs "))));
+                                      HasSubstr("a pull with that many tensors needs "))));
   EXPECT_FALSE(readings.empty()) << refused;
   readings.clear();
   EXPECT_EQ(store_->budget().reserved_bytes(), before);
@@ -180,7 +180,7 @@ TEST_F(HostMemoryTest, TheHeaderOfAPullOfVeryManyTensorsIsReserved) {
   EXPECT_THAT(refused,
               AllOf(ReasonIs(ErrorReason::kMemoryBudget),
                     StatusIs(absl::StatusCode::kResourceExhausted,
-                             HasSubstr("the header of a pull of so many tensors needs "))));
+                             HasSubstr("the header of a pull with that many tensors needs "))));
   ASSERT_FALSE(headers.empty());
   EXPECT_GE(headers[0]->bytes(), Reading::kUnbudgetedHeaderBytes);
   headers.clear();

@@ -328,7 +328,7 @@ TEST_F(ModelTest, AStepThatARankHasGivenUpIsWaitedForByNobody) {
   EXPECT_EQ(give_up(1, true, "no memory")->state, Model::PushState::State::kAbandoned);
   EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kStepGivenUp));
   EXPECT_THAT(outcome->result, StatusIs(absl::StatusCode::kAborted,
-                                        HasSubstr("step 1: rank 1 has given it up: no memory")));
+                                        HasSubstr("step 1: rank 1 has abandoned it: no memory")));
   EXPECT_THAT(first.Open(1, outcome), ReasonIs(ErrorReason::kStepGivenUp));
   // Before it does.
   EXPECT_EQ(give_up(2, true, "no memory")->state, Model::PushState::State::kUnknown);

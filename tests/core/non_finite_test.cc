@@ -120,7 +120,7 @@ TEST_F(NonFiniteTest, ARefusedMaskIsToBeLeftOut) {
   Create({Track("ema", "smoothing=0.5")},
          {{"a", Dtype::kFloat32, {1}}, {"mask", Dtype::kFloat32, {1}, /*is_buffer=*/true}},
          NonFinitePolicy::kReject);
-  constexpr std::string_view kAdvice = "anew with tracks that ignore it";
+  constexpr std::string_view kAdvice = "again with tracks that ignore it";
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   EXPECT_THAT(rank_->Push(1, Raw(1.0f, -kInfinity)),
               AllOf(StatusIs(absl::StatusCode::kInvalidArgument,

@@ -255,7 +255,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"StartedWithoutALast", "\"averaged_count\":0,\"last_step\":0,",
                 "\"averaged_count\":0,\"last_step\":0,\"started\":{\"ba\":1.0},", "last_update"},
         BadCase{"RuleIsUnknown", "{\"copy\":\"true\"}", "{\"best\":\"true\"}", "best"},
-        BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}", "no text"},
+        BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}", "not a string"},
         BadCase{"ActionIsUnknown", "\"action\":\"copy\"", "\"action\":\"burn\"", "action"},
         BadCase{"PolicyIsUnknown", "\"non_finite\": 2", "\"non_finite\": 4", "non_finite"},
         BadCase{"AliasTwice", "[\"tied\",\"too\"]", "[\"too\",\"too\"]", "too"},

@@ -283,12 +283,12 @@ TEST_F(OptionSourcesTest, AllErrorsAreSaidAtOnceWithTheirPlace) {
 TEST_F(OptionSourcesTest, AFileThatCannotBeReadIsRefused) {
   EXPECT_THAT(Parse({"--config=/no/such.toml"}).text,
               HasSubstr("/no/such.toml: cannot be read: No such file or directory"));
-  EXPECT_THAT(Parse({"--config=" + testing::TempDir()}).text, HasSubstr("no regular file"));
+  EXPECT_THAT(Parse({"--config=" + testing::TempDir()}).text, HasSubstr("not a regular file"));
   EXPECT_EQ(Parse({"--config=/no/such.toml"}).exit_code, 2);
   // Its writer may never come.
   const std::string pipe = absl::StrCat(testing::TempDir(), "/ema_config_pipe-", getpid());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
-  EXPECT_THAT(Parse({"--config=" + pipe}).text, HasSubstr("no regular file"));
+  EXPECT_THAT(Parse({"--config=" + pipe}).text, HasSubstr("not a regular file"));
   std::remove(pipe.c_str());
 }
 

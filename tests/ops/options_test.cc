@@ -184,7 +184,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"DurationWithoutUnit", {"--session-timeout", "30"}, "such as 30s"},
         BadCase{"DurationZero", {"--stream-timeout", "0s"}, "is not a duration from 1ms to 8760h"},
         BadCase{"DurationInfinite", {"--drain-grace", "inf"}, "\"inf\" is not a duration"},
-        BadCase{"LogFormat", {"--log-format", "xml"}, "\"xml\" is none of text, json"},
+        BadCase{"LogFormat", {"--log-format", "xml"}, "\"xml\" is not one of text, json"},
         BadCase{"Switch", {"--allow-unauthenticated=perhaps"}, "is neither true nor false"},
         BadCase{"Repeated", {"--device=cpu", "--device=auto"}, "--device"},
         BadCase{"FlagLikeAnother", {"--max-modles=3"}, "did you mean \"--max-models\"?"},
@@ -306,7 +306,7 @@ TEST(OptionsTest, TokensWithoutTlsAreDoubtedWhereOthersCanListen) {
     return text;
   };
   EXPECT_THAT(doubts({"--listen=0.0.0.0:1"}),
-              HasSubstr("tokens without TLS can be read on their way listen=0.0.0.0:1"));
+              HasSubstr("tokens are sent without TLS listen=0.0.0.0:1"));
   EXPECT_EQ(doubts({"--listen=127.0.0.1:1,unix:/x"}), "");
   EXPECT_EQ(doubts({"--listen=0.0.0.0:1", "--tls-cert=c", "--tls-key=k"}), "");
 }

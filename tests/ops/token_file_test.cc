@@ -106,26 +106,27 @@ TEST_P(BadTokenFileTest, IsRefusedWithoutItsTokens) {
 INSTANTIATE_TEST_SUITE_P(
     Files, BadTokenFileTest,
     testing::Values(
-        BadFile{"Empty", "", "line 1: there is no token"},
-        BadFile{"OnlyComments", "# secret\n", "there is no token"},
-        BadFile{"NoRole", "secret-6f1d2c70b4e94b0f", "line 1: the first word is no role"},
-        BadFile{"NoToken", "\nadmin\n", "line 2: the token is not of 16 to 512"},
-        BadFile{"ShortToken", "admin secret", "line 1: the token is not of 16 to 512"},
+        BadFile{"Empty", "", "line 1: the file has no tokens"},
+        BadFile{"OnlyComments", "# secret\n", "the file has no tokens"},
+        BadFile{"NoRole", "secret-6f1d2c70b4e94b0f", "line 1: the first word is not a role"},
+        BadFile{"NoToken", "\nadmin\n", "line 2: expected a token of 16 to 512"},
+        BadFile{"ShortToken", "admin secret", "line 1: expected a token of 16 to 512"},
         BadFile{"NotPrintable", "admin secret-6f1d2c70\xff-b4e94b0f", "printable"},
         BadFile{"Twice", "admin secret-6f1d2c70b4e94b0f\ntrainer secret-6f1d2c70b4e94b0f",
-                "line 2: a token that was there before"},
+                "line 2: an earlier line has the same token"},
         BadFile{
             "StarInTheMiddle", "trainer secret-6f1d2c70b4e94b0f a*b",
-            "line 1: word 3, \"a*b\": expected the name of a model, or the beginning of one and "
+            "line 1: word 3, \"a*b\": expected a model's name, or the beginning of one followed by "
             "\"*\""},
-        BadFile{"CommentBehindAToken", "\nadmin secret-6f1d2c70b4e94b0f # the on-call's",
-                "line 2: word 3, \"#\": expected the name of a model, or the beginning of one and "
-                "\"*\"; a comment has a line of its own"},
+        BadFile{
+            "CommentBehindAToken", "\nadmin secret-6f1d2c70b4e94b0f # the on-call's",
+            "line 2: word 3, \"#\": expected a model's name, or the beginning of one followed by "
+            "\"*\"; a comment needs a line of its own"},
         BadFile{"NoBeginningOfAName", "admin secret-6f1d2c70b4e94b0f gpt .tmp*",
                 "line 1: word 4, \".tmp*\": expected"},
         BadFile{"NoName", "admin secret-6f1d2c70b4e94b0f a,b", "word 3, \"a,b\": expected"},
         BadFile{"ASecondToken", "admin token-6f1d2c70b4e94b0f secret-7a5b2c70b4e9/0f==",
-                "line 1: word 3: expected the name of a model"}),
+                "line 1: word 3: expected a model's name"}),
     [](const auto& suite) { return suite.param.name; });
 
 TEST_F(TokenFileTest, AMissingFileIsRefused) {
@@ -184,10 +185,10 @@ TEST_F(TokenFileTest, APipeIsNotWaitedFor) {
   std::remove(path_.c_str());
   ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
   LookTwice(**file);
-  EXPECT_THAT(told, StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no regular file")));
+  EXPECT_THAT(told, StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("not a regular file")));
   EXPECT_THAT((*file)->Authenticate(Bearer(kTrainer)), IsOk());
   EXPECT_THAT(TokenFile::Open(path_),
-              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no regular file")));
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("not a regular file")));
 }
 
 TEST_F(TokenFileTest, AFileThatDisappearsIsToldOfOnce) {

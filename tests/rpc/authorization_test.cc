@@ -150,7 +150,7 @@ TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
       if (role < needed) {
         EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
         EXPECT_THAT(result.status.error_message(),
-                    HasSubstr(absl::StrCat(method->name(), ": the token is of role ",
+                    HasSubstr(absl::StrCat(method->name(), ": the token has the role ",
                                            std::string(RoleName(role)), ", expected ",
                                            std::string(RoleName(needed)))));
       }
@@ -201,7 +201,7 @@ TEST_F(AuthorizationTest, EveryRpcAboutAModelRefusesOneThatTheTokenIsNotFor) {
     if (IsRefused(result)) {
       EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
       EXPECT_EQ(result.status.error_message(),
-                "model \"other\": not one of those that the token is for");
+                "model \"other\": the token does not allow this model");
     }
   }
 }
@@ -214,7 +214,7 @@ TEST_F(AuthorizationTest, WhatConcernsAllModelsNeedsAnAdminOfAll) {
     EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
     EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_NOT_ALLOWED);
     EXPECT_THAT(result.status.error_message(),
-                HasSubstr("expected one whose line names no models"));
+                HasSubstr("expected one whose line in the token file names no models"));
   }
 }
 

@@ -154,7 +154,7 @@ TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
   ASSERT_THAT(PosixFileSystem().Rename(directory_ + "/models", directory_ + "/gone"), IsOk());
   ExpectError(Call(&v1::EmaService::Stub::DeleteModel, request, &response),
               grpc::StatusCode::UNAVAILABLE, v1::ERROR_REASON_STORE_READ_ONLY,
-              "the data directory has gone");
+              "the data directory is missing");
   // It goes on as if nobody had asked.
   PushSteps(2, 2);
   ASSERT_THAT(PosixFileSystem().Rename(directory_ + "/gone", directory_ + "/models"), IsOk());
@@ -538,16 +538,18 @@ class LateDiskErrorTest : public RpcFixture {
 
 TEST_F(LateDiskErrorTest, AModelThatIsForgottenInMemoryOnlyIsSaidToBe) {
   ASSERT_NO_FATAL_FAILURE(Start());
-  EXPECT_THAT(Delete("m"), HasSubstr("forgotten in memory, still on the disk: I/O error"));
+  EXPECT_THAT(
+      Delete("m"),
+      HasSubstr("is deleted in memory, but its checkpoints are still on the disk: I/O error"));
   EXPECT_FALSE(store_->Get("m").ok());
-  EXPECT_THAT(errors(), ElementsAre(HasSubstr("model deleted, but not on the disk model=m")));
+  EXPECT_THAT(errors(), ElementsAre(HasSubstr("model deleted in memory only model=m")));
 }
 
 TEST_F(LateDiskErrorTest, SoIsOneOfWhichNotAllIsRemoved) {
   late_error_.fails_purge_only = true;
   ASSERT_NO_FATAL_FAILURE(Start());
-  EXPECT_THAT(Delete("m"), HasSubstr("is deleted, its checkpoints are set aside, and not all "
-                                     "removed: I/O error"));
+  EXPECT_THAT(Delete("m"), HasSubstr("is deleted and its checkpoints are set aside, but not all of "
+                                     "them could be removed: I/O error"));
   EXPECT_THAT(errors(), ElementsAre(HasSubstr("model deleted, but not purged model=m")));
 }
 

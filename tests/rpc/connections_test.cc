@@ -135,7 +135,7 @@ TEST_F(ConnectionsTest, NoFileThatIsNoSocketIsReplaced) {
     EXPECT_THAT(RpcServer::Start(
                     std::make_shared<ModelStore>(NewTestDevice(1 << 20), ModelStore::Options()),
                     checkpoints_, options),
-                StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("no socket")));
+                StatusIs(absl::StatusCode::kAlreadyExists, HasSubstr("not a socket")));
     struct stat there {};
     EXPECT_EQ(lstat(path_.c_str(), &there), 0);
     EXPECT_FALSE(S_ISSOCK(there.st_mode));

@@ -141,7 +141,7 @@ TEST_F(StoredPullTest, AStepThatIsNowhereIsRefusedWithThoseThatThereAre) {
   EXPECT_EQ(gone.status.error_code(), grpc::StatusCode::OUT_OF_RANGE);
   EXPECT_EQ(gone.detail.reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
   EXPECT_THAT(gone.status.error_message(),
-              HasSubstr("of step 2 no version is in memory or on the disk; there are step 1 "
+              HasSubstr("no version of step 2 is in memory or on the disk; there are step 1 "
                         "(version 1), step 3 (version 3), step 4 (version 4), step 5 (version 5)"));
   EXPECT_EQ(PullByLane(ByStep(2)).error.detail().reason(), v1::ERROR_REASON_VERSION_NOT_KEPT);
   // Never made, which is not the same as none asked for.

@@ -207,7 +207,7 @@ TEST_F(TlsTest, FilesThatAreNotUsableAreNamed) {
   refuses({Cert("server"), Key("server"), Cert("empty")}, Cert("empty"));
   // Whose writer never comes.
   ASSERT_EQ(mkfifo(Key("pipe").c_str(), 0600), 0);
-  refuses({Cert("server"), Key("pipe"), ""}, "no regular file");
+  refuses({Cert("server"), Key("pipe"), ""}, "not a regular file");
   Replace(Cert("long"), std::string((1 << 20) + 1, '\n'));
   refuses({Cert("long"), Key("server"), ""}, "longer than");
   // A chain whose second certificate is broken.
@@ -260,8 +260,9 @@ TEST_F(TlsTest, AKeyThatIsReplacedBeforeItsCertificateWaitsForIt) {
   const absl::Time until = absl::Now() + absl::Seconds(2);
   while (absl::Now() < until) ASSERT_THAT(Call(tls_address_, {.ca_file = old_cert}), IsOk());
   EXPECT_EQ(server_->certificate()->expiry, old_expiry);
-  EXPECT_THAT(TakeTold(), ElementsAre(AllOf(StartsWith("error TLS files reload failed"),
-                                            HasSubstr(Key("server")), HasSubstr("not that of"))));
+  EXPECT_THAT(TakeTold(),
+              ElementsAre(AllOf(StartsWith("error TLS files reload failed"),
+                                HasSubstr(Key("server")), HasSubstr("does not match"))));
 
   Replace(Cert("server"), TextOf(Cert("new")));
   ASSERT_NO_FATAL_FAILURE(AwaitServed(Cert("new")));
@@ -326,7 +327,7 @@ TEST_F(TlsTest, ACertificateThatIsNotValidNowReplacesNoneThatIs) {
   EXPECT_THAT(
       TakeTold(),
       ElementsAre(AllOf(StartsWith("error TLS files reload failed"),
-                        HasSubstr(absl::FormatTime("%Y-%m-%dT%H:%M:%SZ, not now",
+                        HasSubstr(absl::FormatTime("%Y-%m-%dT%H:%M:%SZ; the one in use",
                                                    now - absl::Hours(1), absl::UTCTimeZone())))));
   put("server");
   ASSERT_NO_FATAL_FAILURE(AwaitRejected(false));

@@ -52,7 +52,7 @@ absl::StatusOr<CudaDriver> CudaDriver::Load() {
   }
   if (const int result = driver.Init(0); result != kSuccess) {
     return absl::FailedPreconditionError(
-        absl::StrCat("the CUDA driver does not start: ", driver.Describe(result)));
+        absl::StrCat("cannot initialize the CUDA driver: ", driver.Describe(result)));
   }
   return driver;
 }

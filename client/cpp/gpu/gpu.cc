@@ -54,13 +54,13 @@ absl::StatusOr<std::unique_ptr<Gpu>> Gpu::Open(int index) {
 }
 
 absl::Status Gpu::Create() {
-  EMA_RETURN_IF_ERROR(Check(driver_->DeviceGet(&device_, index_), "there is none"));
+  EMA_RETURN_IF_ERROR(Check(driver_->DeviceGet(&device_, index_), "not found"));
   EMA_RETURN_IF_ERROR(
-      Check(driver_->DevicePrimaryCtxRetain(&context_, device_), "its context cannot be had"));
+      Check(driver_->DevicePrimaryCtxRetain(&context_, device_), "cannot retain its context"));
   const Current current(*this);
   // The default stream, on which PyTorch works, waits for no such stream by itself.
   EMA_RETURN_IF_ERROR(Check(driver_->StreamCreate(&stream_, CudaDriver::kStreamNonBlocking),
-                            "no stream can be made"));
+                            "cannot create a stream"));
   absl::MutexLock lock(&mu_);
   return NewEvent(CudaDriver::kEventDisableTiming, &edge_);
 }
@@ -103,15 +103,16 @@ int Gpu::Poll(absl::FunctionRef<int()> ask, SteadyTime deadline, Interrupt& inte
 }
 
 absl::Status Gpu::NewEvent(unsigned flags, CUevent_st** event) {
-  return Check(driver_->EventCreate(event, flags), "no event can be made");
+  return Check(driver_->EventCreate(event, flags), "cannot create an event");
 }
 
 absl::StatusOr<std::byte*> Gpu::AllocatePinned(int64_t size_bytes) {
   const Current current(*this);
   void* memory = nullptr;
-  EMA_RETURN_IF_ERROR(Check(driver_->MemHostAlloc(&memory, static_cast<size_t>(size_bytes),
-                                                  CudaDriver::kHostAllocPortable),
-                            absl::StrCat("no pinned memory of ", size_bytes, " bytes")));
+  EMA_RETURN_IF_ERROR(
+      Check(driver_->MemHostAlloc(&memory, static_cast<size_t>(size_bytes),
+                                  CudaDriver::kHostAllocPortable),
+            absl::StrCat("cannot allocate ", size_bytes, " bytes of pinned memory")));
   return static_cast<std::byte*>(memory);
 }
 
@@ -125,18 +126,17 @@ absl::Status Gpu::Follow(void* stream) {
   const Current current(*this);
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(Check(driver_->EventRecord(edge_, static_cast<CUstream_st*>(stream)),
-                            "the trainer's stream cannot be followed"));
-  return Check(driver_->StreamWaitEvent(stream_, edge_, 0),
-               "the trainer's stream cannot be followed");
+                            "cannot wait for the trainer's stream"));
+  return Check(driver_->StreamWaitEvent(stream_, edge_, 0), "cannot wait for the trainer's stream");
 }
 
 absl::Status Gpu::Lead(void* stream) {
   const Current current(*this);
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(
-      Check(driver_->EventRecord(edge_, stream_), "the trainer's stream cannot wait"));
+      Check(driver_->EventRecord(edge_, stream_), "cannot make the trainer's stream wait"));
   return Check(driver_->StreamWaitEvent(static_cast<CUstream_st*>(stream), edge_, 0),
-               "the trainer's stream cannot wait");
+               "cannot make the trainer's stream wait");
 }
 
 absl::Status Gpu::CopyToHost(absl::Span<const Copy> copies, int slot) {
@@ -146,14 +146,14 @@ absl::Status Gpu::CopyToHost(absl::Span<const Copy> copies, int slot) {
     EMA_RETURN_IF_ERROR(
         Check(driver_->MemcpyDtoHAsync(copy.to, reinterpret_cast<uintptr_t>(copy.from.data()),
                                        copy.from.size(), stream_),
-              "weights cannot be copied"));
+              "cannot copy weights"));
   }
   while (static_cast<int>(marks_.size()) <= slot) {
     CUevent_st* mark = nullptr;
     EMA_RETURN_IF_ERROR(NewEvent(CudaDriver::kEventDisableTiming, &mark));
     marks_.push_back(mark);
   }
-  return Check(driver_->EventRecord(marks_[slot], stream_), "a copy cannot be marked");
+  return Check(driver_->EventRecord(marks_[slot], stream_), "cannot record the end of a copy");
 }
 
 absl::Status Gpu::Wait(int slot, SteadyTime deadline, Interrupt& interrupt) {

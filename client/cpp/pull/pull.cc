@@ -181,7 +181,7 @@ absl::Status Puller::AttemptByLane(LanePipe& lane, const std::string& authorizat
     } else if (response->has_trailer()) {
       EMA_RETURN_IF_ERROR(OnTrailer(response->trailer()));
     } else {
-      return client_internal::MalformedReply("a message that does not belong to a pull");
+      return client_internal::MalformedReply("unexpected message in a pull");
     }
   }
   return absl::OkStatus();
@@ -262,17 +262,17 @@ absl::Status Puller::OnHeader(const v1::PullHeader& header) {
     // A version has one for good; a synthesized average, one for each time that it is built.
     if (info.version.commit_time != info_->version.commit_time) {
       return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-                       "the average has been built anew since the pull began");
+                       "the average was built again after the pull began");
     }
     return absl::OkStatus();
   }
   if (request_.has_step() && info.version.step != request_.step()) {
-    return client_internal::MalformedReply("another step than was asked for");
+    return client_internal::MalformedReply("another step than requested");
   }
   absl::StatusOr<std::span<std::byte>> memory = target_(info);
   if (memory.ok() && static_cast<int64_t>(memory->size()) != info.total_bytes) {
-    memory = absl::InvalidArgumentError(absl::StrCat(
-        "the target has ", memory->size(), " bytes, but ", info.total_bytes, " are pulled"));
+    memory = absl::InvalidArgumentError(
+        absl::StrCat("the target has ", memory->size(), " bytes, expected ", info.total_bytes));
   }
   if (!memory.ok()) {
     target_error_ = memory.status();

@@ -156,9 +156,9 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
     if (committed.ok() || !MayRetry(committed.status())) return committed;
     const absl::Duration delay = backoff.Next(committed.status());
     if (After(SteadyNow(), delay) >= deadline_) {
-      return MakeError(absl::StatusCode::kDeadlineExceeded, GetErrorReason(committed.status()),
-                       absl::StrCat(Name(), " did not succeed in time; last error: ",
-                                    committed.status().message()));
+      return MakeError(
+          absl::StatusCode::kDeadlineExceeded, GetErrorReason(committed.status()),
+          absl::StrCat(Name(), " timed out; last error: ", committed.status().message()));
     }
     SetCutOff(!ShowsServer(committed.status()));
     // Holds the trainer, if it has not gone on, until it is clear what has to be sent again; unless
@@ -178,10 +178,11 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
   EMA_RETURN_IF_ERROR(Stage());
   absl::StatusOr<Committed> committed = Send();
   if (was_written_) {
-    return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
-                     absl::StrCat(Name(),
-                                  ": the weights were written while they were sent; the step "
-                                  "is given up"));
+    return MakeError(
+        absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
+        absl::StrCat(
+            Name(),
+            ": the weights were written while they were being sent; the step is abandoned"));
   }
   // A stream that has lacked bytes says only that it was cancelled.
   if (!committed.ok()) EMA_RETURN_IF_ERROR(StagingStatus());
@@ -244,8 +245,8 @@ absl::Status PendingPush::Impl::AnnotateLostMemory(const absl::Status& error) co
   if (lost_bytes == 0 || error.ok()) return error;
   return MakeError(
       error.code(), GetErrorReason(error),
-      absl::StrCat(error.message(), "; copies from the GPU had not ended: ", lost_bytes,
-                   " bytes of pinned memory are not freed until they have"));
+      absl::StrCat(error.message(), "; copies from the GPU have not ended: ", lost_bytes,
+                   " bytes of pinned memory are not freed until they end"));
 }
 
 void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) {
@@ -282,7 +283,7 @@ absl::Status PendingPush::Impl::ChooseBytes() {
   if (!omits_frozen && !HasFrozen()) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
-        absl::StrCat(Name(), ": the server needs the frozen tensors, and they were not given"));
+        absl::StrCat(Name(), ": the server needs the frozen tensors, but they were not given"));
   }
   total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
   EMA_RETURN_IF_ERROR(PrepareStaging());
@@ -466,7 +467,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
     }
     if (!missing_ranks.empty()) {
       return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
-                       absl::StrCat(Name(), " took too long; ranks that had not committed: ",
+                       absl::StrCat(Name(), " timed out; ranks that had not committed: ",
                                     absl::StrJoin(missing_ranks, ", ")));
     }
   }

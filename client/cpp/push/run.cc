@@ -140,7 +140,8 @@ absl::StatusOr<std::shared_ptr<PendingPush::Impl>> Run::Impl::StartPush(
   try {
     push->Start();
   } catch (const std::system_error& error) {
-    return absl::UnavailableError(absl::StrCat("no thread for the push: ", error.what()));
+    return absl::UnavailableError(
+        absl::StrCat("cannot start a thread for the push: ", error.what()));
   }
   previous = std::exchange(push_, push);
   return push;

@@ -37,7 +37,7 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
   if (options.launch_id.empty()) {
     if (options.world_size > 1) {
       return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
-                                     " ranks it must be given, the same to all of them"));
+                                     " ranks, all of them must get the same one"));
     }
     options.launch_id = RandomHex(4);
   }
@@ -110,8 +110,8 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
       const v1::OpenRunResponse response,
       client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
   if (response.layout_digest() != layout_.digest()) {
-    return MalformedReply(absl::StrCat("the layout's digest is ", layout_.digest(), " here, ",
-                                       response.layout_digest(), " there"));
+    return MalformedReply(absl::StrCat("the layout's digest is ", response.layout_digest(),
+                                       ", expected ", layout_.digest()));
   }
   EMA_ASSIGN_OR_RETURN(RunPlan plan, FromProto(response.plan()));
   std::optional<Version> latest;
@@ -148,10 +148,10 @@ absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
     if (!missing.ok() || missing->empty()) return missing.status();
     const absl::Duration delay = backoff.Next(absl::OkStatus());
     if (After(SteadyNow(), delay) >= deadline) {
-      return MakeError(
-          absl::StatusCode::kDeadlineExceeded, ErrorReason::kRunIncomplete,
-          absl::StrCat("model \"", model(), "\": these ranks of the run have not joined in time: ",
-                       absl::StrJoin(*missing, ", ")));
+      return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kRunIncomplete,
+                       absl::StrCat("model \"", model(),
+                                    "\": timed out waiting for ranks to join the run; missing: ",
+                                    absl::StrJoin(*missing, ", ")));
     }
     if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
   }

@@ -51,11 +51,11 @@ std::string WhyFirstValueIsLost(const Schedule& schedule, const TrainingTime& no
     }
     if (!(now.Get(*age_unit).value_or(0) > start.value)) {
       return absl::StrCat("the schedule depends on the average's age in ", suffix,
-                          ": give the step, or time, that it stands at");
+                          ": give the step, or the training time, of the average");
     }
   }
   if (CountsUpdates(schedule.rule()) && updates <= 0) {
-    return "the schedule counts updates: say how many the average is of";
+    return "the schedule counts updates: give the number of updates that the average contains";
   }
   return "";
 }

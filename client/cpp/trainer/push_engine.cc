@@ -28,15 +28,15 @@ constexpr absl::Duration kEndGrace = absl::Seconds(2);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
 
 constexpr const char* kBadTimeHint =
-    ". The units of its half_life and update_interval have to be counted on from where the average "
-    "stands: give them in batches, or attach(time=) that goes on from there";
+    ". The training time must continue from that of the average: give half_life and "
+    "update_interval in batches, or pass an attach(time=) that continues from there";
 
 absl::Status WrittenError(const std::string& model, int64_t step, std::string_view names) {
-  return MakeError(
-      absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
-      absl::StrCat("model \"", model, "\": written since the push of step ", step,
-                   " began, without wait_released(): ",
-                   names.empty() ? "some, which have been put back" : std::string(names)));
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                   absl::StrCat("model \"", model, "\": written since the push of step ", step,
+                                " began, without wait_released(): ",
+                                names.empty() ? "some tensors, which have been restored since"
+                                              : std::string(names)));
 }
 
 // The result of `function`. Where there is no memory, that is its error, so that the training goes
@@ -102,8 +102,8 @@ void PushEngine::WaitReleased(absl::Span<const GpuStream> streams) {
     const absl::Duration waited = Since(start);
     // The wait is shorter where the server is gone or hangs, or ranks have not joined.
     AbandonPush(push,
-                absl::StrFormat("%sits bytes had not left after %.1f s",
-                                waited < wait_left_ ? "the server was away, or a rank, and " : "",
+                absl::StrFormat("%sits bytes had not been sent after %.1f s",
+                                waited < wait_left_ ? "the server or a rank was away, and " : "",
                                 absl::ToDoubleSeconds(waited)));
   }
   pushed_.reset();
@@ -157,7 +157,9 @@ absl::Status PushEngine::PushIfDue(const TrainingTime& now,
     if (const std::shared_ptr<Run> run = run_; can_push && run != nullptr && !due.empty()) {
       const absl::Status status = run->RefreshPlan(kRefreshTimeout);
       // An error changes nothing: the plan is asked for again when the next update is due.
-      if (!status.ok()) Log(LogLevel::kDebug, absl::StrCat("no new plan: ", ErrorText(status)));
+      if (!status.ok()) {
+        Log(LogLevel::kDebug, absl::StrCat("cannot refresh the plan: ", ErrorText(status)));
+      }
     }
     return absl::OkStatus();
   }
@@ -308,8 +310,8 @@ void PushEngine::AdoptRejoinedRun(SteadyTime until) {
   // By the version that it had when it was rejoined: the next step to be pushed may be later.
   CountLostUpdates();
   if (!joined->lost_version.has_value()) return;
-  Log(LogLevel::kInfo, absl::StrCat("step ", joined->lost_version->step,
-                                    " had been pushed, only the reply was lost"));
+  Log(LogLevel::kInfo,
+      absl::StrCat("step ", joined->lost_version->step, " was committed; only the reply was lost"));
   // It was to be pushed again, or counts as skipped.
   if (retry_.has_value()) {
     retry_.reset();
@@ -344,12 +346,11 @@ void PushEngine::WarnOfLostUpdates(int64_t next_step) {
   Log(LogLevel::kWarning,
       absl::StrCat(
           lost.from_step.has_value()
-              ? absl::StrCat("the server has gone back from step ", *lost.from_step, " to step ",
+              ? absl::StrCat("the server has fallen back from step ", *lost.from_step, " to step ",
                              lost.to_step)
-              : absl::StrCat("the server has forgotten the model, and the average begins anew at "
-                             "step ",
+              : absl::StrCat("the server has lost the model, and the average starts again at step ",
                              next_step),
-          ", ", lost.count, " of this trainer's updates are gone"));
+          "; ", lost.count, " of this trainer's updates are lost"));
   if (skipped_before_.has_value()) *skipped_before_ -= lost.count;
 }
 
@@ -429,7 +430,7 @@ void PushEngine::ReportAbandonedStep(int64_t step, const absl::Status& why) cons
   const absl::Status status = run_->GiveUp(step, ErrorText(why), kReportTimeout).status();
   // Then the other ranks wait as long as they would without it.
   if (!status.ok()) {
-    Log(LogLevel::kDebug, absl::StrCat("the server does not know that step ", step,
+    Log(LogLevel::kDebug, absl::StrCat("cannot tell the server that step ", step,
                                        " is abandoned: ", ErrorText(status)));
   }
 }
@@ -445,10 +446,10 @@ absl::Status PushEngine::AwayError() const {
   const std::string model = absl::StrCat("model \"", model_, "\": ");
   if (GetErrorReason(problem) == ErrorReason::kFenced) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
-                     absl::StrCat(model, "this run does not push any more: ", problem.message()));
+                     absl::StrCat(model, "this run no longer pushes: ", problem.message()));
   }
   return absl::UnavailableError(
-      absl::StrCat(model, "the server is away, or a rank: ", ErrorText(problem)));
+      absl::StrCat(model, "the server or a rank is away: ", ErrorText(problem)));
 }
 
 absl::Status PushEngine::TakeError() {

@@ -64,10 +64,10 @@ bool Rejoiner::Start() {
     thread_ = std::thread([self = shared_from_this()] { self->Work(); });
     return true;
   } catch (const std::system_error& error) {
-    problem =
-        absl::UnavailableError(absl::StrCat("no thread to join the run again: ", error.what()));
+    problem = absl::UnavailableError(
+        absl::StrCat("cannot start a thread to rejoin the run: ", error.what()));
   } catch (const std::bad_alloc&) {
-    problem = absl::UnavailableError("no thread to join the run again: out of memory");
+    problem = absl::UnavailableError("cannot start a thread to rejoin the run: out of memory");
   }
   absl::MutexLock lock(&mu_);
   is_done_ = true;
@@ -138,7 +138,7 @@ void Rejoiner::Work() {
     } catch (const std::exception&) {
       pause = kFirstPause;  // Memory that is short now may be there later.
       absl::MutexLock lock(&mu_);
-      problem_ = absl::ResourceExhaustedError("this rank has no memory to join the run again");
+      problem_ = absl::ResourceExhaustedError("this rank has no memory to rejoin the run");
     }
   }
   std::optional<RejoinedRun> late;  // Destroyed without the lock.
@@ -181,15 +181,13 @@ absl::StatusOr<Rejoiner::RejoinedRun> Rejoiner::Join(bool& is_reachable) {
 
 void Rejoiner::LogProblem(const absl::Status& problem, const absl::Status& previous) {
   if (problem.ok()) {
-    log_->Write(LogLevel::kInfo, "joined again");
+    log_->Write(LogLevel::kInfo, "rejoined the run");
   } else if (GetErrorReason(problem) == ErrorReason::kFenced) {
-    log_->Write(LogLevel::kWarning,
-                absl::StrCat("this run does not push any more: ", problem.message()));
+    log_->Write(LogLevel::kWarning, absl::StrCat("this run no longer pushes: ", problem.message()));
   } else if (NeedsAPerson(problem) && !has_warned_) {
     has_warned_ = true;
-    log_->Write(
-        LogLevel::kWarning,
-        absl::StrCat("pushes do not start again before this is mended: ", ErrorText(problem)));
+    log_->Write(LogLevel::kWarning,
+                absl::StrCat("pushes will not resume until this is fixed: ", ErrorText(problem)));
   } else if (problem.message() != previous.message() && !absl::IsCancelled(problem)) {
     log_->Write(LogLevel::kInfo, absl::StrCat("not pushing yet: ", ErrorText(problem)));
   }

@@ -32,8 +32,9 @@ absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Reopen(int64_t last_run_epoch,
   if ((*run)->manifest() != options_.manifest) {
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-        absl::StrCat("model \"", options_.model, "\": its tensors are not those of this trainer: ",
-                     (*run)->manifest().DifferenceFrom(options_.manifest)));
+        absl::StrCat("model \"", options_.model,
+                     "\": its tensors differ (here: this trainer, there: the server): ",
+                     options_.manifest.DifferenceFrom((*run)->manifest())));
   }
   return run;
 }

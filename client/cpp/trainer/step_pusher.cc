@@ -45,7 +45,7 @@ absl::Status CheckOptions(const StepPusher::Options& options, TensorSet frozen,
   EMA_RETURN_IF_ERROR(PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
   if (options.launch_id.empty() && options.world_size > 1) {
     return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
-                                   " ranks it must be given, the same to all of them"));
+                                   " ranks, all of them must get the same one"));
   }
   if (!frozen.empty() && static_cast<int64_t>(frozen.size()) != manifest.tensor_count()) {
     return BadRequest(absl::StrCat("frozen: has ", frozen.size(), " entries, but there are ",

@@ -23,13 +23,13 @@ std::string ErrorText(const absl::Status& error) {
 const char* OutlookAfter(const absl::Status& error) {
   switch (GetErrorReason(error)) {
     case ErrorReason::kBadLayout:
-      return "and no step can be pushed until the model is as it was at attach() (to go on with "
-             "another, attach anew, to a model of another name)";
+      return "and no step can be pushed until the model is as it was at attach() (to continue with "
+             "the changed one, call attach() again with another name)";
     case ErrorReason::kPlanMismatch:
       return "the average continues when attach(time=) gives the same on all ranks, and frozen "
              "tensors change on all ranks at the same step";
     default:
-      return "the average goes on with the next";
+      return "the average continues with the next";
   }
 }
 

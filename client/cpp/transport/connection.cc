@@ -244,7 +244,7 @@ absl::Status Call::Result(const grpc::Status& status) {
   }
   if (is_cancelled) {
     if (connection_->broken()) {
-      return absl::UnavailableError(absl::StrCat(message, " (the connection was given up)"));
+      return absl::UnavailableError(absl::StrCat(message, " (the connection was closed)"));
     }
     if (cancelled_at_.load() == SteadyTime::max()) {
       return absl::UnavailableError(absl::StrCat(message, " (the server has ended the stream)"));

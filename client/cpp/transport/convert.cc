@@ -90,8 +90,8 @@ absl::Status CheckPartitions(const v1::Model& proto) {
   }
   return absl::UnimplementedError(
       absl::StrCat("model \"", proto.name(), "\" is spread over ", proto.partitions_size(),
-                   " partitions; this client can use a model that lies whole on the server it is "
-                   "connected to; use a newer client"));
+                   " partitions; this client can only use a model that is complete on the server "
+                   "that it is connected to; use a newer client"));
 }
 
 absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto) {
@@ -107,8 +107,8 @@ absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto) {
     absl::StatusOr<Manifest> manifest = Manifest::Create(std::move(tensors));
     if (!manifest.ok()) return Malformed("the manifest", manifest.status());
     if (manifest->digest() != proto.manifest_digest()) {
-      return MalformedReply(absl::StrCat("the manifest's digest is ", manifest->digest(), " here, ",
-                                         proto.manifest_digest(), " there"));
+      return MalformedReply(absl::StrCat("the manifest's digest is ", proto.manifest_digest(),
+                                         ", expected ", manifest->digest()));
     }
     info.manifest = *std::move(manifest);
   }

@@ -156,7 +156,7 @@ absl::Status Dialer::Find(SteadyTime deadline, Interrupt* interrupt) {
     std::thread([lookup] { lookup->Ask(); }).detach();
   } catch (const std::system_error& error) {
     return absl::UnavailableError(
-        absl::StrCat("cannot look for host \"", address_.host, "\": ", error.what()));
+        absl::StrCat("cannot look up host \"", address_.host, "\": ", error.what()));
   }
   const SteadyTime give_up =
       found_ == nullptr ? deadline : std::min(deadline, After(SteadyNow(), kFindAgainTimeout));
@@ -185,7 +185,7 @@ absl::StatusOr<int> Dialer::DialUnix() const {
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, address_.path.data(), address_.path.size());
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) return Unavailable("cannot make a socket", errno);
+  if (fd < 0) return Unavailable("cannot create a socket", errno);
   // Done at once, or refused because nobody listens or too many wait to be accepted.
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return fd;
   const absl::Status status = Unavailable("cannot connect", errno);
@@ -200,7 +200,7 @@ absl::StatusOr<int> Dialer::Dial(SteadyTime deadline, Interrupt* interrupt) {
   for (const addrinfo* next = found_.get(); next != nullptr; next = next->ai_next) {
     const int fd = socket(next->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) {
-      status = Unavailable("cannot make a socket", errno);
+      status = Unavailable("cannot create a socket", errno);
       continue;
     }
     SetOptions(fd, next->ai_addr);

@@ -32,7 +32,7 @@ std::string ReadWord(const std::string& path) {
 absl::Status Token::Check() const {
   const auto bad = [](const std::string& problem) { return BadRequest(problem); };
   if (!token_.empty() && !file_.empty()) {
-    return bad(absl::StrCat("token, token_file \"", file_, "\": expected one of them"));
+    return bad(absl::StrCat("token, token_file \"", file_, "\": expected only one of them"));
   }
   if (!token_.empty() && !IsToken(token_)) {
     return bad("token: expected printable characters without blanks");

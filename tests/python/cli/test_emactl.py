@@ -144,7 +144,7 @@ def test_exit_codes(emactl, pushed, tmp_path):
     for words, problem in [
         (["lst"], 'emactl has no command "lst"; did you mean "list"?'),
         (["checkpoint", "crate"], 'checkpoint has no command "crate"; did you mean "create"?'),
-        (["--frob"], "there is no option --frob"),
+        (["--frob"], "unknown option --frob"),
     ]:
         refused = emactl(*words)
         assert refused.returncode == 2 and problem in refused.stderr, refused.stderr
@@ -163,9 +163,7 @@ def test_exit_codes(emactl, pushed, tmp_path):
     away = emactl("list", address="127.0.0.1:1")
     assert away.returncode == 5
     waits, ends = away.stderr.splitlines()
-    assert waits.endswith(
-        "cannot connect: Connection refused; trying again as long as --timeout allows"
-    )
+    assert waits.endswith("cannot connect: Connection refused; retrying until --timeout ends")
     assert ends.endswith("cannot connect: Connection refused [UNAVAILABLE]")
 
 
@@ -243,7 +241,7 @@ def test_a_track_that_is_wrong_is_named_and_makes_no_model(
     result = emactl("create", "new", "--from", weights, "--track", track)
     assert result.returncode == 2
     assert f"--track {track}: {problem}" in result.stderr
-    assert "right ones are raw=copy, fast=200ba" in result.stderr
+    assert "examples: raw=copy; fast=200ba" in result.stderr
     assert "new" not in [info.name for info in client.models()]
 
 

@@ -53,7 +53,7 @@ def test_a_step_is_its_version_in_memory_or_on_the_disk(client, model, push):
         by_step(client, model, 0)
     reason, message = reason_of(error)
     assert reason == "VERSION_NOT_KEPT"
-    assert f'model "{model}": of step 0 no version is in memory or on the disk' in message
+    assert f'model "{model}": no version of step 0 is in memory or on the disk' in message
     assert "step 20 (version 3)" in message and "step 90 (version 10)" in message
 
 

@@ -230,7 +230,7 @@ def test_a_file_that_is_not_attached(client, model, pushed):
     assert client.attached_files(model) == {}
     with pytest.raises(ema_client.NotFoundError):
         client.attached_files("nobody")
-    with pytest.raises(ema_client.NotFoundError, match="there is none") as error:
+    with pytest.raises(ema_client.NotFoundError, match="attached files: none") as error:
         client._client.get_attached_file(model, "config.json", 5)
     assert error.value.reason == "FILE_NOT_FOUND"
 

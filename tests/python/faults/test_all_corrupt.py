@@ -109,7 +109,7 @@ def test_running_training_warns_and_goes_on_after_the_deletion(tmp_path, model, 
             server.start(port=server.port)
 
             def warnings() -> list[str]:
-                mended = "pushes do not start again before this is mended"
+                mended = "pushes will not resume until this is fixed"
                 return [line for line in caplog.messages if mended in line]
 
             step_until(lambda: ema.stats.skipped > 0, training.step)

@@ -159,7 +159,7 @@ def test_a_start_on_a_full_disk_says_so(tmp_path):
         with ServerProcess(tmp_path, *LISTEN, data_dir=data) as server:
             server.kill()
             ballast = fill(disk, 0)
-            with pytest.raises(ServerError, match="the data directory is full: a start needs"):
+            with pytest.raises(ServerError, match="the data directory is full: the server needs"):
                 server.start()
             ballast.unlink()
             server.start()

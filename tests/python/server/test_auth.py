@@ -273,4 +273,4 @@ def test_a_bad_token_file_stops_the_start(tmp_path: pathlib.Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "line 1: the first word is no role" in done.stderr and ADMIN not in done.stderr
+    assert "line 1: the first word is not a role" in done.stderr and ADMIN not in done.stderr

@@ -98,7 +98,7 @@ def test_a_part_is_read_when_it_has_left_memory(client, model, rng, versions):
         got = client.pull(model, track="fast", framework="numpy", **named)
         assert got.version == version
         assert_same_bits(held["fast"], got)
-        with pytest.raises(ema_client.OutOfRangeError, match="only these .* saved: fast") as error:
+        with pytest.raises(ema_client.OutOfRangeError, match="saved only with .*: fast") as error:
             client.pull(model, track="raw", **named)
         assert error.value.reason == "VERSION_NOT_KEPT"
     # Whoever reads a label's version, or goes back to it, may want any track.

@@ -98,7 +98,7 @@ def test_limits_that_the_machine_has_no_memory_for_are_warned_of(tmp_path):
     ) as server:
         pass
     lines = events(server)
-    warning = only(lines, "the limits allow more memory than there is")
+    warning = only(lines, "the limits allow more memory than is available")
     assert warning["level"] == "warn" and warning["memory"] == "host"
     assert warning["at_most_bytes"] == only(lines, "memory")["at_most_bytes"] > 900 << 40
     assert warning["available_bytes"] < 900 << 40

@@ -101,8 +101,8 @@ def test_a_step_that_is_being_pushed_is_committed_and_saved(tmp_path, ask: Ask):
             ask(server)
             wait_for(lambda: check_health(server.address, "") == NOT_SERVING, "it drains")
             assert sessions(server) == 1
-            wait_for(lambda: "waiting for what is under way" in server.log(), "it says for what")
-            assert re.search(r"under way pulls=0 pushes=\d steps=1 longest=1m", server.log())
+            wait_for(lambda: "waiting for running calls" in server.log(), "it says for what")
+            assert re.search(r"running calls pulls=0 pushes=\d steps=1 longest=1m", server.log())
             second = runs[1].start_push(step=1, weights=WEIGHTS)
             assert [pending.wait().step for pending in (first, second)] == [1, 1]
         wait_for(lambda: not server.is_running(), "the end")

@@ -64,7 +64,7 @@ def test_check_finds_weights_that_were_swapped_out_and_back(server, client, mode
         wait_for(lambda: ema._pusher.engine.is_push_done, "the push has ended")
         net.others.data.copy_(own)
         with pytest.raises(
-            ema_client.FailedPreconditionError, match="some, which have been put back"
+            ema_client.FailedPreconditionError, match="some tensors, which have been restored since"
         ):
             optimizer.step()
         assert (ema.step, ema.stats.skipped) == (1, 1)
@@ -98,7 +98,7 @@ def test_a_write_while_weights_are_pushed_costs_that_step(server, client, model,
         assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (4, 3, 1)
     assert "written since the push of step 2 began, without wait_released(): weight" in caplog.text
     assert "attach with None as the optimizer, and call after_step()" in caplog.text
-    assert "joined again" not in caplog.text and "pushing again" not in caplog.text
+    assert "rejoined the run" not in caplog.text and "pushing again" not in caplog.text
     assert [entry.version.step for entry in client.versions(model)] == [1, 3, 4]
 
 
@@ -119,7 +119,7 @@ def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, cap
             step_until(lambda: ema.stats.pushes >= 2, optimizer.step)
             skipped = ema.stats.skipped
     assert "push of step" in caplog.text
-    why = "the server was away, or a rank, and its bytes had not left after"
+    why = "the server or a rank was away, and its bytes had not been sent after"
     assert (why in caplog.text) == (count > 3)
     # However many were left out without a word meanwhile.
     lost = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)
@@ -272,7 +272,7 @@ def test_the_way_out_for_a_mask_is_one(server, client, model, caplog):
         assert ema.stats.skipped == 1
     (said,) = [text for text in caplog.messages if "skipped, the average" in text]
     assert '"mask" holds NaN or infinity' in said
-    assert "make the model anew with tracks that ignore it" in said
+    assert "create the model again with tracks that ignore it" in said
     client.delete_model(model)
     rules = {"mask": "ignore"}
     with ema_client.attach(

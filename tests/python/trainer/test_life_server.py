@@ -52,7 +52,7 @@ def test_skipped_steps_are_counted_and_the_next_average_is_right(tmp_path, model
             for _ in range(5):
                 answers = do_all(ranks)
             assert all(answer["skipped"] >= 1 for answer in answers)
-            assert "skipped, the average goes on with the next" in ranks[0].log()
+            assert "skipped, the average continues with the next" in ranks[0].log()
             server.start(port=server.port)
             step_until_pushed(ranks, 4 + 3)
             last = do_all(ranks, "pushed")
@@ -268,7 +268,7 @@ def test_a_rank_that_cannot_push_does_not_keep_the_others(server, client, model,
         last = do_all(ranks, "pushed")
         assert [(one["pushes"], one["skipped"]) for one in last] == [(2, 3)] * 2
         for step in (2, 3, 4):
-            assert f"step {step}: rank 1 has given it up: OutOfMemoryError: no memory" in (
+            assert f"step {step}: rank 1 has abandoned it: OutOfMemoryError: no memory" in (
                 ranks[0].log()
             )
         assert "waits for the server" not in ranks[0].log()
@@ -307,7 +307,7 @@ def test_a_write_on_one_rank_costs_the_step_that_it_pushed(
         last = do_all(ranks, "pushed")
         assert [(one["step"], one["pushes"], one["skipped"]) for one in last] == [(5, 4, 1)] * 2
         assert "pushing again" not in ranks[0].log() + ranks[1].log()
-        assert "step 3: rank 1 has given it up: " in ranks[0].log()
+        assert "step 3: rank 1 has abandoned it: " in ranks[0].log()
         end_all(ranks)
     assert [version.step for version in versions_of(client, model)] == [1, 2, 4, 5]
 

@@ -40,7 +40,7 @@ def test_a_restart_forgets_nobody_who_was_fenced(tmp_path, model, caplog):
         server.start(port=server.port)
         wait_for(lambda: not is_away(fenced.ema), "the fenced one came back")
         step_until(lambda: newer.ema.stats.pushes >= 2, newer.step)
-        step_until(lambda: "does not push any more" in caplog.text, fenced.step)
+        step_until(lambda: "this run no longer pushes" in caplog.text, fenced.step)
         pushes = newer.ema.stats.pushes
         newer.step()
         newer.ema.wait_pushed()
@@ -78,8 +78,8 @@ def test_a_step_that_is_pushed_again_after_an_outage_is_not_said_to_be_written(
 
 
 GONE = {
-    True: "the server has gone back from step 5 to step 2, 3 of this trainer's updates are gone",
-    False: "and the average begins anew at step {next}, 5 of this trainer's updates are gone",
+    True: "the server has fallen back from step 5 to step 2; 3 of this trainer's updates are lost",
+    False: "and the average starts again at step {next}; 5 of this trainer's updates are lost",
 }
 
 

@@ -486,7 +486,7 @@ def test_a_server_that_cannot_write_is_not_away(tmp_path, model, trainer, caplog
                 with pytest.raises(ema_client.UnavailableError) as error:
                     ema.state_dict()
                 said = str(error.value)
-            assert "data directory has gone" in said and "STORE_READ_ONLY" in said
+            assert "data directory is missing" in said and "STORE_READ_ONLY" in said
             assert "is away" not in said
 
 
