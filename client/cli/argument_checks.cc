@@ -47,6 +47,8 @@ std::string CheckDtype(const std::string& text) {
   return absl::StrCat(text, " given, expected float32, float16 or bfloat16");
 }
 
+std::string CheckOverflow(const std::string& text) { return ErrorOf(ParseOverflowPolicy(text)); }
+
 std::string CheckNonFinite(const std::string& text) {
   return ParseNonFinitePolicy(text).has_value()
              ? ""

@@ -21,6 +21,8 @@ std::string CheckTrack(const std::string& text);
 std::string CheckVersionOrLabel(const std::string& text);
 // Dtypes to which the server can cast.
 std::string CheckDtype(const std::string& text);
+// Texts that ParseOverflowPolicy() accepts.
+std::string CheckOverflow(const std::string& text);
 // Texts that ParseNonFinitePolicy() accepts.
 std::string CheckNonFinite(const std::string& text);
 // A label to be set. It must not be a number, which --version and --to take for a version.

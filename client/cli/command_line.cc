@@ -386,6 +386,11 @@ void AddPull(CLI::App& app, Options& options, Command& chosen) {
   sub->add_option("--dtype", options.pull.dtype,
                   "Cast floats to float32, float16 or bfloat16 (default: as the server keeps them)")
       ->check(CheckDtype);
+  sub->add_option("--overflow", options.pull.overflow,
+                  "What to do if a value is too large for --dtype: error, saturate (the largest "
+                  "value of the dtype) or inf")
+      ->check(CheckOverflow)
+      ->capture_default_str();
   AddRepeatable(sub, "--slice", options.pull.slices,
                 "Pull only this part of a tensor, such as 'head.weight[0:10,5:]', and the tensors "
                 "of --tensors");

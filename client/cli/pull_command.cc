@@ -155,6 +155,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   if (!options.dtype.empty()) {
     EMA_ASSIGN_OR_RETURN(request.selection.dtype, ParseDtype(options.dtype));
   }
+  EMA_ASSIGN_OR_RETURN(request.selection.overflow, ParseOverflowPolicy(options.overflow));
   std::error_code ignored;
   const bool is_folder =
       options.output.back() == '/' || std::filesystem::is_directory(options.output, ignored);

@@ -28,6 +28,7 @@ struct PullOptions {
   Client::PullOptions request;
   std::string version;  // For ParseVersionOrLabel(); goes into `request`. Empty: not given.
   std::string dtype;    // Empty: the server's dtypes.
+  std::string overflow = "error";   // For ParseOverflowPolicy().
   std::vector<std::string> slices;  // For ParseSlice().
   // A file whose name ends in ".safetensors"; or a folder, if it is one or ends in "/".
   std::string output;

@@ -123,6 +123,27 @@ Dtype OnTheWire(Dtype dtype, WireDtype wire_dtype) {
   return is_rounded ? Dtype::kBFloat16 : dtype;
 }
 
+std::string_view OverflowPolicyName(OverflowPolicy policy) {
+  switch (policy) {
+    case OverflowPolicy::kSaturate:
+      return "saturate";
+    case OverflowPolicy::kInfinity:
+      return "inf";
+    case OverflowPolicy::kError:
+      break;
+  }
+  return "error";
+}
+
+absl::StatusOr<OverflowPolicy> ParseOverflowPolicy(std::string_view name) {
+  for (const OverflowPolicy policy :
+       {OverflowPolicy::kError, OverflowPolicy::kSaturate, OverflowPolicy::kInfinity}) {
+    if (name == OverflowPolicyName(policy)) return policy;
+  }
+  return BadRequest(
+      absl::StrCat("overflow: ", Quoted(name), " given, expected error, saturate or inf"));
+}
+
 std::string_view TensorActionName(TensorAction action) {
   switch (action) {
     case TensorAction::kAverage:

@@ -49,6 +49,18 @@ std::string_view WireDtypeName(WireDtype wire_dtype);
 // The dtype in which a tensor of `dtype` is sent.
 Dtype OnTheWire(Dtype dtype, WireDtype wire_dtype);
 
+// What a reader gets for a finite value that is too large for the dtype to which it is cast.
+// Numbers are those of ema.v1.OverflowPolicy.
+enum class OverflowPolicy : int {
+  kError = 0,     // The pull fails.
+  kSaturate = 1,  // The largest finite value of the dtype, with the value's sign.
+  kInfinity = 2,
+};
+// "error", "saturate", "inf".
+std::string_view OverflowPolicyName(OverflowPolicy policy);
+// INVALID_ARGUMENT, BAD_REQUEST: no such name; the message lists the valid ones.
+absl::StatusOr<OverflowPolicy> ParseOverflowPolicy(std::string_view name);
+
 // What a track does with a tensor.
 enum class TensorAction {
   kAverage,  // Kept as float32. Only for floats.

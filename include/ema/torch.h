@@ -404,10 +404,10 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 
 // Copies one version of a track into a module's parameters and buffers, cast to their dtypes and on
 // their devices; the tensor objects stay the same. Returns the version. INVALID_ARGUMENT,
-// BAD_LAYOUT: names, shapes or dtypes do not fit; the message lists them all. Other errors as
-// Client::Pull(), and INTERNAL: LibTorch fails, as for a tensor made by expand() or, outside of
-// inference mode, one made in it. After an error the module is unchanged, unless a device failed
-// while values were copied to it.
+// BAD_LAYOUT: names, shapes or dtypes do not fit, and the message lists them all; or a value is too
+// large for the module's dtype. Other errors as Client::Pull(), and INTERNAL: LibTorch fails, as
+// for a tensor made by expand() or, outside of inference mode, one made in it. After an error the
+// module is unchanged, unless a device failed while values were copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                         torch::nn::Module& module,
                                         const PullIntoOptions& options = {}) {
@@ -435,9 +435,19 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
     std::vector<at::Tensor> values;
     for (const auto& [from, to] : pairs) {
       const PulledTensor& pulled = info.tensors[from];
-      values.push_back(at::from_blob(static_cast<std::byte*>(bytes.data_ptr()) + pulled.offset,
-                                     pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype))
-                           .to(own.tensors[to].scalar_type()));
+      const at::Tensor source =
+          at::from_blob(static_cast<std::byte*>(bytes.data_ptr()) + pulled.offset,
+                        pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype));
+      values.push_back(source.to(own.tensors[to].scalar_type()));
+      const at::Tensor& value = values.back();
+      if (value.is_floating_point() && value.scalar_type() != source.scalar_type() &&
+          value.isinf().logical_and(source.isinf().logical_not()).any().item<bool>()) {
+        return MakeError(
+            absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+            absl::StrCat("tensor \"", pulled.spec.name, "\" has values that are too large for ",
+                         c10::toString(value.scalar_type()),
+                         " in the module; expected a wider dtype"));
+      }
       at::assert_no_internal_overlap(own.tensors[to]);
       TORCH_CHECK(!own.tensors[to].is_inference() || c10::InferenceMode::is_enabled(), "tensor \"",
                   pulled.spec.name, "\" was made in inference mode, and is written only in it");

@@ -2,6 +2,7 @@
 #include "server/core/reading.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -12,7 +13,6 @@
 #include "ema/internal/status_macros.h"
 #include "include/ema/internal/tensor_pattern.h"
 #include "server/base/crc32c.h"
-#include "server/kernel/cast.h"
 
 namespace ema {
 namespace {
@@ -71,7 +71,7 @@ absl::StatusOr<std::shared_ptr<Reading>> Reading::Create(SnapshotRef snapshot,
   }
   const int64_t total_bytes = reading->total_bytes();
   const int64_t chunk_count = (total_bytes + kChunkBytes - 1) / kChunkBytes;
-  reading->checksums_ = std::make_unique<ChunkChecksum[]>(chunk_count);
+  reading->facts_ = std::make_unique<ChunkFacts[]>(chunk_count);
   if (reading->is_stored() || reading->selection_.dtype.has_value() ||
       !reading->selection_.slices.empty()) {
     auto reserved = budget.Reserve("data that is read, cast or sliced for readers", total_bytes);
@@ -248,7 +248,65 @@ absl::StatusOr<std::shared_ptr<const std::byte>> Reading::MakeChunk(
   };
   EMA_RETURN_IF_ERROR(VisitRuns(runs, take));
   std::memset(to, 0, bytes.get() + length - to);
+  for (const Run& run : runs) {
+    EMA_RETURN_IF_ERROR(TreatOverflow(run, bytes.get() + run.offset - start));
+  }
   return std::shared_ptr<const std::byte>(bytes, bytes.get());
+}
+
+absl::Status Reading::TreatOverflow(const Run& run, std::byte* cast) const {
+  if (!MustCheckOverflow(run)) return absl::OkStatus();
+  const auto find_next = [&](int64_t begin) {
+    return FindInfinity(run.dtype, cast, begin, run.element_count);
+  };
+  int64_t i = find_next(0);
+  if (i == run.element_count) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const auto stored, ReadChunk(run.stored_offset, run.stored_bytes()));
+  for (; i < run.element_count; i = find_next(i + 1)) {
+    const double value = ValueAt(run.stored_dtype, stored.get(), i);
+    if (std::isinf(value)) continue;
+    if (selection_.overflow == OverflowPolicy::kError) return OverflowError(run, i, value);
+    const auto largest = static_cast<float>(std::copysign(LargestValue(run.dtype), value));
+    CastOnCpu(Dtype::kFloat32, reinterpret_cast<const std::byte*>(&largest), run.dtype,
+              cast + i * DtypeSize(run.dtype), 1);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Reading::OverflowError(const Run& run, int64_t element, double value) const {
+  const absl::Span<const StorageLayout::Entry> entries = layout_.entries();
+  const auto entry = std::partition_point(entries.begin(), entries.end(), [&](const auto& e) {
+    return e.offset + e.length_bytes <= run.offset;
+  });
+  const int64_t tensor = boxes_.shards()[entry - entries.begin()].tensor_index;
+  const int64_t stored_begin = track_.track->layout().entry(tensor).offset;
+  const int64_t first = (run.stored_offset - stored_begin) / DtypeSize(run.stored_dtype);
+  const std::string dtype(DtypeName(run.dtype));
+  return BadRequest(absl::StrCat("dtype: ", dtype, " given, but element ", first + element,
+                                 " of tensor \"", manifest_.tensor(tensor).name, "\" is ", value,
+                                 ", and ", dtype, " ends at ", LargestValue(run.dtype),
+                                 "; expected a wider dtype, or overflow saturate or inf"));
+}
+
+absl::StatusOr<bool> Reading::MayHaveOverflown(int64_t chunk, absl::Span<const Run> runs) const {
+  std::atomic<bool>& has_no_overflow = facts_[chunk].has_no_overflow;
+  if (has_no_overflow.load(std::memory_order_relaxed)) return false;
+  const int64_t start = runs.front().offset;
+  EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
+                       ReadInPlace(runs, start, runs.back().end() - start));
+  auto run = runs.begin();
+  int64_t at = start;
+  for (const HostPiece& piece : pieces) {
+    while (at >= run->end()) ++run;
+    const auto size = static_cast<int64_t>(piece.bytes.size());
+    const int64_t count = size / DtypeSize(run->dtype);
+    if (MustCheckOverflow(*run) && FindInfinity(run->dtype, piece.bytes.data(), 0, count) < count) {
+      return true;
+    }
+    at += size;
+  }
+  has_no_overflow.store(true, std::memory_order_relaxed);
+  return false;
 }
 
 absl::StatusOr<std::shared_ptr<const std::byte>> Reading::ReadChunk(int64_t offset,
@@ -374,7 +432,10 @@ absl::StatusOr<std::vector<HostPiece>> Reading::Read(int64_t offset, int64_t len
     EMA_ASSIGN_OR_RETURN(made.bytes, ReadChunk(start, end - start));
   } else if (made.bytes == nullptr) {
     const std::vector<Run> runs = RunsIn(start, end);
-    if (CanReadInPlace(runs, start, end)) return ReadInPlace(runs, offset, length_bytes);
+    if (CanReadInPlace(runs, start, end)) {
+      EMA_ASSIGN_OR_RETURN(const bool may_have_overflown, MayHaveOverflown(chunk, runs));
+      if (!may_have_overflown) return ReadInPlace(runs, offset, length_bytes);
+    }
     EMA_ASSIGN_OR_RETURN(made.bytes, MakeChunk(chunk, runs));
   }
   const std::span<const std::byte> range(made.bytes.get() + (offset - start), length_bytes);
@@ -439,14 +500,14 @@ bool Reading::CanReadWithoutWaiting(int64_t offset) const {
 }
 
 uint32_t Reading::Checksum(int64_t offset, absl::Span<const HostPiece> pieces) const {
-  std::atomic<uint64_t>& known = checksums_[offset / kChunkBytes].value;
+  std::atomic<uint64_t>& known = facts_[offset / kChunkBytes].checksum;
   const bool is_whole = offset % kChunkBytes == 0;
   if (const uint64_t value = known.load(std::memory_order_relaxed); is_whole && value != 0) {
     return static_cast<uint32_t>(value);
   }
   uint32_t crc32c = 0;
   for (const HostPiece& piece : pieces) crc32c = Crc32c(crc32c, piece.bytes);
-  if (is_whole) known.store(ChunkChecksum::kKnown | crc32c, std::memory_order_relaxed);
+  if (is_whole) known.store(ChunkFacts::kKnown | crc32c, std::memory_order_relaxed);
   return crc32c;
 }
 

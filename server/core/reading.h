@@ -24,6 +24,7 @@
 #include "server/core/memory_budget.h"
 #include "server/core/snapshot.h"
 #include "server/device/device.h"
+#include "server/kernel/cast.h"
 
 namespace ema {
 
@@ -85,7 +86,8 @@ class Reading {
   absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> ReserveHeader() const;
 
   // The bytes [offset, offset + length_bytes), in order, in pieces that are valid while both their
-  // owners and this object are held. REQUIRES: the range is inside one chunk. INTERNAL, DEVICE. If
+  // owners and this object are held. REQUIRES: the range is inside one chunk. INVALID_ARGUMENT,
+  // BAD_REQUEST: a value overflows in the cast, see OverflowPolicy. INTERNAL, DEVICE. If
   // is_stored(): errors as StoredTrack::Read().
   absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes);
 
@@ -119,10 +121,11 @@ class Reading {
     std::shared_ptr<const std::byte> bytes ABSL_GUARDED_BY(mu);
   };
 
-  // 0 until it is computed. Several threads may compute it at once, with the same result.
-  struct ChunkChecksum {
+  // What has been found out about a chunk. Several threads may do so at once, with the same result.
+  struct ChunkFacts {
     static constexpr uint64_t kKnown = uint64_t{1} << 32;
-    std::atomic<uint64_t> value = 0;
+    std::atomic<uint64_t> checksum = 0;  // 0: not computed.
+    std::atomic<bool> has_no_overflow = false;
   };
 
   Reading(SnapshotRef snapshot, const TrackSnapshot& track, const Manifest& manifest,
@@ -147,6 +150,20 @@ class Reading {
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
+  // True: the reader does not take infinity for values that are too large, and the cast of `run`
+  // may have made some of it.
+  bool MustCheckOverflow(const Run& run) const {
+    return selection_.overflow != OverflowPolicy::kInfinity &&
+           CanOverflow(run.stored_dtype, run.dtype);
+  }
+  // Applies the selection's OverflowPolicy to `cast`, the elements of `run` as they are read. Waits
+  // for the stored ones if there is an infinite element. INVALID_ARGUMENT, BAD_REQUEST: a value is
+  // too large.
+  absl::Status TreatOverflow(const Run& run, std::byte* cast) const;
+  absl::Status OverflowError(const Run& run, int64_t element, double value) const;
+  // False: no element of the chunk, which consists of `runs`, has overflowed. REQUIRES:
+  // CanReadInPlace().
+  absl::StatusOr<bool> MayHaveOverflown(int64_t chunk, absl::Span<const Run> runs) const;
   // Reads bytes as they are stored, into one piece of memory.
   absl::StatusOr<std::shared_ptr<const std::byte>> ReadChunk(int64_t offset,
                                                              int64_t length_bytes) const;
@@ -188,7 +205,7 @@ class Reading {
   std::unique_ptr<MemoryBudget::Reservation> table_memory_;  // Null: the tables are small.
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
   std::unique_ptr<CachedChunk[]> cached_chunks_;  // Null: made chunks are not kept.
-  std::unique_ptr<ChunkChecksum[]> checksums_;
+  std::unique_ptr<ChunkFacts[]> facts_;           // Of each chunk.
 };
 
 }  // namespace ema

@@ -23,7 +23,17 @@ inline bool IsCastTarget(Dtype dtype) {
 void CastOnCpu(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
                int64_t element_count);
 
-// The same, one element at a time by the definitions: the reference for tests.
+// True: a finite value of `from_dtype` may be too large for `to_dtype`, and becomes infinite.
+bool CanOverflow(Dtype from_dtype, Dtype to_dtype);
+// The first element from `begin` on that is infinite; `element_count`: there is none. REQUIRES:
+// IsCastTarget(dtype).
+int64_t FindInfinity(Dtype dtype, const std::byte* elements, int64_t begin, int64_t element_count);
+// The largest finite value. REQUIRES: IsCastTarget(dtype).
+double LargestValue(Dtype dtype);
+// Element `i`, exactly. REQUIRES: IsFloat(dtype).
+double ValueAt(Dtype dtype, const std::byte* elements, int64_t i);
+
+// CastOnCpu(), one element at a time by the definitions: the reference for tests.
 void CastScalar(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
                 int64_t element_count);
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 
 #include "server/kernel/cast.h"
 #include "server/kernel/ema_kernel.h"
@@ -122,7 +123,58 @@ void Cast(FoldFunction fold, Narrow narrow, Dtype from_dtype, const std::byte* f
   }
 }
 
+template <typename Bits>
+int64_t FindBits(const std::byte* elements, int64_t begin, int64_t element_count, Bits infinity) {
+  constexpr int64_t kTileElements = 512;  // A compiler makes vector code of a loop without an exit.
+  const auto is_infinite = [&](int64_t i) {
+    constexpr Bits kWithoutSign = static_cast<Bits>(~Bits{0}) >> 1;
+    return (LoadAs<Bits>(elements + i * sizeof(Bits)) & kWithoutSign) == infinity;
+  };
+  for (; begin < element_count; begin += kTileElements) {
+    const int64_t end = std::min(begin + kTileElements, element_count);
+    bool is_found = false;
+    for (int64_t i = begin; i < end; ++i) is_found |= is_infinite(i);
+    if (!is_found) continue;
+    while (!is_infinite(begin)) ++begin;
+    return begin;
+  }
+  return element_count;
+}
+
 }  // namespace
+
+bool CanOverflow(Dtype from_dtype, Dtype to_dtype) {
+  if (from_dtype == to_dtype || !IsFloat(from_dtype) || from_dtype == Dtype::kFloat16) return false;
+  if (to_dtype == Dtype::kFloat16) return true;
+  return from_dtype == Dtype::kFloat64 ||
+         (from_dtype == Dtype::kFloat32 && to_dtype == Dtype::kBFloat16);
+}
+
+int64_t FindInfinity(Dtype dtype, const std::byte* elements, int64_t begin, int64_t element_count) {
+  switch (dtype) {
+    case Dtype::kFloat16:
+      return FindBits<uint16_t>(elements, begin, element_count, 0x7c00);
+    case Dtype::kBFloat16:
+      return FindBits<uint16_t>(elements, begin, element_count, 0x7f80);
+    default:
+      return FindBits<uint32_t>(elements, begin, element_count, 0x7f800000);
+  }
+}
+
+double LargestValue(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat16:
+      return 0x1.ffcp15;
+    case Dtype::kBFloat16:
+      return 0x1.fep127;
+    default:
+      return std::numeric_limits<float>::max();
+  }
+}
+
+double ValueAt(Dtype dtype, const std::byte* elements, int64_t i) {
+  return LoadDouble(static_cast<SourceFormat>(dtype), elements + i * DtypeSize(dtype));
+}
 
 void CastOnCpu(Dtype from_dtype, const std::byte* from, Dtype to_dtype, std::byte* to,
                int64_t element_count) {

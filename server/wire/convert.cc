@@ -213,7 +213,8 @@ std::vector<Shard> FromProto(const v1::RankLayout& proto) {
 absl::StatusOr<Selection> FromProto(const v1::Selection& proto) {
   Selection selection{.tensors = {proto.tensors().begin(), proto.tensors().end()},
                       .slices = {},
-                      .dtype = std::nullopt};
+                      .dtype = std::nullopt,
+                      .overflow = OverflowPolicy::kError};
   selection.slices.reserve(proto.slices_size());
   for (const v1::TensorSlice& slice : proto.slices()) {
     selection.slices.push_back({slice.tensor(),
@@ -225,6 +226,11 @@ absl::StatusOr<Selection> FromProto(const v1::Selection& proto) {
                                    "; expected float32, float16 or bfloat16"));
   }
   if (proto.dtype() != v1::DTYPE_UNSPECIFIED) selection.dtype = static_cast<Dtype>(proto.dtype());
+  if (!v1::OverflowPolicy_IsValid(proto.overflow())) {
+    return BadRequest(absl::StrCat("overflow: unknown value ", static_cast<int>(proto.overflow()),
+                                   "; expected 0 to ", v1::OverflowPolicy_MAX));
+  }
+  selection.overflow = static_cast<OverflowPolicy>(proto.overflow());
   return selection;
 }
 
@@ -323,6 +329,7 @@ void ToProto(const Selection& selection, v1::Selection* proto) {
     out->mutable_extents()->Assign(slice.extents.begin(), slice.extents.end());
   }
   if (selection.dtype.has_value()) proto->set_dtype(static_cast<v1::Dtype>(*selection.dtype));
+  proto->set_overflow(static_cast<v1::OverflowPolicy>(selection.overflow));
 }
 
 }  // namespace ema

@@ -73,6 +73,27 @@ TEST_F(TorchTest, AModuleThatCannotBeWrittenStaysAsItWas) {
   ASSERT_THAT(PullInto(*client_, "m", pushed), IsOk());
 }
 
+TEST_F(TorchTest, AValueThatIsTooLargeForTheModulesDtypeIsRefused) {
+  struct Two : torch::nn::Module {
+    explicit Two(float last) {
+      register_buffer("a", torch::ones({3}));
+      register_buffer("z", torch::full({3}, last));
+    }
+  };
+  Two pushed(1e5F);
+  const auto ema = Attach(pushed);
+  ema->AfterStep();
+  ema->Close();
+  Two module(2);
+  module.to(torch::kFloat16);
+  EXPECT_THAT(PullInto(*client_, "m", module),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("\"z\" has values that are too large for Half")));
+  EXPECT_TRUE(torch::equal(module.buffers()[1], torch::full({3}, 2, torch::kFloat16)));
+  module.to(torch::kBFloat16);
+  EXPECT_THAT(PullInto(*client_, "m", module), IsOk());
+}
+
 // Nor does it write to a tensor of inference mode outside of it.
 TEST_F(TorchTest, AModuleOfInferenceModeIsWrittenOnlyInIt) {
   struct Two : torch::nn::Module {

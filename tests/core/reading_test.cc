@@ -4,12 +4,15 @@
 // changed.
 #include <gmock/gmock.h>
 
+#include <limits>
 #include <numeric>
 #include <random>
 
 #include "server/base/crc32c.h"
+#include "server/device/accelerator_device.h"
 #include "server/kernel/cast.h"
 #include "tests/core/test_model.h"
+#include "tests/testutil/fake_accelerator.h"
 
 namespace ema {
 namespace {
@@ -21,8 +24,9 @@ using ::testing::HasSubstr;
 // ignores all others. What is pushed counts up, element by element.
 class ReadingTest : public testing::Test {
  protected:
-  explicit ReadingTest(int64_t memory_bytes = int64_t{1} << 30)
-      : store_(TestDevice(), Options(memory_bytes)) {}
+  explicit ReadingTest(int64_t memory_bytes = int64_t{1} << 30,
+                       std::shared_ptr<Device> device = TestDevice())
+      : store_(std::move(device), Options(memory_bytes)) {}
 
   static ModelStore::Options Options(int64_t memory_bytes) {
     ModelStore::Options options = SmallBlocks();
@@ -223,6 +227,71 @@ TEST_F(ReadingTest, WhatIsMadeCountsAsMemoryWhileItIsRead) {
   reading->reset();
   EXPECT_EQ(model_->memory().budget->reserved_bytes(), before);
   EXPECT_EQ((*pieces)[0].bytes.size(), 2000);
+}
+
+TEST_F(ReadingTest, AValueThatIsTooLargeForADtypeIsTreatedAsTheSelectionSays) {
+  Create({{"a", Dtype::kFloat32, {3}}, {"b", Dtype::kFloat32, {2, 40'000}}});
+  // 70,000 and all after it are in the second row of "b".
+  const auto reading = Open({.dtype = Dtype::kFloat16});
+  ASSERT_THAT(reading, IsOk());
+  const auto refused = (*reading)->Read(0, (*reading)->total_bytes());
+  EXPECT_THAT(
+      refused,
+      StatusIs(absl::StatusCode::kInvalidArgument,
+               HasSubstr("dtype: float16 given, but element 65517 of tensor \"b\" is 65520, "
+                         "and float16 ends at 65504")));
+  EXPECT_THAT(refused, ReasonIs(ErrorReason::kBadRequest));
+  const auto last = [this](OverflowPolicy overflow) {
+    Selection selection{.dtype = Dtype::kFloat16, .overflow = overflow};
+    const std::vector<std::byte> bytes = BytesOfReading(**Open(selection));
+    return ValueAt(Dtype::kFloat16, bytes.data(), static_cast<int64_t>(bytes.size()) / 2 - 1);
+  };
+  EXPECT_EQ(last(OverflowPolicy::kSaturate), 65504);
+  EXPECT_EQ(last(OverflowPolicy::kInfinity), std::numeric_limits<double>::infinity());
+  // What is not selected may be of any size, and so may what the dtype holds.
+  EXPECT_EQ(BytesOfReading(**Open({.tensors = {"a"}, .dtype = Dtype::kFloat16})).size(), 6);
+  EXPECT_GE(BytesOfReading(**Open({.dtype = Dtype::kBFloat16})).size(), 2 * 80'003);
+}
+
+// Averages in a device's memory, which casts them.
+class DeviceReadingTest : public ReadingTest {
+ protected:
+  DeviceReadingTest()
+      : ReadingTest(
+            int64_t{1} << 30,
+            MakeAcceleratorDevice(std::make_shared<FakeAccelerator>(FakeAccelerator::Options()),
+                                  {.kept_free_bytes = 1 << 20})) {}
+};
+
+TEST_F(DeviceReadingTest, OverflowsOfTheCastOnTheDeviceAreFound) {
+  constexpr int64_t kCount = 1 << 19;  // One chunk, sent from where the device's copy lies.
+  Create({{"w", Dtype::kFloat32, {kCount}}});
+  EXPECT_THAT((*Open({.dtype = Dtype::kFloat16}))->Read(0, kCount * 2),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("element 65520 of tensor \"w\" is 65520")));
+  const auto bytes =
+      BytesOfReading(**Open({.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kSaturate}));
+  ASSERT_EQ(bytes.size(), kCount * 2);
+  EXPECT_EQ(ValueAt(Dtype::kFloat16, bytes.data(), kCount - 1), 65504);
+  EXPECT_EQ(BytesOfReading(**Open({.dtype = Dtype::kBFloat16})).size(), kCount * 2);
+}
+
+TEST_F(ReadingTest, InfinityIsNoOverflow) {
+  const auto created = store_.Create({.name = "m",
+                                      .manifest = MakeManifest({{"w", Dtype::kFloat32, {2}}}),
+                                      .tracks = {{"ema", MakeSchedule("1ba")}},
+                                      .non_finite = NonFinitePolicy::kAllow});
+  ASSERT_THAT(created, IsOk());
+  model_ = created->model;
+  rank_ = std::make_unique<TestRank>(model_, "run");
+  ASSERT_THAT(rank_->Join(), IsOk());
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  ASSERT_THAT(rank_->Push(1, BytesOf(std::vector<float>{-kInfinity, 1})), IsOk());
+  for (const OverflowPolicy overflow : {OverflowPolicy::kError, OverflowPolicy::kSaturate}) {
+    const auto bytes = BytesOfReading(**Open({.dtype = Dtype::kFloat16, .overflow = overflow}));
+    ASSERT_EQ(bytes.size(), 4);
+    EXPECT_EQ(ValueAt(Dtype::kFloat16, bytes.data(), 0), -kInfinity);
+  }
 }
 
 class FullReadingTest : public ReadingTest {

@@ -109,6 +109,22 @@ TEST_P(CastTest, SimdGivesTheBitsOfTheDefinition) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, CastTest, testing::Values(Dtype::kFloat16, Dtype::kBFloat16),
                          [](const auto& tested) { return std::string(DtypeName(tested.param)); });
 
+TEST(CastOnCpuTest, TheFirstInfiniteElementIsFoundAtEveryPosition) {
+  constexpr int64_t kCount = 1100;
+  for (const Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat32}) {
+    for (const int64_t position : {0, 1, 511, 512, 513, 1099}) {
+      std::vector<float> values(kCount, static_cast<float>(-LargestValue(dtype)));
+      values[position] = -std::numeric_limits<float>::infinity();
+      if (position > 0) values[position - 1] = std::numeric_limits<float>::quiet_NaN();
+      std::vector<std::byte> cast(kCount * DtypeSize(dtype));
+      CastOnCpu(Dtype::kFloat32, reinterpret_cast<const std::byte*>(values.data()), dtype,
+                cast.data(), kCount);
+      EXPECT_EQ(FindInfinity(dtype, cast.data(), 0, kCount), position);
+      EXPECT_EQ(FindInfinity(dtype, cast.data(), position + 1, kCount), kCount);
+    }
+  }
+}
+
 TEST(CastOnCpuTest, OtherFloatsGoByWayOfFloat32) {
   const std::vector<double> doubles(5000, 1.0 + 0x1p-30);
   std::vector<float> floats(5000);

@@ -370,6 +370,7 @@ class Client:
         tensors: Sequence[str],
         slices: Sequence[tuple[str, Sequence[int], Sequence[int]]],
         dtype: str | None,
+        overflow: str,
         timeout_s: float,
         on_progress: Callable[[int], object] | None,
     ) -> Pulled: ...

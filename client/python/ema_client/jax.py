@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ema_client._client.arrays import check_names, check_shapes
+from ema_client._client.out import check_fits
 from ema_client._errors import InvalidArgumentError
 
 
@@ -53,7 +54,8 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
         arrays: by name, such as a pull's result.
 
     Raises:
-        InvalidArgumentError: names or shapes do not match; lists all.
+        InvalidArgumentError: names or shapes do not match, lists all; or a value is too large for its
+            leaf's dtype.
 
     Example:
         >>> average = unflatten(params, client.pull("m", track="ema", framework="numpy"))
@@ -61,6 +63,8 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
     leaves = named_leaves(tree)
     check_names("arrays", expected=leaves, given=arrays)
     check_shapes("arrays", expected=leaves, given=arrays)
+    for name, leaf in leaves.items():
+        check_fits("tree", name, arrays[name], leaf)
     # Copies: JAX would share NumPy's memory, which `Client.refresh` writes to.
     return jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(tree),

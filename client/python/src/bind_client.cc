@@ -371,8 +371,8 @@ class PyClient {
                                int64_t incarnation, const std::string& label,
                                std::optional<int64_t> step, const std::vector<std::string>& tensors,
                                const std::vector<SliceTuple>& slices,
-                               const std::optional<std::string>& dtype, double timeout_s,
-                               const std::optional<nb::callable>& on_progress) {
+                               const std::optional<std::string>& dtype, const std::string& overflow,
+                               double timeout_s, const std::optional<nb::callable>& on_progress) {
     auto pulled = std::make_shared<Pulled>();
     pulled->model = model;
     pulled->track = track;
@@ -381,6 +381,7 @@ class PyClient {
       pulled->selection.slices.push_back({tensor, offsets, extents});
     }
     if (dtype.has_value()) pulled->selection.dtype = Unwrap(ParseDtype(*dtype));
+    pulled->selection.overflow = Unwrap(ParseOverflowPolicy(overflow));
     const Client::PullOptions options{.version = version,
                                       .incarnation = incarnation,
                                       .label = label,
@@ -504,7 +505,7 @@ void BindClient(nb::module_& module) {
            "resume"_a.none(), "last_run_epoch"_a, "imported_updates"_a, "max_staging_bytes"_a,
            "timeout_s"_a)
       .def("pull", &PyClient::Pull, "model"_a, "track"_a, "version"_a, "incarnation"_a, "label"_a,
-           "step"_a.none(), "tensors"_a, "slices"_a, "dtype"_a.none(), "timeout_s"_a,
+           "step"_a.none(), "tensors"_a, "slices"_a, "dtype"_a.none(), "overflow"_a, "timeout_s"_a,
            "on_progress"_a.none())
       .def("refresh", &PyClient::Refresh, "pulled"_a, "timeout_s"_a)
       .def("watch", &PyClient::Watch, "model"_a, "after"_a.none(), "timeout_s"_a);

@@ -289,3 +289,26 @@ def test_memory_is_what_counts(server, model, monkeypatch, what):
         monkeypatch.setattr(ema, "wait_released", lambda: waits.append(True))
         wait_unread([make(memory)])
     assert waits == ([True] if is_read else [])
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
+def test_values_that_are_too_large_for_a_dtype_are_named(client, model, make):
+    weights = {"w": np.array([[1, -1e5], [2, 3]], np.float32)}
+    client.create_model(model, weights, tracks={"raw": "copy"})
+    with client.open_run(model) as run:
+        run.push(step=1, weights=weights)
+    half = np.float16 if make is np.zeros else torch.float16
+    out = {"w": make((2, 2), dtype=half)}
+    with pytest.raises(ema_client.InvalidArgumentError, match=r"w\[0, 1\] is -100000, and float16"):
+        client.pull(model, out=out, track="raw")
+    assert not out["w"].any()
+    client.pull(model, out=out, track="raw", overflow="saturate")
+    assert out["w"].tolist() == [[1, -65504], [2, 3]]
+    client.pull(model, out=out, track="raw", overflow="inf")
+    assert out["w"][0, 1] == -np.inf
+    # The same where the server casts.
+    with pytest.raises(ema_client.InvalidArgumentError, match='element 1 of tensor "w" is -100000'):
+        client.pull(model, track="raw", dtype="float16")
+    pulled = client.pull(model, track="raw", dtype="float16", overflow="saturate")
+    assert pulled["w"].tolist() == [[1, -65504], [2, 3]]
+    assert client.pull(model, track="raw", dtype="bfloat16")["w"].isfinite().all()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ema_client._client.arrays import check_names, check_shapes, is_instance, range_of
+from ema_client._client.pull_arguments import Overflow
 from ema_client._errors import InvalidArgumentError
 
 # The casts that NumPy may apply to values that are written into an array of another dtype.
@@ -28,9 +29,17 @@ def check_writable(what: str, targets: Mapping[str, Any]) -> None:
         )
 
 
-def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+def check_castable(
+    what: str,
+    *,
+    values: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    overflow: Overflow = "error",
+) -> None:
     """InvalidArgumentError: some of the targets, torch tensors or NumPy arrays, have dtypes that
-    cannot hold the values of the same names, such as int8 for averages; the message lists them."""
+    cannot hold the values of the same names, such as int8 for averages; the message lists them. Or,
+    if `overflow` is "error", a finite value is too large for its target's dtype; the message names
+    the first."""
     wrong = [
         f"{name}: {target.dtype} for {values[name].dtype}"
         for name, target in targets.items()
@@ -38,16 +47,22 @@ def check_castable(what: str, *, values: Mapping[str, Any], targets: Mapping[str
     ]
     if wrong:
         raise InvalidArgumentError(f"{what}: wrong dtypes: {'; '.join(wrong)}", reason="BAD_LAYOUT")
+    if overflow == "error":
+        for name, target in targets.items():
+            check_fits(what, name, values[name], target)
 
 
 def write_arrays(
-    out: Mapping[str, Any], tensors: Mapping[str, Any], aliases: Mapping[str, str]
+    out: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    overflow: Overflow = "error",
 ) -> None:
     """Writes `tensors` in place into the arrays of `out`, cast to their dtypes. REQUIRES: these
     have passed `check_writable`.
 
-    Nothing is written if a name or a shape does not match, a dtype cannot be cast, or two tensors
-    have the same array.
+    Nothing is written if a name or a shape does not match, a dtype cannot be cast, a value is too
+    large for a dtype (see `Overflow`), or two tensors have the same array.
 
     Args:
         aliases: from further names of tensors, which `out` may use, to the first ones.
@@ -60,9 +75,12 @@ def write_arrays(
         _refuse(f"not a {'.'.join(kind)}: {', '.join(wrong)}")
     values = {name: tensors[aliases.get(name, name)] for name in out}
     check_shapes("out", expected=values, given=out)
-    check_castable("out", values=values, targets=out)
+    check_castable("out", values=values, targets=out, overflow=overflow)
     _check_apart(out, aliases)
     for name, tensor in values.items():
+        largest = _largest_if_narrower(tensor, out[name])
+        if largest is not None and overflow == "saturate":
+            tensor = tensor.clip(-largest, largest)
         if is_torch:
             import torch
 
@@ -71,7 +89,8 @@ def write_arrays(
         else:
             import numpy
 
-            numpy.copyto(out[name], tensor, casting=_CASTING)
+            with numpy.errstate(over="ignore"):
+                numpy.copyto(out[name], tensor, casting=_CASTING)
 
 
 def _can_cast(tensor: Any, target: Any) -> bool:
@@ -86,6 +105,47 @@ def _can_cast(tensor: Any, target: Any) -> bool:
     import numpy
 
     return bool(numpy.can_cast(tensor.dtype, target.dtype, casting=_CASTING))
+
+
+def _largest_if_narrower(tensor: Any, target: Any) -> float | None:
+    """The largest finite value of the target's dtype, if both are floats and the tensor's dtype
+    has larger ones."""
+    if is_instance(tensor, "torch", "Tensor"):
+        import torch
+
+        if not (tensor.is_floating_point() and target.is_floating_point()):
+            return None
+        here, there = torch.finfo(target.dtype).max, torch.finfo(tensor.dtype).max
+    else:
+        import numpy
+
+        # Not those of ml_dtypes, such as bfloat16, which NumPy does not know.
+        if tensor.dtype.kind != "f" or target.dtype.kind != "f":
+            return None
+        here, there = numpy.finfo(target.dtype).max, numpy.finfo(tensor.dtype).max
+    return float(here) if here < there else None
+
+
+def check_fits(what: str, name: str, tensor: Any, target: Any) -> None:
+    """InvalidArgumentError: a finite value of `tensor` becomes infinite in the target's dtype."""
+    largest = _largest_if_narrower(tensor, target)
+    if largest is None or 0 in tensor.shape:
+        return
+    if is_instance(tensor, "torch", "Tensor"):
+        overflows = tensor.to(target.dtype).isinf().logical_and_(~tensor.isinf())
+        index = overflows.nonzero()[0].tolist() if overflows.any() else None
+    else:
+        import numpy
+
+        with numpy.errstate(over="ignore"):
+            overflows = numpy.isinf(tensor.astype(target.dtype)) & ~numpy.isinf(tensor)
+        index = numpy.argwhere(overflows)[0].tolist() if overflows.any() else None
+    if index is not None:
+        dtype = str(target.dtype).removeprefix("torch.")
+        raise InvalidArgumentError(
+            f"{what}: {name}{index} is {float(tensor[tuple(index)]):g}, and {dtype} ends at "
+            f"{largest:g}: must have a wider dtype"
+        )
 
 
 def _problem(target: Any) -> str | None:

@@ -20,6 +20,7 @@ from ema_client._client.pieces import is_dtensor, pieces_of, selected, selection
 from ema_client._client.pull_arguments import (
     DtypeLike,
     OutLike,
+    Overflow,
     check_device,
     check_version,
     dtype_name,
@@ -103,7 +104,7 @@ class Destination:
         check_writable("out", targets)
         return cls(framework, device, arrays, targets, (names, boxes), is_empty)
 
-    def put(self, pulled: _ema.Pulled, track: str) -> Weights:
+    def put(self, pulled: _ema.Pulled, track: str, overflow: Overflow) -> Weights:
         """Writes or wraps the pulled values, and returns the arrays."""
         version = version_from(pulled.version)
         aliases = pulled.aliases
@@ -114,7 +115,7 @@ class Destination:
             is_torch = all(is_instance(one, "torch", "Tensor") for one in self.targets.values())
             arrays = build(pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy")
             wait_unread(self.targets.values())
-            write_arrays(self.targets, arrays, aliases)
+            write_arrays(self.targets, arrays, aliases, overflow)
             written = {name: self.out[name] for name in self.targets}
             return Weights(written, version=version, track=track, aliases=aliases)
         if self.device is not None:
@@ -135,6 +136,7 @@ def pull(
     tensors: str | Collection[str] | None = None,
     slices: Shard | Collection[Shard] | None = None,
     dtype: DtypeLike | None = None,
+    overflow: Overflow = "error",
     out: OutLike | None = None,
     framework: Framework = "auto",
     device: Any = None,
@@ -155,6 +157,8 @@ def pull(
         slices: boxes of tensors, or one box: only these parts.
         dtype: the server casts floats to it before it sends them: "float32", "float16", "bfloat16", or
             the dtype of that name in PyTorch, NumPy or JAX. None: no cast.
+        overflow: what a finite value becomes that is too large for that dtype, or for the one of an array
+            in `out`: "error", "saturate" (the largest finite value of the dtype) or "inf".
         out: torch tensors or NumPy arrays by name, to write in place, with a cast to their dtypes. They
             must have exactly the pulled names (of tied tensors the first, and any others), and only
             tied ones may share memory. Or a module, for its parameters and buffers (tied ones once, by
@@ -179,8 +183,9 @@ def pull(
         OutOfRangeError: the version is no longer kept, or not committed yet; for a step, the message
             lists the existing ones.
         InvalidArgumentError: the track does not have a tensor; a box does not fit it; the selection is
-            empty; both a step and a version; no such device; or names, shapes, dtypes or memory
-            layouts in `out` that cannot be written, all of which the message lists.
+            empty; both a step and a version; no such device; a value is too large for its dtype
+            (`overflow`); or names, shapes, dtypes or memory layouts in `out` that cannot be written,
+            all of which the message lists.
     """
     names, boxes = selection_from(tensors, slices)
     cast_to = dtype_name(dtype)
@@ -208,10 +213,11 @@ def pull(
         names,
         [(box.name, box.offsets, box.extents) for box in boxes],
         cast_to,
+        overflow,
         client._timeout(timeout_s, is_transfer=True),
         on_progress,
     )
-    return destination.put(pulled, track)
+    return destination.put(pulled, track, overflow)
 
 
 def refresh(client: Connection, weights: Weights, *, timeout_s: float | None = None) -> bool:
@@ -325,6 +331,7 @@ def save(
     tensors: str | Collection[str] | None = None,
     slices: Shard | Collection[Shard] | None = None,
     dtype: DtypeLike | None = None,
+    overflow: Overflow = "error",
     files: FilesLike | None = None,
     timeout_s: float | None = None,
 ) -> Version:
@@ -337,7 +344,7 @@ def save(
             if config.json is one of diffusers), and small files, so that `from_pretrained` reads it
             if config.json is among them or in the folder. Files of the same names are replaced; if
             the path is a link, its target is.
-        track, version, step, tensors, slices, dtype: as for `pull`.
+        track, version, step, tensors, slices, dtype, overflow: as for `pull`.
         files: for a folder: contents by name, or a folder whose files that describe a model are used,
             as for `attach_files`. None: the files that are attached to the model.
         timeout_s: for each call, as for `pull`.
@@ -372,6 +379,7 @@ def save(
         tensors=tensors,
         slices=slices,
         dtype=dtype,
+        overflow=overflow,
         timeout_s=timeout_s,
     )
     target.write(name, weights)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ema_client._client.arrays import Framework
 from ema_client._client.client import Client
-from ema_client._client.pull_arguments import DtypeLike, OutLike
+from ema_client._client.pull_arguments import DtypeLike, OutLike, Overflow
 from ema_client._client.types import Shard, Version, VersionLike, Weights
 from ema_client._client.url import split_url
 
@@ -22,6 +22,7 @@ def pull(
     tensors: str | Collection[str] | None = None,
     slices: Shard | Collection[Shard] | None = None,
     dtype: DtypeLike | None = None,
+    overflow: Overflow = "error",
     out: OutLike | None = None,
     framework: Framework = "auto",
     device: Any = None,
@@ -44,6 +45,7 @@ def pull(
             tensors=tensors,
             slices=slices,
             dtype=dtype,
+            overflow=overflow,
             out=out,
             framework=framework,
             device=device,
