@@ -34,9 +34,8 @@ def test_health_bench_runs() -> None:
 
 @pytest.mark.framework
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_train_bench_runs(ranks: int) -> None:
-    command = [sys.executable, FOLDER / "train_bench.py", "--quick", "--ranks", str(ranks)]
+def test_train_bench_runs() -> None:
+    command = [sys.executable, FOLDER / "train_bench.py", "--quick", "--ranks", "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     assert "| ours, four tracks, every 10 |" in result.stdout
