@@ -100,11 +100,14 @@ class StoredReadingTest : public testing::Test {
         {.tensors = {"h.*", "f64"}},
         {.tensors = {"*"}},
         {.dtype = Dtype::kFloat32},
-        {.dtype = Dtype::kFloat16},
-        {.dtype = Dtype::kBFloat16},
+        {.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity},
+        {.dtype = Dtype::kBFloat16, .overflow = OverflowPolicy::kInfinity},
         {.slices = {box}},
         {.slices = {box, column}},
-        {.tensors = {"*"}, .slices = {box, column}, .dtype = Dtype::kBFloat16},
+        {.tensors = {"*"},
+         .slices = {box, column},
+         .dtype = Dtype::kBFloat16,
+         .overflow = OverflowPolicy::kInfinity},
     };
     for (const std::string track : {"ema", "raw", "part"}) {
       for (const Selection& selection : selections) {
@@ -148,7 +151,8 @@ TEST_F(StoredReadingTest, BadSelectionsAreRefusedBeforeAnythingIsRead) {
 }
 
 TEST_F(StoredReadingTest, WhoReadsTheSameVersionSharesWhatIsMade) {
-  const Selection half{.tensors = {"rows"}, .dtype = Dtype::kFloat16};
+  const Selection half{
+      .tensors = {"rows"}, .dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity};
   const auto first_disk = Store("ema");
   const auto second_disk = Store("ema");
   const auto first = Open("ema", first_disk, half);
@@ -178,7 +182,8 @@ TEST_F(StoredReadingTest, WhatTheDiskSaysIsTheReadersError) {
   const absl::Status lost = MakeError(absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
                                       "tensor \"large\": bad");
   for (const Selection& selection :
-       {Selection(), Selection{.tensors = {"large"}}, Selection{.dtype = Dtype::kFloat16}}) {
+       {Selection(), Selection{.tensors = {"large"}},
+        Selection{.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity}}) {
     const auto reading =
         Open("ema", Store("ema", [&](int64_t, int64_t) { return lost; }), selection);
     ASSERT_THAT(reading, IsOk());
@@ -189,7 +194,7 @@ TEST_F(StoredReadingTest, WhatTheDiskSaysIsTheReadersError) {
 }
 
 TEST_F(StoredReadingTest, AnErrorThatHasPassedIsNotRemembered) {
-  const Selection half{.dtype = Dtype::kFloat16};
+  const Selection half{.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity};
   const auto expected = (*model_->readings().Open("ema", 0, 0, half))->Read(0, 100);
   bool is_failing = true;
   const auto reading = Open(
@@ -210,7 +215,7 @@ TEST_F(StoredReadingTest, AnErrorThatHasPassedIsNotRemembered) {
 
 TEST_F(StoredReadingTest, IsFoundWhileSomebodyHoldsIt) {
   const VersionId id = snapshot_->record.id();
-  const Selection half{.dtype = Dtype::kFloat16};
+  const Selection half{.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity};
   EXPECT_EQ(model_->readings().FindStored(id, "ema", half), nullptr);
   ASSERT_THAT(model_->readings().Open("ema", 0, 0, half), IsOk());
   EXPECT_EQ(model_->readings().FindStored(id, "ema", half), nullptr);
@@ -226,7 +231,7 @@ TEST_F(StoredReadingTest, IsFoundWhileSomebodyHoldsIt) {
 }
 
 TEST_F(StoredReadingTest, OutlivesItsModel) {
-  const Selection half{.dtype = Dtype::kFloat16};
+  const Selection half{.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity};
   const std::vector<std::byte> expected =
       Joined(*(*model_->readings().Open("ema", 0, 0, half))->Read(0, 100));
   const auto stored = Store("ema");
