@@ -22,6 +22,7 @@ from ema_client._model.torch_model import (
     named_tensors,
     specs_of,
     unwrap,
+    write,
 )
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike, only_average
@@ -87,7 +88,8 @@ def compute_ema(
     # Keyed by the tensor, so that tied ones count once.
     pairs = {id(ema): (ema, source[name]) for name, ema in target.items()}.values()
     averaged = [(ema, _on_host(param)) for ema, param in pairs if ema.is_floating_point()]
-    with torch.no_grad():
+    # Outside inference mode, PyTorch does not write tensors that were created in it.
+    with torch.inference_mode():
         emas = [_on_host(ema).float() for ema, _ in averaged]
         _ema.fold_many(emas, [param for _, param in averaged], 1.0 - smoothing)
         for (ema, _), folded in zip(averaged, emas):
@@ -115,6 +117,15 @@ def _kind(tensor: torch.Tensor) -> str:
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is contiguous in host memory, else a contiguous copy there."""
     return tensor.detach().cpu().contiguous().resolve_neg()
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory, whichever device and mode the caller has set."""
+    import torch
+
+    # Outside inference mode, PyTorch does not write tensors that were created in it.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 @dataclasses.dataclass
@@ -292,17 +303,14 @@ class LocalEMA:
             if name not in track.tensors:
                 is_averaged = track.actions[name] == "average"
                 dtype = torch.float32 if is_averaged else source[name].dtype
-                # Explicit, since torch.set_default_device may have set another device.
-                zeros = torch.zeros(source[name].shape, dtype=dtype, device="cpu")
-                track.tensors[name] = zeros
+                track.tensors[name] = _zeros(source[name].shape, dtype)
         low_parts = None
         if track.track.compensated:
             for name in averaged:
                 if name not in track.low_parts:
-                    track.low_parts[name] = torch.zeros_like(track.tensors[name])
+                    track.low_parts[name] = _zeros(source[name].shape, torch.float32)
             low_parts = [track.low_parts[name] for name in averaged]
-        for name in copied:
-            track.tensors[name].copy_(source[name])
+        write((track.tensors[name], source[name]) for name in copied)
         if from_zero:
             for zeroed in (*(track.tensors[name] for name in averaged), *(low_parts or ())):
                 zeroed.zero_()
@@ -381,9 +389,9 @@ class LocalEMA:
             FailedPreconditionError: it has no weights yet.
         """
         chosen = self._get(track)
-        tensors = {
-            name: chosen.tensors[name].clone() for name in chosen.actions if name in chosen.tensors
-        }
+        tensors = arrays.copies_on(
+            "cpu", {name: chosen.tensors[name] for name in chosen.actions if name in chosen.tensors}
+        )
         for alias, name in self._aliases().items():
             if name in tensors:
                 tensors[alias] = tensors[name]
@@ -494,10 +502,8 @@ class LocalEMA:
             track = self._tracks[name]
             track.state = [_ema.ScheduleState.from_fields(**state) for state in saved["states"]]
             track.last_calls = list(saved["last_calls"])
-            track.tensors = {key: value.cpu().clone() for key, value in saved["tensors"].items()}
-            track.low_parts = {
-                key: value.cpu().clone() for key, value in saved["low_parts"].items()
-            }
+            track.tensors = arrays.copies_on("cpu", saved["tensors"])
+            track.low_parts = arrays.copies_on("cpu", saved["low_parts"])
             track.record = None
         self._batch = state["batch"]
         self._calls = state["calls"]

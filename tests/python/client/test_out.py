@@ -29,11 +29,6 @@ def read_only() -> np.ndarray:
     return array
 
 
-def inference() -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.ones(2, 3)
-
-
 @pytest.mark.parametrize(
     "b",
     [np.ones((2, 3), np.int32), np.ones((3, 2), np.float32), read_only(), torch.ones(2, 3), None],
@@ -56,7 +51,6 @@ UNWRITABLE = {
         "at one place",
     ),
     "overlapping": (lambda: torch.ones(4).as_strided((2, 3), (1, 1)), "at one place"),
-    "inference": (inference, "inference tensor"),
     "meta": (lambda: torch.ones(2, 3, device="meta"), "meta device"),
     "sparse": (lambda: torch.ones(2, 3).to_sparse(), "layout is torch.sparse"),
 }
@@ -75,16 +69,26 @@ def test_nothing_is_written_or_sent_if_one_cannot_be(client, model, pushed, what
 
 
 def test_all_that_cannot_be_written_are_listed(client, model, pushed):
-    out = {"a": torch.ones(1).expand(4), "b": inference()}
-    with pytest.raises(ema_client.InvalidArgumentError, match="a: several .* b: an inference"):
+    out = {"a": torch.ones(1).expand(4), "b": torch.ones(2, 3, device="meta")}
+    with pytest.raises(ema_client.InvalidArgumentError, match="a: several .* b: on the meta"):
         client.pull(model, track="raw", out=out)
 
 
-def test_inference_tensors_are_written_in_inference_mode(client, model, pushed):
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+def test_inference_tensors_are_written_in_any_mode(client, model, pushed, mode):
     with torch.inference_mode():
         out = {name: torch.ones(value.shape) for name, value in WEIGHTS.items()}
+    with mode():
         client.pull(model, track="raw", out=out)
-        assert np.array_equal(out["b"].numpy(), WEIGHTS["b"])
+    assert np.array_equal(out["b"].numpy(), WEIGHTS["b"])
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_tensors_pulled_in_inference_mode_can_be_trained(client, model, pushed, device):
+    with torch.inference_mode():
+        pulled = client.pull(model, track="raw", device=device)
+    pulled["b"].requires_grad_().square().sum().backward()
+    assert torch.equal(pulled["b"].grad, 2 * pulled["b"])
 
 
 @pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["numpy", "torch"])

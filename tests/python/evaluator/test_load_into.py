@@ -63,10 +63,12 @@ def test_tensors_stay_the_same_objects(server, model, average):
     assert not net.body[0].bias.requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_meta_module_gets_memory(server, model, average, dtype):
+def test_a_meta_module_gets_memory(server, model, average, dtype, mode):
     net = on_meta(dtype=dtype)
-    loaded = ema_client.load_into(net, server.url(model))
+    with mode():
+        loaded = ema_client.load_into(net, server.url(model))
     # As after load_state_dict: what no state has is for the caller to make.
     assert loaded.meta_buffers == ("mask",)
     net.mask = torch.ones(4, dtype=dtype)

@@ -316,6 +316,47 @@ def test_averages_are_in_host_memory_whatever_the_default_device_is():
         assert_same_bits(widened(model), widened(other))
 
 
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("used_in", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("made_in", MODES, ids=lambda mode: mode.__name__)
+def test_any_grad_mode_gives_the_same_averages(made_in, used_in):
+    def averages(first, second):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+        tracks = {"ema": Track(half_life="4ba", compensated=True), "raw": "copy"}
+        ema = LocalEMA(model, tracks=tracks)
+        with first():
+            model(torch.randn(4, 3))
+            ema.update()
+        loaded = LocalEMA(model, tracks=tracks)
+        with first():
+            loaded.load_state_dict(ema.state_dict())
+        with second():
+            model(torch.randn(4, 3))
+            ema.update()
+            loaded.update()
+            with ema.averaged():
+                pass
+        assert_same_bits(ema.weights("ema"), loaded.weights("ema"))
+        return ema, model
+
+    expected, _ = averages(torch.enable_grad, torch.enable_grad)
+    ema, model = averages(made_in, used_in)
+    assert_same_bits(expected.weights("ema"), ema.weights("ema"))
+    assert_same_bits(expected.weights("raw"), ema.weights("raw"))
+    with made_in():
+        weights = ema.weights("ema")
+        other = copy.deepcopy(model)
+    model.load_state_dict(weights, assign=True)
+    model(torch.randn(4, 3)).sum().backward()
+    with used_in():
+        ema.copy_to(other)
+        compute_ema(model, other, smoothing=0.0)
+    assert_same_bits(model.state_dict(), other.state_dict())
+
+
 def test_weights_load_into_a_model():
     model = Net()
     ema = LocalEMA(model)

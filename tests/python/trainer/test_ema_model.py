@@ -91,6 +91,34 @@ def test_is_the_average_of_this_very_step(server, model, trainer):
     assert_same_bits(local.weights(), ema.ema_model.state_dict())
 
 
+MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("used_in", MODES, ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("made_in", MODES, ids=lambda mode: mode.__name__)
+def test_may_be_made_in_one_grad_mode_and_used_in_another(server, model, trainer, made_in, used_in):
+    local = ema_client.LocalEMA(trainer.net, half_life="4ba")
+
+    def step():
+        trainer.step()
+        local.update()
+
+    with ema_client.attach(
+        trainer.net, trainer.optimizer, server.url(model), half_life="4ba"
+    ) as ema:
+        step()
+        with made_in():
+            ema.ema_model(trainer.x)
+        step()
+        with used_in():
+            assert_same_bits(local.weights(), ema.ema_model.state_dict())
+            ema.ema_model(trainer.x)
+        step()
+    assert_same_bits(local.weights(), ema.ema_model.state_dict())
+    # Its user may train it, too.
+    ema.ema_model.requires_grad_()(trainer.x).sum().backward()
+
+
 def test_is_called_as_the_attachment(server, model, trainer):
     local = ema_client.LocalEMA(trainer.net, half_life="4ba")
     with ema_client.attach(

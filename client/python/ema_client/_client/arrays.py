@@ -229,14 +229,24 @@ def _build_torch(placed: Sequence[Placed], buffer: Any) -> dict[str, Any]:
     import torch
 
     tensors: dict[str, Any] = {}
-    for name, dtype_name, shape, offset, length_bytes in placed:
-        dtype = getattr(torch, dtype_name)
-        if length_bytes == 0:
-            tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        else:
-            flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset)
-            tensors[name] = flat.view(tuple(shape))
+    # The caller may use the tensors in any grad mode.
+    with torch.inference_mode(False):
+        for name, dtype_name, shape, offset, length_bytes in placed:
+            dtype = getattr(torch, dtype_name)
+            if length_bytes == 0:
+                tensors[name] = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+            else:
+                flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset)
+                tensors[name] = flat.view(tuple(shape))
     return tensors
+
+
+def copies_on(device: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of torch tensors, which the caller may use in any grad mode."""
+    import torch
+
+    with torch.inference_mode(False):
+        return {name: value.to(device, copy=True) for name, value in tensors.items()}
 
 
 def _build_numpy(placed: Sequence[Placed], buffer: Any) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from typing import Any
 
 from ema_client import _ema
 from ema_client._client import safetensors
-from ema_client._client.arrays import Framework, build, choose_framework, is_instance, stack_like
+from ema_client._client.arrays import (
+    Framework,
+    build,
+    choose_framework,
+    copies_on,
+    is_instance,
+    stack_like,
+)
 from ema_client._client.connection import Connection
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.model_calls import attached_files, model
@@ -120,7 +127,7 @@ class Destination:
             return Weights(written, version=version, track=track, aliases=aliases)
         if self.device is not None:
             arrays = build(pulled.tensors, pulled.bytes, framework="torch")
-            arrays = {name: value.to(self.device, copy=True) for name, value in arrays.items()}
+            arrays = copies_on(self.device, arrays)
             return Weights(arrays, version=version, track=track, aliases=aliases)
         arrays = build(pulled.tensors, pulled.bytes, framework=self.framework)
         return Weights(arrays, version=version, track=track, aliases=aliases, pulled=pulled)

@@ -275,12 +275,14 @@ def _with_memory(tensors: Iterable[torch.Tensor], device: Any) -> dict[int, torc
     import torch
 
     made: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
-        if tensor.is_meta:
-            empty = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, torch.nn.Parameter):
-                empty = torch.nn.Parameter(empty, tensor.requires_grad)
-            made[id(tensor)] = empty
+    # The caller may use the module in any grad mode.
+    with torch.inference_mode(False):
+        for tensor in tensors:
+            if tensor.is_meta:
+                empty = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, torch.nn.Parameter):
+                    empty = torch.nn.Parameter(empty, tensor.requires_grad)
+                made[id(tensor)] = empty
     return made
 
 

@@ -232,10 +232,12 @@ def _lists_as_pytorch(cls: type) -> bool:
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Writes the second tensor of each pair into the first, cast to its dtype."""
+    """Writes the second tensor of each pair into the first, cast to its dtype. The caller may have any
+    grad mode, and a tensor may have been created in any."""
     import torch
 
-    with torch.no_grad():
+    # Outside inference mode, PyTorch does not write tensors that were created in it.
+    with torch.inference_mode():
         for tensor, values in pairs:
             tensor.copy_(values)
 

@@ -14,7 +14,7 @@ from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.types import Version, version_id
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
-from ema_client._model.torch_model import check_no_dtensor, half_of, named_tensors
+from ema_client._model.torch_model import check_no_dtensor, half_of, named_tensors, write
 from ema_client._tracks.track import only_average
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class AveragedCopy:
         self._bars: list[RemovableHandle] = []
         names = named_tensors(model)
         if given is not None and not isinstance(given, torch.nn.Module):
-            given = given()
+            with torch.inference_mode(False):
+                given = given()
         if given is not None:
             ours, theirs = names.all(), named_tensors(given).all()
             arrays.check_names("ema_model", expected=ours, given=theirs)
@@ -83,7 +84,9 @@ class AveragedCopy:
                 for name, parameter in names.parameters.items()
                 if name in self._weights and _may_share(parameter, self._weights[name])
             }
-            given = copy.deepcopy(model, memo)
+            # The first access may be in inference mode, and later ones outside it.
+            with torch.inference_mode(False):
+                given = copy.deepcopy(model, memo)
         else:
             for name, parameter in named_tensors(given).parameters.items():
                 if name in self._weights and _may_share(parameter, self._weights[name]):
@@ -153,15 +156,14 @@ class AveragedCopy:
         self._bars = []
 
     def _write(self) -> None:
-        import torch
-
         trained = named_tensors(self._model).all()
-        with torch.no_grad():
-            for name, tensor in named_tensors(self.module).all().items():
-                # Tensors that the track ignores have the model's own values.
-                value = self._weights.get(name, trained[name].detach())
-                if not _are_one(tensor, value):
-                    tensor.copy_(value)
+        # Tensors that the track ignores have the model's own values.
+        values = {name: self._weights.get(name, own.detach()) for name, own in trained.items()}
+        write(
+            (tensor, values[name])
+            for name, tensor in named_tensors(self.module).all().items()
+            if not _are_one(tensor, values[name])
+        )
 
 
 def _refuse(problem: str, *_: object) -> None:
