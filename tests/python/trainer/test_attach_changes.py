@@ -65,14 +65,14 @@ def test_tensors_that_are_untied_are_named_once(server, model, caplog):
     assert "not averaged" in warning and warning.endswith(": b.weight")
 
 
-def test_another_models_optimizer_is_said_at_attach(server, model, caplog):
+def test_another_models_optimizer_is_refused(server, client, model):
     net, _ = trainer_of()
-    other, optimizer = trainer_of()
-    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
-        (warning,) = warnings_of(caplog)
-        step(other, optimizer)
-    assert "no optimizer that was given holds a parameter of the model" in warning
-    assert warnings_of(caplog) == [warning]
+    _, optimizer = trainer_of()
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=r"holds no parameter of the model.*after_step\(\)"
+    ):
+        ema_client.attach(net, optimizer, server.url(model), half_life="3ba")
+    assert model not in [info.name for info in client.models()]
 
 
 def test_an_optimizer_that_was_made_anew_is_said_at_close(server, model, caplog):

@@ -266,6 +266,25 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     ema.after_step()
     print(ema.wait_pushed().step)
 """
+# Each rank's optimizer steps its share of the parameters, and then gets the others.
+SHARED_STEPS = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4))
+net = torch.nn.parallel.DistributedDataParallel(net)
+outer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+inner = outer.optim
+_, _, name = url.rpartition("/")
+for given, of in ((outer, "outer"), (inner, "inner")):
+    with ema_client.attach(net, given, f"{url}-{of}", tracks={"raw": "copy"}) as ema:
+        for step in range(1, 4):
+            net(torch.ones(2, 3)).square().sum().backward()
+            outer.step()
+            assert ema.wait_pushed().step == ema.step == step
+            raw = ema_client.pull(f"{url}-{of}", track="raw")
+            print(of, all(torch.equal(raw[key], value) for key, value in net.module.state_dict().items()))
+            dist.barrier()
+"""
 # A clock that all ranks have from rank 0, which waits for them.
 CLOCK = """
 net = torch.nn.Linear(3, 2)
@@ -332,6 +351,11 @@ def test_a_clock_that_is_broadcast_where_one_rank_has_a_wrong_argument(server, m
         [f"rank 1: {said}", "attached"],
         [said, "attached"],
     ]
+
+
+def test_a_step_of_a_sharded_optimizer_ends_when_all_shares_are_exchanged(server, model, tmp_path):
+    expected = ["outer True"] * 3 + ["inner True"] * 3
+    assert run(SHARED_STEPS, 2, server.url(model), tmp_path) == [expected] * 2
 
 
 def test_what_is_passed_on_says_whose_it_is():

@@ -16,6 +16,8 @@ from dcp_training import HALF_LIFE, SAVED_STEP, AppState, make_net, make_optimiz
 from server_process import ServerProcess
 from testing import SUPPORT, assert_same_bits, exit_codes, started
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.optim import _NamedOptimizer
 
 STEPS = 30
 
@@ -69,32 +71,88 @@ def test_first_step_with_zero_learning_rate_counts(server, model, net):
             assert ema.step == step
 
 
-class Wrapper(torch.optim.SGD):
-    """Steps several optimizers, as the container of torchtitan does."""
+class Container(torch.optim.Optimizer, Stateful):
+    """Has one optimizer for each part of a model, as torchtitan's OptimizersContainer. `in_backward`: they
+    step in hooks of backward, as those of its OptimizersInBackwardContainer."""
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        super().__init__([group for one in optimizers for group in one.param_groups])
-        self.optimizers = optimizers
+    def __init__(self, parts: list[torch.nn.Module], *, in_backward: bool = False) -> None:
+        self.parts = parts
+        self.optimizers = [make_optimizer("SGD", part) for part in parts]
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.05})
+        self.in_backward = in_backward
+        if in_backward:
+            for part, optimizer in zip(parts, self.optimizers):
+                # Backward computes the gradient of the weight last.
+                part.weight.register_post_accumulate_grad_hook(self.end_of(part, optimizer))
 
-    def step(self, closure=None):
-        for optimizer in self.optimizers:
-            optimizer.step(closure)
-
-
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["apart", "wrapped"])
-def test_checkpoint_of_several_scheduled_optimizers_counts_no_step(server, model, net, is_wrapped):
-    optimizers = [make_optimizer("SGD", net[0]), make_optimizer("SGD", net[2])]
-    for optimizer in optimizers:
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    saved = Wrapper(optimizers) if is_wrapped else optimizers
-    with ema_client.attach(net, optimizers, server.url(model)) as ema:
-        for step in range(1, 4):
-            get_optimizer_state_dict(net, saved)
-            assert ema.step == step - 1
-            net(torch.ones(1, 16)).sum().backward()
-            for optimizer in optimizers:
+    @staticmethod
+    def end_of(part, optimizer):
+        def step_when_complete(_):
+            if all(parameter.grad is not None for parameter in part.parameters()):
                 optimizer.step()
                 optimizer.zero_grad()
+
+        for parameter in part.parameters():
+            if parameter is not part.weight:
+                parameter.register_post_accumulate_grad_hook(step_when_complete)
+        return step_when_complete
+
+    def step(self, *args, **kwargs):
+        for optimizer in () if self.in_backward else self.optimizers:
+            optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args, **kwargs):
+        for optimizer in () if self.in_backward else self.optimizers:
+            optimizer.zero_grad(*args, **kwargs)
+
+    def state_dict(self):
+        for part, optimizer in zip(self.parts, self.optimizers):
+            get_optimizer_state_dict(part, optimizer)
+        return {}
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["one step", "in backward"])
+@pytest.mark.parametrize("is_scheduled", [False, True], ids=["plain", "scheduled"])
+@pytest.mark.parametrize("given", ["container", "contained", "both"])
+def test_container_of_optimizers_counts_once(
+    server, client, model, net, caplog, given, is_scheduled, in_backward
+):
+    container = Container([net[0], net[2]], in_backward=in_backward)
+    optimizers = {
+        "container": container,
+        "contained": container.optimizers,
+        "both": [container, *container.optimizers],
+    }
+    if is_scheduled:  # The scheduler puts a function of its own around step().
+        for optimizer in container.optimizers:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    local = ema_client.LocalEMA(net, half_life=HALF_LIFE)
+    url = server.url(model)
+    with ema_client.attach(net, optimizers[given], url, half_life=HALF_LIFE) as ema:
+        for step in range(1, 6):
+            container.state_dict()
+            assert ema.step == step - 1
+            net(torch.randn(8, 16)).square().mean().backward()
+            container.step()
+            container.zero_grad()
+            local.update()
+            assert ema.step == step
+    assert (ema.stats.pushes, ema.stats.skipped) == (5, 0)
+    assert messages(caplog) == []
+    assert_same_bits(local.weights(), client.pull(model, track="ema"))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapper", "wrapped"])
+def test_named_optimizers_state_initialization_counts_no_step(server, model, net, is_wrapped):
+    named = _NamedOptimizer(net.named_parameters(), torch.optim.SGD, lr=0.05)
+    given = named if is_wrapped else named._optimizer
+    with ema_client.attach(net, given, server.url(model)) as ema:
+        for step in range(1, 4):
+            named.init_state()
+            net(torch.ones(1, 16)).sum().backward()
+            assert ema.step == step - 1
+            named.step()
             assert ema.step == step
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from ema_client._model.optimizers import after_closure, unwrap_optimizers
 from testing import assert_same_bits
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 
 def loss_of(module: torch.nn.Module) -> torch.Tensor:
@@ -202,6 +204,114 @@ def test_an_optimizer_without_hooks_is_refused_before_anything_is_made(
     ):
         ema_client.attach(module, optimizer, server.url(model), half_life="4ba")
     assert model not in [info.name for info in client.models()]
+
+
+class Lookahead(torch.optim.SGD):
+    """Changes the weights behind another optimizer's step. PyTorch puts hooks around its step()."""
+
+    def __init__(self, inner) -> None:
+        super().__init__(
+            [parameter for group in inner.param_groups for parameter in group["params"]]
+        )
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("given", ["outer", "inner"])
+def test_a_step_ends_with_the_outermost_one(server, client, model, module, caplog, given):
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    outer = Lookahead(inner)
+    url = server.url(model)
+    with ema_client.attach(
+        module, outer if given == "outer" else inner, url, tracks={"raw": "copy"}
+    ) as ema:
+        for step in range(1, 5):
+            loss_of(module).backward()
+            outer.step()
+            assert ema.wait_pushed().step == ema.step == step
+            assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
+    assert not caplog.records
+
+
+class Averager(ModelAverager):
+    """Averages over one process, which needs no process group."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def average_parameters(self, params) -> None:
+        self.step += 1
+
+
+def test_a_step_inside_one_without_hooks_is_refused_before_it_changes_weights(
+    server, client, model, module
+):
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    outer = PostLocalSGDOptimizer(inner, Averager())
+    before = copy.deepcopy(module.state_dict())
+    with ema_client.attach(module, inner, server.url(model)) as ema:
+        loss_of(module).backward()
+        with pytest.raises(
+            ema_client.InvalidArgumentError,
+            match=r"SGD: .*PostLocalSGDOptimizer.*attach\(model, None, url\)",
+        ):
+            outer.step()
+    assert ema.step == 0
+    assert_same_bits(before, module.state_dict())
+
+
+class Sharding:
+    """As DeepSpeed's ZeRO-1 and 2: the base optimizer steps float32 partitions, from which the model's
+    parameters are written."""
+
+    def __init__(self, base) -> None:
+        self.optimizer = base
+        self.parameters = base.param_groups[0]["params"]
+        self.masters = [
+            value.detach().float().flatten().requires_grad_() for value in self.parameters
+        ]
+        base.param_groups[0]["params"] = self.masters
+
+    def step(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters):
+            master.grad = parameter.grad.float().flatten()
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.parameters):
+                parameter.copy_(master.view(parameter.shape))
+
+
+@pytest.mark.parametrize("is_made", ["before attach", "after attach"])
+def test_the_base_optimizer_of_master_weights_is_refused(server, client, model, is_made):
+    module = torch.nn.Linear(6, 11).to(torch.bfloat16)
+    base = torch.optim.SGD(module.parameters(), lr=0.1)
+    refused = pytest.raises(
+        ema_client.InvalidArgumentError, match=r"no parameter of the model.*DeepSpeed.*after_step"
+    )
+    x = torch.randn(8, 6, dtype=torch.bfloat16)
+    if is_made == "before attach":
+        sharding = Sharding(base)
+        with refused:
+            ema_client.attach(module, base, server.url(model))
+    else:
+        with ema_client.attach(module, base, server.url(f"{model}-refused")) as ema:
+            sharding = Sharding(base)
+            module(x).square().mean().backward()
+            with refused:
+                sharding.step()
+        assert ema.step == 0
+    with pytest.raises(ema_client.InvalidArgumentError, match=r"Sharding.*DeepSpeed.*after_step"):
+        ema_client.attach(module, sharding, server.url(model))
+    with ema_client.attach(module, None, server.url(model), tracks={"raw": "copy"}) as ema:
+        module(x).square().mean().backward()
+        sharding.step()
+        ema.after_step()
+    assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
 
 
 class Stepping(torch.optim.SGD):

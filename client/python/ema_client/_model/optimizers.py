@@ -15,14 +15,28 @@ from ema_client._errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-# Wrappers, by module and class. They change no weights themselves, and may omit a step.
+# Wrappers that change no weights themselves, and may omit a step: module, class, and the attribute that
+# has the optimizer.
 _WRAPPERS = {
-    ("accelerate.optimizer", "AcceleratedOptimizer"),
-    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
-    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
-    ("lightning.fabric.wrappers", "_FabricOptimizer"),
-    ("lightning_fabric.wrappers", "_FabricOptimizer"),
+    ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"): "optimizer",
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"): "optimizer",
+    ("lightning.fabric.wrappers", "_FabricOptimizer"): "optimizer",
+    ("lightning_fabric.wrappers", "_FabricOptimizer"): "optimizer",
+    ("torch.distributed.optim.named_optimizer", "_NamedOptimizer"): "_optimizer",
+    ("torchft.optim", "OptimizerWrapper"): "optim",
 }
+
+# Functions that make an optimizer without state create it, by a step that trains nothing: module and
+# function. torch.distributed.checkpoint sets gradients and learning rates to 0 (pytorch#164929). SGD without
+# momentum never has a state, so this may happen at each checkpoint.
+_STATE_INITIALIZERS = {
+    ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
+    ("torch.distributed.optim.named_optimizer", "init_state"),
+}
+
+# What to do about an optimizer whose steps cannot be counted.
+_COUNT_BY_HAND = "use attach(model, None, url), and call after_step() after each step"
 
 
 def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
@@ -39,32 +53,67 @@ def unwrap_optimizers(optimizers: object) -> list[torch.optim.Optimizer]:
 
 
 def _unwrap(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer inside the wrappers of accelerate and Lightning, whose step() may do nothing."""
+    """The optimizer inside its wrappers, whose step() may do nothing."""
     import torch
 
     inner = optimizer
-    while any((cls.__module__, cls.__name__) in _WRAPPERS for cls in type(inner).__mro__):
-        inner = getattr(inner, "optimizer")
+    while (attribute := _inner_attribute(inner)) is not None:
+        inner = getattr(inner, attribute)
     if not isinstance(inner, torch.optim.Optimizer):
         raise InvalidArgumentError(
-            f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: must be a "
-            "torch.optim.Optimizer, or accelerate's or Lightning's wrapper of one"
+            f"optimizer of type {_type_name(inner)}: must be a torch.optim.Optimizer, or accelerate's or "
+            f"Lightning's wrapper of one; for others, such as DeepSpeed's, {_COUNT_BY_HAND}"
         )
-    try:
-        inner.register_step_pre_hook(lambda *_: None).remove()
-        # PyTorch marks a step() that calls hooks. timm's Lookahead accepts hooks, and does not call them.
-        calls_hooks = getattr(type(inner).step, "hooked", False)
-    except AttributeError:  # Its __init__ did not call Optimizer's.
-        calls_hooks = False
-    if not calls_hooks:
+    if not calls_hooks(inner):
         raise InvalidArgumentError(
-            f"optimizer of type {type(inner).__module__}.{type(inner).__qualname__}: calls no hooks "
-            "around its steps: use attach(model, None, url), and call after_step() after each step"
+            f"optimizer of type {_type_name(inner)}: calls no hooks around its steps: {_COUNT_BY_HAND}"
         )
     return inner
 
 
-def parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+def _inner_attribute(optimizer: object) -> str | None:
+    """The name of a wrapper's attribute that has the optimizer; None: not a wrapper."""
+    for cls in type(optimizer).__mro__:
+        if (cls.__module__, cls.__name__) in _WRAPPERS:
+            return _WRAPPERS[cls.__module__, cls.__name__]
+    return None
+
+
+def _type_name(optimizer: object) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks can be registered on the optimizer, and its step() calls them."""
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:  # Its __init__ did not call Optimizer's.
+        return False
+    # PyTorch marks a step() that calls hooks. timm's Lookahead accepts hooks, and does not call them.
+    return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def with_contained(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers, and those in their attributes, which torchtitan's container and PyTorch's
+    ZeroRedundancyOptimizer step."""
+    import torch
+
+    found: dict[int, torch.optim.Optimizer] = {}
+    waiting: list[object] = list(optimizers)
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, torch.optim.Optimizer):
+            if id(value) not in found:
+                found[id(value)] = value
+                waiting.extend(vars(value).values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(one for one in value if isinstance(one, torch.optim.Optimizer))
+        elif type(value) is dict:
+            waiting.extend(one for one in value.values() if isinstance(one, torch.optim.Optimizer))
+    return list(found.values())
+
+
+def parameter_ids(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     """The ids of the parameters that the optimizers change."""
     return {
         id(parameter)
@@ -74,12 +123,19 @@ def parameter_ids(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
     }
 
 
-def hold_none_of(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter]
-) -> bool:
-    """Whether some of the parameters are trained, but none by these optimizers."""
+def check_held(
+    optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[torch.nn.Parameter]
+) -> None:
+    """InvalidArgumentError: some of the parameters are trained, but none is held by these optimizers, so
+    their values may change after the optimizers' steps."""
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    return bool(trained) and trained.isdisjoint(parameter_ids(optimizers))
+    if trained and trained.isdisjoint(parameter_ids(optimizers)):
+        raise InvalidArgumentError(
+            "optimizer: holds no parameter of the model. Either it was created for another model, or before "
+            "the model was sharded: give the optimizer that holds the model's parameters. Or it trains "
+            "copies, which are written to the model after its step, as with DeepSpeed and other mixed "
+            f"precision: {_COUNT_BY_HAND}, when the model's parameters have their new values"
+        )
 
 
 @functools.cache
@@ -96,37 +152,51 @@ class StepKind(enum.Enum):
 
     # A step of the training.
     TRAINING = enum.auto()
-    # A call inside another step() of the same optimizer. PyTorch calls the hooks around the step() of each
-    # class, and so around super().step(), if an optimizer of the base class was ever created.
+    # A part of another step(): of an optimizer that contains this one, or of the same. PyTorch calls the
+    # hooks around the step() of each class, and so around super().step(), if an optimizer of the base class
+    # was ever created.
     NESTED = enum.auto()
-    # torch.distributed.checkpoint.state_dict makes an optimizer without state create it, by a step with
-    # gradients and learning rates of 0 (pytorch#164929). SGD without momentum never has a state, so this
-    # may happen at each checkpoint.
+    # See _STATE_INITIALIZERS.
     STATE_INITIALIZATION = enum.auto()
 
 
-def step_kind(optimizer: torch.optim.Optimizer) -> StepKind:
-    """Why the step() that runs the current hook was called.
+def current_step(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[StepKind, torch.optim.Optimizer]:
+    """Why the step() that runs the current hook was called, and the optimizer of the outermost step().
 
     Decides by the functions on the call stack. Learning rates and gradients would not tell: a learning rate
     is also 0 in the first step of a warm-up, and gradients may be 0 on some ranks only.
     """
+    import torch
+
     hooked = _hooked_step()
-    steps = 0
+    calls = 0
+    outermost = optimizer
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code is hooked:
-            steps += frame.f_locals.get("self") is optimizer
-            if steps == 2:
-                return StepKind.NESTED
-        elif (
-            code.co_name == "_init_optim_state"
-            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-        ):
-            return StepKind.STATE_INITIALIZATION
+        if code is hooked or code.co_name == "step":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.optim.Optimizer) and _inner_attribute(owner) is None:
+                # Between two calls of the hooks, the stack also has the step() that they are around.
+                calls += code is hooked or owner is not outermost
+                outermost = owner
+        elif (frame.f_globals.get("__name__"), code.co_name) in _STATE_INITIALIZERS:
+            return StepKind.STATE_INITIALIZATION, outermost
         frame = frame.f_back
-    return StepKind.TRAINING
+    return (StepKind.NESTED if calls > 1 else StepKind.TRAINING), outermost
+
+
+def check_counted(optimizer: torch.optim.Optimizer, outermost: torch.optim.Optimizer) -> None:
+    """InvalidArgumentError: the outermost optimizer's step(), which calls that of `optimizer`, calls no hooks,
+    so its end cannot be seen."""
+    if not calls_hooks(outermost):
+        raise InvalidArgumentError(
+            f"optimizer of type {_type_name(optimizer)}: its step() is called by that of "
+            f"{_type_name(outermost)}, which may change the weights after it and calls no hooks: "
+            f"{_COUNT_BY_HAND}"
+        )
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

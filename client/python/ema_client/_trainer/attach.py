@@ -19,7 +19,7 @@ from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
 from ema_client._errors import InvalidArgumentError
-from ema_client._model.optimizers import hold_none_of, unwrap_optimizers
+from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import ModelTensors, unwrap
 from ema_client._tracks.preset_arguments import EmaRule
@@ -96,11 +96,14 @@ def attach(
             hold the same parameter, or the same piece, must have equal values.
         optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
             each parameter, in backward hooks). The first step is complete when each has stepped, and each
-            later step when the last of these has stepped again. The wrappers of accelerate and Lightning
+            later step when the last of these has stepped again. If optimizers contain others, a step ends
+            with the outermost `step()`, whichever of them is given. The wrappers of accelerate and Lightning
             are unwrapped. Steps that a grad scaler skips do not count, nor those of an optimizer that is
             created later, nor those by which torch.distributed.checkpoint initializes an optimizer's state.
-            Parameters that no optimizer holds are copied, or the step waits. None, on all ranks: call the
-            attachment's `after_step()` after each step.
+            The optimizers, or those that they contain, must hold parameters of the model; those that none
+            of them holds are copied, or the step waits. None, on all ranks: call the attachment's
+            `after_step()` after each step. Needed for optimizers that train copies of the parameters, such
+            as DeepSpeed's.
         url: "ema://host:port/model".
         half_life: of the track "ema", such as "200ba". Without half_life, smoothing, preset and tracks:
             "1000ba".
@@ -225,6 +228,8 @@ def attach(
         options.check(module)
         tensors_of = ModelTensors(module, rename)
         held = holdings_of(tensors_of())
+        if optimizers is not None:
+            check_held(with_contained(optimizers), module.parameters())
     except Exception as raised:
         failure = raised
     check_agreed(ranks.gather_or_raise(failure, arguments))
@@ -291,12 +296,6 @@ def attach(
         undo.callback(attachment._pusher.engine.leave, 0.0)
         options.apply(attachment, ranks)
         undo.pop_all()
-    if optimizers is not None and hold_none_of(optimizers, module.parameters()):
-        _logger.warning(
-            'model "%s": no optimizer that was given holds a parameter of the model; was it created for '
-            "another model, or before the model was sharded?",
-            plan.model_name,
-        )
     return attachment
 
 

@@ -14,7 +14,16 @@ from ema_client._client.client import Client
 from ema_client._client.types import Stats, Version
 from ema_client._client.unread import attachments
 from ema_client._errors import FailedPreconditionError
-from ema_client._model.optimizers import StepKind, after_closure, step_kind, was_skipped
+from ema_client._model.optimizers import (
+    StepKind,
+    after_closure,
+    calls_hooks,
+    check_counted,
+    check_held,
+    current_step,
+    was_skipped,
+    with_contained,
+)
 from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.ema_model import EmaModel
 from ema_client._trainer.frozen import FrozenTensors
@@ -80,14 +89,17 @@ class Attachment:
         self._expects_steps = True
         # Used by the callback that evaluates with the average.
         self._has_told_of_start = False
-        # Ids of the optimizers that have not stepped yet, and of the one that completes each step.
-        self._awaited = set(map(id, optimizers or ()))
+        # The given optimizers' ids: all, those that have not stepped yet, those that have stepped in the
+        # current call of an outermost step(), and the one that completes each step.
+        self._given = frozenset(map(id, optimizers or ()))
+        self._awaited = set(self._given)
+        self._stepped: list[int] = []
         self._closing: int | None = None
-        # The hooks that count steps; `_hooks` are all.
-        self._counting: list[Any] = []
+        # The optimizers with hooks, by id: also those that contain the given ones, or are contained in them.
+        self._hooked: dict[int, torch.optim.Optimizer] = {}
         self._hooks: list[Any] = []
         try:
-            self._hook(optimizers or [])
+            self._hook(with_contained(optimizers or []))
         except BaseException:
             self._detach()
             raise
@@ -96,10 +108,8 @@ class Attachment:
     def _hook(self, optimizers: list[torch.optim.Optimizer]) -> None:
         import torch
 
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._counting.append(optimizer.register_step_post_hook(self._after_step))
-            self._hooks.append(self._counting[-1])
+        for optimizer in filter(calls_hooks, optimizers):
+            self._hook_steps(optimizer)
         for part in self._module.modules():
             # A ScriptModule takes no hooks. The hook of a module that contains it runs first.
             if not isinstance(part, torch.jit.ScriptModule):
@@ -107,6 +117,11 @@ class Attachment:
                     BeforeLoad(self.wait_released)
                 )
                 self._hooks.append(hook)
+
+    def _hook_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        self._hooked[id(optimizer)] = optimizer
+        self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def __enter__(self) -> Attachment:
         return self
@@ -278,7 +293,7 @@ class Attachment:
         """
         self._check_open()
         if self._pusher.is_active:
-            if self._counting:
+            if not self._is_by_hand:
                 raise FailedPreconditionError(
                     f'model "{self._model_name}": after_step() called, but attach() was given an optimizer, '
                     "whose steps are counted already: remove the call, or use attach(model, None, url)",
@@ -303,9 +318,7 @@ class Attachment:
     def _count_by_hand(self) -> None:
         """Stops counting by hooks: `_count` or `after_step` will be called. Before the first step."""
         self._expects_steps = False
-        for hook in self._counting:
-            hook.remove()
-        self._counting = []
+        self._is_by_hand = True
 
     @entrance
     def _count(self, step: int) -> None:
@@ -392,12 +405,21 @@ class Attachment:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        kind = step_kind(optimizer)
+        kind, outermost = current_step(optimizer)
         if kind is StepKind.STATE_INITIALIZATION:
             # This step writes the weights, although with equal values. The next step of the training raises
             # the error of a failed push: an exception here would leave learning rates at 0.
             self.wait_released()
-        if kind is not StepKind.TRAINING:
+            return None
+        if kind is StepKind.NESTED and id(outermost) in self._hooked:
+            return None
+        if self._pusher.is_active and not self._pusher.has_stepped and not self._is_by_hand:
+            # Again: the optimizer may have been given other tensors since attach().
+            check_held(self._hooked.values(), self._module.parameters())
+        if kind is StepKind.NESTED:
+            check_counted(optimizer, outermost)
+            self._hook_steps(outermost)
+            self._before_change()
             return None
         with_wait = after_closure(optimizer, args, kwargs, self._before_change)
         if with_wait is None:
@@ -412,16 +434,22 @@ class Attachment:
 
     @entrance
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._pusher.is_active or step_kind(optimizer) is not StepKind.TRAINING:
+        if self._is_by_hand or not self._pusher.is_active:
             return
-        if was_skipped(optimizer):
+        kind = current_step(optimizer)[0]
+        if kind is StepKind.STATE_INITIALIZATION:
             return
-        self._awaited.discard(id(optimizer))
-        if self._awaited:
+        if id(optimizer) in self._given and not was_skipped(optimizer):
+            self._stepped.append(id(optimizer))
+        if kind is StepKind.NESTED:
+            return
+        stepped, self._stepped = self._stepped, []
+        self._awaited.difference_update(stepped)
+        if self._awaited or not stepped:
             return
         # The optimizer that completed the first step completes every step: others may skip a step.
-        self._closing = self._closing or id(optimizer)
-        if id(optimizer) == self._closing:
+        self._closing = self._closing or stepped[-1]
+        if self._closing in stepped:
             self._pusher.advance(self.step + 1)
 
 

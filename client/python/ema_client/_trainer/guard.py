@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ema_client._client import gpu
 from ema_client._client.pieces import BoxCache, Held, HeldWeights, writes_of
-from ema_client._model.optimizers import parameter_ids
+from ema_client._model.optimizers import parameter_ids, with_contained
 from ema_client._model.torch_model import NamedTensors, checksums
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PushedWeights:
         checks: bool,
     ) -> None:
         """`optimizers`: None: the caller counts the steps. `frozen`: names of frozen parameters."""
-        self._optimizers = optimizers
+        self._optimizers = None if optimizers is None else with_contained(optimizers)
         self._frozen = frozen
         self._checks = checks
         # Names of parameters that were written during a push.
