@@ -35,7 +35,6 @@ from ema_client._tracks import presets
 from ema_client._tracks.track import Track
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.resume import State as ResumeState
 from ema_client._trainer.same_version import pull_on_all_ranks
 
 _logger = logging.getLogger(__name__)
@@ -281,9 +280,7 @@ class EMA(Algorithm):
         return weights
 
     def _pull_resumed(self) -> Weights:
-        version: VersionLike | None = self._last
-        if self._resume is not None:
-            version = ResumeState.from_dict(self._resume, model=self._model_name).label
+        version: VersionLike | None = self._last if self._resume is None else self._resume
         if version is None:
             raise FailedPreconditionError(
                 f'model "{self._model_name}": the checkpoint does not say which average belongs to it',

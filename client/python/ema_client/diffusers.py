@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._callbacks import check_options, check_tracks, saved_state
 from ema_client._client.out import check_castable
 from ema_client._client.read import pull
+from ema_client._client.state import State
 from ema_client._client.types import VersionLike
 from ema_client._client.unread import wait_unread
 from ema_client._client.url import split_url
@@ -25,7 +26,6 @@ from ema_client._model.optimizers import unwrap_optimizers
 from ema_client._model.torch_model import named_tensors, unwrap, write
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.resume import State
 
 if TYPE_CHECKING:
     import torch
@@ -366,7 +366,7 @@ class EMAModel:
                 raise FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
             return version
         if self._resume is not None and self._resume["version"] and self._model_name is not None:
-            return State.from_dict(self._resume, model=self._model_name).label
+            return self._resume
         return None
 
     def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from ema_client._callbacks import (
     saved_state,
 )
 from ema_client._client.files import small_files
+from ema_client._client.state import State
 from ema_client._client.types import Version
 from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
@@ -38,7 +39,6 @@ from ema_client._evaluator.averaged import OwnValues, averaged
 from ema_client._model.ranks import Ranks
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.resume import State
 
 if TYPE_CHECKING:
     _TrainerCallback = object

@@ -136,6 +136,46 @@ def test_a_state_is_plain_says_where_it_stands_and_is_durable(server, client, mo
     assert [(c.state, c.labels) for c in client.checkpoints(model)] == [("complete", (name,))]
 
 
+def test_a_saved_state_is_a_version(server, client, model, trainer):
+    """Wherever a version is an argument, after many newer ones."""
+    with trainer.attach(server, model, update_interval="5ba", max_pinned_versions=2) as ema:
+        before = ema.state_dict()
+        trainer.step(7)
+        state = ema.state_dict()
+        expected = client.pull(model, track="ema")
+        trainer.step(30)
+    url = server.url(model)
+    assert client.model(model).latest.step == 35
+    pulled = ema_client.pull(url, version=state)
+    assert pulled.version.step == 5
+    assert_same_bits(expected, pulled)
+    with ema_client.averaged(trainer.module, url, version=state) as version:
+        assert version == pulled.version
+        assert_same_bits(expected, trainer.module.state_dict())
+    module = torch.nn.Linear(4, 3)
+    assert ema_client.load_into(module, url, version=state).version == pulled.version
+    assert_same_bits(expected, module.state_dict())
+    assert client.set_label(model, "stable", version=state).step == 5
+    assert client.report_metric(model, state, 0.5).label.step == 5
+    assert client.restore(model, version=state).step == 5
+    other = {**state, "model": "other"}
+    for wrong, problem in (
+        (other, f'of model "other", expected one of model "{model}"'),
+        (before, f'at step 0 model "{model}" had no version yet'),
+        ({}, "format None"),
+    ):
+        for read in (
+            lambda: ema_client.pull(url, version=wrong),
+            lambda: ema_client.load_into(module, url, version=wrong),
+            lambda: client.restore(model, version=wrong),
+        ):
+            with pytest.raises(
+                ema_client.InvalidArgumentError, match="state of an average"
+            ) as error:
+                read()
+            assert problem in str(error.value)
+
+
 def steps_of(labels):
     return sorted("-".join(label.split("-")[:2]) for label in labels)
 

@@ -11,6 +11,7 @@ from ema_client._client.types import (
     CheckpointInfo,
     Label,
     MetricResult,
+    SavedState,
     Version,
     version_from,
     version_id,
@@ -23,7 +24,7 @@ def create_checkpoint(
     client: Connection,
     name: str,
     *,
-    version: int | Version | None = None,
+    version: int | Version | SavedState | None = None,
     tracks: str | Collection[str] | None = None,
     label: str | None = None,
     wait: bool = True,
@@ -36,7 +37,7 @@ def create_checkpoint(
 
     Args:
         name: the model.
-        version: a number or a record; None: the newest.
+        version: a number, a record or a saved state; None: the newest.
         tracks: only these: for serving; the server cannot start from it. None: all.
         label: a name for the version, which keeps it whatever the retention policy. Not with `tracks`.
         wait: False: returns when the version is pinned; poll `checkpoint` for the state.
@@ -56,7 +57,7 @@ def create_checkpoint(
         >>> client.checkpoint("m", saving.name).state
         'saving'
     """
-    number, incarnation = version_id(version)
+    number, incarnation = version_id(version, of=name)
     record, checkpoint, total_bytes, state = client._client.create_checkpoint(
         name,
         number,
@@ -114,7 +115,7 @@ def set_label(
     name: str,
     label: str,
     *,
-    version: int | Version | None = None,
+    version: int | Version | SavedState | None = None,
     timeout_s: float | None = None,
 ) -> Label:
     """Sets a label, or moves it to another version, which is saved if it is not yet.
@@ -124,13 +125,13 @@ def set_label(
     Args:
         name: the model.
         label: such as "stable": letters, digits, `.`, `_`, `-`; not digits only.
-        version: a number or a record; None: the newest.
+        version: a number, a record or a saved state; None: the newest.
         timeout_s: seconds.
 
     Raises:
         EmaError: as `create_checkpoint`.
     """
-    number, incarnation = version_id(version)
+    number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     return Label(**client._client.set_label(name, label, number, incarnation, timeout))
 
@@ -145,7 +146,7 @@ def remove_label(
 def report_metric(
     client: Connection,
     name: str,
-    version: int | Version,
+    version: int | Version | SavedState,
     value: float,
     *,
     lower_is_better: bool = False,
@@ -158,7 +159,7 @@ def report_metric(
 
     Args:
         name: the model.
-        version: the evaluated version, such as a pull's `weights.version`.
+        version: the evaluated version, such as a pull's `weights.version`, or a saved state.
         value: the score.
         lower_is_better: as for a loss; equal for all scores of a label.
         label: the label to move.
@@ -178,7 +179,7 @@ def report_metric(
     """
     if isinstance(value, bool):  # The result of a comparison, say, which would count as 1.
         raise InvalidArgumentError(f"value {value!r}: must be a number")
-    number, incarnation = version_id(version)
+    number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     fields, moved = client._client.report_metric(
         name, number, incarnation, value, lower_is_better, label, timeout
@@ -190,7 +191,7 @@ def restore(
     client: Connection,
     name: str,
     *,
-    version: int | Version | None = None,
+    version: int | Version | SavedState | None = None,
     label: str | None = None,
     timeout_s: float | None = None,
 ) -> Version:
@@ -202,7 +203,7 @@ def restore(
 
     Args:
         name: the model.
-        version: a number or a record, in memory or on the disk.
+        version: a number, a record or a saved state, in memory or on the disk.
         label: instead of a version: its label.
         timeout_s: seconds.
 
@@ -220,7 +221,7 @@ def restore(
         raise InvalidArgumentError(
             f"restore: give either version or label, not {version} and {label}"
         )
-    number, incarnation = version_id(version)
+    number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     return version_from(
         client._client.restore_checkpoint(name, number, incarnation, label or "", timeout)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from ema_client._client.types import ModelInfo, Shard, Version, VersionLike
+from ema_client._client.types import ModelInfo, Shard, Version, VersionLike, version_id
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import is_whole, names_from
 from ema_client._tracks.track import only_average
@@ -53,14 +53,18 @@ def selection_from(
     return names, boxes
 
 
-def check_version(version: VersionLike | None) -> None:
+def check_version(version: VersionLike | None, model_name: str) -> None:
     """InvalidArgumentError: not a version; or an empty label, as from a variable that is not set,
-    which must not mean the newest version."""
+    which must not mean the newest version; or a saved state without a version, or of another model.
+    """
+    if isinstance(version, Mapping):
+        version_id(version, of=model_name)
+        return
     is_one = bool(version) if isinstance(version, str) else isinstance(version, Version)
     if not is_one and version is not None and not is_whole(version):
         raise InvalidArgumentError(
             f"version {version!r}: must be a number, a record, or a label such as "
-            '"best"; None is the newest'
+            '"best", or what Attachment.state_dict() has returned; None is the newest'
         )
 
 

@@ -155,8 +155,9 @@ def pull(
     Args:
         name: the model.
         track: which average. None: the only track that is not a copy, else "ema"; asks the server.
-        version: a number, a record, or a label such as "best"; None (or 0): the newest. A version that
-            is only on the server's disk is read from there.
+        version: a number, a record, a label such as "best", or what `Attachment.state_dict` put into
+            the trainer's checkpoint; None (or 0): the newest. A version that is only on the server's
+            disk is read from there.
         step: instead of a version: the version of this step. After a rollback, that of the
             training that was continued.
         tensors: names, or patterns such as "encoder.*", or one of these: only these, and those of
@@ -196,7 +197,7 @@ def pull(
     """
     names, boxes = selection_from(tensors, slices)
     cast_to = dtype_name(dtype)
-    check_version(version)
+    check_version(version, name)
     destination = Destination.of(
         out,
         framework=framework,
@@ -209,7 +210,7 @@ def pull(
     if track is None:
         track = only_average_of(model(client, name, timeout_s=timeout_s))
     label = version if isinstance(version, str) else ""
-    number, incarnation = (0, 0) if isinstance(version, str) else version_id(version)
+    number, incarnation = (0, 0) if isinstance(version, str) else version_id(version, of=name)
     pulled = client._client.pull(
         name,
         track,

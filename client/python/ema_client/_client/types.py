@@ -154,12 +154,20 @@ class Version:
     )
 
 
-#: A version as an argument: its number, its record, or one of its labels.
-VersionLike = Union[int, Version, str]
+#: What `Attachment.state_dict` has returned.
+SavedState = Mapping[str, Any]
+
+#: A version as an argument: its number, its record, a saved state that names it, or one of its
+#: labels.
+VersionLike = Union[int, Version, SavedState, str]
 
 
-def version_id(version: int | Version | None, what: str = "version") -> tuple[int, int]:
+def version_id(
+    version: int | Version | SavedState | None, what: str = "version", *, of: str | None = None
+) -> tuple[int, int]:
     """Number and incarnation as the extension module takes them; (0, 0): the newest.
+
+    `of` is the model, whose saved states are accepted; None: no states are.
 
     InvalidArgumentError: neither a number nor a record, but a label, for example. `what` is its
     name in the message.
@@ -168,7 +176,12 @@ def version_id(version: int | Version | None, what: str = "version") -> tuple[in
         return version.number, version.incarnation
     if version is None:
         return 0, 0
-    if not is_whole(version):
+    if isinstance(version, Mapping) and of is not None:
+        # Imported here, because it needs this module.
+        from ema_client._client.state import State
+
+        return State.from_dict(version, model=of).version_id
+    if isinstance(version, Mapping) or not is_whole(version):
         problem = f"{what} {version!r}: must be a whole number or a Version"
         if isinstance(version, str):
             problem += f"; that of a label is client.labels(name)[{version!r}].number"

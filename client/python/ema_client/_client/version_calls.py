@@ -18,6 +18,7 @@ from ema_client._client.model_calls import model
 from ema_client._client.timeouts import check_seconds
 from ema_client._client.types import (
     ListedVersion,
+    SavedState,
     Synthesis,
     SynthesisSource,
     Version,
@@ -171,7 +172,7 @@ def statistics(
     client: Connection,
     name: str,
     *,
-    version: int | Version | None = None,
+    version: int | Version | SavedState | None = None,
     tracks: str | Collection[str] = (),
     timeout_s: float | None = None,
 ) -> Version:
@@ -182,7 +183,8 @@ def statistics(
 
     Args:
         name: the model.
-        version: the number or record of a version in the server's memory; None: the newest.
+        version: the number, the record or a saved state of a version in the server's memory; None: the
+            newest.
         tracks: only these; empty: all that average a tensor.
         timeout_s: seconds.
 
@@ -201,7 +203,7 @@ def statistics(
         >>> version = client.statistics("m")
         >>> plot(version.step, version.statistics["ema"].norm, version.statistics["ema"].distance)
     """
-    number, incarnation = version_id(version)
+    number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     return version_from(
         client._client.get_statistics(

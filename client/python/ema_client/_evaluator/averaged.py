@@ -56,8 +56,8 @@ def averaged(
         model: the model; DistributedDataParallel and torch.compile are unwrapped.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; None (or 0): the newest. The
-            training thread first waits for its last push.
+        version: as for `Client.pull`; None (or 0): the newest. The training thread first waits
+            for its last push.
         step: instead of a version: the version of this trainer step; see `Client.pull`.
         recalibrate: recomputes BatchNorm's statistics for the averaged weights, which differ from
             the averaged statistics. A loader of input tensors, or of tuples that begin with one:

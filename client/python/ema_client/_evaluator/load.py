@@ -77,8 +77,8 @@ def load_into(
         model: the module; DistributedDataParallel and torch.compile are unwrapped.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
-        version: a number, a record, or a label such as "best"; None (or 0): the newest. The
-            training thread first waits for its last push.
+        version: as for `Client.pull`; None (or 0): the newest. The training thread first waits
+            for its last push.
         step: instead of a version: the version of this trainer step; see `Client.pull`.
         strict: the module and the track must have the same tensors, except those that the track's
             rules ignore by name. False: only the tensors that both have are sent and loaded, such

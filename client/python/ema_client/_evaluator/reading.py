@@ -158,8 +158,8 @@ def reading(
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
-            check_version(version)
             address, model_name = split_url(url)
+            check_version(version, model_name)
             named = named_tensors(module, rename)
             if not version and step is None:
                 _wait_pushed(address, model_name, timeout_s)

@@ -14,12 +14,13 @@ from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.run import Run
+from ema_client._client.state import State
 from ema_client._client.types import NonFinite, Version, WireDtype, model_from
 from ema_client._client.url import split_url
 from ema_client._errors import AlreadyExistsError, InvalidArgumentError
 from ema_client._model.ranks import Ranks
 from ema_client._trainer.holdings import Layout
-from ema_client._trainer.resume import DISK_TIMEOUT_S, State
+from ema_client._trainer.resume import DISK_TIMEOUT_S
 
 _logger = logging.getLogger(__name__)
 

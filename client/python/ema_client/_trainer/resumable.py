@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ema_client._client.client import Client
+from ema_client._client.state import State
 from ema_client._errors import (
     AbortedError,
     DeadlineExceededError,
@@ -16,7 +17,7 @@ from ema_client._errors import (
 )
 from ema_client._trainer.joining import Joined
 from ema_client._trainer.pusher import Pusher
-from ema_client._trainer.resume import State, labels_stay, save, trim, warn_of_no_state
+from ema_client._trainer.resume import labels_stay, save, trim, warn_of_no_state
 
 
 class ResumableState:
