@@ -63,6 +63,24 @@ def test_tensors_stay_the_same_objects(server, model, average):
     assert not net.body[0].bias.requires_grad
 
 
+def test_a_module_whose_state_is_a_copy(client, server, model):
+    """FSDP's, DeepSpeed's and users' state_dict hooks clone."""
+
+    def clone(module: object, state: dict[str, torch.Tensor], *_: object) -> None:
+        state.update({name: value.clone() for name, value in state.items()})
+
+    net, other = Net(), Net()
+    for module in (net, other):
+        module.register_state_dict_post_hook(clone)
+    net(torch.randn(8, 4))
+    with ema_client.attach(net, None, server.url(model), tracks=TRACKS) as ema:
+        ema.after_step()
+    assert_same_bits(net.state_dict(), client.pull(model, track="raw"))
+    loaded = ema_client.load_into(other, server.url(model))
+    assert loaded.missing_keys == loaded.unexpected_keys == ()
+    assert_same_bits(net.state_dict(), other.state_dict())
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_meta_module_gets_memory(server, model, average, dtype, mode):

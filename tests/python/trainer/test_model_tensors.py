@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 
+import ema_client
 import pytest
 import torch
 from ema_client._model import torch_model
@@ -29,13 +31,6 @@ def keep_a_buffer_no_longer(net: Net) -> None:
     net.norm.register_buffer("running_mean", net.norm.running_mean, persistent=False)
 
 
-def drop_from_state(net: Net) -> None:
-    def drop(module: object, state: dict[str, object], *_: object) -> None:
-        del state["norm.running_var"]
-
-    net.register_state_dict_post_hook(drop)
-
-
 CHANGES: dict[str, Callable[[Net], object]] = {
     "a parameter more": lambda net: net.register_parameter(
         "new", torch.nn.Parameter(torch.ones(1))
@@ -49,8 +44,6 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "a parametrization": lambda net: torch.nn.utils.parametrizations.weight_norm(net.second),
     "not tied": tie_no_longer,
     "not kept": keep_a_buffer_no_longer,
-    "not in the state": drop_from_state,
-    "a state of its own": lambda net: setattr(net, "state_dict", lambda **_: {}),
 }
 
 
@@ -60,6 +53,61 @@ def ids(tensors: NamedTensors) -> tuple[dict[str, int], dict[str, int], dict[str
         {name: id(tensor) for name, tensor in tensors.buffers.items()},
         tensors.aliases,
     )
+
+
+def clone(module: object, state: dict[str, torch.Tensor], *_: object) -> None:
+    state.update({name: value.clone() for name, value in state.items()})
+
+
+def rename(module: object, state: dict[str, torch.Tensor], *_: object) -> None:
+    for name in list(state):
+        state[f"old.{name}"] = state.pop(name)
+
+
+def drop(module: object, state: dict[str, torch.Tensor], *_: object) -> None:
+    del state["norm.running_var"]
+
+
+def save_doubled(self: Net, destination: dict[str, torch.Tensor], prefix: str, _: bool) -> None:
+    destination.update({f"{prefix}{name}": 2 * one for name, one in self.named_parameters()})
+
+
+STATES: dict[str, Callable[[Net], object]] = {
+    "cloned": lambda net: net.register_state_dict_post_hook(clone),
+    "renamed": lambda net: net.register_state_dict_post_hook(rename),
+    "dropped": lambda net: net.register_state_dict_post_hook(drop),
+    "state_dict": lambda net: setattr(net, "state_dict", lambda **_: {}),
+    "_save_to_state_dict": lambda net: setattr(
+        net, "_save_to_state_dict", types.MethodType(save_doubled, net)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
+def test_names_do_not_depend_on_what_state_dict_returns(change):
+    net = Net()
+    before = ids(named_tensors(net))
+    assert list(before[1]) == [f"norm.{name}" for name, _ in net.norm.named_buffers()]
+    assert before[2] == {"first.weight": ("second.weight",)}
+    change(net)
+    assert ids(named_tensors(net)) == before
+
+
+def test_state_that_is_no_tensor_of_the_module_is_named(caplog):
+    class Scaled(torch.nn.Linear):
+        def get_extra_state(self):
+            return torch.ones(1)
+
+        def set_extra_state(self, state):
+            pass
+
+    net = torch.nn.Sequential(Scaled(2, 2), torch.nn.BatchNorm1d(2))
+    ema_client.LocalEMA(net)
+    assert "not averaged, because only state_dict() has them" in caplog.text
+    assert "parameter or buffer: 0._extra_state; make" in caplog.text
+    caplog.clear()
+    ema_client.LocalEMA(Net())
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ema_client import _ema
@@ -15,6 +16,8 @@ from ema_client._errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
+
+_logger = logging.getLogger(__name__)
 
 # Parts of names that torch.compile and activation checkpointing add to what they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -42,10 +45,7 @@ class NamedTensors:
 
 
 # The tensors of a module that overrides one of these must be collected each time.
-_LISTING_METHODS = (
-    *("state_dict", "_save_to_state_dict"),
-    *("named_parameters", "named_buffers", "named_modules", "_named_members"),
-)
+_LISTING_METHODS = ("named_parameters", "named_buffers", "named_modules", "_named_members")
 
 # Number of 8-byte words that are multiplied by their weights at a time.
 _WORDS = 1 << 20
@@ -142,14 +142,16 @@ def named_tensors(
 ) -> NamedTensors:
     """Collects the tensors of an unwrapped module. `rename`: as for `attach`.
 
-    Parameters that `fully_shard` has gathered are sharded again.
+    Names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
+    overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard`
+    has gathered are sharded again.
 
     Raises:
         InvalidArgumentError: part of the module is FSDP1's.
     """
 
     def clean_name(name: str) -> str:
-        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        name = _unwrapped_name(name)
         if rename is None:
             return name
         renamed = rename(name)
@@ -159,28 +161,67 @@ def named_tensors(
 
     _refuse_fsdp1(module)
     shard_again(module)
-    state = module.state_dict(keep_vars=True)
-    # By identity: wrappers clean the names of the state, but not of buffers.
-    kept = set(map(id, state.values()))
-    of_parameters = [(clean_name(name), tensor) for name, tensor in module.named_parameters()]
-    of_buffers = [
-        (clean_name(name), tensor) for name, tensor in module.named_buffers() if id(tensor) in kept
-    ]
-    parameters, buffers = dict(of_parameters), dict(of_buffers)
-    names = [name for name, _ in [*of_parameters, *of_buffers]]
+    parameters = [(clean_name(name), tensor) for name, tensor in module.named_parameters()]
+    listed = {id(tensor): tensor for tensor in module.buffers()}
+    first_names = {id(tensor): name for name, tensor in parameters}
+    buffers: list[tuple[str, torch.Tensor]] = []
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, tensor in _saved_tensors(module):
+        name = clean_name(name)
+        first = first_names.get(id(tensor))
+        if first is None and id(tensor) in listed:
+            first_names[id(tensor)] = name
+            buffers.append((name, tensor))
+        elif first is not None and first != name:
+            aliases[first] = (*aliases.get(first, ()), name)
+    names = [name for name, _ in (*parameters, *buffers)]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise InvalidArgumentError(
             f"tensors of one name, after `rename`: {', '.join(twice)}", reason="BAD_LAYOUT"
         )
-    first_names = {id(tensor): name for name, tensor in {**parameters, **buffers}.items()}
-    aliases: dict[str, tuple[str, ...]] = {}
-    for name, tensor in state.items():
-        clean = clean_name(name)
-        first = first_names.get(id(tensor), clean)
-        if first != clean:
-            aliases[first] = (*aliases.get(first, ()), clean)
-    return NamedTensors(parameters, buffers, aliases)
+    return NamedTensors(dict(parameters), dict(buffers), aliases)
+
+
+def _unwrapped_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _saved_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and persistent buffers under all of their names, in the order of
+    `state_dict()`."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer
+    for name, part in module._modules.items():
+        if part is not None:
+            yield from _saved_tensors(part, f"{prefix}{name}.")
+
+
+def warn_of_other_state(what: str, module: torch.nn.Module) -> None:
+    """Warns if `state_dict()` has floating-point tensors that are no parameters or buffers, such as
+    a `get_extra_state` adds."""
+    import torch
+
+    saved = [(_unwrapped_name(name), tensor) for name, tensor in _saved_tensors(module)]
+    names, ids = {name for name, _ in saved}, {id(tensor) for _, tensor in saved}
+    others = [
+        name
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and not (_unwrapped_name(name) in names or id(value) in ids)
+    ]
+    if others:
+        _logger.warning(
+            "%s: not averaged, because only state_dict() has them, and no parameter or buffer: %s; make "
+            "them buffers (register_buffer) to average them",
+            what,
+            arrays.some(others),
+        )
 
 
 def shard_again(module: torch.nn.Module) -> None:

@@ -21,7 +21,7 @@ from ema_client._client.url import split_url
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import ModelTensors, unwrap
+from ema_client._model.torch_model import ModelTensors, unwrap, warn_of_other_state
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike
 from ema_client._trainer.arguments import (
@@ -230,6 +230,7 @@ def attach(
         held = holdings_of(tensors_of())
         if optimizers is not None:
             check_held(with_contained(optimizers), module.parameters())
+        warn_of_other_state(f'model "{split_url(url)[1]}"', module)
     except Exception as raised:
         failure = raised
     check_agreed(ranks.gather_or_raise(failure, arguments))
