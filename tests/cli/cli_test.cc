@@ -203,7 +203,7 @@ TEST(ServerCommandsTest, InfoSaysInWordsHowTheServerStands) {
             "\n"
             "LIMIT            IN USE  OF\n"
             "sessions         2       64\n"
-            "unlimited_thing  -       any\n");
+            "unlimited_thing  -       unlimited\n");
   info.not_serving = "the server is shutting down";
   EXPECT_THAT(DescribeServer(info, now), HasSubstr("NOT_SERVING: the server is shutting down"));
   EXPECT_THAT(DescribeServer(info, info.start_time + absl::Milliseconds(900)),

@@ -99,7 +99,7 @@ class StoredReadingTest : public testing::Test {
         {.tensors = {"empty"}},
         {.tensors = {"h.*", "f64"}},
         {.tensors = {"*"}},
-        {.dtype = Dtype::kFloat32},
+        {.dtype = Dtype::kFloat32, .overflow = OverflowPolicy::kInfinity},
         {.dtype = Dtype::kFloat16, .overflow = OverflowPolicy::kInfinity},
         {.dtype = Dtype::kBFloat16, .overflow = OverflowPolicy::kInfinity},
         {.slices = {box}},

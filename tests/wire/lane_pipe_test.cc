@@ -79,7 +79,7 @@ TEST_F(LanePipeTest, AMessageThatIsTooLargeIsRefused) {
     (void)client_->SendMessage(std::string(LanePipe::kMaxMessageBytes + 1, 'x'), nullptr);
   });
   EXPECT_THAT(server_->Receive(nullptr),
-              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("rules")));
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("violated the protocol")));
   server_.reset();
   sending.join();
 }
