@@ -193,8 +193,9 @@ TEST_F(ModelStoreTest, StepsOfAllModelsTogetherAreLimitedAndEndedOnesDoNotCount)
     EMA_ASSERT_OK_AND_ASSIGN(const auto open, rank.Open(2, std::make_shared<PushOutcome>()));
     EXPECT_EQ(store.sessions().used_count(), 1);
     const auto refused = other.Push(2, weights);
-    EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("1 open steps")),
-                               ReasonIs(ErrorReason::kTooManySessions)));
+    EXPECT_THAT(refused,
+                AllOf(StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("1 open steps")),
+                      ReasonIs(ErrorReason::kTooManySessions)));
     EXPECT_GT(GetRetryDelay(refused.status()), absl::ZeroDuration());
     // A later step of the model takes the place of the open one.
     EMA_ASSERT_OK_AND_ASSIGN(const auto next, rank.Open(3, std::make_shared<PushOutcome>()));
