@@ -19,6 +19,7 @@ from ema_client._evaluator.averaged import write_average, swapped
 from ema_client._model.torch_model import (
     ModelTensors,
     check_no_dtensor,
+    check_values_here,
     named_tensors,
     specs_of,
     unwrap,
@@ -70,7 +71,7 @@ def compute_ema(
         )
     check_no_dtensor(unwrap(model))
     check_no_dtensor(unwrap(ema_model))
-    source, target = _all_names(model), _all_names(ema_model)
+    source, target = _all_names("model", model), _all_names("ema_model", ema_model)
     arrays.check_names("ema_model", expected=source, given=target)
     wrong = [
         f"{name}: {_kind(target[name])} for {_kind(source[name])}"
@@ -101,10 +102,11 @@ def compute_ema(
                 ema.copy_(param)
 
 
-def _all_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _all_names(what: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under all of their names."""
     tensors = named_tensors(unwrap(model))
     named = tensors.all()
+    check_values_here(what, unwrap(model), named)
     for name, others in tensors.aliases.items():
         named.update(dict.fromkeys(others, named[name]))
     return named
@@ -242,6 +244,13 @@ class LocalEMA:
         made = rule.tracks(tracks)
         ignored = ignored_by_all(specs, made)
         check_dtypes([spec for spec in specs if spec[0] not in ignored])
+        tensors = self._named_tensors().all()
+        check_values_here(
+            "LocalEMA",
+            self._module,
+            {name: tensor for name, tensor in tensors.items() if name not in ignored},
+            may_be_meta=False,
+        )
         specs = of_known_dtypes(specs)
         self._tracks = {track.name: _Track.of(track, specs) for track in made}
         self._batch = 0

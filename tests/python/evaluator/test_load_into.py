@@ -274,6 +274,23 @@ def test_a_pull_that_fails_leaves_the_module_without_memory(server, model, avera
     assert all(tensor.is_meta for tensor in net.state_dict().values())
 
 
+def test_a_module_that_keeps_parameters_elsewhere_is_not_reported_as_loaded(server, client, model):
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = [torch.nn.Parameter(torch.ones(2))]
+
+        def named_parameters(self, *args, **kwargs):
+            yield "own", self.own[0]
+
+    with ema_client.attach(Own(), None, server.url(model)) as ema:
+        ema.after_step()
+    net = on_meta(Own)
+    with pytest.raises(ema_client.InvalidArgumentError, match="has other tensors .* own; does"):
+        ema_client.load_into(net, server.url(model))
+    assert not ema_client.load_into(Own(), server.url(model)).missing_keys
+
+
 def test_no_memory_for_a_part_leaves_all_without(server, model, average, monkeypatch):
     net = on_meta()
     empty_like = torch.empty_like

@@ -84,6 +84,73 @@ def test_checkpoint_of_a_fresh_optimizer_counts_no_step(server, model):
         assert ema.step == 1
 
 
+def make_net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(6, 11), torch.nn.BatchNorm1d(11), torch.nn.ReLU())
+
+
+def offload(net: torch.nn.Module, how: str, folder: str) -> None:
+    cpu = torch.device("cpu")
+    if how == "cpu_offload":
+        accelerate.cpu_offload(net, execution_device=cpu)
+    elif how == "cpu_offload with buffers":
+        accelerate.cpu_offload(net, execution_device=cpu, offload_buffers=True)
+    elif how == "disk_offload":
+        accelerate.disk_offload(net, folder, execution_device=cpu)
+    else:
+        places = {"0": "disk", "1": "cpu", "2": "cpu"}
+        accelerate.dispatch_model(net, places, main_device="cpu", offload_dir=folder)
+
+
+@pytest.mark.parametrize(
+    "how", ["cpu_offload", "cpu_offload with buffers", "disk_offload", "dispatch_model"]
+)
+def test_values_that_its_hooks_keep_are_not_written(server, client, model, tmp_path, how):
+    torch.manual_seed(0)
+    url = server.url(model)
+    trained, net = make_net(), make_net()
+    with ema_client.attach(trained, None, url) as ema:
+        ema.after_step()
+    x = torch.randn(3, 6)
+    expected, before = trained.eval()(x), net.eval()(x)
+    offload(net, how, str(tmp_path))
+
+    def averaged() -> None:
+        with ema_client.averaged(net, url):
+            raise AssertionError("not reached")
+
+    for use in (
+        lambda: ema_client.load_into(net, url),
+        lambda: ema_client.load_into(net, url, strict=False),
+        averaged,
+        lambda: client.pull(model, out=net),
+        lambda: ema_client.compute_ema(trained, net),
+        lambda: ema_client.attach(net, None, server.url(f"{model}-other")),
+        lambda: ema_client.LocalEMA(net),
+    ):
+        with pytest.raises(
+            ema_client.InvalidArgumentError,
+            match=r"the values of 0.weight.* accelerate's hooks keep them .* "
+            r"accelerate.hooks.remove_hook_from_module\(model, recurse=True\)",
+        ):
+            use()
+        assert torch.equal(net(x), before)
+    accelerate.hooks.remove_hook_from_module(net, recurse=True)
+    ema_client.load_into(net, url)
+    offload(net, how, str(tmp_path / "again"))
+    assert torch.equal(net(x), expected)
+
+
+def test_tensors_that_its_hooks_keep_may_be_ignored(server, client, model):
+    net = make_net()
+    accelerate.cpu_offload(net[0], execution_device=torch.device("cpu"))
+    url = server.url(model)
+    with ema_client.attach(net, None, url, tensor_rules={"0.*": "ignore"}) as ema:
+        ema.after_step()
+    net[1].weight.data.fill_(3)
+    assert ema_client.load_into(net, url).ignored_keys == ("0.bias", "0.weight")
+    assert torch.equal(net[1].weight, torch.ones(11))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks, steps", [(1, 32), (2, 16)])

@@ -345,3 +345,16 @@ def test_the_example(server, client, model, tmp_path):
     averaged = diffusers.UNet2DModel.from_pretrained(folder)
     pulled = client.pull(model, track="ema")
     assert_same_bits(pulled, dict(averaged.named_parameters()))
+
+
+def test_values_that_group_offloading_keeps_in_files_are_not_written(server, model, tmp_path):
+    unet = Trainer().unet
+    with ema_client.attach(unet, None, server.url(model)) as ema:
+        ema.after_step()
+    unet.enable_group_offload(
+        onload_device=torch.device("cpu"),
+        offload_type="leaf_level",
+        offload_to_disk_path=str(tmp_path),
+    )
+    with pytest.raises(ema_client.InvalidArgumentError, match="before apply_group_offloading"):
+        ema_client.load_into(unet, server.url(model))

@@ -62,6 +62,37 @@ def test_a_lazy_module_is_named(server, client, model):
             make()
 
 
+@pytest.mark.parametrize("kept_by", ["DeepSpeed ZeRO-3", "the meta device"])
+def test_parameters_without_values_are_refused(server, client, model, kept_by):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    if kept_by == "the meta device":
+        net[1].to("meta")
+    else:
+        for parameter in net[1].parameters():  # As deepspeed.zero.Init leaves it.
+            parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+            parameter.data = torch.empty(0)
+    for use in (
+        lambda: ema_client.attach(net, None, server.url(model)),
+        lambda: ema_client.LocalEMA(net),
+    ):
+        with pytest.raises(
+            ema_client.InvalidArgumentError, match=f"the values of 1.weight, 1.bias .*{kept_by}"
+        ):
+            use()
+    assert model not in {info.name for info in client.models()}
+    rules = {"1.*": "ignore"}
+    with ema_client.attach(net, None, server.url(model), tensor_rules=rules) as ema:
+        ema.after_step()
+    assert list(client.pull(model)) == ["0.weight", "0.bias"]
+
+
+def test_a_parameter_without_elements_is_averaged(server, client, model):
+    net = torch.nn.Linear(0, 2)
+    with ema_client.attach(net, None, server.url(model)) as ema:
+        ema.after_step()
+    assert client.pull(model)["weight"].shape == (2, 0)
+
+
 def test_a_model_with_other_tracks_is_one_error(server, model):
     for half_life in ("3ba", "4ba"):
         net, optimizer = make_trainer()

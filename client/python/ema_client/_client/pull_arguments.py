@@ -114,10 +114,11 @@ def targets_of(out: OutLike, names_there: Callable[[], Collection[str]]) -> Mapp
             f"out of type {type(out).__name__}: must be arrays by name, or a torch.nn.Module"
         )
     # Imported here, since it is needed only for modules.
-    from ema_client._model.torch_model import named_tensors, unwrap
+    from ema_client._model.torch_model import check_values_here, named_tensors, unwrap
 
     named = named_tensors(unwrap(out))
     targets = named.all()
+    check_values_here("out", unwrap(out), targets)
     there = names_there() if named.aliases else ()
     for name, others in named.aliases.items():
         tensor = targets.pop(name)

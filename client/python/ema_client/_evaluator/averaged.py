@@ -20,7 +20,14 @@ from ema_client._evaluator.reading import Reading, names_there, reading
 from ema_client._evaluator.started import warn_of_no_average
 from ema_client._model.ranks import Ranks
 from ema_client._model.recalibrate import Recalibration, recalibrated
-from ema_client._model.torch_model import NamedTensors, named_tensors, shard_again, unwrap, write
+from ema_client._model.torch_model import (
+    NamedTensors,
+    check_values_here,
+    named_tensors,
+    shard_again,
+    unwrap,
+    write,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -238,6 +245,7 @@ def read_average(
         names = asked.names()
         ignored = asked.ignored()
         wanted = _without(named, ignored)
+        check_values_here(f'model "{asked.info.name}"', unwrap(model), wanted)
         pieces = asked.pieces(wanted, names)
         _check_pieces(asked.info, pieces)
         return ignored, wanted, pieces
@@ -325,6 +333,7 @@ def _targets(
     """
     named = named_tensors(unwrap(model), rename)
     own = _without(named, ignored)
+    check_values_here(what, unwrap(model), own)
     tensors = selected(pieces_of(own))
     first_names = {name: name for name in weights}
     first_names |= {alias: name for alias, name in aliases.items() if name in weights}

@@ -22,7 +22,13 @@ from ema_client._evaluator.reading import (
     version_alone,
 )
 from ema_client._evaluator.started import warn_of_no_average
-from ema_client._model.torch_model import shard_again, unwrap, write
+from ema_client._model.torch_model import (
+    check_values_here,
+    named_tensors,
+    shard_again,
+    unwrap,
+    write,
+)
 from ema_client._tracks.track import ignored_by
 
 if TYPE_CHECKING:
@@ -97,8 +103,9 @@ def load_into(
     Raises:
         InvalidArgumentError: shapes differ; averages cannot be cast to a tensor's dtype, such as
             int8; a tensor cannot be written, such as an expanded one; or, if `strict`, names
-            differ. The message lists all of these. Or PyTorch has no such `device`, or the model is
-            on another one.
+            differ. The message lists all of these. Or the values are not in the module's memory
+            (accelerate has offloaded them). Or PyTorch has no such `device`, or the model is on
+            another one.
         EmaError: the pull failed.
         RuntimeError: no memory on `device`.
 
@@ -115,8 +122,9 @@ def load_into(
         if device is not None:
             check_device(device)
         match = _match(asked)
-        match.check(asked.info.name, strict, asked.may_be_part)
         matched = {name: asked.named.all()[name] for name in match.names}
+        check_values_here(f'model "{asked.info.name}"', unwrap(model), matched)
+        match.check(asked.info.name, strict, asked.may_be_part)
         _check_place(matched, device)
         check_writable(
             f'model "{asked.info.name}"',
@@ -169,6 +177,14 @@ def load_into(
     wait_unread(named.all().values())
     _write({n: t for n, t in targets.items() if n not in fresh}, match.names, values)
     _put_in(module, made)
+    now = named_tensors(module, rename).all()
+    lost = [name for name, t in targets.items() if now.get(name) is not made.get(id(t), t)]
+    if lost:
+        raise InvalidArgumentError(
+            f'model "{info.name}": written, but the module has other tensors under these names: '
+            f"{arrays.some(lost)}; does it keep parameters outside its `_parameters`?",
+            reason="BAD_LAYOUT",
+        )
     kept = set(map(id, named.buffers.values())) | set(map(id, made.values()))
     return Loaded(
         pulled,

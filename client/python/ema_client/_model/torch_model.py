@@ -118,6 +118,69 @@ def check_no_dtensor(module: torch.nn.Module) -> None:
             )
 
 
+def check_values_here(
+    what: str,
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    may_be_meta: bool = True,
+) -> None:
+    """InvalidArgumentError: the values of some of the module's `tensors` are not in its memory, but
+    are put there, or written over it, for each forward; the message says how to get them back."""
+    keepers = _keepers_of_values(module)
+    if not may_be_meta:
+        keepers = {id(one): _ON_META for one in tensors.values() if one.is_meta} | keepers
+    absent = {name: keepers[id(one)] for name, one in tensors.items() if id(one) in keepers}
+    if absent:
+        raise InvalidArgumentError(
+            f"{what}: the values of {arrays.some(list(absent))} are not in the module: "
+            f"{'; '.join(dict.fromkeys(absent.values()))}",
+            reason="BAD_LAYOUT",
+        )
+
+
+def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
+    """What keeps values outside a module, and the cure, by the ids of their tensors."""
+    accelerate = sys.modules.get("accelerate.hooks")
+    diffusers = sys.modules.get("diffusers.hooks.group_offloading")
+    found: dict[int, str] = {}
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if accelerate is None or not isinstance(one, accelerate.AlignDevicesHook):
+                continue
+            if one.offload:
+                within = one.place_submodules
+                buffers = part.buffers(within) if one.offload_buffers else ()
+                offloaded = (*part.parameters(within), *buffers)
+                found.update((id(tensor), _BY_ACCELERATE) for tensor in offloaded)
+        registry = getattr(part, "_diffusers_hook", None)
+        if diffusers is not None and registry is not None:
+            group_hook = registry.get_hook("group_offloading")
+            if group_hook is not None and group_hook.group.offload_to_disk_path is not None:
+                found.update((id(t), _BY_DIFFUSERS) for t in group_hook.group.tensor_to_key)
+    for parameter in module.parameters():
+        if parameter.numel() == 0 and any(hasattr(parameter, name) for name in _FULL_SHAPES):
+            found[id(parameter)] = _BY_ZERO
+    return found
+
+
+_ON_META = (
+    "they are on the meta device; first give them memory (model.to_empty(device=...)) and values"
+)
+_BY_ACCELERATE = (
+    "accelerate's hooks keep them and write them back at each forward; do this before you offload the "
+    "model, or first call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+)
+_BY_DIFFUSERS = "diffusers keeps them in files; do this before apply_group_offloading()"
+_BY_ZERO = (
+    "DeepSpeed ZeRO-3 keeps them in pieces that have no names or shapes; use ZeRO stage 1 or 2, or "
+    "torch.distributed.fsdp.fully_shard (FSDP2)"
+)
+# The full shape of a parameter without elements: DeepSpeed's attributes, and fairscale's.
+_FULL_SHAPES = ("ds_shape", "ds_numel", "_orig_size")
+
+
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside DistributedDataParallel, DataParallel, torch.compile and Lightning Fabric's."""
     import torch

@@ -21,7 +21,12 @@ from ema_client._client.url import split_url
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import ModelTensors, unwrap, warn_of_other_state
+from ema_client._model.torch_model import (
+    ModelTensors,
+    check_values_here,
+    unwrap,
+    warn_of_other_state,
+)
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike
 from ema_client._trainer.arguments import (
@@ -252,6 +257,13 @@ def attach(
             max_staging_bytes=max_staging_bytes,
             files=small_files(files) if files is not None and ranks.rank == 0 else {},
             timeout_s=timeout_s,
+        )
+        averaged = {spec[0] for spec in plan.layout.specs}
+        check_values_here(
+            f'model "{plan.model_name}"',
+            module,
+            {name: one for name, one in tensors_of().all().items() if name in averaged},
+            may_be_meta=False,
         )
     except Exception as raised:
         failure = raised

@@ -14,7 +14,13 @@ from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.types import Version, version_id
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
-from ema_client._model.torch_model import check_no_dtensor, half_of, named_tensors, write
+from ema_client._model.torch_model import (
+    check_no_dtensor,
+    check_values_here,
+    half_of,
+    named_tensors,
+    write,
+)
 from ema_client._tracks.track import only_average
 
 if TYPE_CHECKING:
@@ -70,6 +76,7 @@ class AveragedCopy:
                 given = given()
         if given is not None:
             ours, theirs = names.all(), named_tensors(given).all()
+            check_values_here("ema_model", given, theirs)
             arrays.check_names("ema_model", expected=ours, given=theirs)
             arrays.check_shapes("ema_model", expected=ours, given=theirs)
         start = time.monotonic()
