@@ -2,6 +2,7 @@
 #include "client/cpp/transport/connection.h"
 
 #include <fcntl.h>
+#include <grpc/grpc.h>
 #include <grpcpp/create_channel_posix.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -88,6 +89,16 @@ absl::Status AwaitTls(grpc::Channel& channel, const std::string& address, Steady
   }
 }
 
+// gRPC runs from the first connection until the process ends. It would otherwise stop with each
+// lost connection, if it is the only one, and start again with the next. In 1.51 that stop never
+// ends if a timer thread could not be created before.
+void KeepGrpcStarted() {
+  [[maybe_unused]] static const bool is_started = [] {
+    grpc_init();
+    return true;
+  }();
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, const Client::Tls& tls,
@@ -96,6 +107,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
                                                              Interrupt* interrupt) {
   const std::string text = dialer.address().ToString();
   if (dialer.address().is_tls) {
+    KeepGrpcStarted();
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, TlsChannel(dialer.address(), tls));
     EMA_RETURN_IF_ERROR(AwaitTls(*channel, text, deadline, interrupt));
     return std::shared_ptr<Connection>(new Connection(text, token, /*fd=*/-1, std::move(channel)));
@@ -111,6 +123,8 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
     close(*fd);
     return absl::UnavailableError(absl::StrCat("server ", text, ": ", std::strerror(error)));
   }
+  // Not before the address has been looked up, which needs a thread, too.
+  KeepGrpcStarted();
   // Takes *fd.
   std::shared_ptr<grpc::Channel> channel =
       grpc::CreateCustomInsecureChannelFromFd(text, *fd, ChannelSettings(dialer.address()));

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/transport/fork_guard.h"
 
-#include <grpc/grpc.h>
-
 #include <atomic>
 #include <utility>
 
@@ -21,14 +19,7 @@ absl::Status CheckGrpcUsable() {
   static std::atomic<pid_t> user = 0;
   pid_t expected = 0;
   const pid_t self = getpid();
-  if (user.compare_exchange_strong(expected, self)) {
-    // Without the matching grpc_shutdown(): gRPC would otherwise stop with each lost connection,
-    // if it is the only one, and start again with the next. In 1.51 that stop never ends if a
-    // timer thread could not be created before.
-    grpc_init();
-    return absl::OkStatus();
-  }
-  if (expected == self) return absl::OkStatus();
+  if (user.compare_exchange_strong(expected, self) || expected == self) return absl::OkStatus();
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
                    "a client was made before this process was forked, so gRPC cannot work here; "
                    "spawn the process instead, or make the first client after the fork");

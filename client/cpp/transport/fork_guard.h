@@ -28,8 +28,7 @@ class ForkGuard {
 };
 
 // FAILED_PRECONDITION: a parent of this process has used gRPC, whose threads are missing here.
-// Otherwise records that this process uses gRPC; the first time also starts gRPC, which then runs
-// until the process ends.
+// Otherwise records that this process uses gRPC.
 absl::Status CheckGrpcUsable();
 
 // Never destroys `object`.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ema_client._client.connection import Connection
+from ema_client._client.state import version_id
 from ema_client._client.types import (
     Checkpoint,
     CheckpointInfo,
@@ -14,7 +15,6 @@ from ema_client._client.types import (
     SavedState,
     Version,
     version_from,
-    version_id,
 )
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import names_from

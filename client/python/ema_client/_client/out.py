@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ema_client._client.arrays import check_names, check_shapes, is_instance, range_of
-from ema_client._client.pull_arguments import Overflow
+from ema_client._client.types import Overflow
 from ema_client._errors import InvalidArgumentError
 
 # The casts that NumPy may apply to values that are written into an array of another dtype.

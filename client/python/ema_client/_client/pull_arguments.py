@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Union
 
-from ema_client._client.types import ModelInfo, Shard, Version, VersionLike, version_id
+from ema_client._client.state import version_id
+from ema_client._client.types import ModelInfo, Shard, Version, VersionLike
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import is_whole, names_from
 from ema_client._tracks.track import only_average
@@ -20,10 +21,6 @@ OutLike = Union[Mapping[str, Any], "torch.nn.Module"]
 
 #: "float32", "float16" or "bfloat16", or a framework's dtype of that name.
 DtypeLike = Any
-
-#: What a finite value becomes that is too large for the dtype to which it is cast: an error, the
-#: largest finite value of that dtype, or infinity.
-Overflow = Literal["error", "saturate", "inf"]
 
 _DTYPES = ("float32", "float16", "bfloat16")
 

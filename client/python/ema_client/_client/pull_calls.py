@@ -27,7 +27,6 @@ from ema_client._client.pieces import is_dtensor, pieces_of, selected, selection
 from ema_client._client.pull_arguments import (
     DtypeLike,
     OutLike,
-    Overflow,
     check_device,
     check_version,
     dtype_name,
@@ -35,13 +34,14 @@ from ema_client._client.pull_arguments import (
     selection_from,
     targets_of,
 )
+from ema_client._client.state import version_id
 from ema_client._client.types import (
+    Overflow,
     Shard,
     Version,
     VersionLike,
     Weights,
     version_from,
-    version_id,
 )
 from ema_client._client.unread import wait_unread
 from ema_client._errors import InvalidArgumentError, OutOfRangeError

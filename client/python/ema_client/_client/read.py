@@ -8,8 +8,8 @@ from typing import Any
 
 from ema_client._client.arrays import Framework
 from ema_client._client.client import Client
-from ema_client._client.pull_arguments import DtypeLike, OutLike, Overflow
-from ema_client._client.types import Shard, Version, VersionLike, Weights
+from ema_client._client.pull_arguments import DtypeLike, OutLike
+from ema_client._client.types import Overflow, Shard, Version, VersionLike, Weights
 from ema_client._client.url import split_url
 
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
-from ema_client._client.types import ResumePoint, Version
+from ema_client._client.types import ResumePoint, SavedState, Version
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
+from ema_client._given import is_whole
 
 _FORMAT = 1
 
@@ -86,6 +88,30 @@ class State:
                 f"model, or choose another name",
                 reason="RESUME_MISMATCH",
             )
+
+
+def version_id(
+    version: int | Version | SavedState | None, what: str = "version", *, of: str | None = None
+) -> tuple[int, int]:
+    """Number and incarnation as the extension module takes them; (0, 0): the newest.
+
+    `of` is the model, whose saved states are accepted; None: no states are.
+
+    InvalidArgumentError: neither a number nor a record, but a label, for example. `what` is its
+    name in the message.
+    """
+    if isinstance(version, Version):
+        return version.number, version.incarnation
+    if version is None:
+        return 0, 0
+    if isinstance(version, Mapping) and of is not None:
+        return State.from_dict(version, model=of).version_id
+    if isinstance(version, Mapping) or not is_whole(version):
+        problem = f"{what} {version!r}: must be a whole number or a Version"
+        if isinstance(version, str):
+            problem += f"; that of a label is client.labels(name)[{version!r}].number"
+        raise InvalidArgumentError(problem)
+    return operator.index(version), 0
 
 
 def _refused(problem: str) -> InvalidArgumentError:

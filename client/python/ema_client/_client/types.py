@@ -12,7 +12,6 @@ from typing import Any, Literal, SupportsIndex, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import is_whole
 from ema_client._tracks.track import Track, track_from
 
 
@@ -154,39 +153,16 @@ class Version:
     )
 
 
+#: What a finite value becomes that is too large for the dtype to which it is cast: an error, the
+#: largest finite value of that dtype, or infinity.
+Overflow = Literal["error", "saturate", "inf"]
+
 #: What `Attachment.state_dict` has returned.
 SavedState = Mapping[str, Any]
 
 #: A version as an argument: its number, its record, a saved state that names it, or one of its
 #: labels.
 VersionLike = Union[int, Version, SavedState, str]
-
-
-def version_id(
-    version: int | Version | SavedState | None, what: str = "version", *, of: str | None = None
-) -> tuple[int, int]:
-    """Number and incarnation as the extension module takes them; (0, 0): the newest.
-
-    `of` is the model, whose saved states are accepted; None: no states are.
-
-    InvalidArgumentError: neither a number nor a record, but a label, for example. `what` is its
-    name in the message.
-    """
-    if isinstance(version, Version):
-        return version.number, version.incarnation
-    if version is None:
-        return 0, 0
-    if isinstance(version, Mapping) and of is not None:
-        # Imported here, because it needs this module.
-        from ema_client._client.state import State
-
-        return State.from_dict(version, model=of).version_id
-    if isinstance(version, Mapping) or not is_whole(version):
-        problem = f"{what} {version!r}: must be a whole number or a Version"
-        if isinstance(version, str):
-            problem += f"; that of a label is client.labels(name)[{version!r}].number"
-        raise InvalidArgumentError(problem)
-    return operator.index(version), 0
 
 
 def is_after(version: Version, other: int | Version) -> bool:

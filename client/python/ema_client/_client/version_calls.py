@@ -16,6 +16,7 @@ from ema_client import _ema
 from ema_client._client.connection import Connection
 from ema_client._client.model_calls import model
 from ema_client._client.timeouts import check_seconds
+from ema_client._client.state import version_id
 from ema_client._client.types import (
     ListedVersion,
     SavedState,
@@ -24,7 +25,6 @@ from ema_client._client.types import (
     Version,
     is_after,
     version_from,
-    version_id,
 )
 from ema_client._errors import DeadlineExceededError, InvalidArgumentError
 from ema_client._given import check_int64, names_from

@@ -16,14 +16,8 @@ from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.pieces import Piece, piece_of, selection_of
 from ema_client._client.pull_arguments import check_version, only_average_of
-from ema_client._client.types import (
-    ModelInfo,
-    TensorSpec,
-    Version,
-    VersionLike,
-    Weights,
-    version_id,
-)
+from ema_client._client.state import version_id
+from ema_client._client.types import ModelInfo, TensorSpec, Version, VersionLike, Weights
 from ema_client._client.unread import attachments
 from ema_client._client.url import split_url
 from ema_client._errors import (

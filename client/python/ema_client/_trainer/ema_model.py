@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._client import arrays
 from ema_client._client.client import Client
-from ema_client._client.types import Version, version_id
+from ema_client._client.state import version_id
+from ema_client._client.types import Version
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
 from ema_client._model.torch_model import (
     check_no_dtensor,

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from ema_client._client.types import Version, Weights, version_id
+from ema_client._client.state import version_id
+from ema_client._client.types import Version, Weights
 from ema_client._errors import EmaError, FailedPreconditionError, failure_of
 from ema_client._model.ranks import Ranks
 from ema_client._trainer.attachment import Attachment
