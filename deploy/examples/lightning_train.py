@@ -48,8 +48,8 @@ def main():
         enable_progress_bar=False,
     )
     trainer.fit(Regression(), batches, batches)
-    # Its weights are the average now. A checkpoint of the trainer (ModelCheckpoint) says which average
-    # belongs to it: trainer.fit(..., ckpt_path=...) goes on from there.
+    # The model has the average now. So has the state_dict in a checkpoint of the trainer
+    # (ModelCheckpoint); trainer.fit(..., ckpt_path=...) resumes with the raw weights, which are there, too.
     print(f"step {trainer.global_step}: {trainer.callback_metrics['loss_of_average']:.4f}")
 
 

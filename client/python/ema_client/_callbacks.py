@@ -15,7 +15,7 @@ from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._client.types import Version, VersionLike
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
-from ema_client._evaluator.averaged import OwnValues, averaged_beside, read_average
+from ema_client._evaluator.averaged import Average, OwnValues, read_average, swapped
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import write
@@ -117,11 +117,13 @@ def averaged_or_own(
     options: Mapping[str, Any],
     *,
     track: str | None,
+    version: VersionLike | None = None,
     own: OwnValues | None = None,
+    doing: str = "evaluating",
 ) -> Iterator[Version | None]:
-    """Puts the averages into a model for a `with` block. If they cannot be read, or the track has
-    not reached its ema_start, the model keeps its own weights, with a warning. The latter warning
-    is given once per attachment.
+    """Puts the averages of `version`, or else of the last push, into a model for a `with` block. If
+    they cannot be read, or the track has not reached its ema_start, the model keeps its own weights,
+    with a warning about what the caller is `doing`. The latter warning is given once per attachment.
 
     Collective: all ranks get the same version, or all keep their own weights. With an attachment,
     waits for its pending push. `own`: stores the model's own values, so that the caller can drop
@@ -131,55 +133,36 @@ def averaged_or_own(
         The version in the model. None: the model has its own weights.
 
     Raises:
-        EmaError: the averages cannot be read on some rank, and on_error is not "skip".
+        EmaError: the averages cannot be read on some rank, and on_error is not "skip", or a
+            version was given.
     """
     ranks = Ranks.current(options.get("process_group"))
-    with contextlib.ExitStack() as swapped:
+    with contextlib.ExitStack() as stack:
         record: Version | None = None
         try:
-            record = _swap_in(swapped, module, url, attachment, options, ranks, track, own)
+            average = _read(module, url, attachment, options, ranks, track, version)
+            if isinstance(average, str):
+                _warn_of_start(attachment, average, doing)
+            else:
+                record = average.version
+                swap = swapped(
+                    module,
+                    f'model "{average.model_name}"',
+                    average.weights,
+                    average.aliases,
+                    ignored=average.ignored,
+                    rename=options.get("rename"),
+                    own=own,
+                    ranks=ranks,
+                )
+                del average  # As large as the model.
+                stack.enter_context(swap)
         except EmaError as error:
-            if raises(options):
+            if raises(options) or version is not None:
                 raise
-            _logger.warning("evaluating the trainer's own weights, not their average: %s", error)
+            record = None
+            _logger.warning("%s the trainer's own weights, not their average: %s", doing, error)
         yield record
-
-
-def _swap_in(
-    swapped: contextlib.ExitStack,
-    module: torch.nn.Module,
-    url: str,
-    attachment: Attachment | None,
-    options: Mapping[str, Any],
-    ranks: Ranks,
-    track: str | None,
-    own: OwnValues | None,
-) -> Version | None:
-    """Puts the averages in until `swapped` is closed. None: the average has not started."""
-    version, start = _newest(url, attachment, options, ranks, track)
-    if start is not None:
-        _warn_of_start(attachment, start)
-        return None
-    record: Version | None = None
-    with contextlib.ExitStack() as stack:
-        failure: Exception | None = None
-        try:
-            swap = averaged_beside(
-                OwnValues() if own is None else own,
-                module,
-                url,
-                track=track,
-                version=version,
-                rename=options.get("rename"),
-                process_group=options.get("process_group"),
-                timeout_s=pull_patience_s(options),
-            )
-            record = stack.enter_context(swap)
-        except Exception as raised:  # No memory, for example.
-            failure = failure_of(raised)
-        ranks.gather_or_raise(failure, None)
-        swapped.push(stack.pop_all())
-    return record
 
 
 def copy_average_or_own(
@@ -190,41 +173,65 @@ def copy_average_or_own(
     *,
     track: str | None,
     version: VersionLike | None = None,
-) -> None:
-    """Puts the averages of `version`, or else of the last push, into a model permanently. Otherwise
-    like `averaged_or_own`, but warns each time that the model keeps its own weights."""
+) -> Version | None:
+    """Like `averaged_or_own`, permanently, but a given version causes a warning, too, if it cannot be
+    read, and each warning is given each time."""
     ranks = Ranks.current(options.get("process_group"))
     try:
-        start: str | None = None
-        if version is None:
-            version, start = _newest(url, attachment, options, ranks, track)
-        if start is not None:
-            _warn_of_own_weights(start)
-            return
+        average = _read(module, url, attachment, options, ranks, track, version)
+        if isinstance(average, str):
+            _logger.warning(
+                "the model keeps its own weights: the average begins at its ema_start, %s", average
+            )
+            return None
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         failure: Exception | None = None
         try:
-            average = read_average(
-                module,
-                url,
-                track=track,
-                version=version,
-                rename=options.get("rename"),
-                process_group=options.get("process_group"),
-                timeout_s=pull_patience_s(options),
-            )
             pairs = average.pairs(module, options.get("rename"))
-            start = awaited_start(average.version, average.track)
-        except Exception as raised:  # No memory, for example.
+        except Exception as raised:
             failure = failure_of(raised)
         ranks.gather_or_raise(failure, None)
-        if start is None:
-            write(pairs)
-        else:
-            _warn_of_own_weights(start)
+        write(pairs)
+        return average.version
     except EmaError as error:
         if raises(options):
             raise
         _logger.warning("the model keeps its own weights, not their average: %s", error)
+        return None
+
+
+def _read(
+    module: torch.nn.Module,
+    url: str,
+    attachment: Attachment | None,
+    options: Mapping[str, Any],
+    ranks: Ranks,
+    track: str | None,
+    version: VersionLike | None,
+) -> Average | str:
+    """The averages of `version`, or else of the last push; or the track's ema_start, if the version
+    is from before it. Collective."""
+    if version is None:
+        version, start = _newest(url, attachment, options, ranks, track)
+        if start is not None:
+            return start
+    average: Average | None = None
+    failure: Exception | None = None
+    try:
+        average = read_average(
+            module,
+            url,
+            track=track,
+            version=version,
+            rename=options.get("rename"),
+            process_group=options.get("process_group"),
+            timeout_s=pull_patience_s(options),
+        )
+    except Exception as raised:  # No memory, for example.
+        failure = failure_of(raised)
+    ranks.gather_or_raise(failure, None)
+    assert average is not None
+    return awaited_start(average.version, average.track) or average
 
 
 def _newest(
@@ -263,17 +270,11 @@ def _newest(
     return version, start
 
 
-def _warn_of_own_weights(start: str) -> None:
-    _logger.warning(
-        "the model keeps its own weights: the average begins at its ema_start, %s", start
-    )
-
-
-def _warn_of_start(attachment: Attachment | None, start: str) -> None:
+def _warn_of_start(attachment: Attachment | None, start: str, doing: str) -> None:
     if attachment is not None:
         if attachment._has_told_of_start:
             return
         attachment._has_told_of_start = True
     _logger.warning(
-        "evaluating the trainer's own weights: the average begins at its ema_start, %s", start
+        "%s the trainer's own weights: the average begins at its ema_start, %s", doing, start
     )

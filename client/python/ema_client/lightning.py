@@ -11,11 +11,14 @@ Works with `lightning.pytorch` and with `pytorch_lightning`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import importlib.util
+import logging
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +31,20 @@ from ema_client._callbacks import (
     saved_state,
 )
 from ema_client._client.url import split_url
+from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
+from ema_client._evaluator.averaged import OwnValues
 from ema_client._tracks.presets import check_count, refuse
 from ema_client._tracks.track import WHOLE_TRACK, Track
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
+
+_logger = logging.getLogger(__name__)
+
+# Entries of a checkpoint: Lightning's own callback, too, stores the raw weights in the first one. The
+# second one identifies the average in the checkpoint's state_dict.
+_RAW_WEIGHTS = "current_model_state"
+_AVERAGE = "average_in_state_dict"
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Arguments of `attach` for the track "ema", in place of Lightning's.
@@ -65,10 +77,14 @@ class EMAWeightAveraging(_Callback):
     ("2ep") and shares of the whole training ("0.1dur"). Only optimizer steps count, not batches
     that only accumulate gradients, nor steps that AMP's grad scaler skips.
 
-    Unlike Lightning's, the average takes no memory in the trainer, and is not in its checkpoint.
-    The checkpoint identifies its average, which the server keeps on its disk; a fit with
-    `ckpt_path` continues from there. Needs exactly one optimizer, and whole weights on every rank
-    (one process or DDP).
+    As with Lightning's, the `state_dict` in a checkpoint is the average, for `load_from_checkpoint`
+    and other readers, and "current_model_state" has the raw weights, from which a fit with
+    `ckpt_path` continues. The entry "average_in_state_dict" says which average it is. The checkpoint
+    also identifies its version, which the server keeps on its disk; such a fit continues the average
+    from there.
+
+    Unlike Lightning's, the average takes no memory in the trainer, except while it is used or saved.
+    Needs exactly one optimizer, and whole weights on every rank (one process or DDP).
 
     Args:
         url: "ema://host:port/model".
@@ -81,9 +97,15 @@ class EMAWeightAveraging(_Callback):
             epoch twice, and also steps of earlier epochs.
         use_buffers: averages floating-point buffers (BatchNorm's statistics). False: copies them.
         device: only None: nothing is stored here.
-        validate_with_average: validations and tests use averaged weights; those of a fit use the
-            average of its last push. False: the model's own. Before the average starts (ema_start,
-            update_starting_at_step) also its own, with a warning.
+        validate_with_average: validations, tests and predictions use averaged weights: in a fit those
+            of its last push; with `ckpt_path` ("best", "last" or a path) those of that checkpoint;
+            else those of the newest version. False: the model's own, with `ckpt_path` the
+            checkpoint's `state_dict`. Before the average starts (ema_start, update_starting_at_step)
+            also the model's own, with a warning.
+        save_average: the `state_dict` in a checkpoint is the average, if it has started and can be
+            read; else raw weights, with a warning. False: raw weights. None: as
+            validate_with_average, because checkpoints are chosen by the scores of validations. A
+            ModelCheckpoint with save_weights_only=True always saves raw weights.
         copy_at_end: after the fit the model has averaged weights, as with Lightning's callback, if
             the average has started. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
@@ -94,8 +116,10 @@ class EMAWeightAveraging(_Callback):
     Raises:
         TypeError: an option that `attach` does not have.
         InvalidArgumentError: an argument is wrong. In the fit also: the module does not have
-            exactly one optimizer.
-        EmaError: in the fit: as `attach`.
+            exactly one optimizer; or Lightning's own callback is there, which would save another
+            average in the same place. With `ckpt_path`: the checkpoint neither has an average nor
+            identifies one.
+        EmaError: in the fit: as `attach`. With `ckpt_path`: the checkpoint's average cannot be read.
 
     Example:
         >>> averaging = EMAWeightAveraging("ema://host:50051/digits", decay=0.99)
@@ -114,6 +138,7 @@ class EMAWeightAveraging(_Callback):
         use_buffers: bool = True,
         device: Any = None,
         validate_with_average: bool = True,
+        save_average: bool | None = None,
         copy_at_end: bool = True,
         track: str | None = None,
         **options: Any,
@@ -153,13 +178,18 @@ class EMAWeightAveraging(_Callback):
         self._url = url
         self._options = options
         self._validates = validate_with_average
+        self._saves_average = validate_with_average if save_average is None else save_average
         self._copies_at_end = copy_at_end
         self._track = track
         self._attachment: Attachment | None = None
-        # The state in a loaded checkpoint, until the fit begins.
-        self._resume: Mapping[str, Any] | None = None
-        # Puts the model's own weights back.
+        # The state in the checkpoint that the trainer's present call has loaded, or {}. None: it has
+        # loaded none, or one without the states of callbacks.
+        self._loaded: Mapping[str, Any] | None = None
+        # Averages that modules have as their own weights, after a fit or from a checkpoint.
+        self._held: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
+        # Puts the model's own weights back, which `_own` keeps.
         self._swapped = contextlib.ExitStack()
+        self._own = OwnValues()
 
     @property
     def attachment(self) -> Attachment | None:
@@ -171,6 +201,10 @@ class EMAWeightAveraging(_Callback):
         """The name of this callback's state in the trainer's checkpoint; one for each model."""
         return f"ema_client.EMAWeightAveraging({self._model_name})"
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # Of the trainer's last call.
+        self._loaded = None
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if len(trainer.optimizers) != 1:
             raise InvalidArgumentError(
@@ -178,7 +212,10 @@ class EMAWeightAveraging(_Callback):
                 "several, call ema_client.attach(module, None, url), and its after_step() in "
                 "training_step, in place of this callback"
             )
+        if self._saves_average:
+            _check_savers(trainer)
         self._close()  # After a fit that an exception has ended.
+        self._held.pop(pl_module, None)
         options = dict(self._options)
         if not needs_only_batches(options):
             options.setdefault("time", _time_of(trainer))
@@ -186,23 +223,28 @@ class EMAWeightAveraging(_Callback):
             trainer.model,
             trainer.optimizers[0],
             self._url,
-            resume=self._resume,
+            resume=self._loaded or None,
             **options,
         )
-        self._resume = None
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         # The sanity check comes before the first push.
         if not trainer.sanity_checking:
-            self._swap_in(pl_module)
+            self._swap_in(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._swapped.close()
 
     def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._swap_in(pl_module)
+        self._swap_in(trainer, pl_module)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._swapped.close()
+
+    def on_predict_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._swap_in(trainer, pl_module)
+
+    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._swapped.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -212,9 +254,11 @@ class EMAWeightAveraging(_Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._copies_at_end or self._attachment is None:
             return
-        copy_average_or_own(
+        version = copy_average_or_own(
             pl_module, self._url, self._attachment, self._options, track=self._track
         )
+        if version is not None:
+            self._held[pl_module] = self._record(version)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._close()
@@ -225,21 +269,108 @@ class EMAWeightAveraging(_Callback):
             return {}
         return dict(saved_state(self._attachment, self._options) or {})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Sets the state from which the next fit continues."""
-        self._resume = dict(state_dict)
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Puts the average into the checkpoint's `state_dict`."""
+        if self._attachment is None:
+            if pl_module in self._held:
+                checkpoint[_AVERAGE] = dict(self._held[pl_module])
+            return
+        if self._own:  # Another callback saves during a validation.
+            with self._own.restored():
+                checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
+        if not self._saves_average:
+            return
+        with averaged_or_own(
+            pl_module,
+            self._url,
+            self._attachment,
+            self._options,
+            track=self._track,
+            doing="saving",
+        ) as version:
+            if version is None:
+                return
+            average = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
+        checkpoint.setdefault(_RAW_WEIGHTS, checkpoint["state_dict"])
+        checkpoint["state_dict"] = average
+        checkpoint[_AVERAGE] = self._record(version)
 
-    def _swap_in(self, module: Any) -> None:
-        if self._validates:
-            swap = averaged_or_own(
-                module, self._url, self._attachment, self._options, track=self._track
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Puts the checkpoint's raw weights into the model for a fit. Lightning has put its
+        `state_dict` there."""
+        self._loaded = checkpoint["callbacks"].get(self.state_key, {})
+        self._held.pop(pl_module, None)
+        if trainer.state.fn != "fit":
+            if _AVERAGE in checkpoint:
+                self._held[pl_module] = checkpoint[_AVERAGE]
+        elif _RAW_WEIGHTS in checkpoint:
+            trainer.strategy.load_model_state_dict(
+                {**checkpoint, "state_dict": checkpoint[_RAW_WEIGHTS]},
+                strict=pl_module.strict_loading,
             )
-            self._swapped.enter_context(swap)
+
+    def _swap_in(self, trainer: Any, module: Any) -> None:
+        if not self._validates:
+            return
+        version: Mapping[str, Any] | None = None
+        if trainer.state.fn != "fit" and trainer.ckpt_path is not None:
+            if self._loaded is not None and self._is_held_by(module):
+                return
+            version = self._loaded
+            if not version:
+                raise InvalidArgumentError(
+                    f'ckpt_path "{trainer.ckpt_path}": the checkpoint neither has an average of model '
+                    f'"{self._model_name}" in its state_dict nor identifies one: it was saved without '
+                    "this callback, with save_weights_only=True, or when the server could not save. "
+                    "To use its own weights: EMAWeightAveraging(..., validate_with_average=False)"
+                )
+        swap = averaged_or_own(
+            module,
+            self._url,
+            self._attachment,
+            self._options,
+            track=self._track,
+            version=version,
+            own=self._own,
+        )
+        self._swapped.enter_context(swap)
+
+    def _is_held_by(self, module: Any) -> bool:
+        """Whether the module's own weights are the average that this callback uses."""
+        held = self._held.get(module, {})
+        return held.get("model") == self._model_name and self._track in (None, held.get("track"))
+
+    def _record(self, version: Version) -> dict[str, Any]:
+        assert self._attachment is not None
+        track = self._track or self._attachment._ema_model.average_name()
+        return {
+            "model": self._model_name,
+            "track": track,
+            "version": version.number,
+            "step": version.step,
+        }
 
     def _close(self) -> None:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
+
+
+def _check_savers(trainer: Any) -> None:
+    """Checks the other callbacks for ones that save other weights than the average."""
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+            raise InvalidArgumentError(
+                f"callbacks: {type(callback).__name__} puts its average into the checkpoint's state_dict, "
+                "too: remove it, or give save_average=False here"
+            )
+    for saver in trainer.checkpoint_callbacks:
+        if getattr(saver, "save_weights_only", False):
+            _logger.warning(
+                "%s(save_weights_only=True) saves raw weights, not their average, because Lightning then "
+                "calls no other callback: use save_weights_only=False",
+                type(saver).__name__,
+            )
 
 
 def _given(**arguments: tuple[object, object]) -> list[str]:

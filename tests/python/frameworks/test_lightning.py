@@ -179,7 +179,9 @@ class Theirs(lightning.callbacks.EMAWeightAveraging):
 def test_updates_are_those_of_lightnings_own(server, client, model, theirs, ours):
     own = Theirs(**theirs)
     recorder = Recorder(tracks={"ema": ema_client.Track(**ours)})
-    callback = EMAWeightAveraging(server.url(model), **theirs, copy_at_end=False)
+    callback = EMAWeightAveraging(
+        server.url(model), **theirs, copy_at_end=False, save_average=False
+    )
     make_trainer(callback, own, recorder).fit(make_module(), loader())
     # The first push of ours stands for the weights from before training, which Lightning begins with.
     first, start = own.updates[0], [] if own.updates[0] == 0 else [1]
@@ -360,6 +362,181 @@ def test_a_fit_resumes_with_its_average(server, client, model, tmp_path):
     assert latest.step == 40
     counts = [client.model(name).latest.tracks["ema"].update_count for name in (never, model)]
     assert counts == [14, 14]
+
+
+class Counter(lightning.LightningModule):
+    """Its weight is the number of steps; it logs what it is validated, tested and asked with."""
+
+    def __init__(self, best=8) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.best = best
+        self.seen = []
+
+    def training_step(self, batch, index):
+        return -self.weight.sum()
+
+    def validation_step(self, batch, index):
+        self.seen.append(self.weight.item())
+        self.log("distance", float(abs(self.trainer.global_step - self.best)))
+
+    def test_step(self, batch, index):
+        self.seen.append(self.weight.item())
+
+    def predict_step(self, batch, index):
+        self.seen.append(self.weight.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def counted(step):
+    """The average of `Counter` with decay 0.5, which begins at step 1."""
+    average = 1.0
+    for weight in range(2, step + 1):
+        average += 0.5 * (weight - average)
+    return average
+
+
+def fit_counter(url, folder, *callbacks, saver=None, steps=16, ckpt_path=None, **options):
+    """Steps to 16, validated and saved every 4, the best at step 8."""
+    callback = EMAWeightAveraging(url, decay=0.5, **options)
+    saver = saver or lightning.callbacks.ModelCheckpoint(
+        folder, "{step}", monitor="distance", save_top_k=-1, save_last=True
+    )
+    trainer = make_trainer(
+        *callbacks, callback, saver, max_epochs=steps // 4, enable_checkpointing=True
+    )
+    module = Counter()
+    trainer.fit(module, loader(4), loader(1), ckpt_path=ckpt_path)
+    return callback, trainer, module
+
+
+@pytest.mark.parametrize("saves", [None, False], ids=["average in the file", "raw in the file"])
+@pytest.mark.parametrize("call", ["test", "validate", "predict"])
+def test_ckpt_path_uses_the_average_of_that_checkpoint(
+    server, client, model, tmp_path, call, saves
+):
+    callback, trainer, module = fit_counter(server.url(model), tmp_path, save_average=saves)
+    other = make_trainer(EMAWeightAveraging(server.url(model), decay=0.5))
+    for one, path, step in (
+        (trainer, "best", 8),
+        (trainer, "last", 16),
+        (trainer, tmp_path / "step=12.ckpt", 12),
+        (other, tmp_path / "step=4.ckpt", 4),
+        (trainer, None, 16),
+    ):
+        module = Counter() if one is other else module
+        getattr(one, call)(module, loader(1), ckpt_path=path)
+        assert module.seen[-1] == counted(step), path
+        checkpoint = torch.load(tmp_path / f"step={step}.ckpt")
+        if saves is None:
+            assert checkpoint["average_in_state_dict"] == {
+                **{"model": model, "track": "ema", "step": step, "version": step},
+            }
+            assert checkpoint["state_dict"]["weight"].item() == counted(step)
+            assert checkpoint["current_model_state"]["weight"].item() == step
+        else:
+            assert checkpoint["state_dict"]["weight"].item() == step
+            assert "average_in_state_dict" not in checkpoint
+        state = checkpoint["callbacks"][callback.state_key]
+        assert ema_client.pull(server.url(model), version=state)["weight"].item() == counted(step)
+    # A later fit does not go on from what a test has loaded.
+    trainer.test(module, loader(1), ckpt_path="best")
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader(4), loader(1))
+    assert client.model(model).latest.tracks["ema"].update_count == 20
+
+
+def test_a_checkpoint_has_the_average_and_a_fit_resumes_with_raw_weights(
+    server, client, model, tmp_path
+):
+    class Saves(lightning.Callback):
+        """In the middle of a validation, when the average is in the model, or before and after."""
+
+        def on_validation_batch_start(self, trainer, *_):
+            self.save(trainer, "start")
+
+        def on_validation_epoch_end(self, trainer, *_):
+            self.save(trainer, "epoch_end")
+
+        def on_validation_end(self, trainer, *_):
+            self.save(trainer, "end")
+
+        def save(self, trainer, when):
+            if not trainer.sanity_checking:
+                trainer.save_checkpoint(tmp_path / f"{self.name}-{when}-{trainer.global_step}.ckpt")
+
+    before, behind = Saves(), Saves()
+    before.name, behind.name = "before", "behind"
+    for saves in (True, False):
+        url = f"{server.url(model)[:-1]}{int(saves)}"
+        callback = EMAWeightAveraging(url, decay=0.5, save_average=saves)
+        trainer = make_trainer(before, callback, behind, max_epochs=2)
+        trainer.fit(Counter(), loader(4), loader(1))
+        for name in ("before", "behind"):
+            for when in ("start", "epoch_end", "end"):
+                path = tmp_path / f"{name}-{when}-4.ckpt"
+                checkpoint = torch.load(path)
+                raw = checkpoint["current_model_state" if saves else "state_dict"]
+                assert raw["weight"].item() == 4, path
+                assert ("current_model_state" in checkpoint) == saves
+                read = Counter.load_from_checkpoint(path)
+                assert read.weight.item() == (counted(4) if saves else 4), path
+        callback, trainer, module = fit_counter(
+            url, tmp_path / str(saves), ckpt_path=path, steps=12, copy_at_end=False
+        )
+        assert module.weight.item() == 12
+        assert ema_client.pull(url)["weight"].item() == counted(12)
+
+
+def test_a_checkpoint_that_is_saved_after_the_fit(server, model, tmp_path):
+    callback, trainer, module = fit_counter(server.url(model), tmp_path, steps=8)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    fit_counter(server.url(model), tmp_path / "more", steps=4)
+    trainer.test(module, loader(1), ckpt_path=tmp_path / "after.ckpt")
+    assert module.seen[-1] == counted(8)
+
+
+def test_a_checkpoint_that_says_nothing_of_its_average(server, model, tmp_path, caplog):
+    saver = lightning.callbacks.ModelCheckpoint(tmp_path, "{step}", save_weights_only=True)
+    callback, trainer, module = fit_counter(server.url(model), tmp_path, saver=saver, steps=8)
+    assert "save_weights_only=True) saves raw weights" in caplog.text
+    path = tmp_path / "step=8.ckpt"
+    for call in (trainer.test, trainer.validate, trainer.predict):
+        with pytest.raises(ema_client.InvalidArgumentError, match="nor identifies one.*=False"):
+            call(module, loader(1), ckpt_path=path)
+    without = EMAWeightAveraging(server.url(model), validate_with_average=False)
+    make_trainer(without).test(module, loader(1), ckpt_path=path)
+    assert module.seen[-1] == 8
+
+
+def test_a_checkpoint_whose_average_is_gone_is_not_tested_with_other_weights(
+    server, model, tmp_path
+):
+    callback, trainer, module = fit_counter(
+        server.url(model), tmp_path, save_average=False, keep_resumable=1, max_pinned_versions=1
+    )
+    with pytest.raises(ema_client.OutOfRangeError, match="version 4 "):
+        trainer.test(module, loader(1), ckpt_path=tmp_path / "step=4.ckpt")
+
+
+def test_before_the_average_starts_a_checkpoint_has_raw_weights(server, model, tmp_path):
+    callback, trainer, module = fit_counter(server.url(model), tmp_path, update_starting_at_step=10)
+    checkpoint = torch.load(tmp_path / "step=8.ckpt")
+    assert checkpoint["state_dict"]["weight"].item() == 8
+    assert "average_in_state_dict" not in checkpoint
+    trainer.test(module, loader(1), ckpt_path=tmp_path / "step=8.ckpt")
+    assert module.seen[-1] == 8
+    checkpoint = torch.load(tmp_path / "step=12.ckpt")
+    assert checkpoint["current_model_state"]["weight"].item() == 12
+    assert checkpoint["state_dict"]["weight"].item() < 12
+
+
+def test_lightnings_own_callback_beside_ours_is_refused(server, model):
+    callback = EMAWeightAveraging(server.url(model), decay=0.5)
+    with pytest.raises(ema_client.InvalidArgumentError, match="Theirs puts .*save_average=False"):
+        make_trainer(Theirs(), callback).fit(make_module(), loader())
 
 
 def test_a_checkpoint_of_a_server_without_a_disk(tmp_path, model, caplog):

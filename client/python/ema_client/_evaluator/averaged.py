@@ -92,8 +92,7 @@ def averaged(
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
-    with averaged_beside(
-        OwnValues(),
+    read = read_average(
         model,
         url,
         track=track,
@@ -102,7 +101,21 @@ def averaged(
         rename=rename,
         process_group=process_group,
         timeout_s=timeout_s,
-    ) as record:
+    )
+    record = read.version
+    if read.ranks.rank == 0:
+        warn_of_no_average(read.model_name, record, read.track)
+    swap = swapped(
+        model,
+        f'model "{read.model_name}"',
+        read.weights,
+        read.aliases,
+        ignored=read.ignored,
+        rename=rename,
+        ranks=read.ranks,
+    )
+    del read  # As large as the model.
+    with swap:
         with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
             yield record
 
@@ -113,12 +126,25 @@ class OwnValues:
     def __init__(self) -> None:
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def put_back(self) -> None:
         values, self._values = self._values, []
         write(values)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts the model's own values back for a `with` block, if other ones are in the model."""
+        others = [(tensor, tensor.detach().clone()) for tensor, _ in self._values]
+        write(self._values)
+        try:
+            yield
+        finally:
+            write(others)
 
     def drop(self) -> None:
         """Discards the values, because the model has permanently got other ones."""
@@ -161,48 +187,6 @@ def _end(module: torch.nn.Module, swap: _Swap) -> None:
             swaps[-1].own.put_back()
         finally:
             swaps.pop()
-
-
-@contextlib.contextmanager
-def averaged_beside(
-    own: OwnValues,
-    model: torch.nn.Module,
-    url: str,
-    *,
-    track: str | None = None,
-    version: VersionLike | None = None,
-    step: int | None = None,
-    rename: Callable[[str], str] | None = None,
-    process_group: Any = None,
-    timeout_s: float | None = None,
-) -> Iterator[Version]:
-    """Like `averaged`, with the model's own values in `own`, so that the caller can drop them."""
-    read = read_average(
-        model,
-        url,
-        track=track,
-        version=version,
-        step=step,
-        rename=rename,
-        process_group=process_group,
-        timeout_s=timeout_s,
-    )
-    record = read.version
-    if read.ranks.rank == 0:
-        warn_of_no_average(read.model_name, record, read.track)
-    swap = swapped(
-        model,
-        f'model "{read.model_name}"',
-        read.weights,
-        read.aliases,
-        ignored=read.ignored,
-        rename=rename,
-        own=own,
-        ranks=read.ranks,
-    )
-    del read  # As large as the model.
-    with swap:
-        yield record
 
 
 @dataclasses.dataclass(frozen=True)
