@@ -24,7 +24,8 @@ def main():
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 
     # Counts the steps that the optimizer makes, on every rank: one for two batches here.
-    with ema_client.attach(model, optimizer, url, half_life="10ba") as ema:
+    # A second run of this script starts a new average; the server keeps the checkpoints of the old one.
+    with ema_client.attach(model, optimizer, url, half_life="10ba", existing="new") as ema:
         for epoch in range(4):
             for inputs, targets in batches:
                 with accelerator.accumulate(model):

@@ -55,7 +55,8 @@ def main() -> None:
         train_dataloader=loader(2000, noise=1),
         eval_dataloader=loader(500, noise=0),
         max_duration="2ep",
-        algorithms=[EMA(half_life="50ba", url=sys.argv[1])],
+        # A second run starts a new average; the server keeps the checkpoints of the old one.
+        algorithms=[EMA(half_life="50ba", url=sys.argv[1], existing="new")],
         device="cpu",
         progress_bar=False,
     )

@@ -23,7 +23,10 @@ def main():
 
     # On all ranks; closed at the end of `with`. The weights are read in place: each rank's optimizer waits
     # only for those of its own bytes that have not left by its next step.
-    with ema_client.attach(model, optimizer, url, half_life="30ba", update_interval="5ba") as ema:
+    # A second run of this script starts a new average; the server keeps the checkpoints of the old one.
+    with ema_client.attach(
+        model, optimizer, url, half_life="30ba", update_interval="5ba", existing="new"
+    ) as ema:
         for _ in range(STEPS):
             batch = torch.randint(len(x), (4,), generator=mine)
             loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])

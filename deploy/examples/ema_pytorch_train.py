@@ -29,6 +29,8 @@ def main() -> None:
         update_every=1,
         update_after_step=20,
         update_model_with_ema_every=50,  # Switch-EMA.
+        # A second run starts a new average; the server keeps the checkpoints of the old one.
+        existing="new",
     )
     for _ in range(STEPS):
         x = torch.randn(16, 8)

@@ -55,9 +55,16 @@ def main():
 
     first, resume = load(folder, model, optimizer)
     with ema_client.attach(
-        model, optimizer, url, half_life="30ba", update_interval="5ba", resume=resume
+        model,
+        optimizer,
+        url,
+        half_life="30ba",
+        update_interval="5ba",
+        resume=resume,
+        # A checkpoint from an outage of the server has no state of the average, which then continues.
+        existing="continue" if first > 0 else None,
     ) as ema:
-        # Not ema.step, which without a checkpoint counts on from what the server has by the model's name.
+        # Not ema.step, which continues from the server's newest version where there is no state.
         for step in range(first, steps):
             mine = torch.Generator().manual_seed(1000 * rank + step)
             batch = torch.randint(len(x), (4,), generator=mine)

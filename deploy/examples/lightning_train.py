@@ -42,7 +42,8 @@ def main():
         accelerator="cpu",
         # In place of lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9). Other arguments are
         # those of ema_client.attach: half_life="200ba", tracks=..., on_error=...
-        callbacks=[EMAWeightAveraging(sys.argv[1], decay=0.9)],
+        # A second run starts a new average; the server keeps the checkpoints of the old one.
+        callbacks=[EMAWeightAveraging(sys.argv[1], decay=0.9, existing="new")],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -34,8 +34,15 @@ def main():
     x, y = images(held_out=False)
     batches = torch.Generator().manual_seed(0)
 
+    # A second run of this script starts a new average; the server keeps the checkpoints of the old one.
     with ema_client.attach(
-        part, optimizer, url, half_life="30ba", update_interval="5ba", rename=rename
+        part,
+        optimizer,
+        url,
+        half_life="30ba",
+        update_interval="5ba",
+        rename=rename,
+        existing="new",
     ):
         for _ in range(STEPS):
             batch = torch.randint(len(x), (8,), generator=batches)

@@ -40,7 +40,10 @@ def main():
 
     # Makes the model on the server and follows the optimizer: after every 5th step the weights are sent
     # in the background. A gradient scaler's skipped steps and batches that only accumulate do not count.
-    ema = ema_client.attach(model, optimizer, url, half_life="30ba", update_interval="5ba")
+    # A second run of this script starts a new average; the server keeps the checkpoints of the old one.
+    ema = ema_client.attach(
+        model, optimizer, url, half_life="30ba", update_interval="5ba", existing="new"
+    )
     for _ in range(STEPS):
         batch = torch.randint(len(x), (8,))  # Small batches: the weights rattle about.
         loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])

@@ -31,7 +31,10 @@ def main():
     mine = torch.Generator().manual_seed(mesh["data"].get_local_rank())
 
     # As without a mesh: names and shapes on the server are those of the whole model.
-    with ema_client.attach(model, optimizer, url, half_life="30ba", update_interval="5ba") as ema:
+    # A second run of this script starts a new average; the server keeps the checkpoints of the old one.
+    with ema_client.attach(
+        model, optimizer, url, half_life="30ba", update_interval="5ba", existing="new"
+    ) as ema:
         for _ in range(STEPS):
             batch = torch.randint(len(x), (4,), generator=mine)
             loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])

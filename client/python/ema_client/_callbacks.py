@@ -72,6 +72,25 @@ def needs_only_batches(options: Mapping[str, Any]) -> bool:
     return True
 
 
+def options_of_start(
+    options: Mapping[str, Any], *, step: int, resume: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The options for `attach` where the trainer is at `step`, and its checkpoint has the average's
+    state `resume`. A trainer that has resumed continues the average: `existing` is for one that
+    starts."""
+    is_start = step == 0 and resume is None
+    return {**options, "resume": resume, **({} if is_start else {"existing": "continue"})}
+
+
+def warn_of_newest(step: int) -> None:
+    """Warns that the average continues although its state at the trainer's `step` is not known."""
+    _logger.warning(
+        "the trainer resumes at step %d, but its checkpoint does not say which average belongs to it: "
+        "the average continues from its newest version",
+        step,
+    )
+
+
 def raises(options: Mapping[str, Any]) -> bool:
     """Whether a failure to read or save the average raises in a callback, instead of a warning."""
     return bool(options.get("on_error", "skip") != "skip")

@@ -18,10 +18,12 @@ from composer.loggers import Logger
 from ema_client._callbacks import (
     check_options,
     check_tracks,
+    options_of_start,
     patience_s,
     pull_patience_s,
     raises,
     saved_state,
+    warn_of_newest,
 )
 from ema_client._client.client import Client
 from ema_client._client.types import TrainingTime, Version, VersionLike, Weights
@@ -197,6 +199,8 @@ class EMA(Algorithm):
             )
         if attachment is not None:
             return
+        if self._resume is None and self._last is None and batch > 0:
+            warn_of_newest(batch)
         attachment = attach(
             state.model,
             state.optimizers[0],
@@ -204,8 +208,7 @@ class EMA(Algorithm):
             preset=self._preset,
             start_step=batch if self._resume is None else None,
             time=lambda _: _time_of(state),
-            resume=self._resume,
-            **self._options,
+            **options_of_start(self._options, step=batch, resume=self._resume),
         )
         attachment._count_by_hand()
         if attachment.version is not None and attachment.version.step > batch:

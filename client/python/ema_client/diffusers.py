@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_client._callbacks import check_options, check_tracks, saved_state
+from ema_client._callbacks import check_options, check_tracks, options_of_start, saved_state
 from ema_client._client.out import check_castable
 from ema_client._client.read import pull
 from ema_client._client.state import State
@@ -352,8 +352,7 @@ class EMAModel:
             self._optimizer,
             self._needed_url(),
             preset=self._preset(),
-            resume=self._resume,
-            **self._options,
+            **options_of_start(self._options, step=self._loaded_step, resume=self._resume),
         )
         attachment._count_by_hand()
         return attachment

@@ -28,7 +28,9 @@ from ema_client._callbacks import (
     check_tracks,
     copy_average_or_own,
     needs_only_batches,
+    options_of_start,
     saved_state,
+    warn_of_newest,
 )
 from ema_client._client.url import split_url
 from ema_client._client.types import Version
@@ -216,14 +218,17 @@ class EMAWeightAveraging(_Callback):
             _check_savers(trainer)
         self._close()  # After a fit that an exception has ended.
         self._held.pop(pl_module, None)
-        options = dict(self._options)
+        if not self._loaded and trainer.global_step > 0:
+            warn_of_newest(trainer.global_step)
+        options = options_of_start(
+            self._options, step=trainer.global_step, resume=self._loaded or None
+        )
         if not needs_only_batches(options):
             options.setdefault("time", _time_of(trainer))
         self._attachment = attach(
             trainer.model,
             trainer.optimizers[0],
             self._url,
-            resume=self._loaded or None,
             **options,
         )
 

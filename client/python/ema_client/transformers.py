@@ -27,6 +27,7 @@ from ema_client._callbacks import (
     check_tracks,
     copy_average_or_own,
     needs_only_batches,
+    options_of_start,
     pull_patience_s,
     saved_state,
 )
@@ -175,12 +176,11 @@ class EmaCallback(_TrainerCallback):
             defaults["time"] = _time_of(args, state, kwargs.get("train_dataloader"))
         if "files" not in self._options:
             defaults["files"] = _files_of(self._model, kwargs.get("processing_class"))
+        options = options_of_start(
+            self._options, step=state.global_step, resume=self._saved(args, state)
+        )
         self._attachment = attach(
-            self._model,
-            kwargs["optimizer"],
-            self._url,
-            resume=self._saved(args, state),
-            **{**defaults, **self._options},
+            self._model, kwargs["optimizer"], self._url, **{**defaults, **options}
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

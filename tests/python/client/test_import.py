@@ -255,7 +255,7 @@ def test_attach_goes_on_from_an_import(server, client, model, tmp_path):
     expected = before + float(weight) * (net[0].weight.detach().double().numpy() - before)
     np.testing.assert_allclose(client.pull(model, track="ema")["0.weight"].numpy(), expected, 1e-6)
     with pytest.raises(ema_client.AlreadyExistsError):
-        ema_client.attach(net, optimizer, server.url(model), half_life="11ba")
+        ema_client.attach(net, optimizer, server.url(model), half_life="11ba", existing="continue")
 
 
 def test_buffers_that_a_track_copies_are_copied_after_an_import_too(

@@ -45,7 +45,7 @@ def test_plain(server, client, model, trainer, monkeypatch):
     assert client.model(model).latest.number == PUSHES
     followed = []
 
-    def follow(net, optimizer, url, **arguments):
+    def follow(net, optimizer, url, existing, **arguments):
         local = ema_client.LocalEMA(net, **arguments)
         optimizer.register_step_post_hook(lambda *_: local.update())
         followed.append(local)
@@ -95,14 +95,17 @@ def test_fsdp2(server, client, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_fsdp2_trains_where_the_server_has_a_model_of_the_name(server, client, model, tmp_path):
-    for name, steps in (("first", 40), ("second", 30)):
+def test_fsdp2_is_refused_where_the_server_has_an_average(server, client, model, tmp_path):
+    def run(name: str, steps: int) -> None:
         run_example(
             "fsdp2_train.py", server.url(model), tmp_path / name, steps, ranks=1, torchrun=True
         )
-    assert [path.name for path in (tmp_path / "second").iterdir()] == ["30"]
-    # The average goes on, as the warning says.
-    assert client.model(model).latest.step == 40 + 30
+
+    run("first", 40)
+    # Its stderr.
+    with pytest.raises(AssertionError, match='existing="new" to start a new average'):
+        run("second", 30)
+    assert client.model(model).latest.step == 40
 
 
 @pytest.mark.slow

@@ -336,8 +336,18 @@ def test_composers_own_checkpoint_is_refused(server, model, train, tmp_path):
 def test_a_model_that_is_further_is_refused(server, client, model, train):
     options = {"url": server.url(model), "half_life": "4ba"}
     train("ours", options=options)
-    again = train("ours", options=options)
+    again = train("ours", options={**options, "existing": "continue"})
     assert "has step 12 already, and the trainer is at batch 0" in again["error"]
+
+
+def test_an_existing_average_is_refused_or_replaced(server, client, model, train):
+    options = {"url": server.url(model), "half_life": "4ba"}
+    train("ours", options=options)
+    again = train("ours", options=options)
+    assert f'model "{model}" has the average of an earlier training, at step 12' in again["error"]
+    new = train("ours", options={**options, "existing": "new"}, max_duration="1ep")
+    assert "error" not in new, new["error"]
+    assert client.model(model).latest.number == 6
 
 
 def test_nothing_is_imported_before_it_is_asked_for():

@@ -272,6 +272,25 @@ def test_it_resumes(server, client, model, tmp_path, kept):
             ema.load_state_dict(saved)
 
 
+def test_an_existing_average_is_refused_or_replaced(server, client, model, trainer):
+    def steps(state=None, **options):
+        with EMAModel(trainer.parameters(), url=server.url(model), **options) as ema:
+            if state is not None:
+                ema.load_state_dict(state)
+            for _ in range(2):
+                ema.step(trainer.parameters())
+            return ema.state_dict(), client.model(model).latest.number
+
+    assert steps()[1] == 2
+    with pytest.raises(ema_client.FailedPreconditionError, match='existing="new"'):
+        steps()
+    state, number = steps(existing="new")
+    assert number == 2
+    # Whatever `existing` is, a state is resumed, or one without an average continued.
+    assert steps(state, existing="new")[1] == 4
+    assert steps({**state, "ema_server": None})[1] == 6
+
+
 def test_states_that_are_not_ours(server, model, trainer, tmp_path):
     ema = EMAModel(trainer.parameters(), url=server.url(model))
     theirs = Theirs(trainer.parameters())

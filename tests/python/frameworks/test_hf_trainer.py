@@ -316,6 +316,27 @@ def test_a_training_resumes_with_its_average(server, client, model, tmp_path, ca
     assert client.model(model).latest.step == 42
 
 
+def test_an_existing_average_is_refused_or_replaced(server, client, model, tmp_path):
+    """Also by a callback with existing="new", a training that resumes continues the average."""
+
+    def train(max_steps, resumes=None, **options):
+        callback = EmaCallback(server.url(model), half_life="4ba", **options)
+        saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": max_steps}
+        try:
+            make_trainer(tmp_path, callback, **saving).train(resume_from_checkpoint=resumes)
+        finally:
+            callback.close()
+        return client.model(model).latest.number
+
+    assert train(8) == 8
+    with pytest.raises(ema_client.FailedPreconditionError, match='existing="new"'):
+        train(8)
+    assert train(4, existing="new") == 4
+    assert train(8, resumes=str(tmp_path / "checkpoint-4"), existing="new") == 8
+    (tmp_path / "checkpoint-8/ema_state.json").unlink()
+    assert train(12, resumes=str(tmp_path / "checkpoint-8"), existing="new") == 12
+
+
 def test_a_training_resumes_from_its_last_checkpoint(server, client, model, tmp_path, caplog):
     """As the trainer's arguments may ask, which name no folder then."""
     for max_steps, resumes in ((8, None), (16, True)):
@@ -408,7 +429,8 @@ def test_a_server_without_a_disk(tmp_path, model, caplog):
         make_trainer(tmp_path / "out", callback, **saving).train()
         assert any("no average to resume from" in r.getMessage() for r in caplog.records)
         assert not (tmp_path / "out/checkpoint-10/ema_state.json").exists()
-        strict = EmaCallback(server.url(model), half_life="4ba", on_error="raise")
+        options = {"half_life": "4ba", "on_error": "raise", "existing": "continue"}
+        strict = EmaCallback(server.url(model), **options)
         with pytest.raises(ema_client.FailedPreconditionError, match="NO_DATA_DIR"):
             make_trainer(tmp_path / "out", strict, **saving).train()
         strict.close()

@@ -322,7 +322,7 @@ def test_before_the_average_starts_the_model_has_its_own_weights(
 
 def test_an_exception_in_a_validation_gives_the_weights_back(server, client, model):
     module = make_module(fails_in_validation=True)
-    callback = EMAWeightAveraging(server.url(model), decay=0.9)
+    callback = EMAWeightAveraging(server.url(model), decay=0.9, existing="continue")
     own = []
     module.on_validation_start = lambda: own.append(module.weights())
     with pytest.raises(RuntimeError, match="in the middle"):
@@ -493,7 +493,7 @@ def test_a_checkpoint_has_the_average_and_a_fit_resumes_with_raw_weights(
 def test_a_checkpoint_that_is_saved_after_the_fit(server, model, tmp_path):
     callback, trainer, module = fit_counter(server.url(model), tmp_path, steps=8)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    fit_counter(server.url(model), tmp_path / "more", steps=4)
+    fit_counter(server.url(model), tmp_path / "more", steps=4, existing="continue")
     trainer.test(module, loader(1), ckpt_path=tmp_path / "after.ckpt")
     assert module.seen[-1] == counted(8)
 
@@ -539,6 +539,31 @@ def test_lightnings_own_callback_beside_ours_is_refused(server, model):
         make_trainer(Theirs(), callback).fit(make_module(), loader())
 
 
+def test_an_existing_average_is_refused_or_replaced(server, client, model, tmp_path, caplog):
+    """Also by a callback with existing="new", a fit that resumes continues the average."""
+
+    def fit(epochs, ckpt_path=None, **options):
+        callback = EMAWeightAveraging(server.url(model), decay=0.9, **options)
+        saver = lightning.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+        trainer = make_trainer(callback, saver, max_epochs=epochs, enable_checkpointing=True)
+        trainer.fit(make_module(), loader(), ckpt_path=ckpt_path)
+        return client.model(model).latest.number
+
+    assert fit(1) == BATCHES
+    with pytest.raises(ema_client.FailedPreconditionError, match='existing="new"'):
+        fit(1)
+    assert fit(1, existing="new") == BATCHES
+    saved = max(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert fit(2, ckpt_path=saved, existing="new") == 2 * BATCHES
+    # A checkpoint from an outage of the server has no state of the average.
+    checkpoint = torch.load(saved, weights_only=False)
+    del checkpoint["callbacks"][f"ema_client.EMAWeightAveraging({model})"]
+    torch.save(checkpoint, tmp_path / "without.ckpt")
+    caplog.clear()
+    assert fit(2, ckpt_path=tmp_path / "without.ckpt") == 3 * BATCHES
+    assert any("does not say which average" in record.getMessage() for record in caplog.records)
+
+
 def test_a_checkpoint_of_a_server_without_a_disk(tmp_path, model, caplog):
     with ServerProcess(tmp_path / "server") as server:
 
@@ -552,7 +577,7 @@ def test_a_checkpoint_of_a_server_without_a_disk(tmp_path, model, caplog):
         assert any("no average to resume from" in record.message for record in caplog.records)
         assert any((tmp_path / "saved").iterdir())
         with pytest.raises(ema_client.FailedPreconditionError, match="NO_DATA_DIR"):
-            fit(on_error="raise")
+            fit(on_error="raise", existing="continue")
 
 
 def test_without_the_server_the_model_is_validated_as_it_is(tmp_path, model, caplog):

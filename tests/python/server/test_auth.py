@@ -98,6 +98,24 @@ def test_without_a_known_token_nothing_goes(server: ServerProcess, token: str) -
     assert token == "" or token not in server.log_path.read_text()
 
 
+def test_a_new_average_needs_an_admins_token(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMA_TOKEN", TRAINER)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    url = server.url("digits-new")
+    with ema_client.attach(model, optimizer, url, half_life="10ba") as ema:
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        assert ema.wait_pushed() is not None
+    with pytest.raises(
+        ema_client.PermissionDeniedError, match="use an admin's token, or"
+    ) as refused:
+        ema_client.attach(model, optimizer, url, half_life="10ba", existing="new")
+    assert refused.value.reason == "NOT_ALLOWED"
+
+
 def test_attach_takes_the_token_of_the_environment(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

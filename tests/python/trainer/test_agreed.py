@@ -36,6 +36,7 @@ CASES = {
         {"tracks": {"ema": {"half_life": "3ba", "tensor_rules": {**LONG, "bias": "ignore"}}}},
     ),
     "start_step": ({"half_life": "3ba"}, {"half_life": "3ba", "start_step": 10}),
+    "existing": ({"half_life": "3ba"}, {"half_life": "3ba", "existing": "new"}),
     "policies": (
         {"half_life": "3ba"},
         {"half_life": "3ba", "on_error": "wait", "non_finite": "skip"},
@@ -58,6 +59,7 @@ SAID = {
     "preset arguments": "ignore_names is ['bias'] on rank 0, [] on rank 1; beta is not given on rank 0, 0.5",
     "late in a long text": "'layer49.*': 'copy', 'bias': 'copy'}}} on rank 0, ",
     "start_step": "start_step is None on rank 0, 10.0 on rank 1",
+    "existing": "existing is None on rank 0, 'new' on rank 1",
     "policies": "non_finite is 'reject' on rank 0, 'skip' on rank 1; on_error is 'skip' on rank 0, ",
     "optimizer": "optimizer is None on rank 0, 'given' on rank 1",
     "same": "attached",
@@ -132,6 +134,7 @@ def test_a_model_with_other_options_is_refused(server, client, model, tmp_path, 
         ({"half_life": "11ba"}, 'track "ema"'),
     ]:
         with pytest.raises(ema_client.AlreadyExistsError, match=said) as raised:
+            others = {"existing": "continue", **others}
             ema_client.attach(net, optimizer, url, **{"half_life": "10ba", **options, **others})
         assert raised.value.reason == "MODEL_DIFFERS"
         assert str(raised.value).count("first change its tracks (Client.update_model, ") == 1
@@ -161,7 +164,9 @@ def test_a_model_whose_tracks_were_changed_goes_on_with_its_first_arguments(
         net = torch.nn.ModuleDict({"1": net[1], "0": net[0]})
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for first_again in (tracks, dict(reversed(tracks.items()))):
-        with ema_client.attach(net, optimizer, server.url(model), tracks=first_again) as ema:
+        with ema_client.attach(
+            net, optimizer, server.url(model), tracks=first_again, existing="continue"
+        ) as ema:
             optimizer.step()
         assert ema.stats.pushes == 1
     assert client.model(model).tracks == changed
@@ -176,7 +181,9 @@ def test_tracks_that_were_changed_since_are_named_once(
 
     def attach(tracks: dict[str, str]) -> list[str]:
         caplog.clear()
-        with ema_client.attach(net, optimizer, server.url(model), tracks=tracks) as ema:
+        with ema_client.attach(
+            net, optimizer, server.url(model), tracks=tracks, existing="continue"
+        ) as ema:
             ema.load_state_dict(None)
             if has_committed:
                 optimizer.step()
@@ -209,4 +216,6 @@ def test_what_is_a_buffer_is_no_order(server, model):
     other.mean = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(ema_client.AlreadyExistsError, match="buffer float32"):
-        ema_client.attach(other, optimizer, server.url(model), half_life="10ba")
+        ema_client.attach(
+            other, optimizer, server.url(model), half_life="10ba", existing="continue"
+        )

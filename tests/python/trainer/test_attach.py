@@ -91,7 +91,11 @@ def test_close_gives_the_optimizer_back(server, client, model, trainer):
 def test_a_new_trainer_goes_on_after_the_newest_version(server, client, model, trainer):
     for _ in range(2):
         with ema_client.attach(
-            trainer.module, trainer.optimizer, server.url(model), half_life="4ba"
+            trainer.module,
+            trainer.optimizer,
+            server.url(model),
+            half_life="4ba",
+            existing="continue",
         ):
             train(trainer, 3)
     steps = [entry.version.step for entry in client.versions(model)]
@@ -419,7 +423,7 @@ def test_a_model_that_differs_raises(server, model, trainer):
     other = torch.nn.Sequential(torch.nn.Linear(6, 10), *(torch.nn.Linear(2, 2) for _ in range(7)))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(ema_client.AlreadyExistsError) as raised:
-        ema_client.attach(other, optimizer, server.url(model), half_life="4ba")
+        ema_client.attach(other, optimizer, server.url(model), half_life="4ba", existing="continue")
     problem = str(raised.value)
     assert 'here, not there: "3.weight", "3.bias", "4.weight", ' in problem
     assert 'there, not here: "1.running_mean", "1.running_var", "1.num_batches_tracked"' in problem

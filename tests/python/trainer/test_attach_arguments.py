@@ -32,6 +32,10 @@ BAD_VALUES = [
         r"""non_finite 'ignore': must be "reject", "skip" or "allow" \[""",
     ),
     ({"tracks": ["ema"]}, r"tracks \['ema'\]: must be tracks by name"),
+    (
+        {"existing": "resume"},
+        r"""existing .resume.: must be "error", "new" or "continue" \[""",
+    ),
     ({"preset": 5}, "preset 5: must be a name"),
     ({"rename": "a"}, "rename 'a': must be a function"),
     ({"rename": lambda name: None}, r'rename\("weight"\) gave None: must be a name'),
@@ -97,7 +101,9 @@ def test_a_model_with_other_tracks_is_one_error(server, model):
     for half_life in ("3ba", "4ba"):
         net, optimizer = make_trainer()
         try:
-            ema_client.attach(net, optimizer, server.url(model), half_life=half_life).close()
+            ema_client.attach(
+                net, optimizer, server.url(model), half_life=half_life, existing="continue"
+            ).close()
         except ema_client.AlreadyExistsError as error:
             raised = error
     assert raised.__context__ is None or raised.__suppress_context__

@@ -200,7 +200,9 @@ def test_training_saved_by_two_ranks_resumes_on_one_bit_for_bit(saved, client, c
         resume = json.loads((saved.checkpoint / "ema.json").read_text())
     if order == "loaded before attach":
         dcp.load({"app": app}, checkpoint_id=saved.checkpoint)
-    with ema_client.attach(net, optimizer, saved.url, half_life=HALF_LIFE, resume=resume) as ema:
+    with ema_client.attach(
+        net, optimizer, saved.url, half_life=HALF_LIFE, resume=resume, existing="continue"
+    ) as ema:
         if order == "loaded after attach":
             dcp.load({"app": app}, checkpoint_id=saved.checkpoint)
         elif order == "loaded with the average":

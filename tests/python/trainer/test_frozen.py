@@ -68,7 +68,11 @@ def test_a_trainer_sends_frozen_tensors_once(server, client, model):
     # The next life of the trainer has to show them once again.
     module, optimizer, step = adapter_trainer()
     with ema_client.attach(
-        module, optimizer, server.url(model), tracks={"ema": "3ba", "slow": "30ba", "raw": "copy"}
+        module,
+        optimizer,
+        server.url(model),
+        tracks={"ema": "3ba", "slow": "30ba", "raw": "copy"},
+        existing="continue",
     ) as ema:
         for _ in range(3):
             step()

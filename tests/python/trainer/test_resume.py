@@ -108,6 +108,14 @@ def test_killed_and_resumed_is_bit_for_bit_as_never_killed(tmp_path, model, kill
 
 
 @pytest.mark.slow
+def test_all_ranks_are_refused(server, client, model, tmp_path):
+    assert run_trainer(server, model, tmp_path / "first", ranks=2) == [0, 0]
+    before = client.model(model)
+    assert run_trainer(server, model, tmp_path / "second", ranks=2) == [1, 1]
+    assert client.model(model) == before
+
+
+@pytest.mark.slow
 def test_ranks_that_disagree_change_nothing(server, client, model, tmp_path):
     assert run_trainer(server, model, tmp_path, ranks=2) == [0, 0]
     before = client.model(model)
@@ -206,13 +214,14 @@ def test_a_template_of_what_is_loaded_takes_no_place(server, client, model, trai
             trainer.step()
             dcp.save({"ema": ema}, checkpoint_id=tmp_path / folder)
         trainer.step()
+    options = {"keep_resumable": 2, "existing": "continue"}
     for folder in ("1", "2", "1"):
-        with trainer.attach(server, model, keep_resumable=2) as ema:
+        with trainer.attach(server, model, **options) as ema:
             dcp.load({"ema": ema}, checkpoint_id=tmp_path / folder)
             assert ema.step == int(folder)
             assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
             trainer.step()
-    with trainer.attach(server, model, keep_resumable=2) as ema:
+    with trainer.attach(server, model, **options) as ema:
         assert ema.state_dict()["step"] == 2
         ema.load_state_dict(None)  # Of a checkpoint that an outage has left without.
         assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
@@ -223,12 +232,13 @@ def test_a_trainer_that_makes_no_step_can_be_resumed(server, client, model, trai
         trainer.step()
         ema.state_dict()
         trainer.step()
-    with trainer.attach(server, model, keep_resumable=1) as ema:
+    options = {"keep_resumable": 1, "existing": "continue"}
+    with trainer.attach(server, model, **options) as ema:
         state = ema.state_dict()
     assert steps_of(client.labels(model)) == ["resume-1", "resume-2"]
-    with trainer.attach(server, model, keep_resumable=1) as ema:
+    with trainer.attach(server, model, **options) as ema:
         trainer.step(3)
-    with trainer.attach(server, model, resume=state, keep_resumable=1) as ema:
+    with trainer.attach(server, model, resume=state, **options) as ema:
         assert ema.step == 2
         trainer.step()
         ema.state_dict()
@@ -272,7 +282,7 @@ def test_a_time_that_a_track_cannot_go_on_from_is_explained(
         trainer.step(5)
         state = ema.state_dict()
     message = f'track "ema": training time {problem}.*batches, or pass an attach\\(time=\\)'
-    for resume in ({"resume": state}, {}):
+    for resume in ({"resume": state}, {"existing": "continue"}):
         caplog.clear()
         with trainer.attach(server, model, time=after, **options, **resume) as ema:
             trainer.step(2)
@@ -316,7 +326,7 @@ def test_a_count_of_what_is_loaded_after_attach(server, client, model, trainer):
             step()
         state = ema.state_dict()
     counted["sp"] = 0
-    with trainer.attach(server, model, **options) as ema:
+    with trainer.attach(server, model, existing="continue", **options) as ema:
         ema.load_state_dict(state)
         counted["sp"] = 24
         for _ in range(2):
@@ -330,7 +340,7 @@ def test_a_run_that_has_not_passed_the_last_step_goes_on(
 ):
     with trainer.attach(server, model) as ema:
         trainer.step(3)
-    with trainer.attach(server, model, start_step=start_step) as ema:
+    with trainer.attach(server, model, start_step=start_step, existing="continue") as ema:
         trainer.step(5)
     assert (ema.stats.pushes, ema.stats.skipped) == ((5, 0) if start_step is None else (2, 2))
 
@@ -349,7 +359,7 @@ def test_the_model_goes_back_to_where_the_trainer_stands(server, client, model, 
     if how == "attach":
         ema = resumed.attach(server, model, resume=state)
     else:
-        ema = resumed.attach(server, model)
+        ema = resumed.attach(server, model, existing="continue")
         assert ema.step == 7
         ema.load_state_dict(state)
     with ema:
@@ -406,29 +416,101 @@ def test_a_state_that_is_not_ours_is_refused(server, model, trainer, change, pro
         assert ema.stats.skipped == 0
 
 
-@pytest.mark.parametrize("how", ["anew", "start_step", "resume", "load_state_dict", "import"])
-def test_whoever_goes_on_unasked_with_an_earlier_runs_average_is_told(
-    server, client, model, trainer, tmp_path, caplog, how
-):
+@pytest.mark.parametrize("how", ["default", "error", "start_step", "other tracks"])
+def test_an_existing_average_is_refused(server, client, model, trainer, how):
+    with trainer.attach(server, model) as ema:
+        trainer.step(2)
+        ema.wait_pushed()
+        before = client.model(model)
+        options = {
+            "default": {},
+            "error": {"existing": "error"},
+            "start_step": {"start_step": 2},
+            "other tracks": {"half_life": "5ba", "files": {"config.json": b"{}"}},
+        }[how]
+        with pytest.raises(ema_client.FailedPreconditionError) as error:
+            Trainer().attach(server, model, **options)
+        assert error.value.reason == "RESUME_MISMATCH"
+        for text in (
+            model,
+            "step 2",
+            "version 2",
+            'existing="continue"',
+            'existing="new"',
+            "resume=",
+        ):
+            assert text in str(error.value)
+        # Nothing has changed, and the earlier run still pushes.
+        assert client.model(model) == before
+        trainer.step()
+    assert (ema.stats.pushes, ema.stats.skipped) == (3, 0)
+
+
+@pytest.mark.parametrize("how", ["continue", "resume", "load_state_dict", "import"])
+def test_an_existing_average_is_continued(server, client, model, trainer, tmp_path, caplog, how):
+    state = None
     if how == "import":
         path = tmp_path / "model.safetensors"
         safetensors.torch.save_file(trainer.module.state_dict(), path)
         client.import_weights(model, path, tracks={"ema": "4ba"}, step=2)
-        state = None
     else:
         with trainer.attach(server, model) as ema:
             trainer.step(2)
             state = ema.state_dict()
-    options = {"start_step": 2} if how == "start_step" else {}
-    with trainer.attach(server, model, resume=state if how == "resume" else None, **options) as ema:
+    options = {"resume": {"resume": state}, "import": {}}.get(how, {"existing": "continue"})
+    with trainer.attach(server, model, **options) as ema:
         if how == "load_state_dict":
             ema.load_state_dict(state)
-        assert not caplog.records
         trainer.step(2)
-    told = [record.getMessage() for record in caplog.records]
-    assert [
-        f'model "{model}": its averages continue from version 2 (step 2)' in text for text in told
-    ] == [True] * (how == "anew")
+    assert not caplog.records
+    assert client.model(model).latest.step == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"half_life": "5ba"}], ids=["same", "other tracks"])
+def test_a_new_average_keeps_the_old_checkpoints(tmp_path, model, trainer, options):
+    data = tmp_path / "data"
+    with ServerProcess(tmp_path, data_dir=data) as server:
+        with trainer.attach(server, model) as ema:
+            trainer.step(2)
+            ema.state_dict()
+        with trainer.attach(server, model, existing="new", **options) as ema:
+            assert ema.step == 0 and ema.version is None
+            trainer.step()
+            version = ema.wait_pushed()
+        assert (version.number, version.step) == (1, 1)
+        (kept,) = data.glob(f"models/.deleted-*-{model}/checkpoints/step-*")
+        assert "step-000000000002-" in kept.name
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("existing", [None, "new", "continue"])
+@pytest.mark.parametrize("change", ["tracks", "tensors"])
+def test_a_model_without_a_version_is_created_again(
+    server, client, model, trainer, caplog, existing, change
+):
+    trainer.attach(server, model).close()
+    caplog.clear()
+    if change == "tensors":
+        trainer = Trainer()
+        trainer.module = torch.nn.Linear(4, 5)
+        trainer.optimizer = torch.optim.SGD(trainer.module.parameters(), lr=0.1)
+    options = {"half_life": "5ba" if change == "tracks" else "4ba", "existing": existing}
+    if existing == "continue":
+        with pytest.raises(ema_client.AlreadyExistsError, match='existing="new"'):
+            trainer.attach(server, model, **options)
+        return
+    with trainer.attach(server, model, **options):
+        trainer.step()
+    assert client.model(model).latest.number == 1
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f'model "{model}": created again, since it has other tensors')
+
+
+def test_an_equal_model_without_a_version_is_used(server, client, model, trainer):
+    trainer.attach(server, model).close()
+    epoch = client.model(model).run_epoch
+    trainer.attach(server, model, existing="new").close()
+    assert client.model(model).run_epoch == epoch + 1
 
 
 def test_a_version_that_is_gone_is_named_and_nothing_changes(server, client, model, trainer):
@@ -467,6 +549,11 @@ def test_arguments_that_contradict_each_other(server, model, trainer):
         trainer.attach(server, model, start_step=5, resume={"format": 1})
     with pytest.raises(ema_client.InvalidArgumentError, match="keep_resumable 0"):
         trainer.attach(server, model, keep_resumable=0)
+    for existing in ("error", "new"):
+        with pytest.raises(
+            ema_client.InvalidArgumentError, match=f'existing "{existing}" and resume'
+        ):
+            trainer.attach(server, model, existing=existing, resume={"format": 1})
 
 
 def test_a_server_without_a_disk_says_so(tmp_path, model, trainer):

@@ -84,8 +84,8 @@ class State:
         if self.version == 0 and latest is not None:
             raise FailedPreconditionError(
                 f'model "{self.model}" has version {latest.number} (step {latest.step}), but the '
-                f"trainer's state at step {self.step} is from before the first version: delete the "
-                f"model, or choose another name",
+                f"trainer's state at step {self.step} is from before the first version: attach without "
+                'resume= and with existing="new" to start a new average, or choose another name',
                 reason="RESUME_MISMATCH",
             )
 

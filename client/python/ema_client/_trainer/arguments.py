@@ -21,6 +21,7 @@ from ema_client._model.torch_model import NamedTensors
 MAX_OUTAGE_S = 120.0
 
 OnError = Literal["skip", "wait", "raise"]
+Existing = Literal["error", "new", "continue"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "max_wait_s": check_seconds,
     "max_outage_s": check_seconds,
     "on_error": _one_of(get_args(OnError)),
+    "existing": _or_none(_one_of(get_args(Existing))),
     "timeout_s": _or_none(check_timeout),
     "keep_resumable": _count(1),
 }

@@ -32,6 +32,7 @@ from ema_client._tracks.track import TensorRules, TrackLike
 from ema_client._trainer.arguments import (
     MAX_OUTAGE_S,
     Arguments,
+    Existing,
     OnError,
     PushOptions,
     check_agreed,
@@ -78,6 +79,7 @@ def attach(
     timeout_s: float | None = None,
     on_error: OnError = "skip",
     max_outage_s: float = MAX_OUTAGE_S,
+    existing: Existing | None = None,
     resume: Mapping[str, Any] | None = None,
     keep_resumable: int = 5,
     files: FilesLike | None = None,
@@ -127,7 +129,7 @@ def attach(
         wire_dtype: as for `Client.open_run`: "bfloat16" halves the sent bytes.
         max_staging_bytes: of this rank, as for `Client.open_run`.
         start_step: the number of optimizer steps already made. None: continues after the model's newest
-            version; without `resume`, a warning says so at the first step.
+            version, if there is one.
         time: a function that returns the training time after a number of steps, such as
             `lambda step: {"epoch": step // steps_per_epoch}`, equal on all ranks (for seconds, rank 0's time
             is broadcast). Needed for tracks in units other than batches. Unless it returns "batch", the
@@ -145,6 +147,13 @@ def attach(
             in the next `optimizer.step()`, before it changes anything; with "wait", each `optimizer.step()`
             waits until the step before it is a version, even during an outage. See client/docs/outages.md.
         max_outage_s: for on_error "wait": the seconds after the first failed push until it raises.
+        existing: how to treat a model that has an average of an earlier training. "error" raises, and
+            changes nothing. "new" starts a new average: it deletes the model, which needs an admin's token
+            where the server has tokens, and keeps its checkpoints on the server's disk. "continue" averages
+            this training's weights into the old average: give it, too, where `load_state_dict` will resume.
+            None: "continue" with `resume`, else "error". An import (`Client.import_weights`) is continued
+            unless this is "new". A model that has no version yet is used if it has the same tensors and
+            tracks, else "error" and "new" create it again.
         resume: the result of `Attachment.state_dict` in the trainer's checkpoint, equal on all ranks: the
             server restores the model to that state, and counting continues from there. None: no resume.
         keep_resumable: how many versions saved by `Attachment.state_dict` the server keeps. If the trainer
@@ -166,7 +175,8 @@ def attach(
             not (tracks, steps, policies); the ranks' parameters do not fit together; or `resume` is of
             another model or format.
         TypeError: an argument that neither `attach` nor the preset has.
-        FailedPreconditionError: RESUME_MISMATCH: the server has no average for the state in `resume`; the
+        FailedPreconditionError: RESUME_MISMATCH: the model has an average of an earlier training, and
+            `existing` is "error"; or the server has no average for the state in `resume`, and the
             message lists the existing ones. The model is unchanged. ALL_CHECKPOINTS_CORRUPT: the server
             could not load the model at its start, and does not create a new one; the message says what to
             do.
@@ -196,12 +206,18 @@ def attach(
             raise InvalidArgumentError(
                 f"start_step {start_step} and resume are both given: give only resume, which has the step"
             )
+        if resume is not None and existing in ("error", "new"):
+            raise InvalidArgumentError(
+                f'existing "{existing}" and resume are both given: give only resume, which continues the '
+                "average of its state"
+            )
         options, track_list = options_and_tracks(given, preset_arguments)
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
                 "optimizer": None if optimizer is None else "given",
                 "start_step": start_step,
+                "existing": existing,
                 "non_finite": non_finite,
                 "max_pinned_versions": max_pinned_versions or 0,
                 "wire_dtype": wire_dtype,
@@ -256,6 +272,7 @@ def attach(
             wire_dtype=wire_dtype,
             max_staging_bytes=max_staging_bytes,
             files=small_files(files) if files is not None and ranks.rank == 0 else {},
+            existing=existing or ("error" if resume is None else "continue"),
             timeout_s=timeout_s,
         )
         averaged = {spec[0] for spec in plan.layout.specs}
@@ -276,7 +293,7 @@ def attach(
         raise
     assert plan is not None
     if start_step is not None:
-        joined = dataclasses.replace(joined, step=start_step, unasked=None)
+        joined = dataclasses.replace(joined, step=start_step)
     # If the rest fails, everything so far is undone.
     with contextlib.ExitStack() as undo:
         undo.callback(plan.client.close)

@@ -186,8 +186,8 @@ class Attachment:
         load_state_dict loads another state, or None: dcp.load calls this for a template that it overwrites.
 
         With on_error "skip", an unreachable server, or one that cannot write to its disk, does not fail the
-        trainer's checkpoint: the result is None, with a warning. `attach(resume=None)` then continues the
-        average from the server's newest version.
+        trainer's checkpoint: the result is None, with a warning. `attach(existing="continue")` then continues
+        the average from the server's newest version.
 
         Args:
             timeout_s: seconds for the push, and for each call except the save, which may take minutes.
@@ -210,7 +210,8 @@ class Attachment:
         return self._state.save(timeout_s)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from a result of `state_dict`, as `attach(..., resume=state)` does.
+        """Continues from a result of `state_dict`, as `attach(..., resume=state)` does. To be called after
+        `attach(..., existing="continue")`, which accepts a model that has an average.
 
         Collective. Call it before the first step, on every rank, with equal dicts, or with None to resume
         nothing. It opens a new run. After an error the attachment is unchanged.
@@ -378,7 +379,7 @@ class Attachment:
     def _warn_of_no_step(self) -> None:
         if not self._pusher.is_active or not self._expects_steps or self._pusher.has_stepped:
             return
-        if self.step > 0 and self._pusher.resumed_unasked is None:
+        if self.step > 0:
             return  # A resumed run may have nothing left to train.
         _logger.warning(
             'model "%s": no step was counted, so nothing was pushed: %s',

@@ -17,8 +17,14 @@ from ema_client._client.run import Run
 from ema_client._client.state import State
 from ema_client._client.types import NonFinite, Version, WireDtype, model_from
 from ema_client._client.url import split_url
-from ema_client._errors import AlreadyExistsError, InvalidArgumentError
+from ema_client._errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+)
 from ema_client._model.ranks import Ranks
+from ema_client._trainer.arguments import Existing
 from ema_client._trainer.holdings import Layout
 from ema_client._trainer.resume import DISK_TIMEOUT_S
 
@@ -70,11 +76,8 @@ def join(
             failure = raised
         steps = ranks.gather_or_raise(failure, step)
     assert run is not None
-    latest = run.latest if state is None else None
-    # Version 1 may be an import, from which a training is meant to continue.
-    unasked = latest if latest is not None and latest.number > 1 else None
     make_engine = functools.partial(plan.make_engine, run, launch.id)
-    return Joined(run, make_engine, steps[0], unasked)
+    return Joined(run, make_engine, steps[0])
 
 
 def resume_at(
@@ -95,14 +98,11 @@ class Joined:
         make_engine: makes the engine that pushes to the run and then owns it; takes the engine's
             options.
         step: the trainer's steps so far.
-        unasked: the version from which the averages continue although the trainer did not ask to
-            resume; None: there is none.
     """
 
     run: Run
     make_engine: Callable[..., _ema.PushEngine]
     step: int
-    unasked: Version | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +128,7 @@ class Plan:
         wire_dtype: WireDtype,
         max_staging_bytes: int,
         files: dict[str, bytes],
+        existing: Existing,
         timeout_s: float | None,
     ) -> None:
         address, self.model_name = split_url(url)
@@ -142,6 +143,7 @@ class Plan:
         self._wire_dtype = wire_dtype
         self._max_staging_bytes = max_staging_bytes
         self._files = files
+        self._existing = existing
         self._has_warned = False
 
     def create(self, timeout_s: float, state: State | None = None) -> list[_ema.Track]:
@@ -149,22 +151,29 @@ class Plan:
         if state is not None and state.version != 0:
             # A deleted model cannot be resumed, and must not be created again.
             self.client.model(self.model_name, timeout_s=timeout_s)
-        fields: dict[str, Any] | None = None
+        difference: AlreadyExistsError | None = None
         try:
-            fields = self._create(self.layout.specs, self._tracks, timeout_s)
+            fields = self._create_or_match(timeout_s)
         except AlreadyExistsError as raised:
-            refused = raised  # Python deletes `raised` at the end of the block.
+            difference = raised
+            fields = self.client._client.get_model(self.model_name, timeout_s)
         # Not inside `except`: the traceback would show both errors.
-        if fields is None:
-            there = self.client._client.get_model(self.model_name, timeout_s)
-            if not self._may_go_on_with(there["tensors"]):
-                raise refused
-            self._check_actions(there["tensors"])
-            # The server compares the tracks, since it also accepts those that the model was created
-            # with.
-            places = {track.name: place for place, track in enumerate(there["tracks"])}
-            tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
-            fields = self._create(there["tensors"], tracks, timeout_s)
+        existing = self._existing if state is None else "continue"
+        latest = model_from(fields).latest
+        # Version 1 may be an import, from which a training is meant to continue.
+        if existing == "error" and latest is not None and latest.number > 1:
+            raise self._exists_error(latest)
+        if existing == "new" and latest is not None:
+            fields = self._create_again(timeout_s)
+        elif existing != "continue" and latest is None and difference is not None:
+            _logger.warning(
+                'model "%s": created again, since it has other tensors, tracks or options, and no version '
+                "yet",
+                self.model_name,
+            )
+            fields = self._create_again(timeout_s)
+        elif difference is not None:
+            raise difference
         if state is not None:
             state.check_fresh(model_from(fields).latest)
         if self._files:
@@ -193,6 +202,45 @@ class Plan:
                 continue
             _logger.warning('model "%s": track "%s": %s', self.model_name, track.name, change)
 
+    def _create_or_match(self, timeout_s: float) -> dict[str, Any]:
+        """The fields of the model, which is created unless it exists. AlreadyExistsError: it exists,
+        and differs."""
+        try:
+            return self._create(self.layout.specs, self._tracks, timeout_s)
+        except AlreadyExistsError as raised:
+            refused = raised  # Python deletes `raised` at the end of the block.
+        # Not inside `except`: the traceback would show both errors.
+        there = self.client._client.get_model(self.model_name, timeout_s)
+        if not self._may_go_on_with(there["tensors"]):
+            raise refused
+        self._check_actions(there["tensors"])
+        # The server compares the tracks, since it also accepts those that the model was created with.
+        places = {track.name: place for place, track in enumerate(there["tracks"])}
+        tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
+        return self._create(there["tensors"], tracks, timeout_s)
+
+    def _create_again(self, timeout_s: float) -> dict[str, Any]:
+        """Deletes the model, whose checkpoints stay on the disk, and creates it."""
+        try:
+            self.client.delete_model(self.model_name, timeout_s=timeout_s)
+        except PermissionDeniedError as raised:
+            raise PermissionDeniedError(
+                f'{raised.args[0]}. A new average of model "{self.model_name}" needs the old model to be '
+                "deleted: use an admin's token, or take another name",
+                reason=raised.reason,
+            ) from None
+        return self._create(self.layout.specs, self._tracks, timeout_s)
+
+    def _exists_error(self, latest: Version) -> FailedPreconditionError:
+        return FailedPreconditionError(
+            f'model "{self.model_name}" has the average of an earlier training, at step {latest.step} '
+            f'(version {latest.number}): pass existing="continue" to go on with its average (also if '
+            'load_state_dict() resumes later), existing="new" to start a new average and keep the old '
+            "checkpoints on the server's disk, or resume= with the state_dict() in the trainer's own "
+            "checkpoint to continue from there",
+            reason="RESUME_MISMATCH",
+        )
+
     def _create(
         self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
     ) -> dict[str, Any]:
@@ -204,8 +252,8 @@ class Plan:
         except AlreadyExistsError as raised:
             raise AlreadyExistsError(
                 f"{raised.args[0]}. Give attach() what the model was made with, or first change its "
-                "tracks (Client.update_model, `emactl update`); for others than these take a model of "
-                "another name",
+                'tracks (Client.update_model, `emactl update`), or start a new average: existing="new", '
+                "or another name",
                 reason=raised.reason,
             ) from None
         return fields

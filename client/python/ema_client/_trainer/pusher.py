@@ -52,8 +52,6 @@ class Pusher:
         engine: the protocol.
         has_stepped: a step was counted.
         is_closed: steps are no longer counted.
-        resumed_unasked: the version from which the averages continue although the trainer did not
-            ask to resume; None: there is none.
         follow: called when a step has been counted, and pushed if it was due.
         error: an error of `follow`, which `raise_error` raises like the engine's.
         other_wait_seconds: time that the training has waited for anything but pushes.
@@ -96,7 +94,6 @@ class Pusher:
             max_outage_s=options.max_outage_s,
             check=options.check,
         )
-        self.resumed_unasked = joined.unasked
         self._version: Version | None = None
 
     @property
@@ -195,8 +192,6 @@ class Pusher:
         fails here."""
         self._trainer = threading.get_ident()
         self._read_failure = None  # Its traceback keeps arrays alive.
-        if not self.has_stepped:
-            self._warn_of_old_weights()
         self.has_stepped = True
         reading = _Step(self, step)
         self.engine.after_step(step, reading)
@@ -244,18 +239,6 @@ class Pusher:
                 self.engine.poll(threading.get_ident() != self._trainer)
             finally:
                 self.lock.release()
-
-    def _warn_of_old_weights(self) -> None:
-        old = self.resumed_unasked
-        if old is not None and self.engine.rank == 0:
-            _logger.warning(
-                'model "%s": its averages continue from version %d (step %d) of an earlier run, with this '
-                "run's weights. To start over, use another name or delete the model; to resume, pass "
-                "attach(..., resume=) the state_dict() in the trainer's checkpoint",
-                self.options.model_name,
-                old.number,
-                old.step,
-            )
 
     def _frozen_changed(self) -> bool:
         tensors = self.options.tensors_of()
