@@ -637,6 +637,8 @@ def test_a_trainer_that_was_overtaken_has_no_average(server, model, trainer):
         trainer.step()
         with other.attach(server, model):
             other.step()
-        with pytest.raises(ema_client.AbortedError) as error:
+        with pytest.raises(
+            ema_client.AbortedError, match="Another attach.. to .* has taken over"
+        ) as error:
             ema.state_dict()
         assert error.value.reason == "FENCED"

@@ -78,8 +78,8 @@ class ResumableState:
         latest = self._client.model(self._model_name, timeout_s=timeout_s or None).latest
         if pusher.is_fenced or (latest is not None and latest.run_epoch > pusher.run_epoch):
             raise AbortedError(
-                f'model "{self._model_name}": the average is not this run\'s any more: a newer one has '
-                "begun, or it was rolled back",
+                f'Another attach() to model "{self._model_name}" has taken over, or the model was rolled '
+                "back; this one no longer pushes",
                 reason="FENCED",
             )
         if latest is not None and latest.step > pusher.step:
