@@ -174,10 +174,12 @@ int64_t Reading::TableBytes() const {
 }
 
 absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> Reading::ReserveHeader() const {
-  constexpr int64_t kTensorBytes = 128;  // In the message, beside its name.
+  constexpr int64_t kTensorBytes = 128;  // In the message, beside its names.
   int64_t bytes = 0;
   ForEachTensor([&](const Tensor& tensor) {
-    bytes += kTensorBytes + static_cast<int64_t>(manifest_.tensor(tensor.index).name.size());
+    const TensorSpec& spec = manifest_.tensor(tensor.index);
+    bytes += kTensorBytes + static_cast<int64_t>(spec.name.size());
+    for (const std::string& alias : spec.aliases) bytes += static_cast<int64_t>(alias.size());
   });
   if (bytes <= kUnbudgetedHeaderBytes) return nullptr;
   return budget_.Reserve("the header of a pull with that many tensors", bytes);
@@ -256,13 +258,11 @@ absl::StatusOr<std::shared_ptr<const std::byte>> Reading::MakeChunk(
 
 absl::Status Reading::TreatOverflow(const Run& run, std::byte* cast) const {
   if (!MustCheckOverflow(run)) return absl::OkStatus();
-  const auto find_next = [&](int64_t begin) {
-    return FindInfinity(run.dtype, cast, begin, run.element_count);
-  };
-  int64_t i = find_next(0);
+  int64_t i = FindInfinity(run.dtype, cast, 0, run.element_count);
   if (i == run.element_count) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const auto stored, ReadChunk(run.stored_offset, run.stored_bytes()));
-  for (; i < run.element_count; i = find_next(i + 1)) {
+  for (; i < run.element_count; ++i) {
+    if (!std::isinf(ValueAt(run.dtype, cast, i))) continue;
     const double value = ValueAt(run.stored_dtype, stored.get(), i);
     if (std::isinf(value)) continue;
     if (selection_.overflow == OverflowPolicy::kError) return OverflowError(run, i, value);
@@ -290,7 +290,11 @@ absl::Status Reading::OverflowError(const Run& run, int64_t element, double valu
 
 absl::StatusOr<bool> Reading::MayHaveOverflown(int64_t chunk, absl::Span<const Run> runs) const {
   std::atomic<bool>& has_no_overflow = facts_[chunk].has_no_overflow;
-  if (has_no_overflow.load(std::memory_order_relaxed)) return false;
+  if (has_no_overflow.load(std::memory_order_relaxed) ||
+      std::none_of(runs.begin(), runs.end(),
+                   [this](const Run& run) { return MustCheckOverflow(run); })) {
+    return false;
+  }
   const int64_t start = runs.front().offset;
   EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
                        ReadInPlace(runs, start, runs.back().end() - start));

@@ -192,9 +192,11 @@ absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& h
   request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());
   if (const auto pinned = handler.pinned_version()) rpc_->pulls.SetPinnedVersion(this, *pinned);
-  v1::LaneResponse response;
-  *response.mutable_pull() = handler.Header();
-  EMA_RETURN_IF_ERROR(Send(response));
+  {
+    v1::LaneResponse response;  // As large as the list of tensors: gone before there is a chunk.
+    *response.mutable_pull() = handler.Header();
+    EMA_RETURN_IF_ERROR(Send(response));
+  }
   int64_t slot_count = 0;
   while (true) {
     EMA_ASSIGN_OR_RETURN(const std::optional<PullHandler::Chunk> chunk, handler.Next());
@@ -202,6 +204,7 @@ absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& h
     EMA_ASSIGN_OR_RETURN(const int64_t slots, SendChunk(*chunk));
     slot_count += slots;
   }
+  v1::LaneResponse response;
   *response.mutable_trailer() = handler.Trailer(/*digest=*/0);
   response.mutable_trailer()->set_chunk_count(slot_count);
   return Send(response);

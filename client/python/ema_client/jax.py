@@ -64,7 +64,7 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
     check_names("arrays", expected=leaves, given=arrays)
     check_shapes("arrays", expected=leaves, given=arrays)
     for name, leaf in leaves.items():
-        check_fits("tree", name, arrays[name], leaf)
+        check_fits("tree", name, jax.numpy.asarray(arrays[name]), leaf)
     # Copies: JAX would share NumPy's memory, which `Client.refresh` writes to.
     return jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(tree),

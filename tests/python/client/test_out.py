@@ -7,6 +7,7 @@ import ema_client
 import numpy as np
 import pytest
 import torch
+from ema_client._client.out import saturated
 from ema_client._client.unread import wait_unread
 from safetensors.torch import save_file
 from testing import wait_for
@@ -310,6 +311,9 @@ def test_values_that_are_too_large_for_a_dtype_are_named(client, model, make):
     assert out["w"].tolist() == [[1, -65504], [2, 3]]
     client.pull(model, out=out, track="raw", overflow="inf")
     assert out["w"][0, 1] == -np.inf
+    values = weights["w"] if make is np.zeros else torch.from_numpy(weights["w"])
+    values[0, 0] = np.inf  # Not finite before the cast.
+    assert saturated(values, out["w"]).tolist() == [[np.inf, -65504], [2, 3]]
     # The same where the server casts.
     with pytest.raises(ema_client.InvalidArgumentError, match='element 1 of tensor "w" is -100000'):
         client.pull(model, track="raw", dtype="float16")

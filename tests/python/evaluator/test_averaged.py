@@ -229,7 +229,7 @@ def test_what_every_track_ignores_keeps_its_values(server, client, model, argume
     net, url = network(), server.url(model)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(2):  # The second trainer goes on with the model.
-        with ema_client.attach(net, optimizer, url, **arguments):
+        with ema_client.attach(net, optimizer, url, existing="continue", **arguments):
             for _ in range(3):
                 net(torch.randn(4, 4)).sum().backward()
                 optimizer.step()

@@ -373,3 +373,29 @@ def test_a_meta_module_of_fully_shard(server, model, average, alone):
     plain.load_state_dict(average)
     x = torch.randn(8, 4)
     assert torch.equal(net.eval()(x), plain.eval()(x))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["cast by the server", "cast here"])
+def test_values_that_are_too_large_for_the_modules_dtype(server, client, model, mixed):
+    """If all floats of the module have one narrower dtype, the server casts."""
+    net = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, -1e5]]))
+    with ema_client.attach(net, None, server.url(model), tracks={"raw": "copy"}) as ema:
+        ema.after_step()
+    half = torch.nn.Linear(2, 1).half()
+    if mixed:
+        half.bias = torch.nn.Parameter(half.bias.float())
+    before = state_bits(half)
+    with pytest.raises(ema_client.InvalidArgumentError, match="is -100000, and float16 ends at"):
+        ema_client.load_into(half, server.url(model))
+    assert state_bits(half) == before
+    ema_client.load_into(half, server.url(model), overflow="saturate")
+    assert half.weight.tolist() == [[1, -65504]]
+    ema_client.load_into(half, server.url(model), overflow="inf")
+    assert half.weight[0, 1] == -float("inf")
+    ema_client.load_into(half.bfloat16(), server.url(model))
+
+
+def state_bits(module: torch.nn.Module) -> dict[str, list[float]]:
+    return {name: value.tolist() for name, value in module.state_dict().items()}

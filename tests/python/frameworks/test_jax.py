@@ -185,11 +185,10 @@ def test_unflatten_wants_all_names_and_shapes():
         unflatten(tree, {"a": np.zeros((1, 3)), "b": np.zeros(())})
     made = unflatten(tree, {"a": np.ones(3), "b": np.ones(())})
     assert isinstance(made["a"], jax.Array) and made["a"].dtype == np.float32
-    half = {"a": jax.numpy.zeros(1, jax.numpy.float16)}
-    with pytest.raises(
-        ema_client.InvalidArgumentError, match=r"tree: a\[0\] is 100000, and float16"
-    ):
-        unflatten(half, {"a": np.full(1, 1e5, np.float32)})
+    for dtype, large in (("float16", 1e5), ("bfloat16", 3.4e38)):
+        half = {"a": jax.numpy.zeros(1, dtype)}
+        with pytest.raises(ema_client.InvalidArgumentError, match=rf"tree: a\[0\] is .*{dtype}"):
+            unflatten(half, {"a": np.full(1, large, np.float32)})
 
 
 def test_arrays_on_several_devices(server, model):

@@ -78,9 +78,8 @@ def write_arrays(
     check_castable("out", values=values, targets=out, overflow=overflow)
     _check_apart(out, aliases)
     for name, tensor in values.items():
-        largest = _largest_if_narrower(tensor, out[name])
-        if largest is not None and overflow == "saturate":
-            tensor = tensor.clip(-largest, largest)
+        if overflow == "saturate":
+            tensor = saturated(tensor, out[name])
         if is_torch:
             import torch
 
@@ -108,23 +107,48 @@ def _can_cast(tensor: Any, target: Any) -> bool:
     return bool(numpy.can_cast(tensor.dtype, target.dtype, casting=_CASTING))
 
 
+def saturated(tensor: Any, target: Any) -> Any:
+    """The tensor, with the target's largest values in place of finite ones that are larger."""
+    largest = _largest_if_narrower(tensor, target)
+    if largest is None:
+        return tensor
+    clipped = tensor.clip(-largest, largest)
+    if is_instance(tensor, "torch", "Tensor"):
+        return clipped.where(tensor.isfinite(), tensor)
+    import numpy
+
+    return numpy.where(numpy.isfinite(tensor), clipped, tensor)
+
+
 def _largest_if_narrower(tensor: Any, target: Any) -> float | None:
     """The largest finite value of the target's dtype, if both are floats and the tensor's dtype
     has larger ones."""
+    here: float | None
+    there: float | None
     if is_instance(tensor, "torch", "Tensor"):
         import torch
 
         if not (tensor.is_floating_point() and target.is_floating_point()):
             return None
+        if target.dtype.itemsize == 1:  # Most float8 have no infinity.
+            return None
         here, there = torch.finfo(target.dtype).max, torch.finfo(tensor.dtype).max
     else:
-        import numpy
+        here, there = _largest(target.dtype), _largest(tensor.dtype)
+    if here is None or there is None or here >= there:
+        return None
+    return here
 
-        # Not those of ml_dtypes, such as bfloat16, which NumPy does not know.
-        if tensor.dtype.kind != "f" or target.dtype.kind != "f":
-            return None
-        here, there = numpy.finfo(target.dtype).max, numpy.finfo(tensor.dtype).max
-    return float(here) if here < there else None
+
+def _largest(dtype: Any) -> float | None:
+    """The largest finite value of a NumPy dtype; None: not a float of at least two bytes."""
+    import numpy
+
+    if dtype.kind == "f":
+        return float(numpy.finfo(dtype).max)
+    if dtype.name == "bfloat16":  # Of ml_dtypes.
+        return float.fromhex("0x1.fep127")
+    return None
 
 
 def check_fits(what: str, name: str, tensor: Any, target: Any) -> None:

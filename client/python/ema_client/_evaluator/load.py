@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
-from ema_client._client.out import check_castable, check_writable
+from ema_client._client.out import check_castable, check_writable, saturated
 from ema_client._client.pieces import Piece, local_of, pieces_of
 from ema_client._client.pull_arguments import check_device
-from ema_client._client.types import Version, VersionLike
+from ema_client._client.types import Overflow, Version, VersionLike
 from ema_client._client.unread import wait_unread
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.reading import (
@@ -65,6 +65,7 @@ def load_into(
     version: VersionLike | None = None,
     step: int | None = None,
     strict: bool = True,
+    overflow: Overflow = "error",
     device: Any = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
@@ -89,6 +90,8 @@ def load_into(
         strict: the module and the track must have the same tensors, except those that the track's
             rules ignore by name. False: only the tensors that both have are sent and loaded, such
             as an encoder's.
+        overflow: what a finite value becomes that is too large for a tensor's dtype, as for
+            `Client.pull`.
         device: where tensors without memory get it, such as "cuda:1". None: in host memory. Others
             stay where they are; if all tensors have memory, it must be on this device.
         rename: returns the name of a tensor on the server, as for `attach`; the result has these
@@ -149,7 +152,7 @@ def load_into(
             pulled = version_alone(asked.client, info, asked.track, version, step)
         else:
             names = None if match.is_all else list(dict.fromkeys(match.names.values()))
-            values, pulled = asked.pull(matched, pieces, names=names)
+            values, pulled = asked.pull(matched, pieces, names=names, overflow=overflow)
         if not asked.is_part:
             # The version may be from before a change of the track.
             lacking = [name for name in match.names if match.names[name] not in values]
@@ -166,8 +169,14 @@ def load_into(
         targets = {name: named.all()[name] for name in match.names}
         given = {name: values[there] for name, there in match.names.items() if there in values}
         check_castable(
-            f'model "{info.name}"', values=given, targets={name: targets[name] for name in given}
+            f'model "{info.name}"',
+            values=given,
+            targets={name: targets[name] for name in given},
+            overflow=overflow,
         )
+        if overflow == "saturate":
+            fitted = {match.names[n]: saturated(one, targets[n]) for n, one in given.items()}
+            values = {**values, **fitted}
         made = _with_memory(targets.values(), "cpu" if device is None else device)
         fresh = {name: made[id(t)] for name, t in targets.items() if id(t) in made}
         _write(fresh, match.names, values)

@@ -17,7 +17,7 @@ from ema_client._client.client import Client
 from ema_client._client.pieces import Piece, piece_of, selection_of
 from ema_client._client.pull_arguments import check_version, only_average_of
 from ema_client._client.state import version_id
-from ema_client._client.types import ModelInfo, TensorSpec, Version, VersionLike, Weights
+from ema_client._client.types import ModelInfo, Overflow, TensorSpec, Version, VersionLike, Weights
 from ema_client._client.unread import attachments
 from ema_client._client.url import split_url
 from ema_client._errors import (
@@ -111,12 +111,20 @@ class Reading:
         pieces: Mapping[str, Piece],
         *,
         names: Collection[str] | None = None,
+        overflow: Overflow = "error",
     ) -> tuple[Mapping[str, torch.Tensor], Version]:
         """Averages by the server's names, and their version: of `pieces`, if this is a part, else
         of `names`, or of all. Collective. `wanted`: the tensors that will get them."""
         if self.is_part:
             return pull_pieces(
-                self.client, self.ranks, self.info, self.track, self.version, self.step, pieces
+                self.client,
+                self.ranks,
+                self.info,
+                self.track,
+                self.version,
+                self.step,
+                pieces,
+                overflow,
             )
         weights = self.client.pull(
             self.info.name,
@@ -125,6 +133,7 @@ class Reading:
             step=self.step,
             tensors=names,
             dtype=half_of(wanted),
+            overflow=overflow,
             framework="torch",
         )
         return weights, weights.version
@@ -229,6 +238,7 @@ def pull_pieces(
     version: VersionLike | None,
     step: int | None,
     pieces: Mapping[str, Piece],
+    overflow: Overflow = "error",
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Pulls each rank's pieces, all of the same version. Collective."""
     whole, boxes = selection_of(pieces)
@@ -256,6 +266,7 @@ def pull_pieces(
                     tensors=whole,
                     slices=boxes,
                     dtype=dtype,
+                    overflow=overflow,
                     framework="torch",
                 )
         except Exception as raised:

@@ -144,8 +144,8 @@ def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
     accelerate = sys.modules.get("accelerate.hooks")
     diffusers = sys.modules.get("diffusers.hooks.group_offloading")
     found: dict[int, str] = {}
-    for part in module.modules():
-        hook = getattr(part, "_hf_hook", None)
+    for part in module.modules() if accelerate or diffusers else ():
+        hook = part.__dict__.get("_hf_hook")
         for one in getattr(hook, "hooks", (hook,)):
             if accelerate is None or not isinstance(one, accelerate.AlignDevicesHook):
                 continue
@@ -154,7 +154,7 @@ def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
                 buffers = part.buffers(within) if one.offload_buffers else ()
                 offloaded = (*part.parameters(within), *buffers)
                 found.update((id(tensor), _BY_ACCELERATE) for tensor in offloaded)
-        registry = getattr(part, "_diffusers_hook", None)
+        registry = part.__dict__.get("_diffusers_hook")
         if diffusers is not None and registry is not None:
             group_hook = registry.get_hook("group_offloading")
             if group_hook is not None and group_hook.group.offload_to_disk_path is not None:
@@ -269,11 +269,17 @@ def warn_of_other_state(what: str, module: torch.nn.Module) -> None:
     a `get_extra_state` adds."""
     import torch
 
+    try:
+        state = module.state_dict(keep_vars=True)
+    except (
+        Exception
+    ):  # An override that takes no arguments, or needs something that is not there yet.
+        return
     saved = [(_unwrapped_name(name), tensor) for name, tensor in _saved_tensors(module)]
     names, ids = {name for name, _ in saved}, {id(tensor) for _, tensor in saved}
     others = [
         name
-        for name, value in module.state_dict(keep_vars=True).items()
+        for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and not (_unwrapped_name(name) in names or id(value) in ids)

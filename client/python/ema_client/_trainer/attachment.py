@@ -416,7 +416,8 @@ class Attachment:
             return None
         if self._pusher.is_active and not self._pusher.has_stepped and not self._is_by_hand:
             # Again: the optimizer may have been given other tensors since attach().
-            check_held(self._hooked.values(), self._module.parameters())
+            tensors = self._pusher.options.tensors_of()
+            check_held(self._hooked.values(), tensors.parameters.values())
         if kind is StepKind.NESTED:
             check_counted(optimizer, outermost)
             self._hook_steps(outermost)

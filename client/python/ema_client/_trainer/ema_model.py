@@ -73,7 +73,8 @@ class AveragedCopy:
         self._bars: list[RemovableHandle] = []
         names = named_tensors(model)
         if given is not None and not isinstance(given, torch.nn.Module):
-            with torch.inference_mode(False):
+            has_grad = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
                 given = given()
         if given is not None:
             ours, theirs = names.all(), named_tensors(given).all()
