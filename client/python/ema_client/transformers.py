@@ -17,8 +17,9 @@ import logging
 import math
 import os
 import pathlib
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import (
@@ -33,11 +34,12 @@ from ema_client._callbacks import (
 )
 from ema_client._client.files import small_files
 from ema_client._client.state import State
-from ema_client._client.types import Version
+from ema_client._client.types import Version, VersionLike
 from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues, averaged
 from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import unwrap
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 
@@ -50,15 +52,20 @@ _logger = logging.getLogger(__name__)
 
 # A file in the trainer's checkpoint: the trainer's step, and a result of `Attachment.state_dict`.
 STATE_FILE = "ema_state.json"
+# A folder in the trainer's checkpoint: one folder for each saved average, as in the server's
+# checkpoints. Not directly in the checkpoint, where Trainer takes a folder with a PEFT adapter for a
+# further adapter of the model.
+TRACKS_FOLDER = "tracks"
 
 
 class EmaCallback(_TrainerCallback):
     """Keeps the average of a training on an EMA Server.
 
-    Each checkpoint of the trainer has a file ema_state.json, which identifies its average; the
-    server keeps that on its disk. A training that resumes from the checkpoint also resumes that
-    average. The server's checkpoints have the model's config and the tokenizer beside the weights,
-    so that `from_pretrained` reads each track's folder.
+    Each checkpoint of the trainer has a folder tracks/ema with the average, which `from_pretrained`
+    reads: "output/checkpoint-500/tracks/ema". The checkpoint itself has the raw weights, from which
+    the trainer resumes. Its file ema_state.json identifies the average, which the server keeps on its
+    disk; a training that resumes from the checkpoint also resumes that average. The server's
+    checkpoints have the model's config and the tokenizer beside the weights, too.
 
     Times may be in batches ("200ba": optimizer steps), shares of the whole training ("0.1dur") and,
     if the data has a length, epochs ("2ep"). The weights must be whole on every rank: one process
@@ -66,13 +73,15 @@ class EmaCallback(_TrainerCallback):
 
     Args:
         url: "ema://host:port/model".
-        evaluate_with_average: evaluations during the training use the averaged weights of the last
-            push; the model has its own again before it saves a checkpoint. False: its own. Before
-            the average starts (ema_start) also its own, with a warning. Not with several
-            eval_datasets: for these, override the trainer's `evaluate` with one that calls it
-            within `averaged()`. With the trainer's load_best_model_at_end, the best checkpoint is
-            the one with the best average, but its raw weights are loaded; a warning says so, unless
-            copy_at_end=True replaces them.
+        evaluate_with_average: evaluations and predictions during the training, also those that
+            another callback starts, use the averaged weights of the last push; after each the model
+            has its own again. False: its own. Before the average starts (ema_start) also its own,
+            with a warning. A trainer whose `evaluate` does not call `evaluation_loop` is refused:
+            let it call `averaged()`. With the trainer's load_best_model_at_end, the best checkpoint
+            is the one with the best average, but its raw weights are loaded; a warning says so,
+            unless copy_at_end=True replaces them.
+        save_average: the trainer's checkpoints have the average in a folder, if it has started and
+            can be read.
         copy_at_end: after the training the model has averaged weights, if the average has started;
             with load_best_model_at_end those of the best checkpoint, if the server still keeps them
             (see keep_resumable), else its own. False: its own.
@@ -102,6 +111,7 @@ class EmaCallback(_TrainerCallback):
         url: str,
         *,
         evaluate_with_average: bool = False,
+        save_average: bool = True,
         copy_at_end: bool = False,
         track: str | None = None,
         resume_from_checkpoint: str | os.PathLike[str] | None = None,
@@ -113,15 +123,21 @@ class EmaCallback(_TrainerCallback):
         self._url = url
         self._options = options
         self._evaluates = evaluate_with_average
+        self._saves_average = save_average
         self._copies_at_end = copy_at_end
         self._track = track
         self._resume_folder = resume_from_checkpoint
         self._model: Any = None
         self._attachment: Attachment | None = None
+        # The checkpoint that the trainer has loaded at the end of a training, and its average's state,
+        # or why it has none.
+        self._best: tuple[str, Mapping[str, Any] | str] | None = None
         # Puts the model's own weights back, which `_own` keeps.
         self._swapped = contextlib.ExitStack()
         self._own = OwnValues()
-        self._is_evaluating = False
+        # Removes the hook that an evaluation calls when it begins.
+        self._hooked = contextlib.ExitStack()
+        self._has_evaluated = False
 
     @property
     def attachment(self) -> Attachment | None:
@@ -131,30 +147,44 @@ class EmaCallback(_TrainerCallback):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Version]:
         """Puts averages into the trainer's model, as `ema_client.averaged` with our options: those
-        of the last push, or after the training those of the newest version.
+        of the last push; after the training those of the newest version, or with the trainer's
+        load_best_model_at_end those of the checkpoint that it has loaded.
 
         Raises:
-            FailedPreconditionError: no training has begun.
+            FailedPreconditionError: no training has begun; or the loaded checkpoint does not identify
+                its average.
             EmaError: no average can be read; nothing was changed.
         """
         if self._model is None:
             raise FailedPreconditionError(
                 "no training has begun: use ema_client.averaged(model, url)", reason="BAD_REQUEST"
             )
-        pushed = None if self._attachment is None else self._attachment.wait_pushed()
+        version: VersionLike | None = None
+        if self._attachment is not None:
+            version = self._attachment.wait_pushed()
+        elif self._best is not None:
+            folder, saved = self._best
+            if isinstance(saved, str):
+                raise FailedPreconditionError(
+                    f"{folder}: its {STATE_FILE} does not say what the average of these weights is: "
+                    f"{saved}: use ema_client.averaged(model, url, version=...)",
+                    reason="NO_VERSION",
+                )
+            version = saved
         with averaged(
             self._model,
             self._url,
             track=self._track,
-            version=pushed,
+            version=version,
             rename=self._options.get("rename"),
             process_group=self._options.get("process_group"),
             timeout_s=pull_patience_s(self._options),
-        ) as version:
-            yield version
+        ) as record:
+            yield record
 
     def close(self) -> None:
         """After a failed training: closes the attachment, and restores the model's own weights."""
+        self._hooked.close()
         self._swapped.close()
         if self._attachment is not None:
             self._attachment.close()
@@ -171,6 +201,7 @@ class EmaCallback(_TrainerCallback):
                 "weights are loaded: EmaCallback(..., copy_at_end=True) puts its average into the model"
             )
         self._model = kwargs["model"]
+        self._best = None
         defaults: dict[str, Any] = {}
         if not needs_only_batches(self._options):
             defaults["time"] = _time_of(args, state, kwargs.get("train_dataloader"))
@@ -182,41 +213,48 @@ class EmaCallback(_TrainerCallback):
         self._attachment = attach(
             self._model, kwargs["optimizer"], self._url, **{**defaults, **options}
         )
+        if self._evaluates:
+            self._has_evaluated = False
+            self._hook(kwargs["optimizer"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # After an evaluation that another callback has cancelled.
+        # After an evaluation that has raised an exception.
         self._swapped.close()
-        self._is_evaluating = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._swap_in_before_evaluation(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attachment is not None and args.load_best_model_at_end:
             # After the last epoch, the trainer may write the weights without waiting for a push.
             self._attachment.wait_released()
-        self._swap_in_before_evaluation(control)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._swapped.close()
-        is_ours, self._is_evaluating = self._is_evaluating, False
-        if is_ours and "eval_runtime" not in metrics:
+        if self._evaluates and self._attachment is not None and not self._has_evaluated:
             raise InvalidArgumentError(
-                "evaluate_with_average: not with several eval_datasets, as all but the first would be "
-                "evaluated with the model's own weights: override Trainer.evaluate with one that calls it "
-                "within EmaCallback.averaged()"
+                "evaluate_with_average: the trainer evaluated the model's own weights, because its "
+                "`evaluate` did not call Trainer.evaluation_loop: let it evaluate within "
+                "EmaCallback.averaged(), and do not give evaluate_with_average"
             )
+
+    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._swapped.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._attachment is None or not state.is_world_process_zero:
+        if self._attachment is None:
             return
-        folder = _checkpoint_folder(args, state)
-        if not folder.is_dir():
-            _logger.warning(
-                "%s: no such checkpoint of the trainer, so %s is not saved", folder, STATE_FILE
-            )
+        folder: pathlib.Path | None = None
+        if state.is_world_process_zero:
+            folder = _checkpoint_folder(args, state)
+            if not folder.is_dir():
+                _logger.warning(
+                    "%s: no such checkpoint of the trainer, so %s is not saved", folder, STATE_FILE
+                )
+                folder = None
+        if folder is not None:  # It may be that of an earlier training.
+            (folder / STATE_FILE).unlink(missing_ok=True)
+            shutil.rmtree(folder / TRACKS_FOLDER, ignore_errors=True)
+        if self._saves_average:
+            self._save_average(self._attachment, folder, kwargs.get("processing_class"))
+        if folder is None:
             return
         average = saved_state(self._attachment, self._options)
         if average is not None:
@@ -226,52 +264,99 @@ class EmaCallback(_TrainerCallback):
             new.replace(folder / STATE_FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # If an expected evaluation was not made, the average is still in the model.
         self._swapped.close()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._best = self._find_best(state.best_model_checkpoint)
         try:
             if self._copies_at_end and self._attachment is not None:
-                self._copy_at_end(self._attachment, args, state)
+                self._copy_at_end(self._attachment)
         finally:
             self.close()
 
-    def _copy_at_end(self, attachment: Attachment, args: Any, state: Any) -> None:
-        label: str | None = None
-        if args.load_best_model_at_end:
-            ranks = Ranks.current(self._options.get("process_group"))
-            best: str | None = state.best_model_checkpoint
-            saved = None if best is None or ranks.rank != 0 else _saved_in(pathlib.Path(best))
-            # Other ranks may not see the folder.
-            best, saved = ranks.broadcast((best, saved))
-            problem: object = "there is no such file that can be read"
-            try:
-                if saved is not None:
-                    label = State.from_dict(saved["average"], model=self._model_name).label
-            except InvalidArgumentError as error:  # Of a training of another model.
-                problem = error
-            if label is None and best is not None:
+    def _copy_at_end(self, attachment: Attachment) -> None:
+        version: Mapping[str, Any] | None = None
+        if self._best is not None:
+            folder, saved = self._best
+            if isinstance(saved, str):
                 _logger.warning(
                     "the model keeps the weights of %s, as its %s does not say what their average is: %s",
-                    best,
+                    folder,
                     STATE_FILE,
-                    problem,
+                    saved,
                 )
                 return
+            version = saved
         copy_average_or_own(
-            self._model, self._url, attachment, self._options, track=self._track, version=label
+            self._model, self._url, attachment, self._options, track=self._track, version=version
         )
 
-    def _swap_in_before_evaluation(self, control: Any) -> None:
-        if self._evaluates and control.should_evaluate:
-            swap = averaged_or_own(
-                self._model,
-                self._url,
-                self._attachment,
-                self._options,
-                track=self._track,
-                own=self._own,
-            )
-            self._swapped.enter_context(swap)
-            self._is_evaluating = True
+    def _find_best(self, folder: str) -> tuple[str, Mapping[str, Any] | str]:
+        """A checkpoint, and the state of its average, or why there is none. Rank 0's, on all ranks:
+        others may not see the folder."""
+        ranks = Ranks.current(self._options.get("process_group"))
+        result: Mapping[str, Any] | str = "there is no such file that can be read"
+        if ranks.rank == 0 and (saved := _saved_in(pathlib.Path(folder))) is not None:
+            try:
+                State.from_dict(saved["average"], model=self._model_name)
+                result = saved["average"]
+            except InvalidArgumentError as error:  # Of a training of another model.
+                result = str(error)
+        best: tuple[str, Mapping[str, Any] | str] = ranks.broadcast((folder, result))
+        return best
+
+    def _hook(self, optimizer: Any) -> None:
+        """Has `_begin_evaluation` called when an evaluation begins, whoever has started it: Trainer's
+        evaluation_loop calls `optimizer.eval()`, for optimizers that evaluate other weights."""
+        before = vars(optimizer).get("eval")
+        evaluate = getattr(optimizer, "eval", None)
+
+        def begin() -> None:
+            if evaluate is not None:
+                evaluate()
+            self._begin_evaluation()
+
+        def unhook() -> None:
+            if before is None:
+                vars(optimizer).pop("eval", None)
+            else:
+                optimizer.eval = before
+
+        optimizer.eval = begin
+        self._hooked.callback(unhook)
+
+    def _begin_evaluation(self) -> None:
+        self._has_evaluated = True
+        attachment = self._attachment
+        # With eval_on_start, the first evaluation comes before the first push.
+        is_at_start = attachment is None or (attachment.version is None and attachment.step == 0)
+        if self._own or is_at_start:
+            return
+        swap = averaged_or_own(
+            self._model,
+            self._url,
+            attachment,
+            self._options,
+            track=self._track,
+            own=self._own,
+        )
+        self._swapped.enter_context(swap)
+
+    def _save_average(
+        self, attachment: Attachment, folder: pathlib.Path | None, processing_class: Any
+    ) -> None:
+        """Saves the average as `from_pretrained` reads it. Collective; only rank 0 has a folder."""
+        with averaged_or_own(
+            self._model,
+            self._url,
+            attachment,
+            self._options,
+            track=self._track,
+            doing="saving",
+        ) as version:
+            if version is None or folder is None:
+                return
+            track = self._track or attachment._ema_model.average_name()
+            _save_model(unwrap(self._model), processing_class, folder / TRACKS_FOLDER / track)
 
     def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
         """The average's state in the trainer's checkpoint, as rank 0 reads it, on all ranks."""
@@ -340,6 +425,19 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         return small_files(folder)
+
+
+def _save_model(model: Any, processing_class: Any, folder: pathlib.Path) -> None:
+    """Writes what Trainer writes for a model into its checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    if hasattr(processing_class, "save_pretrained"):
+        processing_class.save_pretrained(folder)
 
 
 def _time_of(args: Any, state: Any, batches: Any) -> Callable[[int], dict[str, float]]:

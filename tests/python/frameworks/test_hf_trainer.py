@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
 import shutil
 
 import ema_client
 import pytest
+import safetensors.torch
 import torch
 from ema_client._model.ranks import Ranks
 from examples import run_example
@@ -49,6 +52,8 @@ class Recorder(transformers.TrainerCallback):
         self.own = {}
         self.averages = {}
         self.evaluated = {}
+        # The same for every batch.
+        self.seen = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._local = ema_client.LocalEMA(model, **self._schedule)
@@ -60,6 +65,7 @@ class Recorder(transformers.TrainerCallback):
 
     def on_prediction_step(self, args, state, control, model=None, **kwargs):
         self.evaluated[state.global_step] = weights_of(model)
+        self.seen.setdefault(state.global_step, []).append(self.evaluated[state.global_step])
 
 
 def weights_of(model):
@@ -236,7 +242,8 @@ def test_what_the_model_has_after_the_training(server, model, tmp_path, caplog, 
         half_life="4ba",
         evaluate_with_average=True,
         copy_at_end=copies,
-        keep_resumable=3,
+        keep_resumable=2,
+        max_pinned_versions=1,
     )
     trainer = make_trainer(
         tmp_path,
@@ -248,7 +255,7 @@ def test_what_the_model_has_after_the_training(server, model, tmp_path, caplog, 
         metric_for_best_model="loss",
     )
     trainer.train()
-    # The server keeps the averages of steps 10, 15 and 20.
+    # The server has deleted the average of step 5.
     has_average = copies and best != 5
     expected = (recorder.averages if has_average else recorder.own)[best or 20]
     assert_same_bits(expected, trainer.model.state_dict())
@@ -257,29 +264,196 @@ def test_what_the_model_has_after_the_training(server, model, tmp_path, caplog, 
     assert any("not their average: " in text for text in said) == (copies and best == 5)
 
 
-def test_several_sets_to_evaluate_on_are_refused(server, model, tmp_path):
+def test_several_sets_to_evaluate_on(server, model, tmp_path):
+    recorder = Recorder(half_life="4ba")
     callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
     data = {"one": make_data(4), "other": make_data(8)}
-    trainer = make_trainer(tmp_path, callback, data=data, eval_strategy="steps", eval_steps=5)
-    with pytest.raises(ema_client.InvalidArgumentError, match="several eval_datasets"):
-        trainer.train()
-    callback.close()
-
-    class Averaging(transformers.Trainer):
-        def evaluate(self, *arguments, **options):
-            with callback.averaged():
-                return super().evaluate(*arguments, **options)
-
-    callback = EmaCallback(server.url(f"{model[:60]}-2"), half_life="4ba")
-    recorder = Recorder(half_life="4ba")
-    trainer = make_trainer(
-        tmp_path, recorder, callback, data=data, eval_strategy="steps", eval_steps=5
-    )
-    trainer.__class__ = Averaging
+    steps = {"eval_strategy": "steps", "eval_steps": 5}
+    trainer = make_trainer(tmp_path, recorder, callback, data=data, **steps)
     trainer.train()
+    # All batches of a step: of the first set, and of the other one.
+    assert [len(recorder.seen[step]) for step in (5, 10, 15, 20)] == [2] * 4
+    for step, seen in recorder.seen.items():
+        for evaluated in seen:
+            assert_same_bits(recorder.averages[step], evaluated)
+    assert_same_bits(recorder.own[20], trainer.model.state_dict())
+
+
+class Evaluates(transformers.TrainerCallback):
+    """Evaluates and predicts by itself, or sets off an evaluation, at the ends of steps and epochs."""
+
+    def __init__(self, how) -> None:
+        self.how = how
+        self.trainer = None
+        self.is_busy = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        return self.evaluate(control) if state.global_step == 7 else control
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        return self.evaluate(control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self.how == "in an evaluation" and not self.is_busy:
+            self.is_busy = True
+            self.trainer.evaluate(make_data(8), metric_key_prefix="nested")
+            self.is_busy = False
+
+    def evaluate(self, control):
+        # An evaluation sets the trainer's own should_evaluate to False.
+        control = copy.copy(control)
+        if self.how == "evaluate":
+            self.trainer.evaluate(make_data(8), metric_key_prefix="train")
+        elif self.how == "predict":
+            self.trainer.predict(make_data(8))
+        elif self.how == "fails":
+            with contextlib.suppress(Exception):
+                self.trainer.evaluate(["no batch"])
+        elif self.how == "should_evaluate":
+            control.should_evaluate = True
+        return control
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+@pytest.mark.parametrize(
+    "how", ["evaluate", "predict", "should_evaluate", "in an evaluation", "fails"]
+)
+def test_evaluations_that_another_callback_starts(server, model, tmp_path, how, place):
+    """Every evaluation has the average, and every checkpoint the raw weights."""
+    recorder = Recorder(half_life="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    other = Evaluates(how)
+    callbacks = [other, callback] if place == "before" else [callback, other]
+    trainer = make_trainer(
+        tmp_path,
+        recorder,
+        *callbacks,
+        **{"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
+    )
+    other.trainer = trainer
+    trainer.train()
+    seen_at = {10, 20} if how in ("in an evaluation", "fails") else {7, 10, 20}
+    assert recorder.seen.keys() == seen_at
+    twice = how in ("evaluate", "predict", "in an evaluation")
+    assert len(recorder.seen[20]) == 1 + twice
+    for step, seen in recorder.seen.items():
+        for evaluated in seen:
+            assert_same_bits(recorder.averages[step], evaluated)
+    for step in (10, 20):
+        saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{step}")
+        assert_same_bits(recorder.own[step], saved.state_dict())
+
+
+def test_an_evaluation_before_the_first_step_has_own_weights(server, model, tmp_path):
+    recorder = Recorder(half_life="4ba")
+    callback = EmaCallback(
+        server.url(model), half_life="4ba", evaluate_with_average=True, on_error="raise"
+    )
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
+    trainer = make_trainer(tmp_path, recorder, callback, **steps)
+    before = weights_of(trainer.model)
+    trainer.train()
+    assert_same_bits(before, recorder.evaluated.pop(0))
     for step, evaluated in recorder.evaluated.items():
         assert_same_bits(recorder.averages[step], evaluated)
-    assert_same_bits(recorder.own[20], trainer.model.state_dict())
+
+
+def test_a_trainer_that_evaluates_in_its_own_way_is_refused(server, model, tmp_path):
+    class Own(transformers.Trainer):
+        def evaluate(self, *args, **kwargs):
+            self.callback_handler.on_evaluate(self.args, self.state, self.control, {})
+            return {}
+
+    callback = EmaCallback(server.url(model), half_life="4ba", evaluate_with_average=True)
+    trainer = make_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=5)
+    trainer.__class__ = Own
+    with pytest.raises(ema_client.InvalidArgumentError, match="did not call .*evaluation_loop"):
+        trainer.train()
+    callback.close()
+    assert "eval" not in vars(trainer.optimizer)
+
+
+def test_a_checkpoint_has_the_average_beside_the_raw_weights(server, client, model, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    recorder = Recorder(half_life="4ba", ema_start="4ba")
+    callback = EmaCallback(server.url(model), half_life="4ba", ema_start="4ba")
+    # Of an earlier training.
+    stale = tmp_path / "checkpoint-3/tracks/ema/model.safetensors"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
+    trainer = make_trainer(tmp_path, recorder, callback, processing_class=tokenizer, **saving)
+    trainer.train()
+    for step in (6, 9):
+        folder = tmp_path / f"checkpoint-{step}"
+        raw = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert_same_bits(recorder.own[step], raw.state_dict())
+        average = transformers.AutoModelForCausalLM.from_pretrained(folder / "tracks/ema")
+        assert_same_bits(recorder.averages[step], average.state_dict())
+        vocabulary = transformers.AutoTokenizer.from_pretrained(folder / "tracks/ema").get_vocab()
+        assert vocabulary == {"a": 0, "b": 1}
+        state = json.loads((folder / "ema_state.json").read_text())["average"]
+        assert_same_bits(client.pull(model, version=state), client.pull(model, step=step))
+    # Its average had not begun.
+    assert not stale.exists()
+    assert_same_bits(recorder.own[9], trainer.model.state_dict())
+
+    without = EmaCallback(server.url(model), half_life="4ba", ema_start="4ba", save_average=False)
+    make_trainer(tmp_path, without, **saving).train(
+        resume_from_checkpoint=str(folder.parent / "checkpoint-6")
+    )
+    assert not (folder / "tracks").exists() and (folder / "ema_state.json").exists()
+
+
+def test_a_model_that_is_not_of_transformers(server, client, model, tmp_path):
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 1)
+
+        def forward(self, input_ids, labels):
+            return {"loss": self.linear(input_ids.float()).square().mean()}
+
+    callback = EmaCallback(server.url(model), half_life="4ba")
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, max_steps=3)
+    trainer = transformers.Trainer(
+        model=Plain(),
+        args=trainer.args,
+        train_dataset=make_data(),
+        callbacks=[callback],
+        data_collator=transformers.default_data_collator,
+    )
+    trainer.train()
+    saved = safetensors.torch.load_file(tmp_path / "checkpoint-3/tracks/ema/model.safetensors")
+    assert_same_bits(client.pull(model, track="ema"), saved)
+
+
+@pytest.mark.parametrize("best", [5, 10])
+def test_averaged_after_the_training_is_of_the_loaded_checkpoint(server, model, tmp_path, best):
+    class Metrics(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            metrics["eval_loss"] = float(state.global_step != best)
+
+    recorder = Recorder(half_life="4ba")
+    callback = EmaCallback(
+        server.url(model), half_life="4ba", evaluate_with_average=True, max_pinned_versions=1
+    )
+    trainer = make_trainer(
+        tmp_path,
+        recorder,
+        callback,
+        Metrics(),
+        **{"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5},
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+    trainer.train()
+    assert_same_bits(recorder.own[best], trainer.model.state_dict())
+    with callback.averaged() as version:
+        assert version.step == best
+        assert_same_bits(recorder.averages[best], trainer.model.state_dict())
 
 
 def test_a_training_resumes_with_its_average(server, client, model, tmp_path, caplog):
