@@ -29,6 +29,11 @@ from ema_client._model.torch_model import (
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike, only_average
 from ema_client._trainer.arguments import check_module
+from ema_client._trainer.buffers import (
+    AveragedBuffers,
+    default_actions,
+    with_default_actions,
+)
 from ema_client._trainer.joining import check_dtypes, ignored_by_all, of_known_dtypes
 
 if TYPE_CHECKING:
@@ -241,7 +246,7 @@ class LocalEMA:
         self._named_tensors = ModelTensors(self._module)
         specs = specs_of(self._named_tensors())
         warn_of_other_state("LocalEMA", self._module)
-        made = rule.tracks(tracks)
+        made, undecided = rule.tracks(tracks)
         ignored = ignored_by_all(specs, made)
         check_dtypes([spec for spec in specs if spec[0] not in ignored])
         tensors = self._named_tensors().all()
@@ -252,6 +257,11 @@ class LocalEMA:
             may_be_meta=False,
         )
         specs = of_known_dtypes(specs)
+        actions = default_actions(self._module, self._named_tensors())
+        made = with_default_actions(made, actions, undecided, specs)
+        self._averaged_buffers = AveragedBuffers(
+            "LocalEMA", self._named_tensors(), made, undecided, specs
+        )
         self._tracks = {track.name: _Track.of(track, specs) for track in made}
         self._batch = 0
         self._calls = 0
@@ -289,6 +299,7 @@ class LocalEMA:
         host: dict[str, torch.Tensor] = {}
         if any(due and weight > 0 for plan in plans for due, weight, _, _ in plan):
             host = dict(self._named_tensors().all())
+            self._averaged_buffers.warn_of_changes(self._named_tensors())
         for track, plan in zip(tracks, plans):
             for schedule, (due, weight, from_zero, _) in enumerate(plan):
                 if due and weight > 0:

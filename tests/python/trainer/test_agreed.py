@@ -35,6 +35,7 @@ CASES = {
         {"tracks": {"ema": {"half_life": "3ba", "tensor_rules": {**LONG, "bias": "copy"}}}},
         {"tracks": {"ema": {"half_life": "3ba", "tensor_rules": {**LONG, "bias": "ignore"}}}},
     ),
+    "buffers": ({"half_life": "3ba"}, {"half_life": "3ba", "buffers": "average"}),
     "start_step": ({"half_life": "3ba"}, {"half_life": "3ba", "start_step": 10}),
     "existing": ({"half_life": "3ba"}, {"half_life": "3ba", "existing": "new"}),
     "policies": (
@@ -58,6 +59,7 @@ SAID = {
     "preset": "update_model_with_ema of preset is ",
     "preset arguments": "ignore_names is ['bias'] on rank 0, [] on rank 1; beta is not given on rank 0, 0.5",
     "late in a long text": "'layer49.*': 'copy', 'bias': 'copy'}}} on rank 0, ",
+    "buffers": "tracks without buffers is ['ema'] on rank 0, [] on rank 1",
     "start_step": "start_step is None on rank 0, 10.0 on rank 1",
     "existing": "existing is None on rank 0, 'new' on rank 1",
     "policies": "non_finite is 'reject' on rank 0, 'skip' on rank 1; on_error is 'skip' on rank 0, ",

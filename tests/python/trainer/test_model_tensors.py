@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That a module whose parts are others is looked at anew, and that it is not where they are the same."""
+"""Which tensors of a module are averaged, copied and ignored, and that changes of them are noticed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from collections.abc import Callable
 import ema_client
 import pytest
 import torch
+from ema_client import Track
 from ema_client._model import torch_model
 from ema_client._model.torch_model import ModelTensors, NamedTensors, named_tensors
+from testing import assert_same_bits
+from torch.ao.quantization import FakeQuantize
+from torch.nn.utils import parametrizations, prune, spectral_norm
 
 
 class Net(torch.nn.Module):
@@ -155,3 +159,114 @@ def test_a_compiled_script_is_asked_each_time():
     tensors_of = ModelTensors(torch.jit.script(torch.nn.Linear(2, 2)))
     assert list(tensors_of().parameters) == ["weight", "bias"]
     assert tensors_of() is not tensors_of()
+
+
+class Vectors(torch.nn.Module):
+    """A constant, a codebook as of vector quantization, and statistics under the usual name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("constant", "codebook", "running_scale"):
+            self.register_buffer(name, torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.codebook.mul_(0.5)
+        self.running_scale.mul_(0.5)
+        return x * self.constant
+
+
+def make_derived() -> torch.nn.Module:
+    net = torch.nn.Sequential(
+        parametrizations.spectral_norm(torch.nn.Linear(3, 3)),
+        spectral_norm(torch.nn.Linear(3, 3)),
+        prune.random_unstructured(torch.nn.Linear(3, 3), "weight", 4),
+        parametrizations.orthogonal(torch.nn.Linear(3, 3)),
+        FakeQuantize(),
+        torch.nn.BatchNorm1d(3),
+    )
+    net(torch.randn(4, 3))  # Before it, the ranges of the quantization are infinite.
+    return net
+
+
+DERIVED = [
+    "0.parametrizations.weight.0._u",
+    "0.parametrizations.weight.0._v",
+    "1.weight_u",
+    "1.weight_v",
+    "2.weight_mask",
+    "3.parametrizations.weight.0.base",
+    *("4.scale", "4.activation_post_process.eps"),
+    *("4.activation_post_process.min_val", "4.activation_post_process.max_val"),
+]
+
+
+def train_with_average(net: torch.nn.Module, url: str, **options: object) -> ema_client.LocalEMA:
+    """Three steps that move all weights, masks included, with an average here and on the server."""
+    local = ema_client.LocalEMA(net, **options)
+    with ema_client.attach(net, None, url, **options) as ema:
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+                net[2].weight_mask.copy_(1 - net[2].weight_mask)
+            net(torch.randn(4, 3))
+            ema.after_step()
+            ema.wait_pushed()
+            local.update()
+    return local
+
+
+def test_buffers_that_are_derived_are_copied(server, client, model, caplog):
+    torch.manual_seed(0)
+    net = make_derived()
+    local = train_with_average(net, server.url(model), half_life="4ba")
+    average, state = client.pull(model), net.state_dict()
+    assert_same_bits(average, local.weights())
+    assert_same_bits({name: average[name] for name in DERIVED}, {n: state[n] for n in DERIVED})
+    for name in ("0.bias", "5.running_mean", "5.running_var"):
+        assert not torch.equal(average[name], state[name])
+    assert client.model(model).tracks["ema"].tensor_rules == tuple(
+        (name, "copy") for name in DERIVED
+    )
+    assert not caplog.text
+    with ema_client.attach(net, None, server.url(model), half_life="4ba"):
+        pass  # The same tracks.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"half_life": "4ba", "buffers": "average"},
+        {"tracks": {"ema": Track(half_life="4ba", buffers="average")}},
+        {"half_life": "4ba", "tensor_rules": {"*": "average"}},
+        {"preset": "timm", "decay": 0.5},
+        {"preset": "composer", "half_life": "4ba"},
+    ],
+    ids=str,
+)
+def test_who_says_what_to_do_with_buffers_is_obeyed(server, client, model, caplog, options):
+    net = make_derived()
+    local = train_with_average(net, server.url(model), **options)
+    average = client.pull(model)
+    assert_same_bits(average, local.weights())
+    assert not torch.equal(average["2.weight_mask"], net[2].weight_mask)
+    assert client.model(model).tracks["ema"].tensor_rules in ((), (("*", "average"),))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("rule", [None, "copy", "average"])
+def test_another_buffer_that_changes_is_named_once(server, client, model, caplog, rule):
+    net = torch.nn.Sequential(Vectors(), torch.nn.BatchNorm1d(3))
+    rules = None if rule is None else {"0.codebook": rule}
+    options = {"half_life": "4ba", "tensor_rules": rules, "tracks": {"raw": "copy"}}
+    local = ema_client.LocalEMA(net, **options)
+    with ema_client.attach(net, None, server.url(model), **options) as ema:
+        for _ in range(3):
+            net(torch.randn(4, 3))
+            ema.after_step()
+            ema.wait_pushed()
+            local.update()
+    said = [f"{what}: buffers that change" for what in (f'model "{model}"', "LocalEMA")]
+    assert [text.split(" in training")[0] for text in caplog.messages] == ([] if rule else said)
+    for text in caplog.messages:
+        assert "averaged: 0.codebook. If" in text and '{"0.codebook": "copy"}' in text

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import importlib
 import pathlib
 import pickle
@@ -204,6 +205,18 @@ def test_ranks_of_two_stages_tell_each_tensor_once_and_keep_their_own_boxes():
         assert [spec[0] for spec in layout.specs] == names
         assert layout.frozen == ["frozen.a", "frozen.b"]
         assert [b"pieces" in blob for blob in sent[rank]].count(True) == (rank % 3 == 0)
+
+
+def test_an_action_that_one_rank_has_by_default_is_that_of_all():
+    kind = Kind(("mask", "float32", (2,), True, ()), False)
+    box = ema_client.Shard("mask", (0,), (2,))
+    held = [
+        [Holding(kind, box, 0)],
+        [Holding(dataclasses.replace(kind, default_action="copy"), box, 0)],
+    ]
+    layouts, _ = layouts_of(held)
+    assert [layout.default_actions for layout in layouts] == [{"mask": "copy"}] * 2
+    assert [layout.groups for layout in layouts] == [{(0, 1): [box]}] * 2
 
 
 @pytest.mark.parametrize(

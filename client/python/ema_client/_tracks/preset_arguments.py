@@ -11,7 +11,13 @@ from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
 from ema_client._given import nearest_name
 from ema_client._tracks.presets import argument_names
-from ema_client._tracks.track import WHOLE_TRACK, TensorRules, TrackLike, track_of
+from ema_client._tracks.track import (
+    WHOLE_TRACK,
+    TensorRules,
+    TrackLike,
+    decides_buffers,
+    track_of,
+)
 
 # Arguments that `attach` and `LocalEMA` have, too. If the preset has one of the same name, it has
 # the same meaning, and the preset gets it.
@@ -62,8 +68,13 @@ class EmaRule:
             self, preset={"preset": preset, **in_preset, **shared, **extra}, **moved
         )
 
-    def tracks(self, others: Mapping[str, TrackLike] | None) -> list[_ema.Track]:
-        """Makes all tracks. InvalidArgumentError: a wrong rule, or two rules for "ema"."""
+    def tracks(
+        self, others: Mapping[str, TrackLike] | None
+    ) -> tuple[list[_ema.Track], frozenset[str]]:
+        """Makes all tracks. Also returns the names of those that do not say what to do with buffers.
+
+        InvalidArgumentError: a wrong rule, or two rules for "ema".
+        """
         own = {
             "half_life": self.half_life,
             "smoothing": self.smoothing,
@@ -98,10 +109,13 @@ class EmaRule:
                 reason="BAD_SCHEDULE",
             )
         all_tracks.update(others or {})
-        return [
+        made = [
             track_of(name, track, update_interval=self.update_interval)
             for name, track in all_tracks.items()
         ]
+        return made, frozenset(
+            name for name, track in all_tracks.items() if not decides_buffers(track)
+        )
 
     def _whole(self) -> dict[str, Any]:
         """The given fields that belong to no schedule, see WHOLE_TRACK."""

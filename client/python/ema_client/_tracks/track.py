@@ -18,6 +18,10 @@ RuleLike = Union[str, Mapping[str, Any]]
 TensorRules = Union[Mapping[str, RuleLike], Sequence[tuple[str, RuleLike]]]
 
 
+class _Default(str):
+    """The default of a field, which is equal to the same value given by a user, but distinguishable."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Track:
     """How one track averages. A field that is None has its default. The default rule is half_life
@@ -61,6 +65,9 @@ class Track:
             0.9}}. A schedule without an update_interval has the track's. The first rule that
             matches applies.
         buffers: what to do with floating-point buffers that no rule matches: "average" or "copy".
+            If it is not given, `attach` and `LocalEMA` copy those that PyTorch derives from the
+            weights (spectral norm, pruning, parametrizations, quantization), by rules that they add
+            to the track, and average the others.
         compensated: keeps two float32 per element, so that small updates are not rounded away.
             Takes twice the memory.
         paused: pushes do not change the track.
@@ -89,7 +96,7 @@ class Track:
     uniform: bool | None = None
     copy: bool | None = None
     tensor_rules: TensorRules = ()
-    buffers: str = "average"
+    buffers: str = _Default("average")
     compensated: bool = False
     paused: bool = False
     snapshot_interval: str | None = None
@@ -143,7 +150,8 @@ class Track:
         Example:
             >>> Track.preset("ema_pytorch", beta=0.999, update_every=1)
         """
-        return Track(**presets.track_arguments(name, arguments))
+        # Buffers, too, as the library does.
+        return Track(**{"buffers": "average", **presets.track_arguments(name, arguments)})
 
 
 def _rules(rules: object) -> tuple[tuple[str, str], ...]:
@@ -288,6 +296,11 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         full.paused,
         None if full.snapshot_interval is None else str(full.snapshot_interval),
     )
+
+
+def decides_buffers(track: TrackLike) -> bool:
+    """Whether the track says what to do with buffers. REQUIRES: `track_of` accepts it."""
+    return not isinstance(_full_track(track).buffers, _Default)
 
 
 def tracks_by_name(tracks: Mapping[str, TrackLike]) -> list[_ema.Track]:

@@ -16,6 +16,7 @@ from ema_client._client.timeouts import check_seconds, check_timeout
 from ema_client._client.types import NonFinite, TimeLike, WireDtype
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.torch_model import NamedTensors
+from ema_client._trainer.buffers import AveragedBuffers
 
 #: The default of `attach(max_outage_s=)`.
 MAX_OUTAGE_S = 120.0
@@ -36,6 +37,7 @@ class PushOptions:
     on_error: OnError
     max_outage_s: float
     check: bool
+    averaged_buffers: AveragedBuffers
 
 
 def check_values(given: Mapping[str, Any]) -> None:

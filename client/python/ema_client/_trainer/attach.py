@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
@@ -40,6 +40,7 @@ from ema_client._trainer.arguments import (
     check_values,
 )
 from ema_client._trainer.attachment import Attachment
+from ema_client._trainer.buffers import default_actions
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.holdings import Holding, Layout, holdings_of
 from ema_client._trainer.joining import Plan, join, resume_at
@@ -197,6 +198,7 @@ def attach(
     optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
     arguments = Arguments({}, "", {})
+    undecided: Collection[str] = ()
     try:
         check_module(model)
         split_url(url)
@@ -211,7 +213,7 @@ def attach(
                 f'existing "{existing}" and resume are both given: give only resume, which continues the '
                 "average of its state"
             )
-        options, track_list = options_and_tracks(given, preset_arguments)
+        options, track_list, undecided = options_and_tracks(given, preset_arguments)
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
@@ -223,6 +225,7 @@ def attach(
                 "wire_dtype": wire_dtype,
                 "on_error": on_error,
                 "max_outage_s": max_outage_s,
+                "the tracks without buffers": undecided,
                 "keep_resumable": keep_resumable,
                 "update_model_with_ema of preset": options.rule and options.rule.text(),
             },
@@ -248,7 +251,7 @@ def attach(
         module = unwrap(model)
         options.check(module)
         tensors_of = ModelTensors(module, rename)
-        held = holdings_of(tensors_of())
+        held = holdings_of(tensors_of(), default_actions(module, tensors_of()))
         if optimizers is not None:
             check_held(with_contained(optimizers), module.parameters())
         warn_of_other_state(f'model "{split_url(url)[1]}"', module)
@@ -267,6 +270,7 @@ def attach(
             ranks=ranks,
             layout=layout,
             tracks=track_list,
+            undecided=undecided,
             max_pinned_versions=max_pinned_versions or 0,
             non_finite=non_finite,
             wire_dtype=wire_dtype,
@@ -308,6 +312,7 @@ def attach(
                 on_error=on_error,
                 max_outage_s=max_outage_s,
                 check=check,
+                averaged_buffers=plan.averaged_buffers(tensors_of()),
             ),
             client=plan.client,
             joined=joined,
@@ -351,8 +356,9 @@ KEYWORDS = [
 
 def options_and_tracks(
     given: Mapping[str, Any], preset_arguments: Mapping[str, Any]
-) -> tuple[PresetOptions, list[_ema.Track]]:
-    """The options and tracks that arguments of `attach` describe.
+) -> tuple[PresetOptions, list[_ema.Track], frozenset[str]]:
+    """The options and tracks that arguments of `attach` describe, and the names of the tracks that
+    do not say what to do with buffers.
 
     Raises:
         InvalidArgumentError, TypeError: as `attach` for its tracks and its preset.
@@ -360,4 +366,5 @@ def options_and_tracks(
     own = {field.name: given.get(field.name) for field in dataclasses.fields(EmaRule)}
     rule = EmaRule(**own).with_arguments(preset_arguments, KEYWORDS)
     options = PresetOptions.of(rule.preset)
-    return options, dataclasses.replace(rule, preset=options.preset).tracks(given.get("tracks"))
+    tracks, undecided = dataclasses.replace(rule, preset=options.preset).tracks(given.get("tracks"))
+    return options, tracks, undecided

@@ -33,13 +33,13 @@ class FrozenTensors:
         """`sums`: checksums of `tensors`, at least of `names`."""
         self.names = frozenset(names)
         self._check = check
-        self._marks = {name: _mark(tensor) for name, tensor in self._of(tensors).items()}
+        self._marks = {name: mark(tensor) for name, tensor in self._of(tensors).items()}
         self._sums = {name: sums[name] for name in self._marks}
 
     def have_changed(self, tensors: NamedTensors) -> bool:
         """Whether the values of one of them have changed since the last call."""
         frozen = self._of(tensors)
-        marks = {name: _mark(tensor) for name, tensor in frozen.items()}
+        marks = {name: mark(tensor) for name, tensor in frozen.items()}
         written = [name for name in frozen if self._check or marks[name] != self._marks.get(name)]
         sums = dict(zip(written, checksums(local_of(frozen[name]) for name in written)))
         changed = frozen.keys() != self._marks.keys() or any(
@@ -53,7 +53,7 @@ class FrozenTensors:
         return {name: tensors.parameters[name] for name in self.names & tensors.parameters.keys()}
 
 
-def _mark(tensor: torch.Tensor) -> object:
+def mark(tensor: torch.Tensor) -> object:
     """A value that differs after a write, or if the tensor has other memory."""
     from torch.multiprocessing.reductions import StorageWeakRef
 

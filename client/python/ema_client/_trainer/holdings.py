@@ -19,6 +19,7 @@ from ema_client._client.types import Shard
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import NamedTensors, checksums, specs_of
+from ema_client._trainer.buffers import DefaultAction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +29,12 @@ class Kind:
     Attributes:
         spec: of the whole tensor.
         is_frozen: it is not trained.
+        default_action: of a buffer. May differ between ranks.
     """
 
     spec: _ema.Spec
     is_frozen: bool
+    default_action: DefaultAction = ""
 
     def __str__(self) -> str:
         """The properties that must be equal on all ranks."""
@@ -83,14 +86,20 @@ class RankBoxes:
         return cls(ranks, kinds, numbers)
 
 
-def holdings_of(tensors: NamedTensors) -> list[Holding]:
+def holdings_of(
+    tensors: NamedTensors, default_actions: Mapping[str, DefaultAction]
+) -> list[Holding]:
     """The boxes that this rank holds, in the model's order."""
     pieces = {name: piece_of(name, tensor) for name, tensor in tensors.all().items()}
     parameters = [pieces[name].local for name in tensors.parameters]
     sums = dict(zip(tensors.parameters, checksums(parameters)))
     frozen = set(tensors.frozen())
     return [
-        Holding(Kind(spec, spec[0] in frozen), pieces[spec[0]].box, sums.get(spec[0], 0))
+        Holding(
+            Kind(spec, spec[0] in frozen, default_actions.get(spec[0], "")),
+            pieces[spec[0]].box,
+            sums.get(spec[0], 0),
+        )
         for spec in specs_of(tensors)
     ]
 
@@ -104,11 +113,13 @@ class Layout:
         frozen: names of those that are not trained.
         groups: for each set of ranks that hold the same boxes and include this rank: these boxes.
             Each box is in one group.
+        default_actions: of the buffers that have one on any rank.
     """
 
     specs: list[_ema.Spec]
     frozen: list[str]
     groups: dict[tuple[int, ...], list[Shard]]
+    default_actions: dict[str, DefaultAction]
 
     @classmethod
     def exchange(cls, ranks: Ranks, own: Sequence[Holding]) -> Layout:
@@ -145,6 +156,7 @@ class Layout:
         for index, boxes in enumerate(held):
             sharing.setdefault(boxes.kinds, []).append(index)
         first: dict[str, tuple[int, Kind]] = {}
+        actions: dict[str, DefaultAction] = {}
         places: dict[str, list[tuple[str, int]]] = {}  # Each tensor's place in `numbers`, by table.
         for digest, indexes in sharing.items():
             at = 0
@@ -157,6 +169,8 @@ class Layout:
                         f"{of_first}",
                         reason="BAD_LAYOUT",
                     )
+                if kind.default_action:
+                    actions[name] = kind.default_action
                 places.setdefault(name, []).append((digest, at))
                 at += 2 * len(shape) + 1
         groups: dict[tuple[int, ...], list[Shard]] = {}
@@ -176,6 +190,7 @@ class Layout:
             specs=[kind.spec for _, kind in first.values()],
             frozen=[name for name, (_, kind) in first.items() if kind.is_frozen],
             groups=groups,
+            default_actions=actions,
         )
 
     def without(self, names: set[str]) -> Layout:
@@ -187,6 +202,7 @@ class Layout:
                 ranks: [box for box in boxes if box.name not in names]
                 for ranks, boxes in self.groups.items()
             },
+            self.default_actions,
         )
 
     def shards(self, rank: int) -> list[Shard]:

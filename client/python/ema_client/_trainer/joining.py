@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ema_client import _ema
@@ -24,7 +24,9 @@ from ema_client._errors import (
     PermissionDeniedError,
 )
 from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import NamedTensors
 from ema_client._trainer.arguments import Existing
+from ema_client._trainer.buffers import AveragedBuffers, with_default_actions
 from ema_client._trainer.holdings import Layout
 from ema_client._trainer.resume import DISK_TIMEOUT_S
 
@@ -123,6 +125,7 @@ class Plan:
         ranks: Ranks,
         layout: Layout,
         tracks: list[_ema.Track],
+        undecided: Collection[str],
         max_pinned_versions: int,
         non_finite: NonFinite,
         wire_dtype: WireDtype,
@@ -135,6 +138,8 @@ class Plan:
         self.client = Client(address, timeout_s=timeout_s)
         self.layout = layout.without(ignored_by_all(layout.specs, tracks))
         check_dtypes(self.layout.specs)
+        tracks = with_default_actions(tracks, layout.default_actions, undecided, self.layout.specs)
+        self._undecided = undecided
         self._ranks = ranks
         self._shards = self.layout.shards(ranks.rank)
         self._tracks = [track.without_idle_rules(self.layout.specs) for track in tracks]
@@ -145,6 +150,11 @@ class Plan:
         self._files = files
         self._existing = existing
         self._has_warned = False
+
+    def averaged_buffers(self, tensors: NamedTensors) -> AveragedBuffers:
+        """Those of this rank's `tensors` that are averaged by default."""
+        what = f'model "{self.model_name}"'
+        return AveragedBuffers(what, tensors, self._tracks, self._undecided, self.layout.specs)
 
     def create(self, timeout_s: float, state: State | None = None) -> list[_ema.Track]:
         """Creates the model unless it exists. Returns its tracks as they are for the next step."""

@@ -262,8 +262,10 @@ class Pusher:
         self, trained: bool, frozen: bool
     ) -> tuple[Sequence[_ema.Array], Sequence[tuple[int, int]]]:
         names = self._pushed_names if frozen else self._pushed_names - self._frozen.names
+        tensors = self.options.tensors_of()
+        self.options.averaged_buffers.warn_of_changes(tensors, self._pushed_names)
         # Everything that the push reads, even if a part was read before.
-        weights = self._weights.take(self.options.tensors_of(), names)
+        weights = self._weights.take(tensors, names)
         if not trained:
             weights = HeldWeights(
                 (name, value) for name, value in weights.items() if name in self._frozen.names

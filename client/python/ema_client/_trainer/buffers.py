@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens by default to buffers that should not be averaged.
+
+A track's `buffers` and `tensor_rules` come first. Without them, buffers that a module derives from
+its weights (the vectors of spectral norm, masks of pruning, ranges of quantization) are copied. Other
+buffers are averaged; if they change in training, and are no running statistics, a warning names them.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from ema_client import _ema
+from ema_client._client import arrays
+from ema_client._client.pieces import local_of
+from ema_client._model.torch_model import NamedTensors, checksums
+from ema_client._trainer.frozen import mark
+
+if TYPE_CHECKING:
+    import torch
+
+_logger = logging.getLogger(__name__)
+
+#: "": a buffer has no action of its own by default.
+DefaultAction = Literal["", "copy"]
+
+# Buffers whose names begin so are statistics, as in BatchNorm, whose mean makes sense.
+_STATISTICS = "running_"
+
+
+def default_actions(module: torch.nn.Module, tensors: NamedTensors) -> dict[str, DefaultAction]:
+    """The actions for the module's buffers where no rule of a track decides."""
+    derived = _ids_of_derived(module)
+    return {name: "copy" for name, buffer in tensors.buffers.items() if id(buffer) in derived}
+
+
+def _ids_of_derived(module: torch.nn.Module) -> set[int]:
+    """The ids of the buffers that PyTorch derives from a module's weights or inputs."""
+    from torch.nn.utils.parametrize import ParametrizationList
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+
+    quantization = tuple(
+        cls
+        for file, name in _QUANTIZATION
+        if (cls := getattr(sys.modules.get(f"torch.ao.quantization.{file}"), name, None))
+    )
+    derived: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, ParametrizationList):
+            for parametrization in part.children():
+                derived.update(map(id, parametrization.buffers()))
+        if isinstance(part, quantization):
+            derived.update(map(id, part.buffers()))
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                names = [f"{hook.name}_u", f"{hook.name}_v"]
+            elif isinstance(hook, BasePruningMethod):
+                names = [f"{hook._tensor_name}_mask"]
+            else:
+                continue
+            derived.update(id(part._buffers.get(name)) for name in names)
+    return derived
+
+
+_QUANTIZATION = (
+    ("observer", "ObserverBase"),
+    ("observer", "AffineQuantizedObserverBase"),
+    ("fake_quantize", "FakeQuantizeBase"),
+)
+
+
+def with_default_actions(
+    tracks: Iterable[_ema.Track],
+    actions: Mapping[str, DefaultAction],
+    undecided: Collection[str],
+    specs: list[_ema.Spec],
+) -> list[_ema.Track]:
+    """The tracks with rules for the buffers that have an action by default.
+
+    `undecided`: the names of the tracks whose `buffers` was not given, by the user or a preset.
+    """
+    result = []
+    for track in tracks:
+        if track.name in undecided:
+            names = [name for name in averaged_by_default(track, specs) if actions.get(name)]
+            rules = [(glob.escape(name), "copy", None) for name in names]
+            track = _with_rules(track, [*track.tensor_rules, *rules])
+        result.append(track)
+    return result
+
+
+def averaged_by_default(track: _ema.Track, specs: list[_ema.Spec]) -> list[str]:
+    """The buffers that the track averages although no rule says so."""
+    copying = _with_rules(track, track.tensor_rules, buffers="copy")
+    return [
+        spec[0]
+        for spec, (action, _), (otherwise, _) in zip(
+            specs, track.actions(specs), copying.actions(specs)
+        )
+        if action != otherwise
+    ]
+
+
+def _with_rules(
+    track: _ema.Track, rules: list[_ema.RuleTuple], *, buffers: str | None = None
+) -> _ema.Track:
+    return _ema.Track(
+        track.name,
+        track.schedule,
+        rules,
+        track.buffers if buffers is None else buffers,
+        track.compensated,
+        track.paused,
+        track.snapshot_interval,
+    )
+
+
+class AveragedBuffers:
+    """The buffers that are averaged by default, and of which it is not known whether that makes
+    sense. Warns of those that change, since the average of a constant is the constant."""
+
+    def __init__(
+        self,
+        what: str,
+        tensors: NamedTensors,
+        tracks: Iterable[_ema.Track],
+        undecided: Collection[str],
+        specs: list[_ema.Spec],
+    ) -> None:
+        averaged = {
+            name
+            for track in tracks
+            if track.name in undecided
+            for name in averaged_by_default(track, specs)
+        }
+        watched = {
+            name: buffer
+            for name, buffer in tensors.buffers.items()
+            if name in averaged and not name.rpartition(".")[2].startswith(_STATISTICS)
+        }
+        self._what = what
+        self._marks = {name: mark(buffer) for name, buffer in watched.items()}
+        self._sums = dict(zip(watched, checksums(map(local_of, watched.values()))))
+
+    def warn_of_changes(self, tensors: NamedTensors, names: Collection[str] | None = None) -> None:
+        """Warns, once for each, of the buffers whose values have changed; of `names` only."""
+        current = {
+            name: tensors.buffers[name]
+            for name in self._marks
+            if name in tensors.buffers and (names is None or name in names)
+        }
+        marks = {name: mark(buffer) for name, buffer in current.items()}
+        written = [name for name in current if marks[name] != self._marks[name]]
+        self._marks |= marks
+        sums = checksums(local_of(current[name]) for name in written)
+        changed = [name for name, value in zip(written, sums) if value != self._sums[name]]
+        for name in changed:
+            del self._marks[name]
+        if changed:
+            _logger.warning(
+                "%s: buffers that change in training are averaged: %s. If their mean makes no sense (a "
+                'mask, a unit vector), use a new model, with tensor_rules={"%s": "copy"}; with "average" '
+                "there, this warning ends",
+                self._what,
+                arrays.some(changed),
+                changed[0],
+            )
