@@ -360,14 +360,16 @@ absl::Status PushSession::ApplyNonFinitePolicyLocked(int64_t rank,
     const TensorSpec& tensor = model_.manifest->tensor(first.source_id);
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite,
-        absl::StrCat("step ", plan_.step, ": tensor \"", tensor.name, "\" holds NaN or infinity",
-                     tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can," : "",
-                     " at element ", first.element, ", pushed by rank ", rank,
-                     "; the step is dropped",
-                     // Such as an attention mask: no later step is any better.
-                     tensor.is_buffer ? "; if the buffer is meant to hold them, create the model "
-                                        "again with tracks that ignore it, and do not push it"
-                                      : ""));
+        absl::StrCat(
+            "step ", plan_.step, ": tensor \"", tensor.name, "\" holds NaN or infinity",
+            tensor.dtype == Dtype::kFloat64 ? ", or more than a float32 can," : "", " at element ",
+            first.element, ", pushed by rank ", rank, "; the step is dropped",
+            // Such as an attention mask: no later step is any better.
+            tensor.is_buffer
+                ? absl::StrCat("; if the buffer is meant to hold them, create the model "
+                               "again with tracks that ignore it, such as tensor_rules={\"",
+                               tensor.name, "\": \"ignore\"}, and do not push it")
+                : std::string()));
   }
   for (const NonFiniteElement& element : elements) skipped_tensors_.insert(element.source_id);
   return absl::OkStatus();

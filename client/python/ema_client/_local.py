@@ -32,6 +32,8 @@ from ema_client._trainer.arguments import check_module
 from ema_client._trainer.buffers import (
     AveragedBuffers,
     default_actions,
+    ignored_by_default,
+    warn_of_ignored,
     with_default_actions,
 )
 from ema_client._trainer.joining import check_dtypes, ignored_by_all, of_known_dtypes
@@ -181,7 +183,8 @@ class LocalEMA:
 
     Computes the same numbers as a server, bit for bit, for the same pushes. To use a server later,
     call `attach(model, optimizer, url, ...)` with the same arguments, and remove the calls of
-    `update`. NaN and infinity go into the averages. Not thread-safe.
+    `update`. NaN and infinity go into the averages, except that buffers that hold them now are
+    ignored, with a warning. Not thread-safe.
 
     Args:
         model: the model to average; DistributedDataParallel and torch.compile are unwrapped. Each
@@ -249,19 +252,16 @@ class LocalEMA:
         made, undecided = rule.tracks(tracks)
         ignored = ignored_by_all(specs, made)
         check_dtypes([spec for spec in specs if spec[0] not in ignored])
-        tensors = self._named_tensors().all()
-        check_values_here(
-            "LocalEMA",
-            self._module,
-            {name: tensor for name, tensor in tensors.items() if name not in ignored},
-            may_be_meta=False,
-        )
+        named = self._named_tensors()
+        tensors = {name: one for name, one in named.all().items() if name not in ignored}
+        check_values_here("LocalEMA", self._module, tensors, may_be_meta=False)
         specs = of_known_dtypes(specs)
-        actions = default_actions(self._module, self._named_tensors())
+        actions = default_actions(self._module, named)
+        actions = {name: action for name, action in actions.items() if name in tensors}
+        if ignored_too := ignored_by_default(actions, specs):
+            warn_of_ignored("LocalEMA", ignored_too)
         made = with_default_actions(made, actions, undecided, specs)
-        self._averaged_buffers = AveragedBuffers(
-            "LocalEMA", self._named_tensors(), made, undecided, specs
-        )
+        self._averaged_buffers = AveragedBuffers("LocalEMA", named, made, undecided, specs)
         self._tracks = {track.name: _Track.of(track, specs) for track in made}
         self._batch = 0
         self._calls = 0

@@ -388,13 +388,13 @@ def test_values_that_are_too_large_for_the_modules_dtype(server, client, model, 
         half.bias = torch.nn.Parameter(half.bias.float())
     before = state_bits(half)
     with pytest.raises(ema_client.InvalidArgumentError, match="is -100000, and float16 ends at"):
-        ema_client.load_into(half, server.url(model))
+        ema_client.load_into(half, server.url(model), track="raw")
     assert state_bits(half) == before
-    ema_client.load_into(half, server.url(model), overflow="saturate")
+    ema_client.load_into(half, server.url(model), track="raw", overflow="saturate")
     assert half.weight.tolist() == [[1, -65504]]
-    ema_client.load_into(half, server.url(model), overflow="inf")
+    ema_client.load_into(half, server.url(model), track="raw", overflow="inf")
     assert half.weight[0, 1] == -float("inf")
-    ema_client.load_into(half.bfloat16(), server.url(model))
+    ema_client.load_into(half.bfloat16(), server.url(model), track="raw")
 
 
 def state_bits(module: torch.nn.Module) -> dict[str, list[float]]:

@@ -265,8 +265,9 @@ def test_weights_that_are_not_finite_warn_less_and_less(server, client, model, c
 def test_the_way_out_for_a_mask_is_one(server, client, model, caplog):
     """A buffer that is infinite for good: what the warning says to do works."""
     net, optimizer = trainer_of()
-    net.register_buffer("mask", torch.full((3,), float("-inf")))
+    net.register_buffer("mask", torch.zeros(3))
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
+        net.mask.fill_(float("-inf"))
         optimizer.step()
         ema.wait_pushed()
         assert ema.stats.skipped == 1
@@ -282,6 +283,78 @@ def test_the_way_out_for_a_mask_is_one(server, client, model, caplog):
         ema.wait_pushed()
         assert ema.stats.skipped == 0
     assert client.pull(model, track="ema").keys() == {"weight", "others"}
+
+
+def make_masked() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    net, optimizer = trainer_of()
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(3)
+    net.register_buffer("mask", mask)
+    return net, optimizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"buffers": "copy"}, {"tensor_rules": {"m*": "copy"}}, {"non_finite": "skip"}],
+    ids=str,
+)
+def test_a_buffer_that_is_infinite_at_attach_is_ignored(server, client, model, caplog, options):
+    net, optimizer = make_masked()
+    url = server.url(model)
+    with ema_client.attach(
+        net, optimizer, url, half_life="3ba", tracks={"raw": "copy"}, **options
+    ) as ema:
+        for _ in range(3):
+            optimizer.step()
+        ema.wait_pushed()
+        assert (ema.stats.pushes, ema.stats.skipped) == (3, 0)
+    (said,) = caplog.messages
+    assert "not averaged, and stay as the module has them: mask. If" in said
+    assert 'tensor_rules={"mask": "ignore"}' in said
+    caplog.clear()
+    local = ema_client.LocalEMA(net, half_life="3ba")
+    local.update()
+    assert [text.partition(":")[0] for text in caplog.messages] == ["LocalEMA"]
+    assert local.weights().keys() == client.pull(model, track="ema").keys() == {"weight", "others"}
+    other, _ = make_masked()
+    other.mask.fill_(0)
+    assert ema_client.load_into(other, url, track="raw").ignored_keys == ("mask",)
+    with ema_client.averaged(net, url, track="ema"), local.averaged():
+        assert net.mask.isinf().any() and not other.mask.any()
+
+
+def test_what_the_warning_of_an_infinite_buffer_says_to_do_ends_it(server, client, model, caplog):
+    net, optimizer = make_masked()
+    rules = {"mask": "ignore"}
+    with ema_client.attach(net, optimizer, server.url(model), tensor_rules=rules) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+    assert not caplog.text and "mask" not in client.pull(model)
+    with ema_client.attach(net, optimizer, server.url(f"{model}-allow"), non_finite="allow") as ema:
+        optimizer.step()
+        ema.wait_pushed()
+    assert not caplog.text and client.pull(f"{model}-allow")["mask"].isinf().any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_parameter_that_is_not_finite_at_attach_is_refused(
+    server, client, model, value, is_frozen
+):
+    net, optimizer = trainer_of()
+    bad = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=not is_frozen)
+    net.register_parameter("bad", bad)
+    bad.data[1] = value
+    with pytest.raises(
+        ema_client.InvalidArgumentError,
+        match=r'NaN or infinity.* every step: bad\. .*tensor_rules={"bad": "ignore"}.*NON_FINITE',
+    ):
+        ema_client.attach(net, optimizer, server.url(model))
+    assert model not in {info.name for info in client.models()}
+    rules = {"bad": "ignore"}
+    with ema_client.attach(net, optimizer, server.url(model), tensor_rules=rules) as ema:
+        optimizer.step()
+        ema.wait_pushed()
+        assert ema.stats.skipped == 0
 
 
 def test_a_time_that_raises_costs_a_switch_to_the_average(server, model, caplog):

@@ -79,6 +79,28 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return result
 
 
+def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The tensors with values that the server rejects: NaN, infinity, or more than a float32 can
+    hold. A GPU is waited for once."""
+    import torch
+
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        local = local_of(tensor).detach()
+        if not local.is_floating_point() or local.numel() == 0 or local.is_meta:
+            continue
+        if arrays.has_other_dtype(tensor) or arrays.is_without_memory(tensor):
+            continue
+        # Reads the values once, and makes no copy; NaN stays NaN.
+        found[name] = torch.linalg.vector_norm(local, torch.inf).double()
+    if not found:
+        return []
+    device = next(iter(found.values())).device
+    norms = torch.stack([norm.to(device) for norm in found.values()]).tolist()
+    most = torch.finfo(torch.float32).max
+    return [name for name, norm in zip(found, norms) if not norm <= most]
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements in row-major order, as bytes."""
     import torch

@@ -40,7 +40,7 @@ from ema_client._trainer.arguments import (
     check_values,
 )
 from ema_client._trainer.attachment import Attachment
-from ema_client._trainer.buffers import default_actions
+from ema_client._trainer.buffers import check_parameters_finite, default_actions
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.holdings import Holding, Layout, holdings_of
 from ema_client._trainer.joining import Plan, join, resume_at
@@ -126,7 +126,8 @@ def attach(
             None: its defaults, or the preset's. If only `tracks` are given, each of them has its own.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not sent, and
             may have any dtype, or consist of other tensors, as torchao's float8 weights do.
-        non_finite: as for `Client.create_model`.
+        non_finite: as for `Client.create_model`. Unless "allow" is given, tracks ignore buffers that hold
+            NaN or infinity now, with a warning.
         wire_dtype: as for `Client.open_run`: "bfloat16" halves the sent bytes.
         max_staging_bytes: of this rank, as for `Client.open_run`.
         start_step: the number of optimizer steps already made. None: continues after the model's newest
@@ -173,8 +174,8 @@ def attach(
 
     Raises:
         InvalidArgumentError (a ValueError): an argument is wrong, or differs between ranks where it must
-            not (tracks, steps, policies); the ranks' parameters do not fit together; or `resume` is of
-            another model or format.
+            not (tracks, steps, policies); the ranks' parameters do not fit together, hold NaN or infinity,
+            or have their values elsewhere (DeepSpeed ZeRO-3); or `resume` is of another model or format.
         TypeError: an argument that neither `attach` nor the preset has.
         FailedPreconditionError: RESUME_MISMATCH: the model has an average of an earlier training, and
             `existing` is "error"; or the server has no average for the state in `resume`, and the
@@ -251,7 +252,8 @@ def attach(
         module = unwrap(model)
         options.check(module)
         tensors_of = ModelTensors(module, rename)
-        held = holdings_of(tensors_of(), default_actions(module, tensors_of()))
+        actions = default_actions(module, tensors_of(), allows_non_finite=non_finite == "allow")
+        held = holdings_of(tensors_of(), actions)
         if optimizers is not None:
             check_held(with_contained(optimizers), module.parameters())
         warn_of_other_state(f'model "{split_url(url)[1]}"', module)
@@ -279,13 +281,13 @@ def attach(
             existing=existing or ("error" if resume is None else "continue"),
             timeout_s=timeout_s,
         )
+        what = f'model "{plan.model_name}"'
         averaged = {spec[0] for spec in plan.layout.specs}
-        check_values_here(
-            f'model "{plan.model_name}"',
-            module,
-            {name: one for name, one in tensors_of().all().items() if name in averaged},
-            may_be_meta=False,
-        )
+        tensors = {name: one for name, one in tensors_of().all().items() if name in averaged}
+        check_values_here(what, module, tensors, may_be_meta=False)
+        if non_finite != "allow":
+            parameters = tensors_of().parameters
+            check_parameters_finite(what, {n: parameters[n] for n in tensors if n in parameters})
     except Exception as raised:
         failure = raised
     timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens by default to buffers that should not be averaged.
 
-A track's `buffers` and `tensor_rules` come first. Without them, buffers that a module derives from
-its weights (the vectors of spectral norm, masks of pruning, ranges of quantization) are copied. Other
-buffers are averaged; if they change in training, and are no running statistics, a warning names them.
+Buffers that hold NaN or infinity (attention masks) are ignored, because the server would reject every
+step. For others, a track's `buffers` and `tensor_rules` come first. Without them, buffers that a module
+derives from its weights (the vectors of spectral norm, masks of pruning, ranges of quantization) are
+copied. Other buffers are averaged; if they change in training, and are no running statistics, a warning
+names them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import TYPE_CHECKING, Literal
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.pieces import local_of
-from ema_client._model.torch_model import NamedTensors, checksums
+from ema_client._errors import InvalidArgumentError
+from ema_client._model.torch_model import NamedTensors, checksums, non_finite
 from ema_client._trainer.frozen import mark
 
 if TYPE_CHECKING:
@@ -26,16 +29,24 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 #: "": a buffer has no action of its own by default.
-DefaultAction = Literal["", "copy"]
+DefaultAction = Literal["", "copy", "ignore"]
 
 # Buffers whose names begin so are statistics, as in BatchNorm, whose mean makes sense.
 _STATISTICS = "running_"
 
 
-def default_actions(module: torch.nn.Module, tensors: NamedTensors) -> dict[str, DefaultAction]:
-    """The actions for the module's buffers where no rule of a track decides."""
+def default_actions(
+    module: torch.nn.Module, tensors: NamedTensors, *, allows_non_finite: bool = False
+) -> dict[str, DefaultAction]:
+    """The actions for the module's buffers: "copy" where no rule of a track decides, and "ignore"
+    in all tracks."""
     derived = _ids_of_derived(module)
-    return {name: "copy" for name, buffer in tensors.buffers.items() if id(buffer) in derived}
+    actions: dict[str, DefaultAction] = {
+        name: "copy" for name, buffer in tensors.buffers.items() if id(buffer) in derived
+    }
+    if not allows_non_finite:
+        actions |= dict.fromkeys(non_finite(tensors.buffers), "ignore")
+    return actions
 
 
 def _ids_of_derived(module: torch.nn.Module) -> set[int]:
@@ -80,18 +91,54 @@ def with_default_actions(
     undecided: Collection[str],
     specs: list[_ema.Spec],
 ) -> list[_ema.Track]:
-    """The tracks with rules for the buffers that have an action by default.
+    """The tracks with rules for the buffers among `specs` that have an action by default.
 
     `undecided`: the names of the tracks whose `buffers` was not given, by the user or a preset.
     """
+    ignoring = _rules(ignored_by_default(actions, specs), actions, "ignore")
     result = []
     for track in tracks:
+        copying: list[_ema.RuleTuple] = []
         if track.name in undecided:
-            names = [name for name in averaged_by_default(track, specs) if actions.get(name)]
-            rules = [(glob.escape(name), "copy", None) for name in names]
-            track = _with_rules(track, [*track.tensor_rules, *rules])
+            copying = _rules(averaged_by_default(track, specs), actions, "copy")
+        if ignoring or copying:
+            track = _with_rules(track, [*ignoring, *track.tensor_rules, *copying])
         result.append(track)
     return result
+
+
+def _rules(
+    names: Iterable[str], actions: Mapping[str, DefaultAction], action: DefaultAction
+) -> list[_ema.RuleTuple]:
+    return [(glob.escape(name), action, None) for name in names if actions.get(name) == action]
+
+
+def ignored_by_default(actions: Mapping[str, DefaultAction], specs: list[_ema.Spec]) -> list[str]:
+    """The buffers among `specs` that `with_default_actions` lets all tracks ignore."""
+    return [spec[0] for spec in specs if actions.get(spec[0]) == "ignore"]
+
+
+def warn_of_ignored(what: str, names: list[str]) -> None:
+    _logger.warning(
+        "%s: buffers that hold NaN or infinity are not averaged, and stay as the module has them: %s. If "
+        'they are meant to (a mask), tensor_rules={"%s": "ignore"} ends this warning; else give them '
+        "finite values first",
+        what,
+        arrays.some(names),
+        names[0],
+    )
+
+
+def check_parameters_finite(what: str, parameters: Mapping[str, torch.Tensor]) -> None:
+    """InvalidArgumentError: parameters have values that the server rejects in every step."""
+    names = non_finite(parameters)
+    if names:
+        raise InvalidArgumentError(
+            f"{what}: parameters hold NaN or infinity, so that the server would reject every step: "
+            f"{arrays.some(names)}. Give them finite values first; or, if they are meant to hold them (a "
+            f'mask), let each track ignore them: tensor_rules={{"{names[0]}": "ignore"}}',
+            reason="NON_FINITE",
+        )
 
 
 def averaged_by_default(track: _ema.Track, specs: list[_ema.Spec]) -> list[str]:

@@ -169,7 +169,7 @@ class Layout:
                         f"{of_first}",
                         reason="BAD_LAYOUT",
                     )
-                if kind.default_action:
+                if kind.default_action and actions.get(name) != "ignore":
                     actions[name] = kind.default_action
                 places.setdefault(name, []).append((digest, at))
                 at += 2 * len(shape) + 1

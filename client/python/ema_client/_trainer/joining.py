@@ -26,7 +26,12 @@ from ema_client._errors import (
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import NamedTensors
 from ema_client._trainer.arguments import Existing
-from ema_client._trainer.buffers import AveragedBuffers, with_default_actions
+from ema_client._trainer.buffers import (
+    AveragedBuffers,
+    ignored_by_default,
+    warn_of_ignored,
+    with_default_actions,
+)
 from ema_client._trainer.holdings import Layout
 from ema_client._trainer.resume import DISK_TIMEOUT_S
 
@@ -136,9 +141,13 @@ class Plan:
     ) -> None:
         address, self.model_name = split_url(url)
         self.client = Client(address, timeout_s=timeout_s)
-        self.layout = layout.without(ignored_by_all(layout.specs, tracks))
-        check_dtypes(self.layout.specs)
-        tracks = with_default_actions(tracks, layout.default_actions, undecided, self.layout.specs)
+        layout = layout.without(ignored_by_all(layout.specs, tracks))
+        check_dtypes(layout.specs)
+        tracks = with_default_actions(tracks, layout.default_actions, undecided, layout.specs)
+        ignored = ignored_by_default(layout.default_actions, layout.specs)
+        if ignored and ranks.rank == 0:
+            warn_of_ignored(f'model "{self.model_name}"', ignored)
+        self.layout = layout.without(set(ignored))
         self._undecided = undecided
         self._ranks = ranks
         self._shards = self.layout.shards(ranks.rank)
