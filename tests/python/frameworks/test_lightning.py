@@ -718,7 +718,10 @@ batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn
 module = Module()
 trainer = lightning.pytorch.Trainer(
     accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
-    enable_checkpointing=False, callbacks=[EMAWeightAveraging(sys.argv[1], decay=0.9)],
+    callbacks=[
+        EMAWeightAveraging(sys.argv[1], decay=0.9),
+        lightning.pytorch.callbacks.ModelCheckpoint(sys.argv[2], "saved"),
+    ],
 )
 trainer.fit(module, batches, batches)
 torch.save([module.validated, module.state_dict()], f"{sys.argv[2]}/{trainer.global_rank}.pt")
@@ -737,6 +740,9 @@ def test_two_ranks(server, client, model, tmp_path):
     for rank in (0, 1):
         for weights in torch.load(tmp_path / f"{rank}.pt"):
             assert_same_bits(pulled, weights)
+    saved = torch.load(tmp_path / "saved.ckpt")
+    assert_same_bits(pulled, saved["state_dict"])
+    assert not torch.equal(pulled["net.0.weight"], saved["current_model_state"]["net.0.weight"])
 
 
 @pytest.mark.parametrize(
