@@ -229,7 +229,7 @@ def test_buffers_that_are_derived_are_copied(server, client, model, caplog):
         (name, "copy") for name in DERIVED
     )
     assert not caplog.text
-    with ema_client.attach(net, None, server.url(model), half_life="4ba"):
+    with ema_client.attach(net, None, server.url(model), half_life="4ba", existing="continue"):
         pass  # The same tracks.
 
 

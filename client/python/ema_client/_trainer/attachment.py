@@ -24,6 +24,7 @@ from ema_client._model.optimizers import (
     was_skipped,
     with_contained,
 )
+from ema_client._model.torch_model import shard_again
 from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.ema_model import EmaModel
 from ema_client._trainer.frozen import FrozenTensors
@@ -416,8 +417,8 @@ class Attachment:
             return None
         if self._pusher.is_active and not self._pusher.has_stepped and not self._is_by_hand:
             # Again: the optimizer may have been given other tensors since attach().
-            tensors = self._pusher.options.tensors_of()
-            check_held(self._hooked.values(), tensors.parameters.values())
+            shard_again(self._module)
+            check_held(self._hooked.values(), self._module.parameters())
         if kind is StepKind.NESTED:
             check_counted(optimizer, outermost)
             self._hook_steps(outermost)
