@@ -176,9 +176,10 @@ def averaged_or_own(
                 )
                 del average  # As large as the model.
                 stack.enter_context(swap)
-        except EmaError as error:
+        except Exception as raised:  # No memory for the model's own values, for example.
+            error = failure_of(raised)
             if raises(options) or version is not None:
-                raise
+                raise error
             record = None
             _logger.warning("%s the trainer's own weights, not their average: %s", doing, error)
         yield record
