@@ -155,7 +155,7 @@ def averaged_or_own(
         EmaError: the averages cannot be read on some rank, and on_error is not "skip", or a
             version was given.
     """
-    ranks = Ranks.current(options.get("process_group"))
+    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_patience_s(options))
     with contextlib.ExitStack() as stack:
         record: Version | None = None
         try:
@@ -196,7 +196,7 @@ def copy_average_or_own(
 ) -> Version | None:
     """Like `averaged_or_own`, permanently, but a given version causes a warning, too, if it cannot be
     read, and each warning is given each time."""
-    ranks = Ranks.current(options.get("process_group"))
+    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_patience_s(options))
     try:
         average = _read(module, url, attachment, options, ranks, track, version)
         if isinstance(average, str):

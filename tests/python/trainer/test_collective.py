@@ -285,6 +285,42 @@ for given, of in ((outer, "outer"), (inner, "inner")):
             print(of, all(torch.equal(raw[key], value) for key, value in net.module.state_dict().items()))
             dist.barrier()
 """
+# Some ranks call attach() or averaged() alone, before all call attach() together.
+ABSENT = """
+import time
+
+net = torch.nn.Linear(3, 2)
+pair = dist.new_group([1, 2])
+
+def said(call):
+    start = time.monotonic()
+    try:
+        call()
+    except ema_client.EmaError as error:
+        print(type(error).__name__, error)
+    assert time.monotonic() - start < 10
+
+def attached(**options):
+    ema_client.attach(net, None, url, half_life="4ba", **options).close()
+
+if rank == 0:
+    said(lambda: attached(timeout_s=2))
+elif rank == 1:
+    said(lambda: attached(timeout_s=2, process_group=pair))
+dist.barrier()
+if rank != 0:
+    said(lambda: attached(timeout_s=2))
+dist.barrier()
+if rank == 0:
+    said(lambda: Ranks.current(call="averaged()").meet(3))
+else:
+    said(lambda: attached(timeout_s=2))
+dist.barrier()
+attached()
+if rank != 0:
+    attached(process_group=pair)
+print("attached")
+"""
 # A clock that all ranks have from rank 0, which waits for them.
 CLOCK = """
 net = torch.nn.Linear(3, 2)
@@ -356,6 +392,24 @@ def test_a_clock_that_is_broadcast_where_one_rank_has_a_wrong_argument(server, m
 def test_a_step_of_a_sharded_optimizer_ends_when_all_shares_are_exchanged(server, model, tmp_path):
     expected = ["outer True"] * 3 + ["inner True"] * 3
     assert run(SHARED_STEPS, 2, server.url(model), tmp_path) == [expected] * 2
+
+
+def test_ranks_that_do_not_call_attach_are_named(server, model, tmp_path):
+    def absence(ranks, did="not called it"):
+        return (
+            f"DeadlineExceededError attach() must be called on every rank; {ranks} {did} within 2 s "
+            "(timeout_s)"
+        )
+
+    zero, one, two = run(ABSENT, 3, server.url(model), tmp_path)
+    assert zero[0] == absence("ranks 1, 2 have")
+    assert one[:2] == [absence("rank 2 has"), absence("rank 0 has")]
+    assert two[0] == absence("rank 0 has")
+    assert one[2] == two[1] == absence("rank 0 has", "called averaged() instead")
+    assert zero[1].startswith(
+        "DeadlineExceededError averaged() must be called on every rank; ranks 1"
+    )
+    assert zero[2] == one[3] == two[2] == "attached"
 
 
 def test_what_is_passed_on_says_whose_it_is():

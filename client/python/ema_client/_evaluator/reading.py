@@ -157,7 +157,9 @@ def reading(
     module = unwrap(model)
     may_be_part = rename is not None or process_group is not None
     is_part = may_be_part or has_pieces(module)
-    ranks = Ranks.current(process_group) if is_part else Ranks.alone()
+    ranks = Ranks.alone()
+    if is_part:
+        ranks = Ranks.current(process_group, call="averaged() or load_into()", timeout_s=timeout_s)
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:

@@ -144,7 +144,8 @@ def attach(
         max_wait_s: the most seconds that the hooks delay one step of the training. Does not apply to
             on_error "wait", where a push has all of `timeout_s`.
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
-            Also for each pull of the averages; None: 600.
+            As long this function waits until every rank has called it. Also for each pull of the averages;
+            None: 600.
         on_error: how to treat a step that cannot be pushed: "skip" omits it, with a warning; "raise" raises
             in the next `optimizer.step()`, before it changes anything; with "wait", each `optimizer.step()`
             waits until the step before it is a version, even during an outage. See client/docs/outages.md.
@@ -183,6 +184,8 @@ def attach(
             could not load the model at its start, and does not create a new one; the message says what to
             do.
         OutOfRangeError: VERSION_NOT_KEPT: the server no longer has the version that `resume` names.
+        DeadlineExceededError: not every rank has called this within `timeout_s`; the message names the
+            others.
         EmaError: the set-up failed. An error on any rank raises on every rank.
 
     Example:
@@ -193,7 +196,7 @@ def attach(
         >>> ema.close()
     """
     given = dict(locals())
-    ranks = Ranks.current(process_group)
+    ranks = Ranks.current(process_group, call="attach()", timeout_s=timeout_s)
     # If this rank raised at once, the others would wait for it, so a failure is sent to all ranks.
     failure: Exception | None = None
     optimizers: list[torch.optim.Optimizer] | None = None
@@ -259,6 +262,8 @@ def attach(
         warn_of_other_state(f'model "{split_url(url)[1]}"', module)
     except Exception as raised:
         failure = raised
+    # A wrong timeout_s is a failure, too.
+    ranks.meet(CALL_TIMEOUT_S if timeout_s is None or failure is not None else timeout_s)
     check_agreed(ranks.gather_or_raise(failure, arguments))
     layout = Layout.exchange(ranks, held)
     plan: Plan | None = None

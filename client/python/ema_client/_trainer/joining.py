@@ -91,6 +91,7 @@ def resume_at(
     ranks: Ranks, plan: Plan, timeout_s: float, state: Mapping[str, Any] | None
 ) -> Joined | None:
     """Like `join`, for a state that is loaded later. None: no rank has a state. Collective."""
+    ranks = dataclasses.replace(ranks, call="load_state_dict()")
     if all(ranks.gather(state is None)):
         return None
     return join(ranks, plan, None, state, timeout_s)
