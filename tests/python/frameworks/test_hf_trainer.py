@@ -605,9 +605,7 @@ def test_a_server_without_a_disk(tmp_path, model, caplog):
         assert not (tmp_path / "out/checkpoint-10/ema_state.json").exists()
         options = {"half_life": "4ba", "on_error": "raise", "existing": "continue"}
         strict = EmaCallback(server.url(model), **options)
-        with pytest.raises(ema_client.FailedPreconditionError, match="NO_DATA_DIR"):
-            make_trainer(tmp_path / "out", strict, **saving).train()
-        strict.close()
+        make_trainer(tmp_path / "out", strict, **saving).train()
 
 
 def test_an_exception_in_an_evaluation(server, model, tmp_path):

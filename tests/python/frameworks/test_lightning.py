@@ -576,8 +576,7 @@ def test_a_checkpoint_of_a_server_without_a_disk(tmp_path, model, caplog):
         fit()
         assert any("no average to resume from" in record.message for record in caplog.records)
         assert any((tmp_path / "saved").iterdir())
-        with pytest.raises(ema_client.FailedPreconditionError, match="NO_DATA_DIR"):
-            fit(on_error="raise", existing="continue")
+        fit(on_error="raise", existing="continue")
 
 
 def test_without_the_server_the_model_is_validated_as_it_is(tmp_path, model, caplog):

@@ -556,14 +556,35 @@ def test_arguments_that_contradict_each_other(server, model, trainer):
             trainer.attach(server, model, existing=existing, resume={"format": 1})
 
 
-def test_a_server_without_a_disk_says_so(tmp_path, model, trainer):
+@pytest.mark.parametrize("on_error", ["skip", "raise", "wait"])
+def test_a_server_without_a_data_directory_fails_no_training(
+    tmp_path, model, trainer, caplog, on_error
+):
     with ServerProcess(tmp_path) as server:
-        with trainer.attach(server, model) as ema:
+        with trainer.attach(server, model, on_error=on_error) as ema:
+            assert ema.state_dict()["version"] == 0
+            (at_attach,) = [record.getMessage() for record in caplog.records]
+            assert "without --data-dir" in at_attach and "state_dict() returns None" in at_attach
             trainer.step()
-            with pytest.raises(ema_client.FailedPreconditionError) as error:
-                ema.state_dict()
-            assert error.value.reason == "NO_DATA_DIR"
+            assert ema.state_dict() is None
+            with ema_client.Client(server.address) as client:
+                result = client.report_metric(model, ema.wait_pushed(), 0.5)
+            assert (result.label, result.moved) == (None, False)
+            _, of_state, of_score = [record.getMessage() for record in caplog.records]
+            assert "step 1 has no average to resume from" in of_state
+            assert "the score 0.5 has no effect" in of_score
         assert server.stop() == 0
+
+
+def test_a_server_that_got_a_data_directory_keeps_states(tmp_path, model, trainer):
+    with ServerProcess(tmp_path) as server:
+        ema = trainer.attach(server, model, on_error="wait")
+        server.kill()
+        server._data_dir = tmp_path / "data"
+        server.start(port=server.port)
+        trainer.step()
+        assert ema.state_dict()["step"] == 1
+        ema.close()
 
 
 AWAY = (ema_client.UnavailableError, ema_client.DeadlineExceededError)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from ema_client._client.connection import Connection
@@ -16,8 +17,10 @@ from ema_client._client.types import (
     Version,
     version_from,
 )
-from ema_client._errors import InvalidArgumentError
+from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._given import names_from
+
+_logger = logging.getLogger(__name__)
 
 
 def create_checkpoint(
@@ -165,6 +168,10 @@ def report_metric(
         label: the label to move.
         timeout_s: seconds.
 
+    Returns:
+        The label. A server without a data directory (`--data-dir`) keeps no labels, and therefore no score: a
+        warning says so, and the result has no label.
+
     Raises:
         InvalidArgumentError: the score is not a number; `lower_is_better` differs from earlier scores;
             or `set_label` has set the label, which then stays until it is removed.
@@ -181,9 +188,15 @@ def report_metric(
         raise InvalidArgumentError(f"value {value!r}: must be a number")
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
-    fields, moved = client._client.report_metric(
-        name, number, incarnation, value, lower_is_better, label, timeout
-    )
+    try:
+        fields, moved = client._client.report_metric(
+            name, number, incarnation, value, lower_is_better, label, timeout
+        )
+    except FailedPreconditionError as error:
+        if error.reason != "NO_DATA_DIR":
+            raise
+        _logger.warning('model "%s": the score %s has no effect: %s', name, value, error)
+        return MetricResult(None, False)
     return MetricResult(Label(**fields), moved)
 
 

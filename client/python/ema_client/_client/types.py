@@ -301,9 +301,12 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class MetricResult:
-    """The label after a score, and whether this call moved it (after a retry perhaps False)."""
+    """The label after a score, and whether this call moved it (after a retry perhaps False).
 
-    label: Label
+    `label` is None if the server keeps no labels, because it has no data directory.
+    """
+
+    label: Label | None
     moved: bool
 
 

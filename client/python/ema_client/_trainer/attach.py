@@ -337,6 +337,7 @@ def attach(
         undo.callback(attachment._detach)
         undo.callback(attachment._pusher.engine.leave, 0.0)
         options.apply(attachment, ranks)
+        attachment._state.check_disk()
         undo.pop_all()
     return attachment
 

@@ -186,9 +186,9 @@ class Attachment:
         A label from before the first step replaces no other label until the next call, and is removed when
         load_state_dict loads another state, or None: dcp.load calls this for a template that it overwrites.
 
-        With on_error "skip", an unreachable server, or one that cannot write to its disk, does not fail the
-        trainer's checkpoint: the result is None, with a warning. `attach(existing="continue")` then continues
-        the average from the server's newest version.
+        A server without a data directory (`--data-dir`), or with on_error "skip" one that is unreachable or
+        cannot write to its disk, does not fail the trainer's checkpoint: the result is None, with a warning.
+        `attach(existing="continue")` then continues the average from the server's newest version.
 
         Args:
             timeout_s: seconds for the push, and for each call except the save, which may take minutes.
@@ -197,8 +197,7 @@ class Attachment:
 
         Raises:
             AbortedError: FENCED: a newer run has started, or the model was rolled back.
-            FailedPreconditionError: NO_DATA_DIR: the server has no data directory; RESUME_MISMATCH: the
-                average is of a later step than the trainer's.
+            FailedPreconditionError: RESUME_MISMATCH: the average is of a later step than the trainer's.
             UnavailableError, DeadlineExceededError: the server is unreachable, its disk has failed, or the
                 push has not ended. Not with on_error "skip".
             EmaError: as `Client.create_checkpoint`.

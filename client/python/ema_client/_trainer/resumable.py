@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from ema_client._errors import (
 from ema_client._trainer.joining import Joined
 from ema_client._trainer.pusher import Pusher
 from ema_client._trainer.resume import labels_stay, save, trim, warn_of_no_state
+
+_logger = logging.getLogger(__name__)
 
 
 class ResumableState:
@@ -40,6 +43,29 @@ class ResumableState:
         self._model_name = pusher.options.model_name
         # The label of a state saved before the first step, on rank 0.
         self._template: str | None = None
+        # The error of calls that need the server's data directory; None: it has one.
+        self._no_disk: FailedPreconditionError | None = None
+
+    def check_disk(self) -> None:
+        """Finds out whether the server keeps checkpoints; a warning on rank 0 says if it does not."""
+        self._find_disk()
+        if self._no_disk is not None and self._pusher.engine.rank == 0:
+            _logger.warning(
+                'model "%s": %s: state_dict() returns None, report_metric() moves no label, and after a '
+                "restart of the server the average begins again; start it with --data-dir DIRECTORY",
+                self._model_name,
+                self._no_disk.args[0],
+            )
+
+    def _find_disk(self) -> None:
+        self._no_disk = None
+        try:
+            self._client.labels(self._model_name)
+        except FailedPreconditionError as error:
+            if error.reason == "NO_DATA_DIR":
+                self._no_disk = error
+        except EmaError:
+            pass  # A call that needs the disk fails likewise.
 
     def save(self, timeout_s: float | None) -> dict[str, int | str] | None:
         """As `Attachment.state_dict`."""
@@ -50,6 +76,11 @@ class ResumableState:
             timeout_s = max(options.timeout_s, longest_outage_s)
         try:
             return self._state(timeout_s).to_dict()
+        except FailedPreconditionError as error:
+            if error.reason != "NO_DATA_DIR":
+                raise
+            warn_of_no_state(pusher.step, error)
+            return None
         except (UnavailableError, DeadlineExceededError) as error:
             problem: EmaError = error
             if pusher.is_away:
@@ -94,6 +125,10 @@ class ResumableState:
             version=0 if latest is None else latest.number,
             incarnation=0 if latest is None else latest.incarnation,
         )
+        if latest is not None and self._no_disk is not None:
+            self._find_disk()  # Again: the server may have been restarted.
+            if self._no_disk is not None:
+                raise self._no_disk
         if latest is not None and pusher.engine.rank == 0:
             if pusher.has_stepped:
                 save(self._client, state, latest)
