@@ -29,6 +29,20 @@ def trainer_of(count: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 
+def test_attach_says_at_once_that_it_waits_for_the_server(tmp_path, model, caplog):
+    with ServerProcess(tmp_path) as server:
+        pass
+    net, optimizer = trainer_of()
+    begin = time.time()
+    with pytest.raises(ema_client.UnavailableError):
+        ema_client.attach(net, optimizer, server.url(model), timeout_s=6)
+    said = caplog.records[0]
+    assert said.levelno == logging.WARNING
+    assert said.created - begin < 3
+    assert f"server {server.address}: " in said.getMessage()
+    assert "attach() tries to reach the server for 6 s (timeout_s)" in said.getMessage()
+
+
 def test_a_push_of_what_check_finds_is_given_up_before_it_raises(server, client, model):
     net, optimizer = trainer_of(24 << 20)
     with ema_client.attach(

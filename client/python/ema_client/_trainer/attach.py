@@ -18,7 +18,12 @@ from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
-from ema_client._errors import InvalidArgumentError
+from ema_client._errors import (
+    DeadlineExceededError,
+    EmaError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
@@ -50,6 +55,9 @@ if TYPE_CHECKING:
     import torch
 
 _logger = logging.getLogger(__name__)
+
+# How long attach() waits for the server's first answer before it warns.
+_PROBE_S = 1.0
 
 
 def attach(
@@ -296,6 +304,8 @@ def attach(
     except Exception as raised:
         failure = raised
     timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
+    if plan is not None and failure is None and ranks.rank == 0:
+        _warn_of_wait(plan, timeout_s)
     try:
         joined = join(ranks, plan, failure, resume, timeout_s)
     except Exception:
@@ -340,6 +350,21 @@ def attach(
         attachment._state.check_disk()
         undo.pop_all()
     return attachment
+
+
+def _warn_of_wait(plan: Plan, timeout_s: float) -> None:
+    """Warns at once if the server cannot be reached: the calls that follow wait for it in silence."""
+    try:
+        plan.client.server_info(timeout_s=min(_PROBE_S, timeout_s))
+    except (UnavailableError, DeadlineExceededError) as error:
+        _logger.warning(
+            'model "%s": %s; attach() tries to reach the server for %g s (timeout_s), and then raises',
+            plan.model_name,
+            error,
+            timeout_s,
+        )
+    except EmaError:
+        pass  # The server has answered.
 
 
 def _check_time(track: _ema.Track, now: dict[str, float]) -> None:
