@@ -56,6 +56,13 @@ class StepPusher {
     kWait,
     kRaise,  // TakeError() returns the error.
   };
+  // What Create() does with a model that has an average of an earlier training, that is, more than
+  // one version: version 1 may be an import, from which a training is meant to continue.
+  enum class Existing {
+    kError,     // FAILED_PRECONDITION, RESUME_MISMATCH; nothing has changed.
+    kNew,       // Deletes the model, whose checkpoints stay on the server's disk, and creates it.
+    kContinue,  // The old average absorbs the weights of this training.
+  };
   struct Options {
     std::vector<TrackConfig> tracks;  // Tensors that all tracks ignore are not sent.
     Client::ModelOptions model;
@@ -73,6 +80,10 @@ class StepPusher {
     // position. For this, a trainer's checkpoint saves step(), and the number and incarnation of
     // the version that WaitPushed() returned, which Client::CreateCheckpoint() makes durable.
     std::optional<Client::ResumePoint> resume;
+    // Absent: kContinue with `resume`, else kError. The same on all ranks. kNew only with one rank:
+    // with several, delete the model before they start. kError and kNew also create a model again
+    // that has no version yet and differs.
+    std::optional<Existing> existing;
     // The training time after `step` steps, the same on all ranks. Null: steps are batches.
     std::function<TrainingTime(int64_t step)> time;
     absl::Duration max_wait = absl::Seconds(30);

@@ -173,9 +173,8 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
   }
   if (fenced != nullptr) {
     DropStep(*fenced, Aborted(ErrorReason::kFenced,
-                              absl::StrCat("step ", fenced->plan().step, ": run epoch ",
-                                           fenced->run().epoch(), " has been fenced by epoch ",
-                                           result.run_epoch)));
+                              absl::StrCat("step ", fenced->plan().step,
+                                           ": a newer run of the model has been opened")));
   }
   return result;
 }
@@ -260,8 +259,8 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
   // session: only a new run, or a rank that gives the step up, can have come between.
   if (runs_.run() != run) {
-    return Aborted(ErrorReason::kFenced, absl::StrCat("run_epoch: ", start.run_epoch,
-                                                      " has been fenced by ", runs_.epoch()));
+    return Aborted(ErrorReason::kFenced,
+                   absl::StrCat("step ", start.step, ": a newer run of the model has been opened"));
   }
   EMA_RETURN_IF_ERROR(open_step_.CheckNotAbandoned(start.step));
   open_step_.Begin(session);

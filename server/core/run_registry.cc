@@ -79,8 +79,8 @@ void RunRegistry::FenceOpenRun() {
 
 absl::Status RunRegistry::CheckRank(int64_t run_epoch, int64_t rank, const Snapshot* newest) const {
   if (run_ == nullptr || run_epoch != epoch_) {
-    std::string message = absl::StrCat("run_epoch: ", run_epoch, " given, but the model's run has ",
-                                       "epoch ", epoch_, "; open a run");
+    std::string message = absl::StrCat("the run of model \"", model_name_, "\" that pushes is not ",
+                                       "open: a newer one was opened, or the server was restarted");
     if (run_ == nullptr && newest != nullptr && newest->record.restored_from.has_value()) {
       absl::StrAppend(&message, " (the model was rolled back to version ",
                       newest->record.restored_from->version, ", step ", newest->record.step, ")");

@@ -16,6 +16,7 @@
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -117,6 +118,44 @@ TEST_F(TorchTest, ANewerRunTakesOver) {
   ASSERT_THAT(newer->WaitPushed(), IsOk());
   EXPECT_EQ(newer->stats().pushes, 1) << newer->stats().last_error;
   EXPECT_EQ(newer->version()->step, 2);
+}
+
+TEST_F(TorchTest, AnAverageOfAnEarlierTrainingIsRefusedContinuedOrReplaced) {
+  using Existing = StepPusher::Existing;
+  Trainer trainer;
+  const auto first = Attach(trainer.net);
+  trainer.Step(*first);
+  ASSERT_THAT(first->WaitPushed(), IsOk());
+  trainer.Step(*first);
+  ASSERT_THAT(first->WaitPushed(), IsOk());
+
+  Attachment::Options options = WithEma();
+  EXPECT_THAT(Attachment::Create(*client_, "m", trainer.net, options),
+              AllOf(ReasonIs(ErrorReason::kResumeMismatch),
+                    StatusIs(absl::StatusCode::kFailedPrecondition,
+                             AllOf(HasSubstr("at step 2"), HasSubstr("kContinue"),
+                                   HasSubstr("kNew"), HasSubstr("Options::resume")))));
+  trainer.Step(*first);  // Nobody has taken over.
+  ASSERT_THAT(first->WaitPushed(), IsOk());
+  EXPECT_EQ(first->stats().pushes, 3) << first->stats().last_error;
+
+  options.existing = Existing::kContinue;
+  const auto second = Attach(trainer.net, options);
+  trainer.Step(*second);
+  EMA_ASSERT_OK_AND_ASSIGN(const std::optional<Version> continued, second->WaitPushed());
+  EXPECT_EQ(continued->number, 4);
+  EXPECT_EQ(continued->step, 4);
+
+  options.existing = Existing::kNew;
+  const auto third = Attach(trainer.net, options);
+  trainer.Step(*third);
+  EMA_ASSERT_OK_AND_ASSIGN(const std::optional<Version> fresh, third->WaitPushed());
+  EXPECT_EQ(fresh->number, 1);
+  EXPECT_EQ(fresh->step, 1);
+
+  options.resume = {.step = 1};
+  EXPECT_THAT(Attachment::Create(*client_, "m", trainer.net, options),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("existing and resume")));
 }
 
 TEST_F(TorchTest, ResumesWhereTheTrainerStands) {

@@ -443,13 +443,9 @@ bool PushEngine::is_fenced() const { return GetErrorReason(RejoinError()) == Err
 
 absl::Status PushEngine::AwayError() const {
   const absl::Status problem = RejoinError();
-  const std::string model = absl::StrCat("model \"", model_, "\": ");
-  if (GetErrorReason(problem) == ErrorReason::kFenced) {
-    return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
-                     absl::StrCat(model, "this run no longer pushes: ", problem.message()));
-  }
+  if (GetErrorReason(problem) == ErrorReason::kFenced) return problem;
   return absl::UnavailableError(
-      absl::StrCat(model, "the server or a rank is away: ", ErrorText(problem)));
+      absl::StrCat("model \"", model_, "\": the server or a rank is away: ", ErrorText(problem)));
 }
 
 absl::Status PushEngine::TakeError() {

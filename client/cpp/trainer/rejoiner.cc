@@ -183,7 +183,7 @@ void Rejoiner::LogProblem(const absl::Status& problem, const absl::Status& previ
   if (problem.ok()) {
     log_->Write(LogLevel::kInfo, "rejoined the run");
   } else if (GetErrorReason(problem) == ErrorReason::kFenced) {
-    log_->Write(LogLevel::kWarning, absl::StrCat("this run no longer pushes: ", problem.message()));
+    log_->WriteWithoutPrefix(LogLevel::kWarning, std::string(problem.message()));
   } else if (NeedsAPerson(problem) && !has_warned_) {
     has_warned_ = true;
     log_->Write(LogLevel::kWarning,

@@ -28,6 +28,7 @@ absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Reopen(int64_t last_run_epoch,
     EMA_RETURN_IF_ERROR(CreateModel(timeout));
     run = client_->OpenRun(options_.model, options, timeout);
   }
+  if (GetErrorReason(run.status()) == ErrorReason::kFenced) return FencedError(timeout);
   EMA_RETURN_IF_ERROR(run.status());
   if ((*run)->manifest() != options_.manifest) {
     return MakeError(
@@ -37,6 +38,20 @@ absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Reopen(int64_t last_run_epoch,
                      options_.manifest.DifferenceFrom((*run)->manifest())));
   }
   return run;
+}
+
+absl::Status RunJoiner::FencedError(absl::Duration timeout) const {
+  const absl::StatusOr<ModelInfo> info = client_->GetModel(options_.model, timeout);
+  // A rollback makes a version of an epoch of its own, and no run is open after it.
+  const bool is_rolled_back = info.ok() && info->latest.has_value() &&
+                              info->latest->restored_from.has_value() &&
+                              info->latest->run_epoch == info->run_epoch;
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                   is_rolled_back
+                       ? absl::StrCat("Model \"", options_.model, "\" was rolled back to step ",
+                                      info->latest->step, "; this attach() no longer pushes.")
+                       : absl::StrCat("Another attach() to model \"", options_.model,
+                                      "\" has taken over; this one no longer pushes."));
 }
 
 }  // namespace ema::client_internal

@@ -45,9 +45,13 @@ class RunJoiner {
   // from the server's state, so a resume point is not applied again. If the server has lost the
   // model, rank 0 creates it. `last_run_epoch`: see Client::RunOptions. Errors as
   // Client::OpenRun(); INVALID_ARGUMENT, BAD_LAYOUT: the model has other tensors now.
+  // ABORTED, FENCED: the message says who has ended this launch.
   absl::StatusOr<std::unique_ptr<Run>> Reopen(int64_t last_run_epoch, absl::Duration timeout) const;
 
  private:
+  // Why this launch may not open the run again.
+  absl::Status FencedError(absl::Duration timeout) const;
+
   const std::shared_ptr<Client> client_;
   const Options options_;
 };

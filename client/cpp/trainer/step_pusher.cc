@@ -35,6 +35,14 @@ absl::Status CheckOptions(const StepPusher::Options& options, TensorSet frozen,
     return BadRequest(absl::StrCat("start_step ", *options.start_step,
                                    " and resume are both given: resume says the step"));
   }
+  if (options.resume.has_value() && options.existing.value_or(StepPusher::Existing::kContinue) !=
+                                        StepPusher::Existing::kContinue) {
+    return BadRequest("existing and resume are both given: resume continues the average");
+  }
+  if (options.existing == StepPusher::Existing::kNew && options.world_size > 1) {
+    return BadRequest(absl::StrCat("existing is kNew, but there are ", options.world_size,
+                                   " ranks: delete the model before they start"));
+  }
   if (options.start_step.value_or(0) < 0) {
     return BadRequest(absl::StrCat("start_step ", *options.start_step, ": must be 0 or more"));
   }
@@ -115,8 +123,40 @@ absl::StatusOr<Client::RunOptions> MakeRunOptions(const SentTensors& sent,
   return run;
 }
 
+// Creates the model, or treats the existing one as `existing` says. Each rank decides alike: until
+// all have joined, no version is made.
+absl::Status CreateModel(Client& client, const RunJoiner& joiner, StepPusher::Existing existing,
+                         absl::Duration timeout) {
+  if (existing == StepPusher::Existing::kContinue) return joiner.CreateModel(timeout);
+  const std::string& model = joiner.model();
+  const absl::StatusOr<ModelInfo> info = client.GetModel(model, timeout);
+  if (!info.ok() && GetErrorReason(info.status()) != ErrorReason::kModelNotFound) {
+    return info.status();
+  }
+  const std::optional<Version> latest = info.ok() ? info->latest : std::nullopt;
+  if (existing == StepPusher::Existing::kError && latest.has_value() && latest->number > 1) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
+        absl::StrCat("model \"", model, "\" has the average of an earlier training, at step ",
+                     latest->step, " (version ", latest->number,
+                     "): set Options::existing to kContinue to go on with its average, or to kNew "
+                     "to start a new average and keep the old checkpoints on the server's disk, or "
+                     "set Options::resume to continue from the trainer's own checkpoint"));
+  }
+  if (existing == StepPusher::Existing::kNew && latest.has_value()) {
+    EMA_RETURN_IF_ERROR(client.DeleteModel(model, /*purge=*/false, timeout));
+  }
+  absl::Status created = joiner.CreateModel(timeout);
+  if (absl::IsAlreadyExists(created) && !latest.has_value() &&
+      joiner.options().run.world_size == 1) {
+    EMA_RETURN_IF_ERROR(client.DeleteModel(model, /*purge=*/false, timeout));
+    created = joiner.CreateModel(timeout);
+  }
+  return created;
+}
+
 absl::StatusOr<std::unique_ptr<Run>> Join(Client& client, const RunJoiner& joiner,
-                                          absl::Duration timeout) {
+                                          StepPusher::Existing existing, absl::Duration timeout) {
   const Client::RunOptions& options = joiner.options().run;
   absl::Duration open_timeout = timeout;
   if (options.resume.has_value()) {
@@ -126,7 +166,7 @@ absl::StatusOr<std::unique_ptr<Run>> Join(Client& client, const RunJoiner& joine
       EMA_RETURN_IF_ERROR(client.GetModel(joiner.model(), timeout).status());
     }
   }
-  EMA_RETURN_IF_ERROR(joiner.CreateModel(timeout));
+  EMA_RETURN_IF_ERROR(CreateModel(client, joiner, existing, timeout));
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
                        client.OpenRun(joiner.model(), options, open_timeout));
   EMA_RETURN_IF_ERROR(run->WaitReady(open_timeout));
@@ -254,7 +294,9 @@ absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
   // The caller keeps the client.
   const std::shared_ptr<Client> borrowed(&client, [](Client*) {});
   const auto joiner = std::make_shared<const RunJoiner>(borrowed, std::move(joiner_options));
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, Join(client, *joiner, options.timeout));
+  const Existing existing = options.existing.value_or(
+      options.resume.has_value() ? Existing::kContinue : Existing::kError);
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, Join(client, *joiner, existing, options.timeout));
   return std::unique_ptr<StepPusher>(new StepPusher(
       std::make_unique<Impl>(std::move(sent), std::move(options), joiner, std::move(run))));
 }

@@ -42,6 +42,10 @@ void TrainerLog::Write(LogLevel level, std::string_view text) const {
   if (function_) function_(level, absl::StrCat(prefix_, std::string(text)));
 }
 
+void TrainerLog::WriteWithoutPrefix(LogLevel level, const std::string& text) const {
+  if (function_) function_(level, text);
+}
+
 void TrainerLog::SkippedStep(int64_t step, const absl::Status& error) {
   int64_t count = 1;
   if (!IsOutage(error) && (!warns_of_all_ || IsFinal(error))) {
@@ -55,7 +59,8 @@ void TrainerLog::SkippedStep(int64_t step, const absl::Status& error) {
   if (is_power_of_two && count > 1) {
     absl::StrAppend(&text, " (", count, " steps by now; the next warning is at ", 2 * count, ")");
   }
-  Write(is_power_of_two ? LogLevel::kWarning : LogLevel::kDebug, text);
+  const bool is_warning = is_power_of_two && GetErrorReason(error) != ErrorReason::kFenced;
+  Write(is_warning ? LogLevel::kWarning : LogLevel::kDebug, text);
 }
 
 void TrainerLog::PushSucceeded() {

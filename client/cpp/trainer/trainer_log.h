@@ -38,9 +38,12 @@ class TrainerLog {
   TrainerLog(std::string_view model, bool warns_of_all, LogFunction function);
 
   void Write(LogLevel level, std::string_view text) const;
+  // Logs a message that names the model itself.
+  void WriteWithoutPrefix(LogLevel level, const std::string& text) const;
 
   // Logs a skipped step. Of several with the same cause the 1st, 2nd, 4th, 8th, ... is a warning,
-  // the others are debug lines. An outage is always a warning: while it lasts nothing is tried.
+  // the others are debug lines. An outage is always a warning: while it lasts nothing is tried;
+  // but FENCED is a debug line, because the Rejoiner finds out why, and logs that.
   void SkippedStep(int64_t step, const absl::Status& error);
   // To be called when a push has succeeded: restarts the counts of causes that are over.
   void PushSucceeded();

@@ -30,7 +30,7 @@ def test_an_old_trainer_that_wakes_up_cannot_push(server, client, model, tmp_pat
             old.send(signal.SIGCONT)
             for _ in range(3):
                 old.do()
-            old.await_log("this run no longer pushes: ")
+            old.await_log("has taken over; this one no longer pushes.")
             assert old.do()["pushes"] == 4
             answer = new.do()
             assert new.do("pushed")["pushes"] == 3

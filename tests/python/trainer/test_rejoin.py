@@ -40,7 +40,7 @@ def test_a_restart_forgets_nobody_who_was_fenced(tmp_path, model, caplog):
         server.start(port=server.port)
         wait_for(lambda: not is_away(fenced.ema), "the fenced one came back")
         step_until(lambda: newer.ema.stats.pushes >= 2, newer.step)
-        step_until(lambda: "this run no longer pushes" in caplog.text, fenced.step)
+        step_until(lambda: "has taken over; this one no longer pushes." in caplog.text, fenced.step)
         pushes = newer.ema.stats.pushes
         newer.step()
         newer.ema.wait_pushed()
