@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Component client: the C++ client for other projects: find_package(ema), then link ema::client.
+# Component client: the C++ client for other projects: find_package(ema), then link ema::client;
+# or find_package(ema COMPONENTS torch), then link ema::torch.
 # Component server: ema-server and emactl with the libraries that Debian's base does not have. The
 # tree may be moved, and taken to another machine: programs look for libraries beside themselves.
 include(CMakePackageConfigHelpers)
@@ -11,7 +12,7 @@ install(
 write_basic_package_version_file(emaConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(
   FILES ${CMAKE_CURRENT_LIST_DIR}/emaConfig.cmake ${CMAKE_CURRENT_LIST_DIR}/Dependencies.cmake
-        ${CMAKE_CURRENT_BINARY_DIR}/emaConfigVersion.cmake
+        ${CMAKE_CURRENT_LIST_DIR}/Torch.cmake ${CMAKE_CURRENT_BINARY_DIR}/emaConfigVersion.cmake
   DESTINATION ${package_dir} COMPONENT client)
 install(
   DIRECTORY include/ema DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT client

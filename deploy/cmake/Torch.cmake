@@ -8,19 +8,23 @@
 include_guard()
 
 set(EMA_VENV "${PROJECT_SOURCE_DIR}/build/venv" CACHE PATH "Virtual environment with the torch wheel")
-set(EMA_TORCH_DIR "" CACHE PATH "Folder of the torch package; empty: the one in EMA_VENV")
+set(EMA_TORCH_DIR "" CACHE PATH "Folder of the torch package; empty: that of the Python in EMA_VENV")
 
 set(torch_dir "${EMA_TORCH_DIR}")
 if(NOT torch_dir)
+  if(NOT EMA_PYTHON)
+    set(EMA_PYTHON ${EMA_VENV}/bin/python)
+  endif()
   # Looking it up, not importing it: an import takes seconds.
   execute_process(
-    COMMAND ${EMA_VENV}/bin/python -c
+    COMMAND ${EMA_PYTHON} -c
             "from importlib.util import find_spec; print(*find_spec('torch').submodule_search_locations)"
     OUTPUT_VARIABLE torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 endif()
 if(NOT EXISTS "${torch_dir}/lib/libc10.so")
-  message(FATAL_ERROR "No LibTorch in ${EMA_VENV}: run deploy/setup.sh, "
-                      "or set EMA_TORCH_DIR to the folder of an installed torch package.")
+  message(FATAL_ERROR "No LibTorch, neither in EMA_TORCH_DIR (\"${EMA_TORCH_DIR}\") nor as a package of "
+                      "\"${EMA_PYTHON}\": install the package torch (in a checkout: deploy/setup.sh), or "
+                      "set EMA_TORCH_DIR to the folder of an installed one.")
 endif()
 message(STATUS "LibTorch: ${torch_dir}")
 set(EMA_TORCH_FOUND_DIR "${torch_dir}")
