@@ -17,6 +17,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "client/cpp/transport/client_certificate.h"
 #include "client/cpp/transport/convert.h"
 #include "client/cpp/transport/grpc_time.h"
 #include "ema/error_reason.h"
@@ -56,19 +57,33 @@ absl::StatusOr<std::string> ReadPem(const char* field, const std::string& path) 
   return BadRequest(absl::StrCat("tls.", field, " \"", path, "\": expected a PEM file"));
 }
 
-absl::StatusOr<std::shared_ptr<grpc::Channel>> TlsChannel(const Address& address,
-                                                          const Client::Tls& tls) {
+struct TlsChannel {
+  std::shared_ptr<grpc::Channel> channel;
+  // What the server may object to, if it closes the connection in the handshake.
+  std::string objection;
+};
+
+absl::StatusOr<TlsChannel> OpenTlsChannel(const Address& address, const Client::Tls& tls) {
   grpc::SslCredentialsOptions files;
   EMA_ASSIGN_OR_RETURN(files.pem_root_certs, ReadPem("ca_file", tls.ca_file));
   EMA_ASSIGN_OR_RETURN(files.pem_cert_chain, ReadPem("certificate_file", tls.certificate_file));
   EMA_ASSIGN_OR_RETURN(files.pem_private_key, ReadPem("key_file", tls.key_file));
+  std::string objection = "the server may ask for a client certificate, and none is set";
+  if (!files.pem_cert_chain.empty()) {
+    EMA_ASSIGN_OR_RETURN(
+        const std::string certificate,
+        CheckClientCertificate(tls.certificate_file, files.pem_cert_chain, absl::Now()));
+    objection = absl::StrCat("the server may not accept ", certificate);
+  }
   grpc::ChannelArguments settings = ChannelSettings(address);
   // A connection of its own, without the pauses after another one's failures.
   settings.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   settings.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   // How long connecting may take.
   settings.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);
-  return grpc::CreateCustomChannel(address.Authority(), grpc::SslCredentials(files), settings);
+  return TlsChannel{
+      grpc::CreateCustomChannel(address.Authority(), grpc::SslCredentials(files), settings),
+      std::move(objection)};
 }
 
 // OK: it is connected, or its first call will say why not.
@@ -108,9 +123,10 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
   const std::string text = dialer.address().ToString();
   if (dialer.address().is_tls) {
     KeepGrpcStarted();
-    EMA_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel, TlsChannel(dialer.address(), tls));
-    EMA_RETURN_IF_ERROR(AwaitTls(*channel, text, deadline, interrupt));
-    return std::shared_ptr<Connection>(new Connection(text, token, /*fd=*/-1, std::move(channel)));
+    EMA_ASSIGN_OR_RETURN(TlsChannel tls_channel, OpenTlsChannel(dialer.address(), tls));
+    EMA_RETURN_IF_ERROR(AwaitTls(*tls_channel.channel, text, deadline, interrupt));
+    return std::shared_ptr<Connection>(new Connection(
+        text, token, /*fd=*/-1, std::move(tls_channel.channel), std::move(tls_channel.objection)));
   }
   absl::StatusOr<int> fd = dialer.Dial(deadline, interrupt);
   if (!fd.ok()) {
@@ -132,10 +148,11 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
 }
 
 Connection::Connection(std::string address, const Token& token, int fd,
-                       std::shared_ptr<grpc::Channel> channel)
+                       std::shared_ptr<grpc::Channel> channel, std::string tls_objection)
     : address_(std::move(address)),
       token_(token),
       fd_(fd),
+      tls_objection_(std::move(tls_objection)),
       channel_(std::move(channel)),
       stub_(channel_),
       generic_stub_(channel_),
@@ -264,7 +281,15 @@ absl::Status Call::Result(const grpc::Status& status) {
       return absl::UnavailableError(absl::StrCat(message, " (the server has ended the stream)"));
     }
   }
-  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) connection_->Break();
+  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
+    connection_->Break();
+    // A server that rejects the certificate closes the connection while gRPC connects.
+    if (const std::string& objection = connection_->tls_objection_;
+        !objection.empty() && absl::StrContains(message, "failed to connect") &&
+        absl::StrContains(message, "Socket closed")) {
+      return absl::UnavailableError(absl::StrCat(message, " (", objection, ")"));
+    }
+  }
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), message);
 }
 

@@ -35,8 +35,9 @@ namespace ema::client_internal {
 class Connection {
  public:
   // `tls`: used if the dialer's address says so. `token`: sent with all calls. Errors as
-  // Dialer::Dial(), and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read. If a TLS
-  // handshake fails, the first call returns the error.
+  // Dialer::Dial(), and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read;
+  // UNAUTHENTICATED: the client's certificate is not valid now. If a TLS handshake fails, the first
+  // call returns the error.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
                                                           const Token& token, SteadyTime deadline,
                                                           Interrupt* interrupt);
@@ -63,7 +64,7 @@ class Connection {
   friend class Call;
 
   Connection(std::string address, const Token& token, int fd,
-             std::shared_ptr<grpc::Channel> channel);
+             std::shared_ptr<grpc::Channel> channel, std::string tls_objection = "");
 
   // Register running calls, so that Break() can end them. Once for each call, not for each message.
   void Add(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
@@ -74,6 +75,8 @@ class Connection {
   // A duplicate of the socket's descriptor, which stays valid when gRPC has closed its own. -1:
   // gRPC owns the socket.
   const int fd_;
+  // What the server may object to if it closes the connection in the handshake. Empty: without TLS.
+  const std::string tls_objection_;
   const std::shared_ptr<grpc::Channel> channel_;
   v1::EmaService::Stub stub_;
   grpc::GenericStub generic_stub_;

@@ -228,7 +228,8 @@ def test_an_expired_certificate_does_not_get_in(
             if is_good:
                 client.models()
             else:
-                with pytest.raises(ema_client.EmaError):
+                said = "has expired at 2020-02-01 00:00:00 UTC"
+                with pytest.raises(ema_client.UnauthenticatedError, match=said):
                     client.models()
 
 
@@ -246,6 +247,20 @@ def make_pair(folder: pathlib.Path, name: str, days: int) -> tuple[pathlib.Path,
         capture_output=True,
     )
     return certificate, key
+
+
+def test_what_the_server_may_reject_is_named(
+    server: ServerProcess, files: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    """It closes the connection without a word."""
+    foreign = ema_client.Tls(files["ca"], *map(str, make_pair(tmp_path, "foreign", 1)))
+    for tls, said in (
+        (ema_client.Tls(files["ca"]), "may ask for a client certificate, and none is set"),
+        (foreign, r"may not accept the client certificate .*\(CN = foreign, issued by CN = foreign"),
+    ):
+        with ema_client.Client(f"emas://{server.address}", timeout_s=5, tls=tls) as client:
+            with pytest.raises(ema_client.UnavailableError, match=said):
+                client.models()
 
 
 def seconds_of(time: str) -> float:

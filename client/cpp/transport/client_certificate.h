@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef EMA_CLIENT_CPP_TRANSPORT_CLIENT_CERTIFICATE_H_
+#define EMA_CLIENT_CPP_TRANSPORT_CLIENT_CERTIFICATE_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace ema::client_internal {
+
+// Checks the certificate that a client shows to a server: `pem` is the text of the file `path`.
+// Returns its description for messages: its file, subject, issuer and dates.
+//
+// INVALID_ARGUMENT, BAD_REQUEST: there is no certificate in the text. UNAUTHENTICATED: it is not
+// valid at `now`; a server would close the connection without saying why.
+absl::StatusOr<std::string> CheckClientCertificate(const std::string& path, const std::string& pem,
+                                                   absl::Time now);
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_TRANSPORT_CLIENT_CERTIFICATE_H_
