@@ -14,7 +14,7 @@
 namespace ema::cli {
 namespace {
 
-constexpr std::array<ScheduleOption, 19> kOptions = {{
+constexpr std::array<ScheduleOption, 23> kOptions = {{
     {"half_life", "Training time until a contribution halves, such as 1000ba"},
     {"ramp_ratio", "The half-life is at most this share of the time since the start, such as 0.09"},
     {"debias", "Begin with zeros, and correct for their share", true},
@@ -25,7 +25,11 @@ constexpr std::array<ScheduleOption, 19> kOptions = {{
     {"power", "Exponent of the warm-up of --inv-gamma (default: 2/3)"},
     {"ramp", "Warm-up (1 + s) / (ramp + s), such as 10"},
     {"min_decay", "Smallest decay of a warm-up (default: 0)"},
+    {"exp_ramp", "Warm-up max_decay * (1 - exp(-s / exp_ramp)), such as 2000"},
     {"max_decay", "Largest decay of a warm-up (default: 0.9999)"},
+    {"count_offset", "Added to the position s of a warm-up, such as 1 (default: 0)"},
+    {"decays", "Decays at points of the training time, such as \"0dur:0.996 1dur:1\""},
+    {"decays_shape", "Between the points of --decays: linear (the default) or cosine"},
     {"sigma_rel", "Power-function profile of this relative width, such as 0.05"},
     {"age_offset", "With --sigma-rel: added to the time since the start, such as 1"},
     {"uniform", "The mean of all updates (SWA)", true},
@@ -99,6 +103,10 @@ absl::StatusOr<Pushes> Pushes::Create(const Schedule& schedule,
   const auto* half_life = std::get_if<HalfLifeRule>(&options.rule);
   if (half_life != nullptr && std::isfinite(half_life->half_life.value)) {
     EMA_RETURN_IF_ERROR(CheckUnit("half_life", half_life->half_life, interval, total.has_value()));
+  }
+  if (const auto* decays = std::get_if<DecaysRule>(&options.rule)) {
+    const TrainingDuration& last = decays->points.back().time;
+    EMA_RETURN_IF_ERROR(CheckUnit("decays", last, interval, total.has_value()));
   }
   if (options.start.value > 0) {
     EMA_RETURN_IF_ERROR(CheckUnit("ema_start", options.start, interval, total.has_value()));

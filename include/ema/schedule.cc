@@ -13,6 +13,7 @@ namespace ema {
 namespace {
 
 constexpr double kLn2 = 0.693147180559945309417;
+constexpr double kPi = 3.14159265358979323846;
 // Shares and seconds carry rounding errors: without a tolerance, 0.3 would be two intervals of 0.1.
 constexpr double kRelativeTolerance = 1e-12;
 
@@ -92,7 +93,7 @@ Clock RuleClock(const Schedule::Options& options, const TrainingDuration& update
 struct Moment {
   double elapsed = 0;
   double age = 0;
-  double position = 0;         // Of a warm-up.
+  double position = 0;         // Of a warm-up, without its count_offset.
   double averaged_number = 1;  // Of this update, from 1.
 };
 
@@ -120,15 +121,38 @@ double WarmUpWeight(double decay, double min_decay, double max_decay) {
 
 // The operations of the libraries in their order, so that the decays are theirs to the last bit.
 double WeightOf(const InverseGammaRule& rule, const Moment& moment) {
-  if (!(moment.position > 0)) return 1;
-  return WarmUpWeight(1 - std::pow(1 + moment.position / rule.inv_gamma, -rule.power),
-                      rule.min_decay, rule.max_decay);
+  const double s = moment.position + rule.count_offset;
+  if (!(s > 0)) return 1;
+  return WarmUpWeight(1 - std::pow(1 + s / rule.inv_gamma, -rule.power), rule.min_decay,
+                      rule.max_decay);
 }
 
 double WeightOf(const RampRule& rule, const Moment& moment) {
-  if (!(moment.position > 0)) return 1;
-  return WarmUpWeight((1 + moment.position) / (rule.ramp + moment.position), rule.min_decay,
-                      rule.max_decay);
+  const double s = moment.position + rule.count_offset;
+  if (!(s > 0)) return 1;
+  return WarmUpWeight((1 + s) / (rule.ramp + s), rule.min_decay, rule.max_decay);
+}
+
+double WeightOf(const ExponentialRampRule& rule, const Moment& moment) {
+  const double s = moment.position + rule.count_offset;
+  if (!(s > 0)) return 1;
+  return 1 - rule.max_decay * (1 - std::exp(-s / rule.exp_ramp));
+}
+
+// `now` in the unit of the points.
+double DecayAt(const DecaysRule& rule, double now) {
+  const auto next =
+      std::find_if(rule.points.begin(), rule.points.end(),
+                   [now](const DecaysRule::Point& point) { return point.time.value > now; });
+  if (next == rule.points.begin()) return next->decay;
+  const DecaysRule::Point& last = *std::prev(next);
+  if (next == rule.points.end()) return last.decay;
+  const double share = (now - last.time.value) / (next->time.value - last.time.value);
+  if (rule.shape == DecaysRule::Shape::kLinear) {
+    return last.decay + share * (next->decay - last.decay);
+  }
+  // As BYOL: 1 - (1 - d) * (cos(pi * k / K) + 1) / 2.
+  return next->decay - (next->decay - last.decay) * (std::cos(kPi * share) + 1) / 2;
 }
 
 double PowerFunctionWeight(double gamma, double age_offset, const Moment& moment) {
@@ -214,11 +238,17 @@ absl::StatusOr<double> Schedule::Weight(const State& state, const TrainingTime& 
   // From a start in another unit, the update that began the average is the one at position 0.
   const bool counts_from_update = start.value > 0 && start.unit != clock.duration.unit;
   moment.position = counts_from_update ? moment.age : moment.age - 1;
+  double decays_now = 0;
+  if (const auto* decays = std::get_if<DecaysRule>(&options_.rule)) {
+    EMA_ASSIGN_OR_RETURN(decays_now, Read({"decays", decays->points.back().time}, now));
+  }
 
   const auto weight = [&](const auto& rule) -> double {
     using OneRule = std::decay_t<decltype(rule)>;
     if constexpr (std::is_same_v<OneRule, PowerFunctionRule>) {
       return PowerFunctionWeight(gamma_, rule.age_offset, moment);
+    } else if constexpr (std::is_same_v<OneRule, DecaysRule>) {
+      return 1 - DecayAt(rule, decays_now);
     } else if constexpr (std::is_same_v<OneRule, UniformRule>) {
       return 1 / moment.averaged_number;
     } else if constexpr (std::is_same_v<OneRule, CopyRule>) {

@@ -49,8 +49,9 @@ struct ConstantDecayRule {
   friend bool operator==(const ConstantDecayRule&, const ConstantDecayRule&) = default;
 };
 
-// The two warm-ups depend on a position `s`: the time since the start, in the interval's unit (for
-// "3ba" in batches, not in intervals), minus one. d = 0 up to s = 0, then it is limited to
+// The three warm-ups depend on a position `s`: the time since the start, in the interval's unit
+// (for "3ba" in batches, not in intervals), minus one, plus `count_offset` (1 for libraries whose
+// first update, of the initial weights, has s = 1). d = 0 up to s = 0, then it is limited to
 // [min_decay, max_decay].
 
 // `d = 1 - (1 + s / inv_gamma)^-power` (Crowson; ema-pytorch, diffusers, timm).
@@ -59,6 +60,7 @@ struct InverseGammaRule {
   double power = 2.0 / 3.0;
   double min_decay = 0;
   double max_decay = 0.9999;
+  double count_offset = 0;
   friend bool operator==(const InverseGammaRule&, const InverseGammaRule&) = default;
 };
 
@@ -67,7 +69,33 @@ struct RampRule {
   double ramp = 10;
   double min_decay = 0;
   double max_decay = 0.9999;
+  double count_offset = 0;
   friend bool operator==(const RampRule&, const RampRule&) = default;
+};
+
+// `d = max_decay * (1 - exp(-s / exp_ramp))` (ultralytics, mmengine).
+struct ExponentialRampRule {
+  double exp_ramp = 2000;
+  double max_decay = 0.9999;
+  double count_offset = 0;
+  friend bool operator==(const ExponentialRampRule&, const ExponentialRampRule&) = default;
+};
+
+// `d` is a function of the training time, given by some of its points; it is constant before the
+// first and after the last. With a cosine from 0dur to 1dur: BYOL, DINO.
+struct DecaysRule {
+  enum class Shape {
+    kLinear,
+    kCosine,  // Half a wave: flat at both points.
+  };
+  struct Point {
+    TrainingDuration time;
+    double decay = 0;
+    friend bool operator==(const Point&, const Point&) = default;
+  };
+  std::vector<Point> points;     // In one unit, by time.
+  Shape shape = Shape::kLinear;  // From one point to the next.
+  friend bool operator==(const DecaysRule&, const DecaysRule&) = default;
 };
 
 // `d = (1 - elapsed / age)^(gamma + 1)`: the profile u^gamma over the past, of relative width
@@ -98,8 +126,9 @@ inline constexpr double kMaxSigmaRel = 0.28867513459481287;  // 1 / sqrt(12): th
 // The rule by which one track averages. A value; immutable once created.
 class Schedule {
  public:
-  using Rule = std::variant<HalfLifeRule, ConstantDecayRule, InverseGammaRule, RampRule,
-                            PowerFunctionRule, UniformRule, CopyRule>;
+  using Rule =
+      std::variant<HalfLifeRule, ConstantDecayRule, InverseGammaRule, RampRule, ExponentialRampRule,
+                   DecaysRule, PowerFunctionRule, UniformRule, CopyRule>;
 
   // The values of a track before its start. (The very first push always sets them.)
   enum class BeforeStart {
@@ -131,8 +160,11 @@ class Schedule {
   // A schedule as text: names and values as users write them, in a fixed order, without those at
   // their defaults. The name that chooses the rule is always present:
   //   half_life ("200ba"), ramp_ratio ("0.09"), debias ("true");  smoothing ("0.999"), zero_init
-  //   ("plain", "debias");  inv_gamma ("1"), power, min_decay, max_decay;  ramp ("10"), min_decay,
-  //   max_decay;  sigma_rel ("0.05"), age_offset;  uniform ("true");  copy ("true");
+  //   ("plain", "debias");  inv_gamma ("1"), power, min_decay, max_decay, count_offset;  ramp
+  //   ("10"), min_decay, max_decay, count_offset;  exp_ramp ("2000"), max_decay, count_offset;
+  //   decays
+  //   ("0dur:0.996 1dur:1"), decays_shape ("linear", "cosine");  sigma_rel ("0.05"), age_offset;
+  //   uniform ("true");  copy ("true");
   // and for all rules update_interval ("5ba"), interval_phase ("1"), ema_start ("0.1dur"),
   // before_start ("reinit", "copy", "hold"), ema_end ("0.9dur").
   using Fields = std::vector<std::pair<std::string, std::string>>;

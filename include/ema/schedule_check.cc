@@ -66,7 +66,13 @@ absl::Status CheckDecayLimits(double min_decay, double max_decay) {
   return absl::OkStatus();
 }
 
+absl::Status CheckCountOffset(double offset) {
+  if (offset >= 0 && std::isfinite(offset)) return absl::OkStatus();
+  return BadNumber("count_offset", offset, "finite and 0 or more, such as 1");
+}
+
 absl::Status CheckRule(const InverseGammaRule& rule) {
+  EMA_RETURN_IF_ERROR(CheckCountOffset(rule.count_offset));
   if (!IsAboveZero(rule.inv_gamma)) {
     return BadNumber("inv_gamma", rule.inv_gamma, "finite and above 0, such as 1");
   }
@@ -77,10 +83,42 @@ absl::Status CheckRule(const InverseGammaRule& rule) {
 }
 
 absl::Status CheckRule(const RampRule& rule) {
+  EMA_RETURN_IF_ERROR(CheckCountOffset(rule.count_offset));
   if (!(std::isfinite(rule.ramp) && rule.ramp >= 1)) {
     return BadNumber("ramp", rule.ramp, "finite and 1 or more, such as 10");
   }
   return CheckDecayLimits(rule.min_decay, rule.max_decay);
+}
+
+absl::Status CheckRule(const ExponentialRampRule& rule) {
+  if (!IsAboveZero(rule.exp_ramp)) {
+    return BadNumber("exp_ramp", rule.exp_ramp, "finite and above 0, such as 2000");
+  }
+  EMA_RETURN_IF_ERROR(CheckCountOffset(rule.count_offset));
+  return CheckDecayLimits(0, rule.max_decay);
+}
+
+absl::Status CheckRule(const DecaysRule& rule) {
+  if (rule.points.empty()) {
+    return BadSchedule("decays \"\": must have a point, such as \"0ba:0.9 1000ba:0.999\"");
+  }
+  const DecaysRule::Point* last = nullptr;
+  for (const DecaysRule::Point& point : rule.points) {
+    EMA_RETURN_IF_ERROR(CheckDuration("decays", point.time));
+    if (last != nullptr &&
+        (point.time.unit != last->time.unit || !(point.time.value > last->time.value))) {
+      return BadSchedule(absl::StrCat("decays: ", point.time.ToString(), " after ",
+                                      last->time.ToString(),
+                                      ": the times must grow, in one unit, such as "
+                                      "\"0ba:0.9 1000ba:0.999\""));
+    }
+    if (!(point.decay >= 0 && point.decay <= 1)) {
+      return BadNumber(absl::StrCat("decays: ", point.time.ToString()), point.decay,
+                       "0 to 1, such as 0.999");
+    }
+    last = &point;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckRule(const PowerFunctionRule& rule) {

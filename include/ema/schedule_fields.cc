@@ -7,8 +7,10 @@
 #include <system_error>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "ema/internal/status_macros.h"
 #include "ema/schedule.h"
 #include "include/ema/internal/schedule_parts.h"
@@ -30,7 +32,10 @@ constexpr unsigned kRamp = 8;
 constexpr unsigned kPowerFunction = 16;
 constexpr unsigned kUniform = 32;
 constexpr unsigned kCopy = 64;
-constexpr unsigned kAnyRule = 127;
+constexpr unsigned kExponentialRamp = 128;
+constexpr unsigned kDecays = 256;
+constexpr unsigned kAnyRule = 511;
+constexpr unsigned kWarmUps = kInverseGamma | kRamp | kExponentialRamp;
 
 struct FieldInfo {
   const char* name;
@@ -39,7 +44,7 @@ struct FieldInfo {
   const char* example;
 };
 
-constexpr std::array<FieldInfo, 19> kFields = {{
+constexpr std::array<FieldInfo, 23> kFields = {{
     {"half_life", kHalfLife, true, "1000ba"},
     {"ramp_ratio", kHalfLife, true, "0.09"},
     {"debias", kHalfLife, false, "true"},
@@ -49,7 +54,11 @@ constexpr std::array<FieldInfo, 19> kFields = {{
     {"power", kInverseGamma, false, "0.75"},
     {"ramp", kRamp, true, "10"},
     {"min_decay", kInverseGamma | kRamp, false, "0"},
-    {"max_decay", kInverseGamma | kRamp, false, "0.9999"},
+    {"exp_ramp", kExponentialRamp, true, "2000"},
+    {"max_decay", kWarmUps, false, "0.9999"},
+    {"count_offset", kWarmUps, false, "1"},
+    {"decays", kDecays, true, "0dur:0.996 1dur:1"},
+    {"decays_shape", kDecays, false, "cosine"},
     {"sigma_rel", kPowerFunction, true, "0.05"},
     {"age_offset", kPowerFunction, false, "1"},
     {"uniform", kUniform, true, "true"},
@@ -110,6 +119,8 @@ class Values {
   absl::StatusOr<int64_t> Whole(const char* name, int64_t absent) const;
   absl::StatusOr<bool> Flag(const char* name) const;
   absl::StatusOr<std::optional<TrainingDuration>> Duration(const char* name) const;
+  // Of a field that is there.
+  absl::StatusOr<std::vector<DecaysRule::Point>> Points(const char* name) const;
   // The index in `words`; `absent` without it.
   absl::StatusOr<int> Word(const char* name, absl::Span<const char* const> words, int absent) const;
 
@@ -215,6 +226,23 @@ absl::StatusOr<std::optional<TrainingDuration>> Values::Duration(const char* nam
   return BadSchedule(absl::StrCat(name, " ", duration.status().message()));
 }
 
+absl::StatusOr<std::vector<DecaysRule::Point>> Values::Points(const char* name) const {
+  const FieldInfo& field = *FindField(name);
+  const std::string& text = *Find(field);
+  std::vector<DecaysRule::Point> points;
+  for (const absl::string_view word : absl::StrSplit(text, ' ', absl::SkipEmpty())) {
+    const std::pair<std::string, std::string> parts = absl::StrSplit(word, absl::MaxSplits(':', 1));
+    const absl::StatusOr<TrainingDuration> time = TrainingDuration::Parse(parts.first);
+    DecaysRule::Point point;
+    if (!time.ok() || !absl::SimpleAtod(parts.second, &point.decay)) {
+      return BadValue(field, text, "times with decays, TIME:DECAY");
+    }
+    point.time = *time;
+    points.push_back(point);
+  }
+  return points;
+}
+
 absl::StatusOr<int> Values::Word(const char* name, absl::Span<const char* const> words,
                                  int absent) const {
   const FieldInfo& field = *FindField(name);
@@ -227,6 +255,7 @@ absl::StatusOr<int> Values::Word(const char* name, absl::Span<const char* const>
 
 // By the enumerators' numbers; kOff is what an absent field means.
 constexpr std::array<const char*, 3> kZeroInits = {"off", "plain", "debias"};
+constexpr std::array<const char*, 2> kShapes = {"linear", "cosine"};
 constexpr std::array<const char*, 3> kBeforeStarts = {"reinit", "copy", "hold"};
 
 absl::StatusOr<Schedule::Rule> ReadHalfLife(const Values& values) {
@@ -240,6 +269,14 @@ absl::StatusOr<Schedule::Rule> ReadHalfLife(const Values& values) {
   }
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   rule.half_life = half_life.value_or(TrainingDuration{kInfinity, TimeUnit::kBatch});
+  return rule;
+}
+
+absl::StatusOr<Schedule::Rule> ReadDecays(const Values& values) {
+  DecaysRule rule;
+  EMA_ASSIGN_OR_RETURN(rule.points, values.Points("decays"));
+  EMA_ASSIGN_OR_RETURN(const int shape, values.Word("decays_shape", kShapes, 0));
+  rule.shape = static_cast<DecaysRule::Shape>(shape);
   return rule;
 }
 
@@ -260,6 +297,7 @@ absl::StatusOr<Schedule::Rule> ReadRule(const Values& values, unsigned kind) {
       EMA_ASSIGN_OR_RETURN(rule.power, values.Number("power", rule.power));
       EMA_ASSIGN_OR_RETURN(rule.min_decay, values.Number("min_decay", rule.min_decay));
       EMA_ASSIGN_OR_RETURN(rule.max_decay, values.Number("max_decay", rule.max_decay));
+      EMA_ASSIGN_OR_RETURN(rule.count_offset, values.Number("count_offset", 0));
       return rule;
     }
     case kRamp: {
@@ -267,8 +305,18 @@ absl::StatusOr<Schedule::Rule> ReadRule(const Values& values, unsigned kind) {
       EMA_ASSIGN_OR_RETURN(rule.ramp, values.Number("ramp", rule.ramp));
       EMA_ASSIGN_OR_RETURN(rule.min_decay, values.Number("min_decay", rule.min_decay));
       EMA_ASSIGN_OR_RETURN(rule.max_decay, values.Number("max_decay", rule.max_decay));
+      EMA_ASSIGN_OR_RETURN(rule.count_offset, values.Number("count_offset", 0));
       return rule;
     }
+    case kExponentialRamp: {
+      ExponentialRampRule rule;
+      EMA_ASSIGN_OR_RETURN(rule.exp_ramp, values.Number("exp_ramp", rule.exp_ramp));
+      EMA_ASSIGN_OR_RETURN(rule.max_decay, values.Number("max_decay", rule.max_decay));
+      EMA_ASSIGN_OR_RETURN(rule.count_offset, values.Number("count_offset", 0));
+      return rule;
+    }
+    case kDecays:
+      return ReadDecays(values);
     case kPowerFunction: {
       PowerFunctionRule rule;
       EMA_ASSIGN_OR_RETURN(rule.sigma_rel, values.Number("sigma_rel", rule.sigma_rel));
@@ -303,12 +351,28 @@ class RuleWriter {
     AddUnless(kDefault.power, "power", rule.power);
     AddUnless(kDefault.min_decay, "min_decay", rule.min_decay);
     AddUnless(kDefault.max_decay, "max_decay", rule.max_decay);
+    AddUnless(0, "count_offset", rule.count_offset);
   }
   void operator()(const RampRule& rule) {
     constexpr RampRule kDefault;
     Add("ramp", NumberText(rule.ramp));
     AddUnless(kDefault.min_decay, "min_decay", rule.min_decay);
     AddUnless(kDefault.max_decay, "max_decay", rule.max_decay);
+    AddUnless(0, "count_offset", rule.count_offset);
+  }
+  void operator()(const ExponentialRampRule& rule) {
+    constexpr ExponentialRampRule kDefault;
+    Add("exp_ramp", NumberText(rule.exp_ramp));
+    AddUnless(kDefault.max_decay, "max_decay", rule.max_decay);
+    AddUnless(0, "count_offset", rule.count_offset);
+  }
+  void operator()(const DecaysRule& rule) {
+    const auto write = [](std::string* text, const DecaysRule::Point& point) {
+      absl::StrAppend(text, point.time.ToString(), ":", NumberText(point.decay));
+    };
+    Add("decays", absl::StrJoin(rule.points, " ", write));
+    if (rule.shape == DecaysRule::Shape::kLinear) return;
+    Add("decays_shape", kShapes[static_cast<int>(rule.shape)]);
   }
   void operator()(const PowerFunctionRule& rule) {
     Add("sigma_rel", NumberText(rule.sigma_rel));

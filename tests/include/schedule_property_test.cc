@@ -23,6 +23,7 @@ struct PlainDecay {
   // The times in the rule's unit; `n` is the number of this update.
   long double age = 0;
   long double position = 0;
+  const TrainingTime& now;
   long double elapsed = 0;
   long double n = 1;
 
@@ -40,10 +41,30 @@ struct PlainDecay {
   }
   long double operator()(const InverseGammaRule& r) const {
     const long double power = r.power;
-    return Within(r, 1 - std::pow(1 + position / r.inv_gamma, -power));
+    const long double s = position + r.count_offset;
+    return s > 0 ? Within(r, 1 - std::pow(1 + s / r.inv_gamma, -power)) : 0;
   }
   long double operator()(const RampRule& r) const {
-    return Within(r, (1 + position) / (r.ramp + position));
+    const long double s = position + r.count_offset;
+    return s > 0 ? Within(r, (1 + s) / (r.ramp + s)) : 0;
+  }
+  long double operator()(const ExponentialRampRule& r) const {
+    const long double s = position + r.count_offset;
+    return s > 0 ? r.max_decay * (1 - std::exp(-s / r.exp_ramp)) : 0;
+  }
+  long double operator()(const DecaysRule& r) const {
+    const long double time = *now.Get(r.points[0].time.unit);
+    if (time <= r.points[0].time.value) return r.points[0].decay;
+    for (size_t i = 1; i < r.points.size(); ++i) {
+      const long double a = r.points[i - 1].time.value;
+      const long double b = r.points[i].time.value;
+      if (time > b) continue;
+      const long double share = (time - a) / (b - a);
+      const bool is_cosine = r.shape == DecaysRule::Shape::kCosine;
+      const long double part = is_cosine ? (1 - std::cos(std::acos(-1.0L) * share)) / 2 : share;
+      return (1 - part) * r.points[i - 1].decay + part * r.points[i].decay;
+    }
+    return r.points.back().decay;
   }
   long double operator()(const PowerFunctionRule& r) const {
     const long double total = age + r.age_offset;
@@ -54,7 +75,6 @@ struct PlainDecay {
 
   template <typename Rule>
   long double Within(const Rule& r, long double d) const {
-    if (position <= 0) return 0;
     return std::clamp<long double>(d, r.min_decay, r.max_decay);
   }
 };
@@ -96,7 +116,8 @@ double ExpectedWeight(const Schedule& schedule, const Schedule::State& state,
   if (situation.is_first || !situation.has_started) return 1;
   const bool is_same_unit = options.start.value == 0 || options.start.unit == unit;
   const bool is_warm_up = std::holds_alternative<InverseGammaRule>(options.rule) ||
-                          std::holds_alternative<RampRule>(options.rule);
+                          std::holds_alternative<RampRule>(options.rule) ||
+                          std::holds_alternative<ExponentialRampRule>(options.rule);
   // The position of a warm-up says by itself when copies end.
   const bool has_no_last_copy =
       is_warm_up && options.before_start == BeforeStart::kCopy && options.start.unit == unit;
@@ -107,6 +128,7 @@ double ExpectedWeight(const Schedule& schedule, const Schedule::State& state,
   const double age = *now.Get(unit) - began;
   const PlainDecay decay{.age = age,
                          .position = is_same_unit ? age - 1 : age,
+                         .now = now,
                          .elapsed = *now.Get(unit) - *state.last_update->Get(unit),
                          .n = static_cast<long double>(state.averaged_count + 1)};
   return static_cast<double>(1 - std::visit(decay, options.rule));

@@ -83,7 +83,8 @@ inline TrainingDuration RandomDuration(Random& random, int64_t most_batches) {
 inline Schedule::Rule RandomRule(Random& random) {
   const double low = OneIn(random, 2) ? 0 : RandomReal(random, 0, 0.5);
   const double high = OneIn(random, 2) ? 0.9999 : RandomReal(random, 0.5, 1);
-  switch (RandomInt(random, 0, 6)) {
+  const double offset = OneIn(random, 2) ? 0 : static_cast<double>(RandomInt(random, 1, 5));
+  switch (RandomInt(random, 0, 8)) {
     case 0: {
       HalfLifeRule rule{RandomDuration(random, 2000)};
       if (OneIn(random, 3)) rule.ramp_ratio = RandomReal(random, 0.01, 2);
@@ -97,9 +98,21 @@ inline Schedule::Rule RandomRule(Random& random) {
       return ConstantDecayRule{OneIn(random, 5) ? 0 : RandomReal(random, 0, 1),
                                static_cast<ConstantDecayRule::ZeroInit>(RandomInt(random, 0, 2))};
     case 2:
-      return InverseGammaRule{RandomReal(random, 0.1, 10), RandomReal(random, 0.3, 2), low, high};
+      return InverseGammaRule{RandomReal(random, 0.1, 10), RandomReal(random, 0.3, 2), low, high,
+                              offset};
     case 3:
-      return RampRule{RandomReal(random, 1, 20), low, high};
+      return RampRule{RandomReal(random, 1, 20), low, high, offset};
+    case 7:
+      return ExponentialRampRule{RandomReal(random, 1, 50), high, offset};
+    case 8: {
+      DecaysRule rule{.shape = static_cast<DecaysRule::Shape>(RandomInt(random, 0, 1))};
+      TrainingDuration time = RandomDuration(random, 500);
+      for (int64_t left = RandomInt(random, 1, 4); left > 0; --left) {
+        rule.points.push_back({time, RandomReal(random, 0, 1)});
+        time.value *= 2;
+      }
+      return rule;
+    }
     case 4:
       return PowerFunctionRule{std::min(kMaxSigmaRel, RandomReal(random, 0.005, 0.3))};
     case 5:

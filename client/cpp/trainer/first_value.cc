@@ -21,7 +21,7 @@ bool CountsUpdates(const Schedule::Rule& rule) {
 std::optional<TimeUnit> AgeUnit(const Schedule& schedule) {
   const Schedule::Rule& rule = schedule.rule();
   if (schedule.is_copy() || std::holds_alternative<ConstantDecayRule>(rule) ||
-      std::holds_alternative<UniformRule>(rule)) {
+      std::holds_alternative<DecaysRule>(rule) || std::holds_alternative<UniformRule>(rule)) {
     return std::nullopt;
   }
   if (const auto* const half_life = std::get_if<HalfLifeRule>(&rule)) {

@@ -20,7 +20,8 @@ absl::Status BadSchedule(std::string_view message);
 std::string NumberText(double value);
 
 inline bool IsWarmUp(const Schedule::Rule& rule) {
-  return std::holds_alternative<InverseGammaRule>(rule) || std::holds_alternative<RampRule>(rule);
+  return std::holds_alternative<InverseGammaRule>(rule) || std::holds_alternative<RampRule>(rule) ||
+         std::holds_alternative<ExponentialRampRule>(rule);
 }
 
 // The update_interval of a schedule without one.

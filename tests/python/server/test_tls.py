@@ -256,7 +256,10 @@ def test_what_the_server_may_reject_is_named(
     foreign = ema_client.Tls(files["ca"], *map(str, make_pair(tmp_path, "foreign", 1)))
     for tls, said in (
         (ema_client.Tls(files["ca"]), "may ask for a client certificate, and none is set"),
-        (foreign, r"may not accept the client certificate .*\(CN = foreign, issued by CN = foreign"),
+        (
+            foreign,
+            r"may not accept the client certificate .*\(CN = foreign, issued by CN = foreign",
+        ),
     ):
         with ema_client.Client(f"emas://{server.address}", timeout_s=5, tls=tls) as client:
             with pytest.raises(ema_client.UnavailableError, match=said):

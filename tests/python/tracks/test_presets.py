@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import ema_client
+import numpy as np
 import pytest
 import torch
 from ema_client import Track
@@ -123,6 +125,71 @@ def test_traces_from_the_weights_before_training(preset, expected):
     assert trace(preset, first=0) == pytest.approx(
         [float(value) for value in expected.split()], abs=1e-6
     )
+
+
+# Decays as the libraries' sources write them, at batch n of 40, and the first n that is pushed.
+FORMULAS = {
+    "ultralytics": (
+        {"preset": "ultralytics", "tau": 5.0},
+        lambda n: 0.9999 * (1 - math.exp(-n / 5)),
+        0,
+    ),
+    "ultralytics-resumed": (
+        {"preset": "ultralytics", "tau": 5, "updates": 7},
+        lambda n: 0.9999 * (1 - math.exp(-(n + 7) / 5)),
+        0,
+    ),
+    "tensorflow": (
+        {"preset": "tensorflow", "decay": 0.6},
+        lambda n: min(0.6, (1 + n) / (10 + n)),
+        0,
+    ),
+    "tensorflow-constant": (
+        {"preset": "tensorflow", "decay": 0.6, "use_num_updates": False},
+        lambda n: 0.6,
+        0,
+    ),
+    # Its momentum at call `steps`, from 0, is (1 - m) * exp(-(1 + steps) / gamma) + m; call 0 copies.
+    "mmengine": (
+        {"preset": "mmengine", "gamma": 5, "momentum": 0.01},
+        lambda n: 1 - (0.99 * math.exp(-n / 5) + 0.01),
+        1,
+    ),
+    "mmengine-constant": (
+        {"preset": "mmengine", "kind": "constant", "momentum": 0.01},
+        lambda n: 0.99,
+        1,
+    ),
+    "byol": (
+        {"preset": "byol", "base_decay": 0.7},
+        lambda n: 1 - (1 - 0.7) * (math.cos(math.pi * n / 40) + 1) / 2,
+        0,
+    ),
+    "mean-teacher": (
+        {"inv_gamma": 1, "power": 1, "max_decay": 0.9, "count_offset": 1},
+        lambda n: min(1 - 1 / (n + 1), 0.9),
+        0,
+    ),
+    "table": (
+        {"decays": {"10ba": 0.2, "20ba": 0.7, "30ba": 0.6}},
+        lambda n: float(np.interp(n, [10, 20, 30], [0.2, 0.7, 0.6])),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("track, decay, first", FORMULAS.values(), ids=FORMULAS.keys())
+def test_decays_are_those_of_the_formulas(track, decay, first):
+    model = torch.nn.Linear(1, 1, bias=False)
+    ema = ema_client.LocalEMA(model, tracks={"ema": track})
+    expected = float(first)
+    for n in range(first, 41):
+        with torch.no_grad():
+            model.weight.fill_(n)
+        ema.update({"batch": n, "dur": n / 40})
+        if n > first:
+            expected = decay(n) * expected + (1 - decay(n)) * n
+        assert float(ema.weights()["weight"]) == pytest.approx(expected, rel=1e-5, abs=1e-6), n
 
 
 def test_default_first_average_of_ema_pytorch():

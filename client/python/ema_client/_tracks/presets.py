@@ -429,7 +429,81 @@ def _edm2_traditional(
     )
 
 
+def _ultralytics(
+    *, decay: float = 0.9999, tau: float = 2000, updates: int = 0, model: Any = None
+) -> dict[str, Any]:
+    """ultralytics.utils.torch_utils.ModelEMA: decay * (1 - exp(-n / tau))."""
+    _at_default(model=(model, None))
+    return dict(
+        exp_ramp=_above_zero("tau", tau, "2000"),
+        max_decay=check_number("decay", decay, "0.9999"),
+        count_offset=1 + check_count("updates", updates, "0", least=0),
+        update_interval="1ba",
+    )
+
+
+def _tensorflow(*, decay: float = 0.9999, use_num_updates: bool = True) -> dict[str, Any]:
+    """min(decay, (1 + n) / (10 + n)), n = 1, 2, ...; the arguments are torch_ema's."""
+    decay = check_number("decay", decay, "0.9999", below=1)
+    if not check_flag("use_num_updates", use_num_updates):
+        return dict(smoothing=decay, update_interval="1ba", buffers="copy")
+    return dict(ramp=10.0, max_decay=decay, count_offset=1, update_interval="1ba", buffers="copy")
+
+
+def _mmengine(
+    *,
+    momentum: float = 0.0002,
+    gamma: float = 2000,
+    interval: int = 1,
+    device: Any = None,
+    update_buffers: bool = False,
+) -> dict[str, Any]:
+    """mmengine.model.ExpMomentumEMA: 1 - momentum at the end, by (1 - exp(-n / gamma))."""
+    return dict(
+        exp_ramp=_above_zero("gamma", gamma, "2000"),
+        max_decay=1 - check_number("momentum", momentum, "0.0002"),
+        count_offset=1,
+        **_mmengine_updates(interval, device, update_buffers),
+    )
+
+
+def _mmengine_constant(
+    *,
+    momentum: float = 0.0002,
+    interval: int = 1,
+    device: Any = None,
+    update_buffers: bool = False,
+) -> dict[str, Any]:
+    """mmengine.model.ExponentialMovingAverage: a constant decay of 1 - momentum."""
+    return dict(
+        smoothing=1
+        - _above_zero("momentum", check_number("momentum", momentum, "0.0002"), "0.0002"),
+        **_mmengine_updates(interval, device, update_buffers),
+    )
+
+
+def _mmengine_updates(interval: int, device: Any, update_buffers: bool) -> dict[str, Any]:
+    _at_default(device=(device, None))
+    return dict(
+        update_interval=f"{check_count('interval', interval, '1')}ba",
+        interval_phase=1,
+        buffers="average" if check_flag("update_buffers", update_buffers) else "copy",
+    )
+
+
+def _byol(*, base_decay: float = 0.996, final_decay: float = 1.0) -> dict[str, Any]:
+    """1 - (1 - base_decay) * (cos(pi * k / K) + 1) / 2 at step k of K, as BYOL and DINO."""
+    base = check_number("base_decay", base_decay, "0.996")
+    final = check_number("final_decay", final_decay, "1.0")
+    return dict(
+        decays=f"0dur:{base!r} 1dur:{final!r}", decays_shape="cosine", update_interval="1ba"
+    )
+
+
 _PRESETS: dict[str, _Preset] = {
+    "byol": _byol,
+    "tensorflow": _tensorflow,
+    "ultralytics": _ultralytics,
     "composer": _composer,
     "ema_pytorch": ema_pytorch,
     "diffusers": _diffusers,
@@ -438,6 +512,7 @@ _PRESETS: dict[str, _Preset] = {
 }
 # By preset: the argument that selects a variant, its default, and the variants.
 _VARIANTS: dict[str, tuple[str, str, dict[str, _Preset]]] = {
+    "mmengine": ("kind", "exp", {"exp": _mmengine, "constant": _mmengine_constant}),
     "timm": ("version", "v3", {"v2": _timm_v2, "v3": _timm_v3}),
     "torch": ("kind", "ema", {"ema": _torch_ema, "swa": _torch_swa}),
     "edm2": ("kind", "power", {"power": _edm2_power, "traditional": _edm2_traditional}),

@@ -35,8 +35,10 @@ class Track:
       and ramp_ratio * age.
     - smoothing: `d = smoothing` at every update.
     - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, where `s` is the time since the start, in the
-      unit of the interval, minus one.
+      unit of the interval, minus one, plus count_offset.
     - ramp: `d = (1 + s) / (ramp + s)`.
+    - exp_ramp: `d = max_decay * (1 - exp(-s / exp_ramp))`.
+    - decays: `d` at points of the training time, and between them.
     - sigma_rel: `d = (1 - elapsed / age)^(gamma + 1)`, the power-function profile of that width.
     - uniform: the mean of all updates since the start.
     - copy: the latest weights as they are.
@@ -50,7 +52,13 @@ class Track:
             is removed).
         inv_gamma, power: of the warm-up by inv_gamma; power's default is 2/3.
         ramp: of the warm-up `(1 + s) / (ramp + s)`, such as 10.
+        exp_ramp: of the warm-up with exp, such as 2000.
         min_decay, max_decay: limits of a warm-up's decay; the defaults are 0 and 0.9999.
+        count_offset: added to `s` of a warm-up: 1 for libraries whose first update, of the weights
+            from before training, has `s` = 1; default 0.
+        decays: decays by training time, such as {"0ba": 0.9, "1000ba": 0.999} or
+            "0dur:0.996 1dur:1"; constant before the first and after the last.
+        decays_shape: between them: "linear" (the default) or "cosine" (BYOL, DINO).
         sigma_rel: relative width of the profile, above 0 and at most 1/sqrt(12).
         age_offset: added to the time since the start, in the interval's unit; default 0.
         uniform, copy: True selects this rule.
@@ -91,6 +99,10 @@ class Track:
     min_decay: float | None = None
     max_decay: float | None = None
     ramp: float | None = None
+    exp_ramp: float | None = None
+    count_offset: float | None = None
+    decays: Mapping[str, float] | str | None = None
+    decays_shape: str | None = None
     sigma_rel: float | None = None
     age_offset: float | None = None
     uniform: bool | None = None
@@ -102,7 +114,10 @@ class Track:
     snapshot_interval: str | None = None
 
     def __post_init__(self) -> None:
-        # One form of the rules: equal tracks compare equal, and have a hash.
+        # One form of the decays and the rules: equal tracks compare equal, and have a hash.
+        if isinstance(self.decays, Mapping):
+            points = (f"{time}:{decay}" for time, decay in self.decays.items())
+            object.__setattr__(self, "decays", " ".join(points))
         object.__setattr__(self, "tensor_rules", _rules(self.tensor_rules))
 
     @property
@@ -116,8 +131,8 @@ class Track:
         With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third
         call. Differences from every library: integer and bool tensors are copied, tied ones are
         averaged once, and the first push is the first value, unless weights from before training
-        are pushed at batch 0 (with which timm's ModelEmaV2, optax.incremental_update and EDM2's
-        TraditionalEMA begin). Further differences:
+        are pushed at batch 0 (with which timm's ModelEmaV2, optax.incremental_update, EDM2's
+        TraditionalEMA, ultralytics, tensorflow and byol begin). Further differences:
 
         - composer: the first update averages the fresh copy with itself, and does not change it
           (Composer rounds it). An ema_start in another unit than update_interval counts from the
@@ -135,9 +150,15 @@ class Track:
         - optax: for ema(debias), the share of the zeros is computed in float64 (in float32, at
           decay 0.9999, its fourth digit is wrong). periodic_update also takes the first push.
         - edm2: trained images are the samples ("sp"), which `time` must count. Buffers are copied.
+        - ultralytics: ModelEMA. tensorflow: the decay of tf.train.ExponentialMovingAverage with
+          num_updates, of torch_ema and of LitEma, whose `num_updates` is 1 at batch 1.
+        - mmengine: ExpMomentumEMA; with kind="constant" ExponentialMovingAverage.
+        - byol: the cosine of BYOL and DINO from base_decay to final_decay. `time` must count "dur",
+          the share of the whole training.
 
         Args:
-            name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2" or "karras".
+            name: "composer", "ema_pytorch", "diffusers", "timm", "torch", "optax", "edm2", "karras",
+                "ultralytics", "tensorflow", "mmengine" or "byol".
             arguments: under the names and with the defaults of the library's class or function. If
                 a library has several, `version="v2"` selects timm's ModelEmaV2 (else ModelEmaV3),
                 `kind="swa"` torch's mean of all updates (else get_ema_multi_avg_fn's),
@@ -215,7 +236,7 @@ TrackLike = Union[str, Track, Mapping[str, Any]]
 
 # The fields of a schedule, by the way in which a value becomes text.
 _DURATIONS = ("half_life", "update_interval", "ema_start", "ema_end")
-_WORDS = ("before_start", "zero_init")
+_WORDS = ("before_start", "zero_init", "decays", "decays_shape")
 _FLAGS = ("debias", "uniform", "copy")
 _NUMBERS = (
     "smoothing",
@@ -225,6 +246,8 @@ _NUMBERS = (
     "min_decay",
     "max_decay",
     "ramp",
+    "exp_ramp",
+    "count_offset",
     "sigma_rel",
     "age_offset",
 )
@@ -232,7 +255,13 @@ _NUMBERS = (
 WHOLE_TRACK = ("tensor_rules", "buffers", "compensated", "paused", "snapshot_interval")
 _DEFAULT_HALF_LIFE = "1000ba"
 # Fields of rules other than half_life, including those that do not choose the rule.
-_OTHER_RULES = frozenset(_NUMBERS) | {"zero_init", "uniform", "copy"}
+_OTHER_RULES = frozenset(_NUMBERS) | {
+    "zero_init",
+    "decays",
+    "decays_shape",
+    "uniform",
+    "copy",
+}
 _FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Track))
 _DEFAULT_TRACK = Track()
 
@@ -376,6 +405,8 @@ _EXAMPLES = {
     "min_decay": "0.0",
     "max_decay": "0.9999",
     "ramp": "10.0",
+    "exp_ramp": "2000.0",
+    "count_offset": "1.0",
     "sigma_rel": "0.05",
     "age_offset": "1.0",
     "interval_phase": "1",
