@@ -5,13 +5,16 @@
 #include <netinet/in.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <limits>
+#include <functional>
+#include <optional>
 #include <system_error>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -20,7 +23,6 @@
 #include "absl/strings/str_split.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/socket_address.h"
-#include "server/ops/byte_count.h"
 
 namespace ema {
 namespace {
@@ -39,6 +41,7 @@ bool IsKubernetesVariable(std::string_view name) {
   return rest.empty() || (rest.size() > 1 && rest[0] == '_' && absl::ascii_isdigit(rest[1]));
 }
 
+constexpr int64_t kBlockGranule = 4096;
 constexpr int64_t kMostSteps = int64_t{1} << 62;
 // gRPC counts milliseconds in an int.
 constexpr absl::Duration kMostOfTransport = absl::Hours(24);
@@ -47,7 +50,7 @@ absl::Status Bad(const std::string& text, const std::string& problem) {
   return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" ", problem));
 }
 
-// Of a text: OK, or as Option::set.
+// INVALID_ARGUMENT: names the text and what is expected, not the option.
 using Check = std::function<absl::Status(const std::string&)>;
 
 absl::Status Anything(const std::string&) { return absl::OkStatus(); }
@@ -91,124 +94,156 @@ absl::Status CheckHttpListen(const std::string& text) {
   return Bad(text, "is not host:port, such as 127.0.0.1:8080 or [::]:0");
 }
 
-struct Bounds {
-  int64_t least = 0;
-  int64_t most = int64_t{1} << 20;
+// An integer without a unit.
+std::optional<int64_t> ParseCount(const std::string& text) {
+  int64_t count = 0;
+  const char* const end = text.data() + text.size();
+  const std::from_chars_result result = std::from_chars(text.data(), end, count);
+  if (result.ec != std::errc() || result.ptr != end) return std::nullopt;
+  return count;
+}
+
+std::string FormatCount(int64_t count) { return absl::StrCat(count); }
+
+// Units are powers of 1024: "4G", "4GiB" and "4gb" are the same.
+std::optional<int64_t> ParseBytes(const std::string& text) {
+  std::string bytes = text;
+  try {
+    if (!CLI::AsSizeValue(/*kb_is_1000=*/false)(bytes).empty()) return std::nullopt;
+  } catch (const CLI::ValidationError&) {
+    return std::nullopt;
+  }
+  return ParseCount(bytes);
+}
+
+// In the largest unit that gives a whole number: "8MiB", "5000000000".
+std::string FormatBytes(int64_t bytes) {
+  constexpr std::string_view kUnits = "KMGT";
+  size_t unit = 0;  // How many of kUnits have been divided away.
+  for (; bytes > 0 && bytes % 1024 == 0 && unit < kUnits.size(); ++unit) bytes /= 1024;
+  return unit == 0 ? absl::StrCat(bytes)
+                   : absl::StrCat(bytes, std::string(1, kUnits[unit - 1]), "iB");
+}
+
+std::optional<absl::Duration> ParseTime(const std::string& text) {
+  absl::Duration duration;
+  return absl::ParseDuration(text, &duration) ? std::optional(duration) : std::nullopt;
+}
+
+// How a quantity is written.
+template <typename T>
+struct Notation {
+  std::string type_name;  // In --help.
+  std::string noun;       // In errors, with `examples`.
+  std::string examples;
+  std::optional<T> (*parse)(const std::string& text);
+  std::string (*format)(T value);
 };
 
-// Makes the table, a group after the other. Each method adds one option.
+// Declares the options, a group after the other. Each method declares one option.
 class Table {
  public:
+  Table(CLI::App& app, OptionProblems& problems) : app_(app), problems_(problems) {}
+
   void Group(std::string_view name) { group_ = name; }
 
-  Option& Text(const std::string& name, std::string& value, const std::string& type,
-               const std::string& help, Check check = Anything) {
-    Option& option = Add(name, type, help, Option::Kind::kText);
-    option.set = [&value, check = std::move(check)](const std::string& text) {
+  void Text(const std::string& name, std::string& value, const std::string& type,
+            const std::string& help, Check check = Anything) {
+    const auto set = [&value, check = std::move(check)](const std::string& text) {
       EMA_RETURN_IF_ERROR(check(text));
       value = text;
       return absl::OkStatus();
     };
-    option.get = [&value] { return value; };
-    return option;
+    Add(name, type, help, set, [&value] { return value; });
   }
 
-  Option& Texts(const std::string& name, std::vector<std::string>& values, const std::string& type,
-                const std::string& help, Check check) {
-    Option& option = Add(name, type, help, Option::Kind::kList);
-    option.set = [&values, check = std::move(check)](const std::string& text) {
+  // Texts that are separated by commas.
+  void Texts(const std::string& name, std::vector<std::string>& values, const std::string& type,
+             const std::string& help, Check check) {
+    const auto set = [&values, check = std::move(check)](const std::string& text) {
       std::vector<std::string> given = absl::StrSplit(text, ',');
       for (const std::string& element : given) EMA_RETURN_IF_ERROR(check(element));
       values = std::move(given);
       return absl::OkStatus();
     };
-    option.get = [&values] { return absl::StrJoin(values, ","); };
-    return option;
+    Add(name, type, help, set, [&values] {
+      return absl::StrJoin(values, ",");
+    })->expected(CLI::detail::expected_max_vector_size);
   }
 
-  Option& Count(const std::string& name, int64_t& value, const std::string& type, Bounds bounds,
-                const std::string& help) {
-    Option& option = Add(name, type, help, Option::Kind::kNumber);
-    option.set = [&value, bounds](const std::string& text) {
-      int64_t given = 0;
-      const char* const end = text.data() + text.size();
-      const std::from_chars_result result = std::from_chars(text.data(), end, given);
-      if (result.ec != std::errc() || result.ptr != end || given < bounds.least ||
-          given > bounds.most) {
-        return Bad(text,
-                   absl::StrCat("is not an integer from ", bounds.least, " to ", bounds.most));
-      }
-      value = given;
-      return absl::OkStatus();
-    };
-    option.get = [&value] { return absl::StrCat(value); };
-    return option;
-  }
-
-  Option& Bytes(const std::string& name, int64_t& value, Bounds bounds, const std::string& help) {
-    Option& option = Add(name, "BYTES", help, Option::Kind::kText);
-    option.set = [&value, bounds](const std::string& text) {
-      EMA_ASSIGN_OR_RETURN(const int64_t bytes, ParseByteCount(text));
-      if (bytes < bounds.least || bytes > bounds.most) {
-        const std::string from = FormatByteCount(bounds.least);
-        if (bounds.most == std::numeric_limits<int64_t>::max()) {
-          return Bad(text, absl::StrCat("is less than ", from));
-        }
-        return Bad(text, absl::StrCat("is not from ", from, " to ", FormatByteCount(bounds.most)));
-      }
-      value = bytes;
-      return absl::OkStatus();
-    };
-    option.get = [&value] { return FormatByteCount(value); };
-    return option;
-  }
-
-  Option& Duration(const std::string& name, absl::Duration& value, absl::Duration least,
-                   const std::string& help, absl::Duration most = absl::Hours(24 * 365)) {
-    Option& option = Add(name, "DURATION", help, Option::Kind::kText);
-    option.set = [&value, least, most](const std::string& text) {
-      absl::Duration given;
-      if (!absl::ParseDuration(text, &given) || given < least || given > most) {
-        return Bad(text,
-                   absl::StrCat("is not a duration from ", absl::FormatDuration(least), " to ",
-                                absl::FormatDuration(most), ", such as 30s or 1m30s"));
-      }
-      value = given;
-      return absl::OkStatus();
-    };
-    option.get = [&value] { return absl::FormatDuration(value); };
-    return option;
-  }
-
-  Option& Switch(const std::string& name, bool& value, const std::string& help) {
-    Option& option = Add(name, "", help, Option::Kind::kSwitch);
-    option.set = [&value](const std::string& text) {
+  // As a flag it may stand alone.
+  void Switch(const std::string& name, bool& value, const std::string& help) {
+    const auto set = [&value](const std::string& text) {
       if (!absl::SimpleAtob(text, &value)) return Bad(text, "is neither true nor false");
       return absl::OkStatus();
     };
-    option.get = [&value] { return value ? "true" : "false"; };
-    return option;
+    Add(name, "", help, set, [&value] { return value ? "true" : "false"; })
+        ->type_size(0)
+        ->expected(0)
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
 
-  std::vector<Option> Take() { return std::move(options_); }
+  void Count(const std::string& name, int64_t& value, int64_t least, const std::string& help,
+             int64_t most = int64_t{1} << 20) {
+    Quantity<int64_t>(name, value, {"N", "an integer", "", ParseCount, FormatCount}, least, most,
+                      help);
+  }
+
+  void Bytes(const std::string& name, int64_t& value, int64_t least, const std::string& help,
+             int64_t most = int64_t{1} << 62) {
+    Quantity<int64_t>(
+        name, value,
+        {"BYTES", "a number of bytes", ", such as 1048576, 512M or 4G", ParseBytes, FormatBytes},
+        least, most, help);
+  }
+
+  void Duration(const std::string& name, absl::Duration& value, absl::Duration least,
+                const std::string& help, absl::Duration most = absl::Hours(24 * 365)) {
+    Quantity<absl::Duration>(
+        name, value,
+        {"DURATION", "a duration", ", such as 30s or 1m30s", ParseTime, absl::FormatDuration},
+        least, most, help);
+  }
 
  private:
-  Option& Add(const std::string& name, const std::string& type, const std::string& help,
-              Option::Kind kind) {
-    Option& option = options_.emplace_back();
-    option.name = name;
-    option.group = group_;
-    option.type_name = type;
-    option.help = help;
-    option.kind = kind;
-    return option;
+  template <typename T>
+  void Quantity(const std::string& name, T& value, const Notation<T>& notation, T least, T most,
+                const std::string& help) {
+    const auto set = [&value, notation, least, most](const std::string& text) {
+      const std::optional<T> given = notation.parse(text);
+      if (!given.has_value() || *given < least || *given > most) {
+        return Bad(text, absl::StrCat("is not ", notation.noun, " from ", notation.format(least),
+                                      " to ", notation.format(most), notation.examples));
+      }
+      value = *given;
+      return absl::OkStatus();
+    };
+    Add(name, notation.type_name, help, set,
+        [&value, format = notation.format] { return format(value); });
   }
 
-  std::vector<Option> options_;
+  CLI::Option* Add(const std::string& name, const std::string& type, const std::string& help,
+                   Check set, std::function<std::string()> get) {
+    const CLI::callback_t callback = [&problems = problems_, name,
+                                      set = std::move(set)](const CLI::results_t& given) {
+      const absl::Status status = set(absl::StrJoin(given, ","));
+      if (!status.ok()) {
+        problems.texts.push_back(
+            absl::StrCat(problems.place, name, ": ", std::string(status.message())));
+      }
+      return true;
+    };
+    const std::string variable = absl::StrReplaceAll(absl::AsciiStrToUpper(name), {{"-", "_"}});
+    return app_.add_option("--" + name, callback, help, /*defaulted=*/true, std::move(get))
+        ->type_name(type)
+        ->envname(absl::StrCat(std::string(kVariablePrefix), variable))
+        ->group(group_);
+  }
+
+  CLI::App& app_;
+  OptionProblems& problems_;
   std::string group_;
 };
-
-constexpr int64_t kAnyBytes = std::numeric_limits<int64_t>::max();
 
 void AddAddresses(Table& table, ServerOptions& o) {
   table.Group("Addresses");
@@ -257,22 +292,13 @@ void AddDevice(Table& table, ServerOptions& o) {
              "Where the averages are kept: cpu, a GPU such as cuda:0, or auto, which takes "
              "the first GPU that this build supports, or cpu if there is none",
              CheckDevice);
-  table.Bytes("memory-bytes", o.memory_bytes, {0, kAnyBytes},
+  table.Bytes("memory-bytes", o.memory_bytes, 0,
               "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's memory "
               "that is left after the server's other parts");
-  table.Count("threads", o.thread_count, "N", {0, 1024},
-              "Threads that serve RPCs. 0: half of the processors, at least 1");
-  Option& block = table.Bytes("block-bytes", o.block_bytes, {}, "Size of a block of weights");
-  block.is_hidden = true;
-  block.set = [&value = o.block_bytes](const std::string& text) {
-    constexpr int64_t kGranule = 4096;
-    const absl::StatusOr<int64_t> bytes = ParseByteCount(text);
-    if (!bytes.ok() || *bytes <= 0 || *bytes % kGranule != 0) {
-      return Bad(text, absl::StrCat("is not a multiple of ", kGranule, " bytes"));
-    }
-    value = *bytes;
-    return absl::OkStatus();
-  };
+  table.Count("threads", o.thread_count, 0,
+              "Threads that serve RPCs. 0: half of the processors, at least 1", 1024);
+  table.Group("");  // Not in --help.
+  table.Bytes("block-bytes", o.block_bytes, kBlockGranule, "Size of a block of weights");
 }
 
 void AddCheckpoints(Table& table, ServerOptions& o) {
@@ -280,29 +306,31 @@ void AddCheckpoints(Table& table, ServerOptions& o) {
   table.Text("data-dir", o.data_dir, "DIR",
              "Directory for checkpoints, for one server only. It is created if it does not "
              "exist. Empty: no checkpoints");
-  table.Count("save-every-commits", o.save_every_commits, "N", {},
+  table.Count("save-every-commits", o.save_every_commits, 0,
               "Save a model automatically N commits after its last save. 0: disabled");
   table.Duration("save-every", o.save_every, absl::ZeroDuration(),
                  "Save a model automatically this long after its last save, if it has new "
                  "commits. 0: disabled");
-  table.Count("save-step-multiple", o.save_step_multiple, "STEPS", {0, kMostSteps},
+  table.Count("save-step-multiple", o.save_step_multiple, 0,
               "Save a model automatically when its step has reached a multiple of this "
-              "number. 0: disabled");
-  table.Count("keep-last", o.keep_last, "N", {.least = 1},
+              "number. 0: disabled",
+              kMostSteps);
+  table.Count("keep-last", o.keep_last, 1,
               "Keep the newest N checkpoints of each model. Those with a label or a KEEP file "
               "are always kept");
-  table.Count("keep-every-steps", o.keep_every_steps, "STEPS", {0, kMostSteps},
-              "Also keep the checkpoints whose step is a multiple of this number. 0: disabled");
+  table.Count("keep-every-steps", o.keep_every_steps, 0,
+              "Also keep the checkpoints whose step is a multiple of this number. 0: disabled",
+              kMostSteps);
   table.Duration("scrub-interval", o.scrub_interval, absl::ZeroDuration(),
                  "Re-read every checkpoint at this interval, to find corrupt bytes. 0: never");
-  table.Bytes("max-file-bytes", o.max_file_bytes, {1, kAnyBytes},
+  table.Bytes("max-file-bytes", o.max_file_bytes, 1,
               "Largest size of the weights in one file of a checkpoint. A larger track is "
               "split into several files, in the format of Hugging Face");
 }
 
 void AddStatistics(Table& table, ServerOptions& o) {
   table.Group("Statistics");
-  table.Count("statistics-every-commits", o.statistics_every_commits, "N", {},
+  table.Count("statistics-every-commits", o.statistics_every_commits, 0,
               "Every N commits of a model, compute the norms of its averages and their distances "
               "from the raw weights, in the background. The computation pins one version, as a "
               "reader does. 0: only on request");
@@ -310,28 +338,29 @@ void AddStatistics(Table& table, ServerOptions& o) {
 
 void AddLimits(Table& table, ServerOptions& o) {
   table.Group(kLimits);
-  table.Count("max-push-streams", o.limits.max_push_streams, "N", {.least = 1},
+  table.Count("max-push-streams", o.limits.max_push_streams, 1,
               "Maximum number of concurrent push streams");
-  table.Count("max-pull-streams", o.limits.max_pull_streams, "N", {.least = 1},
+  table.Count("max-pull-streams", o.limits.max_pull_streams, 1,
               "Maximum number of concurrent pull streams");
-  table.Count("max-watch-streams", o.limits.max_watch_streams, "N", {.least = 1},
+  table.Count("max-watch-streams", o.limits.max_watch_streams, 1,
               "Maximum number of concurrent watches");
-  table.Count("max-sessions", o.max_sessions, "N", {.least = 1},
+  table.Count("max-sessions", o.max_sessions, 1,
               "Maximum number of steps that are being pushed, over all models; each model has "
               "at most one");
-  table.Count("max-connections", o.limits.max_connections, "N", {.least = 1},
+  table.Count("max-connections", o.limits.max_connections, 1,
               "Maximum number of open connections over TCP, and separately over unix sockets");
-  table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, "N", {.least = 1},
+  table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, 1,
               "Maximum number of concurrent calls on one connection");
-  table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second,
-              {0, int64_t{1} << 40},
+  table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second, 0,
               "When a reader needs a pin (max_pinned_versions), end the pulls that are slower than "
-              "this, of the oldest version that has any. 0: end none");
-  table.Bytes("max-message-bytes", o.limits.max_message_bytes, {int64_t{5} << 20, int64_t{1} << 30},
-              "Largest message that the server accepts. Clients send up to 4 MiB and a header");
-  table.Bytes("max-metadata-bytes", o.limits.max_metadata_bytes,
-              {int64_t{1} << 10, int64_t{1} << 20}, "Largest size of the headers of a call");
-  table.Count("max-models", o.max_models, "N", {.least = 1}, "Maximum number of models");
+              "this, of the oldest version that has any. 0: end none",
+              int64_t{1} << 40);
+  table.Bytes("max-message-bytes", o.limits.max_message_bytes, int64_t{5} << 20,
+              "Largest message that the server accepts. Clients send up to 4 MiB and a header",
+              int64_t{1} << 30);
+  table.Bytes("max-metadata-bytes", o.limits.max_metadata_bytes, int64_t{1} << 10,
+              "Largest size of the headers of a call", int64_t{1} << 20);
+  table.Count("max-models", o.max_models, 1, "Maximum number of models");
 }
 
 void AddTimeLimits(Table& table, ServerOptions& o) {
@@ -393,12 +422,6 @@ bool IsLocal(const std::string& listen) {
 
 }  // namespace
 
-std::string EnvironmentName(std::string_view option) {
-  const std::string name =
-      absl::StrCat(std::string(kVariablePrefix), absl::AsciiStrToUpper(std::string(option)));
-  return absl::StrReplaceAll(name, {{"-", "_"}});
-}
-
 std::vector<std::string> EmaVariables() {
   std::vector<std::string> names;
   for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
@@ -412,8 +435,8 @@ std::vector<std::string> EmaVariables() {
   return names;
 }
 
-std::vector<Option> OptionTable(ServerOptions& options) {
-  Table table;
+void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems) {
+  Table table(app, problems);
   AddAddresses(table, options);
   AddSecurity(table, options);
   AddDevice(table, options);
@@ -422,7 +445,6 @@ std::vector<Option> OptionTable(ServerOptions& options) {
   AddLimits(table, options);
   AddTimeLimits(table, options);
   AddLogging(table, options);
-  return table.Take();
 }
 
 std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
@@ -444,6 +466,10 @@ std::vector<std::string> OptionConflicts(const ServerOptions& options) {
   }
   if (!options.tls_client_ca.empty() && options.tls_cert.empty()) {
     problems.emplace_back("--tls-client-ca: given without --tls-cert and --tls-key");
+  }
+  if (options.block_bytes % kBlockGranule != 0) {
+    problems.push_back(
+        absl::StrCat("--block-bytes: ", options.block_bytes, " is no multiple of ", kBlockGranule));
   }
   if (HasAuthentication(options) || options.allow_unauthenticated) return problems;
   for (const std::string& listen : options.listen) {

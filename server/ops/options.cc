@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/options.h"
 
+#include <toml++/toml.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
-#include <map>
+#include <iterator>
 #include <sstream>
 #include <string_view>
 #include <thread>
 #include <utility>
 
+#include "absl/algorithm/container.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -19,268 +23,227 @@
 #include "absl/strings/str_split.h"
 #include "server/base/nearest_name.h"
 #include "server/base/quoted.h"
-#include "server/ops/config_file.h"
+#include "server/base/small_file.h"
 #include "server/ops/option_table.h"
 
 namespace ema {
 namespace {
 
 constexpr int kUsageExitCode = 2;
-constexpr char kConfigVariable[] = "EMA_CONFIG";
+// The group of the options that are not in ServerOptions, such as --config.
+constexpr char kConfiguration[] = "Configuration";
 
 // What clients read, and the server does not; they may share its environment.
 constexpr std::array<std::string_view, 4> kClientVariables = {"EMA_SERVER", "EMA_TLS_CA",
                                                               "EMA_TOKEN", "EMA_TOKEN_FILE"};
 
-std::string Variable(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
+// Those of ServerOptions.
+std::vector<CLI::Option*> Settings(CLI::App& app) {
+  return app.get_options(
+      [](const CLI::Option* option) { return option->get_group() != kConfiguration; });
 }
 
-// `; did you mean "max-models"?`, or nothing if `name` resembles none of `names`.
-std::string Suggestion(const std::string& name, const std::vector<std::string>& names) {
-  const std::string_view nearest =
-      NearestName(name, names, [](const std::string& known) { return std::string_view(known); });
-  if (SharedEnds(name, nearest) * 2 < name.size()) return "";
-  return absl::StrCat("; did you mean \"", std::string(nearest), "\"?");
+bool IsNumber(const CLI::Option& option) { return option.get_type_name() == "N"; }
+
+// `"max-modles" is not an option`, and the one of `options` that resembles it, if one does.
+// `dashes`: what names begin with here.
+std::string NotAnOption(const std::string& given, const std::string& dashes,
+                        const std::vector<CLI::Option*>& options) {
+  const std::string name = absl::StrReplaceAll(given.substr(dashes.size()), {{"_", "-"}});
+  const std::string nearest(NearestName(name, options, [](const CLI::Option* option) {
+    return std::string_view(option->get_single_name());
+  }));
+  std::string text = absl::StrCat(Quoted(given), " is not an option");
+  if (SharedEnds(name, nearest) * 2 < name.size()) return text;
+  return absl::StrCat(text, "; did you mean \"", dashes, nearest, "\"?");
 }
 
-// One reading of all options, from the weakest source to the strongest.
-class OptionReader {
- public:
-  explicit OptionReader(ServerOptions& options) : table_(OptionTable(options)) {
-    for (const Option& option : table_) names_.push_back(option.name);
+// The arguments, the last one first, as CLI11 takes them.
+std::vector<std::string> Reversed(int argc, const char* const* argv) {
+  std::vector<std::string> arguments;
+  for (int i = argc - 1; i > 0; --i) {
+    std::string argument = argv[i];
+    // "--data-dir=" would take the next argument for its value.
+    if (argument.starts_with("--") && argument.find('=') == argument.size() - 1) {
+      arguments.emplace_back();
+      argument.pop_back();
+    }
+    arguments.push_back(std::move(argument));
   }
+  return arguments;
+}
 
-  const std::vector<Option>& table() const { return table_; }
-  const std::vector<std::string>& problems() const { return problems_; }
+// The text that the flag would have. INVALID_ARGUMENT: no option can have the value.
+absl::StatusOr<std::string> FlagText(const toml::node& node) {
+  if (const auto* const text = node.as_string()) return text->get();
+  if (const auto* const number = node.as_integer()) return absl::StrCat(number->get());
+  if (const auto* const truth = node.as_boolean()) return truth->get() ? "true" : "false";
+  if (const auto* const array = node.as_array();
+      array != nullptr && (array->empty() || array->is_homogeneous<std::string>())) {
+    std::vector<std::string> texts;
+    for (const toml::node& element : *array) texts.push_back(element.as_string()->get());
+    return absl::StrJoin(texts, ",");
+  }
+  if (node.is_table()) {
+    return absl::InvalidArgumentError(
+        "is a table; expected an option outside of any table, such as max-models = 64");
+  }
+  std::ostringstream kind;
+  kind << node.type();
+  return absl::InvalidArgumentError(
+      absl::StrCat("is of the TOML type ", kind.str(),
+                   "; expected text, an integer, true or false, or an array of text"));
+}
 
-  void AddProblem(std::string problem) { problems_.push_back(std::move(problem)); }
-
-  void ReadFile(const std::string& path) {
-    const absl::StatusOr<std::vector<ConfigEntry>> entries = ReadConfigFile(path);
-    if (!entries.ok()) return AddProblem(std::string(entries.status().message()));
-    for (const ConfigEntry& entry : *entries) {
-      const std::string where = absl::StrCat(path, ":", entry.line);
-      const auto option = std::find(names_.begin(), names_.end(), entry.key);
-      if (option == names_.end()) {
-        const std::string as_key = absl::StrReplaceAll(entry.key, {{"_", "-"}});
-        AddProblem(absl::StrCat(where, ": ", Quoted(entry.key), " is not an option",
-                                Suggestion(as_key, names_)));
-      } else if (!entry.problem.empty()) {
-        AddProblem(absl::StrCat(where, ": ", entry.key, ": ", entry.problem));
-      } else {
-        Set(table_[option - names_.begin()], entry.value, absl::StrCat(where, ": ", entry.key),
-            absl::StrCat("file, line ", entry.line));
-      }
+// Sets what neither a flag nor the environment has set. The file is TOML 1.0 with one key for each
+// option and no tables, of at most 1 MiB.
+void ReadFile(const std::string& path, CLI::App& app, OptionProblems& problems) {
+  constexpr int64_t kMaxBytes = 1 << 20;
+  const absl::StatusOr<std::string> content = ReadSmallFile(path, kMaxBytes);
+  if (!content.ok()) {
+    problems.texts.push_back(absl::StrCat(path, ": ", content.status().message()));
+    return;
+  }
+  const toml::parse_result parsed = toml::parse(*content, path);
+  if (!parsed) {
+    problems.texts.push_back(
+        absl::StrCat(path, ":", parsed.error().source().begin.line,
+                     ": not TOML: ", std::string(parsed.error().description())));
+    return;
+  }
+  const std::vector<CLI::Option*> settings = Settings(app);
+  for (const auto& [toml_key, node] : parsed.table()) {
+    const std::string key(toml_key.str());
+    problems.place = absl::StrCat(path, ":", toml_key.source().begin.line, ": ");
+    const auto option = absl::c_find_if(
+        settings, [&key](const CLI::Option* other) { return other->get_single_name() == key; });
+    if (option == settings.end()) {
+      problems.texts.push_back(absl::StrCat(problems.place, NotAnOption(key, "", settings)));
+      continue;
+    }
+    const absl::StatusOr<std::string> text = FlagText(node);
+    if (!text.ok()) {
+      problems.texts.push_back(
+          absl::StrCat(problems.place, key, ": ", std::string(text.status().message())));
+    } else if ((*option)->empty()) {
+      (*option)->add_result(*text)->run_callback();
     }
   }
+}
 
-  void ReadEnvironment() {
-    for (const Option& option : table_) {
-      const std::string name = EnvironmentName(option.name);
-      const std::string value = Variable(name.c_str());
-      if (!value.empty()) Set(option, value, name, absl::StrCat("environment, ", name));
-    }
+// "flag", "environment", "file" or "default".
+std::string_view SourceOf(const CLI::App& app, const CLI::Option& option) {
+  if (option.empty()) return "default";
+  if (absl::c_linear_search(app.parse_order(), &option)) return "flag";
+  const char* const variable = std::getenv(option.get_envname().c_str());
+  return variable == nullptr || *variable == '\0' ? "file" : "environment";
+}
+
+std::string TomlString(const std::string& text) {
+  std::ostringstream out;
+  out << toml::toml_formatter{toml::value<std::string>(text), toml::format_flags::none};
+  return out.str();
+}
+
+// The present value.
+std::string TomlValue(const CLI::Option& option) {
+  const std::string text = option.get_default_str();
+  if (IsNumber(option) || option.get_expected_max() == 0) return text;
+  if (option.get_expected_max() == 1) return TomlString(text);
+  std::vector<std::string> elements = absl::StrSplit(text, ',');
+  for (std::string& element : elements) element = TomlString(element);
+  return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
+}
+
+// TOML that ReadFile() reads as the present values.
+std::string ToToml(CLI::App& app) {
+  std::string text = absl::StrCat("# ema-server ", std::string(ServerVersion()), "\n");
+  std::string group;
+  for (CLI::Option* const option : Settings(app)) {
+    if (option->get_group().empty() && option->empty()) continue;  // Hidden.
+    if (group != option->get_group()) absl::StrAppend(&text, "\n# ", option->get_group(), "\n");
+    group = option->get_group();
+    absl::StrAppend(&text, option->get_single_name(), " = ",
+                    TomlValue(*option->capture_default_str()), "  # ",
+                    std::string(SourceOf(app, *option)), "\n");
   }
+  return text;
+}
 
-  void ReadFlag(const Option& option, const std::string& value) {
-    const std::string flag = "--" + option.name;
-    Set(option, value, flag, absl::StrCat("flag, ", flag));
+// For variables that are no option of ours, nor a client's.
+std::vector<LogEvent> UnknownVariables(CLI::App& app) {
+  std::vector<std::string> known(kClientVariables.begin(), kClientVariables.end());
+  for (const CLI::Option* const option : app.get_options({})) {
+    if (!option->get_envname().empty()) known.push_back(option->get_envname());
   }
-
-  void RefuseFlag(const std::string& argument) {
-    const std::string name = argument.substr(0, argument.find('='));
-    if (!name.starts_with("--")) {
-      return AddProblem(
-          absl::StrCat("unexpected argument \"", argument, "\"; options begin with --"));
-    }
-    std::vector<std::string> flags = {"--config", "--print-config", "--help", "--version"};
-    for (const std::string& known : names_) flags.push_back("--" + known);
-    AddProblem(absl::StrCat("\"", name, "\" is not an option",
-                            Suggestion(absl::StrReplaceAll(name, {{"_", "-"}}), flags)));
+  std::vector<LogEvent> events;
+  for (const std::string& name : EmaVariables()) {
+    if (absl::c_linear_search(known, name)) continue;
+    const std::string_view nearest =
+        NearestName(name, known, [](const std::string& other) { return std::string_view(other); });
+    events.push_back({LogLevel::kWarning,
+                      "unknown environment variable",
+                      {{"name", name}, {"nearest", nearest}}});
   }
-
-  // For variables that are no option of ours, nor a client's.
-  std::vector<LogEvent> UnknownVariables() const {
-    std::vector<std::string> known(kClientVariables.begin(), kClientVariables.end());
-    known.emplace_back(kConfigVariable);
-    for (const std::string& name : names_) known.push_back(EnvironmentName(name));
-    std::vector<LogEvent> events;
-    for (const std::string& name : EmaVariables()) {
-      if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-      LogEvent& event = events.emplace_back();
-      event = {LogLevel::kWarning, "unknown environment variable", {{"name", name}}};
-      event.fields.emplace_back("nearest", NearestName(name, known, [](const std::string& other) {
-                                  return std::string_view(other);
-                                }));
-    }
-    return events;
-  }
-
-  // TOML that ReadFile() reads as the same values.
-  std::string ToToml() const {
-    std::string text = absl::StrCat("# ema-server ", std::string(ServerVersion()), "\n");
-    std::string group;
-    for (const Option& option : table_) {
-      const auto source = sources_.find(option.name);
-      if (option.is_hidden && source == sources_.end()) continue;
-      if (group != option.group) absl::StrAppend(&text, "\n# ", option.group, "\n");
-      group = option.group;
-      absl::StrAppend(&text, option.name, " = ", TomlValue(option), "  # ",
-                      source == sources_.end() ? "default" : source->second, "\n");
-    }
-    return text;
-  }
-
- private:
-  // `where`: for errors; `source`: for ToToml().
-  void Set(const Option& option, const std::string& value, const std::string& where,
-           const std::string& source) {
-    const absl::Status status = option.set(value);
-    if (!status.ok()) return AddProblem(absl::StrCat(where, ": ", std::string(status.message())));
-    sources_[option.name] = source;
-  }
-
-  static std::string TomlValue(const Option& option) {
-    switch (option.kind) {
-      case Option::Kind::kNumber:
-      case Option::Kind::kSwitch:
-        return option.get();
-      case Option::Kind::kText:
-        return TomlString(option.get());
-      case Option::Kind::kList:
-        break;
-    }
-    std::vector<std::string> elements = absl::StrSplit(option.get(), ',');
-    for (std::string& element : elements) element = TomlString(element);
-    return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
-  }
-
-  const std::vector<Option> table_;
-  std::vector<std::string> names_;  // Of the table.
-  std::vector<std::string> problems_;
-  std::map<std::string, std::string> sources_;  // By name, of what is not a default.
-};
-
-// The command line, as CLI11 takes it apart.
-class CommandLine {
- public:
-  explicit CommandLine(const std::vector<Option>& table) {
-    app_.set_version_flag("--version", absl::StrCat("ema-server ", std::string(ServerVersion())),
-                          "Print the version and exit");
-    app_.get_formatter()->column_width(36);
-    app_.allow_extras();
-    constexpr char kGroup[] = "Configuration";
-    app_.get_help_ptr()->group(kGroup);
-    app_.get_option("--version")->group(kGroup);
-    config_ = app_.add_option("--config", CLI::callback_t(),
-                              "TOML file with an option on each line, such as max-models = 64")
-                  ->option_text(absl::StrCat("FILE (Env:", kConfigVariable, ")"))
-                  ->group(kGroup);
-    print_config_ = app_.add_flag("--print-config")
-                        ->description(
-                            "Print the value and the source of every option in the format of this "
-                            "file, and exit")
-                        ->group(kGroup);
-    for (const Option& option : table) Add(option);
-  }
-
-  // True: parsed is ready.
-  bool Parse(int argc, const char* const* argv, ParsedOptions& parsed) {
-    // The last argument first, as CLI11 takes them.
-    std::vector<std::string> arguments;
-    for (int i = argc - 1; i > 0; --i) {
-      std::string argument = argv[i];
-      // "--data-dir=" would take the next argument for its value.
-      if (argument.starts_with("--") && argument.find('=') == argument.size() - 1) {
-        arguments.emplace_back();
-        argument.pop_back();
-      }
-      arguments.push_back(std::move(argument));
-    }
-    try {
-      app_.parse(std::move(arguments));
-      return true;
-    } catch (const CLI::ParseError& error) {
-      std::ostringstream out;
-      std::ostringstream problem;
-      parsed.exit_code = app_.exit(error, out, problem) == 0 ? 0 : kUsageExitCode;
-      parsed.should_exit = true;
-      parsed.text = parsed.exit_code == 0 ? out.str() : problem.str();
-      return false;
-    }
-  }
-
-  std::string config_file() const {
-    return config_->count() > 0 ? config_->results().back() : Variable(kConfigVariable);
-  }
-  bool print_config() const { return print_config_->count() > 0; }
-
-  // Gives `reading` what has been parsed.
-  void Read(OptionReader& reader) {
-    for (const Option& option : reader.table()) {
-      const CLI::Option* const flag = flags_[option.name];
-      if (flag->count() > 0) reader.ReadFlag(option, absl::StrJoin(flag->results(), ","));
-    }
-    // What follows an unknown flag may be its value.
-    const std::vector<std::string> others = app_.remaining();
-    if (!others.empty()) reader.RefuseFlag(others.front());
-  }
-
- private:
-  void Add(const Option& option) {
-    const std::string flag = "--" + option.name;
-    CLI::Option* const added =
-        option.kind == Option::Kind::kSwitch ? app_.add_flag(flag) : app_.add_option(flag);
-    added->description(option.help);
-    if (option.kind == Option::Kind::kList) added->expected(CLI::detail::expected_max_vector_size);
-    std::string text = option.type_name;
-    const std::string value = option.get();
-    if (option.kind != Option::Kind::kSwitch && !value.empty()) absl::StrAppend(&text, "=", value);
-    if (option.kind == Option::Kind::kList) absl::StrAppend(&text, " ...");
-    absl::StrAppend(&text, text.empty() ? "" : " ", "(Env:", EnvironmentName(option.name), ")");
-    added->option_text(text)->group(option.is_hidden ? "" : option.group);
-    flags_[option.name] = added;
-  }
-
-  CLI::App app_{
-      "EMA Server: keeps exponential moving averages of a model's weights outside the training "
-      "job.\nEach option can be a flag, the environment variable shown with it, or a line in the "
-      "file of --config; the first of these wins.",
-      "ema-server"};
-  const CLI::Option* config_ = nullptr;
-  const CLI::Option* print_config_ = nullptr;
-  std::map<std::string, const CLI::Option*> flags_;
-};
+  return events;
+}
 
 }  // namespace
 
 ParsedOptions ParseOptions(int argc, const char* const* argv) {
   ParsedOptions parsed;
-  OptionReader reader(parsed.options);
-  CommandLine command_line(reader.table());
-  if (!command_line.Parse(argc, argv, parsed)) return parsed;
-  parsed.config_file = command_line.config_file();
-  if (!parsed.config_file.empty()) reader.ReadFile(parsed.config_file);
-  reader.ReadEnvironment();
-  command_line.Read(reader);
-  if (reader.problems().empty()) {
-    for (std::string& problem : OptionConflicts(parsed.options)) {
-      reader.AddProblem(std::move(problem));
-    }
+  OptionProblems problems;
+  CLI::App app(
+      "EMA Server: keeps exponential moving averages of a model's weights outside the training "
+      "job.\nEach option can be a flag, the environment variable shown with it, or a line in the "
+      "file of --config; the first of these wins.",
+      "ema-server");
+  app.get_formatter()->column_width(36);
+  app.allow_extras();
+  app.get_help_ptr()->group(kConfiguration);
+  app.set_version_flag("--version", absl::StrCat("ema-server ", std::string(ServerVersion())),
+                       "Print the version and exit")
+      ->group(kConfiguration);
+  app.add_option("--config", parsed.config_file,
+                 "TOML file with an option on each line, such as max-models = 64")
+      ->type_name("FILE")
+      ->envname("EMA_CONFIG")
+      ->group(kConfiguration);
+  const CLI::Option* const print_config =
+      app.add_flag("--print-config")
+          ->description(
+              "Print the value and the source of every option in the format of this file, and exit")
+          ->group(kConfiguration);
+  AddOptions(parsed.options, app, problems);
+  try {
+    app.parse(Reversed(argc, argv));
+  } catch (const CLI::ParseError& error) {
+    std::ostringstream out;
+    parsed.exit_code = app.exit(error, out, out) == 0 ? 0 : kUsageExitCode;
+    parsed.should_exit = true;
+    parsed.text = out.str();
+    return parsed;
   }
-  parsed.warnings = reader.UnknownVariables();
-  for (LogEvent& doubt : OptionWarnings(parsed.options))
-    parsed.warnings.push_back(std::move(doubt));
-  if (!reader.problems().empty()) {
+  // What follows an unknown flag may be its value.
+  if (const std::vector<std::string> others = app.remaining(); !others.empty()) {
+    const std::string name = others[0].substr(0, others[0].find('='));
+    problems.texts.push_back(
+        name.starts_with("--")
+            ? NotAnOption(name, "--", app.get_options({}))
+            : absl::StrCat("unexpected argument ", Quoted(others[0]), "; options begin with --"));
+  }
+  if (!parsed.config_file.empty()) ReadFile(parsed.config_file, app, problems);
+  if (problems.texts.empty()) problems.texts = OptionConflicts(parsed.options);
+  parsed.warnings = UnknownVariables(app);
+  absl::c_move(OptionWarnings(parsed.options), std::back_inserter(parsed.warnings));
+  if (!problems.texts.empty()) {
     parsed.should_exit = true;
     parsed.exit_code = kUsageExitCode;
-    parsed.text = absl::StrCat(absl::StrJoin(reader.problems(), "\n"),
-                               "\nRun with --help for all options.\n");
-  } else if (command_line.print_config()) {
+    parsed.text =
+        absl::StrCat(absl::StrJoin(problems.texts, "\n"), "\nRun with --help for all options.\n");
+  } else if (print_config->count() > 0) {
     parsed.should_exit = true;
-    parsed.text = reader.ToToml();
+    parsed.text = ToToml(app);
   }
   if (parsed.options.thread_count == 0) {
     parsed.options.thread_count = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
@@ -293,14 +256,17 @@ std::string_view ServerVersion() { return EMA_VERSION; }
 LogEvent LimitsEvent(const ServerOptions& options) {
   LogEvent event{.name = "limits"};
   ServerOptions copy = options;
-  for (const Option& option : OptionTable(copy)) {
-    if (option.group != kLimits && option.group != kTimeLimits) continue;
-    const std::string key = absl::StrReplaceAll(option.name, {{"-", "_"}});
+  OptionProblems problems;
+  CLI::App app;
+  AddOptions(copy, app, problems);
+  for (const CLI::Option* const option : Settings(app)) {
+    if (option->get_group() != kLimits && option->get_group() != kTimeLimits) continue;
+    const std::string key = absl::StrReplaceAll(option->get_single_name(), {{"-", "_"}});
     int64_t number = 0;
-    if (option.kind == Option::Kind::kNumber && absl::SimpleAtoi(option.get(), &number)) {
+    if (IsNumber(*option) && absl::SimpleAtoi(option->get_default_str(), &number)) {
       event.fields.emplace_back(key, number);
     } else {
-      event.fields.emplace_back(key, option.get());
+      event.fields.emplace_back(key, option->get_default_str());
     }
   }
   return event;

@@ -74,9 +74,10 @@ struct ParsedOptions {
   std::string text;
 };
 
-// Reads argv, the environment, and the file that --config or EMA_CONFIG names. All errors are in
-// the result, each on a line that says where the value came from. Not safe against a concurrent
-// setenv().
+// Reads argv, the environment, and the file that --config or EMA_CONFIG names. `text` holds all
+// errors, each on a line that names the option, its value, and what is expected; those in the file
+// also the line. A value in the file that a flag or the environment replaces is not checked. Not
+// safe against a concurrent setenv().
 ParsedOptions ParseOptions(int argc, const char* const* argv);
 
 // The version of this program, such as "0.1.0", as --version prints it.

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -27,15 +28,42 @@ using ::testing::Not;
 
 using Values = std::map<std::string, std::string>;
 
+// The options, declared for `options`, which they set and print.
+struct DeclaredOptions {
+  explicit DeclaredOptions(const ServerOptions& values = {}) : options(values) {
+    AddOptions(options, app, problems);
+    app.set_help_flag();
+  }
+
+  // False: `option` cannot have the value.
+  bool Set(CLI::Option& option, const std::string& value) {
+    problems.texts.clear();
+    option.clear();
+    option.add_result(value)->run_callback();
+    return problems.texts.empty();
+  }
+
+  static std::string Get(CLI::Option& option) {
+    return option.capture_default_str()->get_default_str();
+  }
+
+  ServerOptions options;
+  OptionProblems problems;
+  CLI::App app;
+};
+
 // What each option has in `options`, by name.
-Values ValuesOf(ServerOptions options) {
+Values ValuesOf(const ServerOptions& options) {
+  DeclaredOptions declared(options);
   Values values;
-  for (const Option& option : OptionTable(options)) values[option.name] = option.get();
+  for (CLI::Option* const option : declared.app.get_options({})) {
+    values[option->get_single_name()] = DeclaredOptions::Get(*option);
+  }
   return values;
 }
 
 // Two values of `option`, the first of them not its default.
-std::vector<std::string> TwoValues(const Option& option) {
+std::vector<std::string> TwoValues(DeclaredOptions& declared, CLI::Option& option) {
   // Of any option there are some among these; the first ones are the hardest to quote.
   const std::vector<std::string> candidates = {"/d r/\"x\"\\#'\xc3\xa9",
                                                "y = [1, 2]",
@@ -59,24 +87,24 @@ std::vector<std::string> TwoValues(const Option& option) {
                                                "32MiB",
                                                "8KiB",
                                                "16KiB"};
-  const std::string before = option.get();
+  const std::string before = DeclaredOptions::Get(option);
   std::vector<std::string> values;
   for (const std::string& candidate : candidates) {
-    if (candidate == before || values.size() == 2 || !option.set(candidate).ok()) continue;
-    values.push_back(option.get());
+    if (candidate == before || values.size() == 2 || !declared.Set(option, candidate)) continue;
+    values.push_back(DeclaredOptions::Get(option));
   }
-  EXPECT_THAT(values, Not(IsEmpty())) << option.name << ": no candidate fits; add one";
+  EXPECT_THAT(values, Not(IsEmpty())) << option.get_single_name() << ": no candidate fits; add one";
   if (values.size() == 1) values.push_back(before);
   return values;
 }
 
 // By the values' number.
 std::vector<Values> AllValues() {
-  ServerOptions options;
+  DeclaredOptions declared;
   std::vector<Values> all(2);
-  for (const Option& option : OptionTable(options)) {
-    const std::vector<std::string> values = TwoValues(option);
-    for (size_t i = 0; i < all.size(); ++i) all[i][option.name] = values[i];
+  for (CLI::Option* const option : declared.app.get_options({})) {
+    const std::vector<std::string> values = TwoValues(declared, *option);
+    for (size_t i = 0; i < all.size(); ++i) all[i][option->get_single_name()] = values[i];
   }
   return all;
 }
@@ -109,8 +137,12 @@ class OptionSourcesTest : public testing::Test {
     setenv(name.c_str(), value.c_str(), 1);
     variables_.push_back(name);
   }
+  // Of the options' variables.
   void Setenv(const Values& values) {
-    for (const auto& [name, value] : values) Setenv(EnvironmentName(name), value);
+    DeclaredOptions declared;
+    for (const auto& [name, value] : values) {
+      Setenv(declared.app.get_option("--" + name)->get_envname(), value);
+    }
   }
 
   // Writes the file; gives the flag that names it.
@@ -153,7 +185,7 @@ TEST_F(OptionSourcesTest, EveryOptionIsSetByTheFileThatPrintConfigWrites) {
   const std::string config = File(Printed(all_[0]));
   EXPECT_EQ(ValuesOf(OptionsOf({config})), all_[0]);
   const std::string printed_again = Parse({config, "--print-config"}).text;
-  EXPECT_THAT(printed_again, HasSubstr("max-models = 77  # file, line "));
+  EXPECT_THAT(printed_again, HasSubstr("max-models = 77  # file\n"));
   EXPECT_EQ(ValuesOf(OptionsOf({File(printed_again)})), all_[0]);
 }
 
@@ -179,9 +211,9 @@ TEST_F(OptionSourcesTest, PrintConfigSaysWhereEachValueComesFrom) {
   Setenv("EMA_MAX_MODELS", "5");
   const ParsedOptions parsed =
       Parse({File("keep-last = 9\nmax-models = 6\n"), "--device=cpu", "--print-config"});
-  EXPECT_THAT(parsed.text, AllOf(HasSubstr("device = \"cpu\"  # flag, --device\n"),
-                                 HasSubstr("max-models = 5  # environment, EMA_MAX_MODELS\n"),
-                                 HasSubstr("keep-last = 9  # file, line 1\n"),
+  EXPECT_THAT(parsed.text, AllOf(HasSubstr("device = \"cpu\"  # flag\n"),
+                                 HasSubstr("max-models = 5  # environment\n"),
+                                 HasSubstr("keep-last = 9  # file\n"),
                                  HasSubstr("listen = [\"127.0.0.1:50051\"]  # default\n")));
 }
 
@@ -256,7 +288,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadFile{"Duration", "session-timeout = 30",
                 ":1: session-timeout: \"30\" is not a duration from 1ms"},
         BadFile{"Bytes", "max-message-bytes = '1M'",
-                ":1: max-message-bytes: \"1M\" is not from 5MiB to 1GiB"},
+                ":1: max-message-bytes: \"1M\" is not a number of bytes from 5MiB to 1GiB"},
         BadFile{"Float", "max-models = 3.5", ":1: max-models: is of the TOML type floating-point"},
         BadFile{"Date", "max-models = 2026-01-01", ":1: max-models: is of the TOML type date"},
         BadFile{"ArrayOfOne", "device = ['cpu', 'auto']", ":1: device: \"cpu,auto\" is not auto"},
@@ -276,7 +308,7 @@ TEST_F(OptionSourcesTest, AllErrorsAreSaidAtOnceWithTheirPlace) {
       Parse({File("max-modles = 1\nmax-models = -1\n"), "--device=tpu", "--bogus=1"});
   EXPECT_THAT(parsed.text,
               AllOf(HasSubstr("\"max-modles\""), HasSubstr(":2: max-models: \"-1\""),
-                    HasSubstr("EMA_KEEP_LAST: \"few\" is not an integer"),
+                    HasSubstr("--keep-last: \"few\" is not an integer"),
                     HasSubstr("--device: \"tpu\" is not auto"), HasSubstr("\"--bogus\"")));
 }
 
@@ -309,7 +341,7 @@ TEST_F(OptionSourcesTest, UnknownVariablesAreWarnedOfWithTheNearestName) {
 }
 
 TEST_F(OptionSourcesTest, NoOptionIsNamedLikeAVariableOfKubernetes) {
-  for (const auto& [name, value] : all_[0]) Setenv(EnvironmentName(name), "x");
+  Setenv(all_[0]);
   EXPECT_EQ(EmaVariables().size(), all_[0].size());
 }
 

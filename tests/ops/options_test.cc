@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/options.h"
 
+#include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -56,6 +58,37 @@ TEST(OptionsTest, LimitsThatGrpcCannotKeepAreRefused) {
     EXPECT_EQ(parsed.exit_code, 2) << flag;
     const std::string name = std::string(flag).substr(0, std::string(flag).find('='));
     EXPECT_THAT(parsed.text, HasSubstr(name));
+  }
+}
+
+TEST(OptionsTest, NumbersOfBytesAreReadAndPrintedInUnitsOf1024) {
+  for (const auto& [text, bytes] : std::map<std::string, int64_t>{{"0", 0},
+                                                                  {"4096", 4096},
+                                                                  {"12B", 12},
+                                                                  {"512k", 512 << 10},
+                                                                  {"3MiB", 3 << 20},
+                                                                  {"4gb", int64_t{4} << 30},
+                                                                  {"2T", int64_t{2} << 40},
+                                                                  {"4194304T", int64_t{1} << 62}}) {
+    EXPECT_EQ(Parse({"--memory-bytes", text.c_str()}).options.memory_bytes, bytes) << text;
+  }
+  for (const char* const bad : {"", "x", "-1", "1.5G", "4X", "4194305T", "9223372036854775808",
+                                "99999999999999999999K", "4G4"}) {
+    const ParsedOptions parsed = Parse({"--memory-bytes", bad});
+    EXPECT_EQ(parsed.exit_code, 2);
+    EXPECT_THAT(parsed.text, HasSubstr(absl::StrCat("--memory-bytes: \"", bad,
+                                                    "\" is not a number of bytes from 0 to ")));
+  }
+  const std::map<std::string, std::string> printed = {{"1000", "1000"},
+                                                      {"1024", "1KiB"},
+                                                      {"8M", "8MiB"},
+                                                      {"8193K", "8193KiB"},
+                                                      {"3T", "3TiB"},
+                                                      {"1024T", "1024TiB"},
+                                                      {"5000000000", "5000000000"}};
+  for (const auto& [text, expected] : printed) {
+    EXPECT_THAT(Parse({"--max-file-bytes", text.c_str(), "--print-config"}).text,
+                HasSubstr(absl::StrCat("\nmax-file-bytes = \"", expected, "\"  # flag\n")));
   }
 }
 
@@ -190,7 +223,8 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"FlagLikeAnother", {"--max-modles=3"}, "did you mean \"--max-models\"?"},
         BadCase{"FlagWithUnderscores", {"--max_models", "3"}, "did you mean \"--max-models\"?"},
         BadCase{"LogLevel", {"--log-level", "loud"}, "loud"},
-        BadCase{"BlockBytes", {"--block-bytes", "1000"}, "--block-bytes"}),
+        BadCase{"BlockBytes", {"--block-bytes", "1000"}, "--block-bytes"},
+        BadCase{"BlockBytesMultiple", {"--block-bytes", "5000"}, "--block-bytes: 5000 is no"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
 
 TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
