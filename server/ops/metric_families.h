@@ -6,6 +6,7 @@
 
 #include <prometheus/metric_family.h>
 
+#include <deque>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,36 +17,50 @@ namespace ema {
 
 using MetricLabels = std::vector<prometheus::ClientMetric::Label>;
 
-// Builds the series of one metric. REQUIRES: all are of one type.
-class FamilyBuilder {
- public:
-  FamilyBuilder(std::string name, std::string help, prometheus::MetricType type) {
-    family_.name = std::move(name);
-    family_.help = std::move(help);
-    family_.type = type;
+// The series of one metric.
+struct MetricFamily : prometheus::MetricFamily {
+  // REQUIRES: a counter or a gauge.
+  MetricFamily& Add(double value, MetricLabels labels = {}) {
+    prometheus::ClientMetric series;
+    (type == prometheus::MetricType::Counter ? series.counter.value : series.gauge.value) = value;
+    return Add(std::move(series), std::move(labels));
   }
-
-  // A counter's or a gauge's value.
-  FamilyBuilder& Add(double value, MetricLabels labels = {}) {
-    prometheus::ClientMetric metric;
-    (family_.type == prometheus::MetricType::Counter ? metric.counter.value : metric.gauge.value) =
-        value;
-    return Add(std::move(metric), std::move(labels));
-  }
-  FamilyBuilder& Add(prometheus::ClientMetric metric, MetricLabels labels) {
-    metric.label = std::move(labels);
-    family_.metric.push_back(std::move(metric));
+  MetricFamily& Add(prometheus::ClientMetric series, MetricLabels labels) {
+    series.label = std::move(labels);
+    metric.push_back(std::move(series));
     return *this;
   }
-
-  prometheus::MetricFamily Take() { return std::move(family_); }
-
- private:
-  prometheus::MetricFamily family_;
 };
 
-// The gauges of `state` and of this process.
-std::vector<prometheus::MetricFamily> StateMetrics(const ServerState& state);
+// Metrics, in the order in which they are added. References to a family stay valid.
+class MetricFamilies {
+ public:
+  MetricFamily& Counter(std::string name, std::string help) {
+    return Add(std::move(name), std::move(help), prometheus::MetricType::Counter);
+  }
+  MetricFamily& Gauge(std::string name, std::string help) {
+    return Add(std::move(name), std::move(help), prometheus::MetricType::Gauge);
+  }
+  MetricFamily& Histogram(std::string name, std::string help) {
+    return Add(std::move(name), std::move(help), prometheus::MetricType::Histogram);
+  }
+  // A metric with one series.
+  void Gauge(std::string name, std::string help, double value) {
+    Gauge(std::move(name), std::move(help)).Add(value);
+  }
+
+  std::vector<prometheus::MetricFamily> All() const { return {all_.begin(), all_.end()}; }
+
+ private:
+  MetricFamily& Add(std::string name, std::string help, prometheus::MetricType type) {
+    return all_.emplace_back(MetricFamily{{std::move(name), std::move(help), type, {}}});
+  }
+
+  std::deque<MetricFamily> all_;
+};
+
+// Adds the metrics of `state` and of this process.
+void AddStateMetrics(const ServerState& state, MetricFamilies& families);
 
 }  // namespace ema
 

@@ -18,7 +18,6 @@ namespace ema {
 namespace {
 
 using prometheus::Histogram;
-using prometheus::MetricType;
 
 // Seconds: a small model on one host to a large one over a slow path.
 const Histogram::BucketBoundaries kCallSeconds = {0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,
@@ -198,53 +197,48 @@ std::vector<Metrics::Problem> Metrics::Problems() const {
 }
 
 std::string Metrics::Text(const ServerState& state) const {
-  std::vector<prometheus::MetricFamily> families = StateMetrics(state);
-  const auto counter = [](const char* name, const char* help) {
-    return FamilyBuilder(name, help, MetricType::Counter);
-  };
-  const auto histogram = [](const char* name, const char* help) {
-    return FamilyBuilder(name, help, MetricType::Histogram);
-  };
-  FamilyBuilder rpcs = counter("ema_rpcs_total", "Calls that have ended, by name and status code.");
-  FamilyBuilder rejects =
-      counter("ema_rejects_total", "Calls that failed with an error reason, by name and reason.");
-  FamilyBuilder pushes =
-      counter("ema_pushes_total", "Pushed steps that have ended, by result: committed or dropped.");
-  FamilyBuilder received =
-      counter("ema_push_received_bytes_total",
-              "Bytes of weights that pushes have sent, counted when each stream ends.");
-  FamilyBuilder skipped =
-      counter("ema_skipped_tensors_total",
-              "Tensors that kept their average because the pushed values were not finite.");
-  FamilyBuilder pulls = counter("ema_pulls_total",
-                                "Pulls that have ended, by result; no_version: the requested "
-                                "version was no longer kept, or not committed yet.");
-  FamilyBuilder sent =
-      counter("ema_pull_sent_bytes_total",
-              "Bytes of weights that pulls have received, counted when each pull ends.");
-  FamilyBuilder saves =
-      counter("ema_checkpoint_saves_total", "Saves of checkpoints that have ended, by result.");
-  FamilyBuilder refused = counter("ema_connections_refused_total",
-                                  "Connections that the server closed on arrival, by reason.");
-  FamilyBuilder push_seconds =
-      histogram("ema_push_duration_seconds", "Time from the first header of a step to its commit.");
-  FamilyBuilder phase_seconds =
-      histogram("ema_push_phase_seconds",
-                "Time that a push stream has spent in each phase: receive (waiting for bytes), "
-                "fold, wait (for the device and other ranks), commit.");
-  FamilyBuilder pull_seconds =
-      histogram("ema_pull_duration_seconds", "Duration of successful pulls.");
-  FamilyBuilder save_seconds =
-      histogram("ema_checkpoint_save_duration_seconds", "Duration of successful saves.");
-  FamilyBuilder save_times(
+  MetricFamilies families;
+  AddStateMetrics(state, families);
+  MetricFamily& rpcs =
+      families.Counter("ema_rpcs_total", "Calls that have ended, by name and status code.");
+  MetricFamily& rejects = families.Counter(
+      "ema_rejects_total", "Calls that failed with an error reason, by name and reason.");
+  MetricFamily& pushes = families.Counter(
+      "ema_pushes_total", "Pushed steps that have ended, by result: committed or dropped.");
+  MetricFamily& received =
+      families.Counter("ema_push_received_bytes_total",
+                       "Bytes of weights that pushes have sent, counted when each stream ends.");
+  MetricFamily& skipped = families.Counter(
+      "ema_skipped_tensors_total",
+      "Tensors that kept their average because the pushed values were not finite.");
+  MetricFamily& pulls =
+      families.Counter("ema_pulls_total",
+                       "Pulls that have ended, by result; no_version: the requested "
+                       "version was no longer kept, or not committed yet.");
+  MetricFamily& sent =
+      families.Counter("ema_pull_sent_bytes_total",
+                       "Bytes of weights that pulls have received, counted when each pull ends.");
+  MetricFamily& saves = families.Counter("ema_checkpoint_saves_total",
+                                         "Saves of checkpoints that have ended, by result.");
+  MetricFamily& refused = families.Counter(
+      "ema_connections_refused_total", "Connections that the server closed on arrival, by reason.");
+  MetricFamily& push_seconds = families.Histogram(
+      "ema_push_duration_seconds", "Time from the first header of a step to its commit.");
+  MetricFamily& phase_seconds = families.Histogram(
+      "ema_push_phase_seconds",
+      "Time that a push stream has spent in each phase: receive (waiting for bytes), "
+      "fold, wait (for the device and other ranks), commit.");
+  MetricFamily& pull_seconds =
+      families.Histogram("ema_pull_duration_seconds", "Duration of successful pulls.");
+  MetricFamily& save_seconds =
+      families.Histogram("ema_checkpoint_save_duration_seconds", "Duration of successful saves.");
+  MetricFamily& save_times = families.Gauge(
       "ema_checkpoint_last_success_timestamp_seconds",
       "Time of the last successful save of a version that a restart would load; before the first "
-      "one, the commit time of the newest checkpoint on the disk.",
-      MetricType::Gauge);
-  FamilyBuilder created_times(
-      "ema_model_created_timestamp_seconds",
-      "Time at which this server created the model, or loaded it from the disk.",
-      MetricType::Gauge);
+      "one, the commit time of the newest checkpoint on the disk.");
+  MetricFamily& created_times =
+      families.Gauge("ema_model_created_timestamp_seconds",
+                     "Time at which this server created the model, or loaded it from the disk.");
   const auto seconds = [](absl::Time time) {
     return absl::ToDoubleSeconds(time - absl::UnixEpoch());
   };
@@ -288,13 +282,8 @@ std::string Metrics::Text(const ServerState& state) const {
       if (time.has_value()) save_times.Add(seconds(*time), {{"model", model.name}});
     }
   }
-  for (FamilyBuilder* const family :
-       {&rpcs, &rejects, &pushes, &received, &skipped, &pulls, &sent, &saves, &refused,
-        &push_seconds, &phase_seconds, &pull_seconds, &save_seconds, &save_times, &created_times}) {
-    families.push_back(family->Take());
-  }
   std::ostringstream out;
-  prometheus::TextSerializer().Serialize(out, families);
+  prometheus::TextSerializer().Serialize(out, families.All());
   return out.str();
 }
 

@@ -2,8 +2,8 @@
 //
 // The metrics that are read when they are asked for.
 #include <algorithm>
+#include <optional>
 #include <string>
-#include <utility>
 
 #include "server/ops/logging.h"
 #include "server/ops/metric_families.h"
@@ -13,14 +13,7 @@
 namespace ema {
 namespace {
 
-using prometheus::MetricFamily;
-using prometheus::MetricType;
-
 double Seconds(absl::Time time) { return absl::ToDoubleSeconds(time - absl::UnixEpoch()); }
-
-FamilyBuilder Gauge(std::string name, std::string help) {
-  return {std::move(name), std::move(help), MetricType::Gauge};
-}
 
 // What does not work without a thread of this need.
 const char* NeedName(Heartbeats::Need need) {
@@ -35,74 +28,50 @@ const char* NeedName(Heartbeats::Need need) {
   return "neither";
 }
 
-// Collects families.
-class Families {
- public:
-  void Add(const char* name, const char* help, double value) {
-    all_.push_back(Gauge(name, help).Add(value).Take());
-  }
-  void Add(FamilyBuilder family) { all_.push_back(family.Take()); }
-  std::vector<MetricFamily> Take() { return std::move(all_); }
-
- private:
-  std::vector<MetricFamily> all_;
-};
-
-void AddModels(const ServerState& state, Families& families) {
+void AddModels(const ServerState& state, MetricFamilies& families) {
   // One value of each model that has it.
-  const auto add = [&](const char* name, const char* help, auto value, auto has_it) {
-    FamilyBuilder family = Gauge(name, help);
+  const auto add = [&](const char* name, const char* help, auto value) {
+    MetricFamily& family = families.Gauge(name, help);
     for (const ServerState::Model& model : state.models) {
-      if (has_it(model.overview)) {
-        family.Add(static_cast<double>(value(model.overview)), {{"model", model.name}});
-      }
+      const std::optional<double> given = value(model.overview);
+      if (given.has_value()) family.Add(*given, {{"model", model.name}});
     }
-    families.Add(std::move(family));
   };
   using Of = const ModelOverview&;
-  const auto always = [](Of) { return true; };
-  const auto has_version = [](Of model) { return model.version.version > 0; };
-  add(
-      "ema_model_step", "Step of the newest version; 0 if there is none.",
-      [](Of model) { return model.step; }, always);
-  add(
-      "ema_model_version", "Number of the newest version; 0 if there is none.",
-      [](Of model) { return model.version.version; }, always);
-  add(
-      "ema_model_durable_step",
+  add("ema_model_step", "Step of the newest version; 0 if there is none.",
+      [](Of model) { return model.step; });
+  add("ema_model_version", "Number of the newest version; 0 if there is none.",
+      [](Of model) { return model.version.version; });
+  add("ema_model_durable_step",
       "Step of the newest version that is on the disk; 0 if there is none.",
-      [](Of model) { return model.durable_step; }, always);
-  add(
-      "ema_model_unsaved_steps", "Steps that a crash would lose.",
-      [](Of model) { return std::max<int64_t>(model.step - model.durable_step, 0); }, always);
-  add(
-      "ema_model_lag_steps",
+      [](Of model) { return model.durable_step; });
+  add("ema_model_unsaved_steps", "Steps that a crash would lose.",
+      [](Of model) { return std::max<int64_t>(model.step - model.durable_step, 0); });
+  add("ema_model_lag_steps",
       "Steps between the newest version and the newest step that a trainer has begun to push.",
-      [](Of model) { return std::max<int64_t>(model.begun_step - model.step, 0); }, always);
-  add(
-      "ema_model_last_commit_timestamp_seconds", "Commit time of the newest version.",
-      [](Of model) { return Seconds(model.commit_time); }, has_version);
-  add(
-      "ema_model_reserved_bytes", "Memory that is reserved for the model.",
-      [](Of model) { return model.reserved_bytes; }, always);
-  add(
-      "ema_sessions_open", "Steps that are being pushed.",
-      [](Of model) { return model.session.has_value() ? 1 : 0; }, always);
-  add(
-      "ema_session_age_seconds", "Age of the step that is being pushed; 0 if there is none.",
+      [](Of model) { return std::max<int64_t>(model.begun_step - model.step, 0); });
+  add("ema_model_last_commit_timestamp_seconds", "Commit time of the newest version.",
+      [](Of model) {
+        return model.version.version > 0 ? std::optional(Seconds(model.commit_time)) : std::nullopt;
+      });
+  add("ema_model_reserved_bytes", "Memory that is reserved for the model.",
+      [](Of model) { return model.reserved_bytes; });
+  add("ema_sessions_open", "Steps that are being pushed.",
+      [](Of model) { return model.session.has_value() ? 1 : 0; });
+  add("ema_session_age_seconds", "Age of the step that is being pushed; 0 if there is none.",
       [](Of model) {
         return model.session.has_value() ? absl::ToDoubleSeconds(model.session->age) : 0;
-      },
-      always);
+      });
 }
 
-void AddTracks(const ServerState& state, Families& families) {
-  FamilyBuilder norms = Gauge("ema_track_norm", "Norm of the average, if it has been computed.");
-  FamilyBuilder distances =
-      Gauge("ema_track_distance",
-            "Distance of the average from the raw weights, if it has been computed.");
-  FamilyBuilder weights =
-      Gauge("ema_track_update_weight", "Weight of the track's last update; 0 if it is unknown.");
+void AddTracks(const ServerState& state, MetricFamilies& families) {
+  MetricFamily& norms =
+      families.Gauge("ema_track_norm", "Norm of the average, if it has been computed.");
+  MetricFamily& distances =
+      families.Gauge("ema_track_distance",
+                     "Distance of the average from the raw weights, if it has been computed.");
+  MetricFamily& weights = families.Gauge("ema_track_update_weight",
+                                         "Weight of the track's last update; 0 if it is unknown.");
   for (const ServerState::Model& model : state.models) {
     for (const ModelOverview::Track& track : model.overview.tracks) {
       const MetricLabels labels = {{"model", model.name}, {"track", track.name}};
@@ -114,62 +83,61 @@ void AddTracks(const ServerState& state, Families& families) {
       }
     }
   }
-  families.Add(std::move(norms));
-  families.Add(std::move(distances));
-  families.Add(std::move(weights));
 }
 
-void AddMemory(const ServerState& state, Families& families) {
+void AddMemory(const ServerState& state, MetricFamilies& families) {
   const ServerState::Memory& memory = state.memory;
-  families.Add("ema_memory_budget_bytes", "Memory budget of all models together.",
-               memory.budget_bytes);
-  families.Add("ema_memory_reserved_bytes",
-               "Part of the memory budget that is reserved for models.", memory.reserved_bytes);
-  families.Add(Gauge("ema_memory_used_bytes",
-                     "Memory in use: blocks of averages and freed blocks kept for reuse, both in "
-                     "device memory; copies of GPU blocks for readers, in host memory.")
-                   .Add(memory.device_use.block_bytes, {{"kind", "blocks"}})
-                   .Add(memory.device_use.kept_bytes, {{"kind", "kept"}})
-                   .Add(memory.device_use.host_copy_bytes, {{"kind", "host_copies"}}));
-  families.Add("ema_device_memory_bytes", "All memory of the device that the server may use.",
-               memory.device_bytes);
-  families.Add(Gauge("ema_memory_formula_bytes", "Maximum host memory of each part of the server.")
-                   .Add(memory.formula.process_bytes, {{"part", "process"}})
-                   .Add(memory.host_model_bytes, {{"part", "models"}})
-                   .Add(memory.formula.host_budget_bytes, {{"part", "files_and_casts"}})
-                   .Add(memory.formula.stream_bytes, {{"part", "streams"}})
-                   .Add(memory.formula.waiting_bytes, {{"part", "waiting"}})
-                   .Add(memory.formula.record_bytes, {{"part", "records"}})
-                   .Add(memory.formula.kept_bytes, {{"part", "kept"}}));
+  families.Gauge("ema_memory_budget_bytes", "Memory budget of all models together.",
+                 memory.budget_bytes);
+  families.Gauge("ema_memory_reserved_bytes",
+                 "Part of the memory budget that is reserved for models.", memory.reserved_bytes);
+  families
+      .Gauge("ema_memory_used_bytes",
+             "Memory in use: blocks of averages and freed blocks kept for reuse, both in "
+             "device memory; copies of GPU blocks for readers, in host memory.")
+      .Add(memory.device_use.block_bytes, {{"kind", "blocks"}})
+      .Add(memory.device_use.kept_bytes, {{"kind", "kept"}})
+      .Add(memory.device_use.host_copy_bytes, {{"kind", "host_copies"}});
+  families.Gauge("ema_device_memory_bytes", "All memory of the device that the server may use.",
+                 memory.device_bytes);
+  families.Gauge("ema_memory_formula_bytes", "Maximum host memory of each part of the server.")
+      .Add(memory.formula.process_bytes, {{"part", "process"}})
+      .Add(memory.host_model_bytes, {{"part", "models"}})
+      .Add(memory.formula.host_budget_bytes, {{"part", "files_and_casts"}})
+      .Add(memory.formula.stream_bytes, {{"part", "streams"}})
+      .Add(memory.formula.waiting_bytes, {{"part", "waiting"}})
+      .Add(memory.formula.record_bytes, {{"part", "records"}})
+      .Add(memory.formula.kept_bytes, {{"part", "kept"}});
 }
 
-void AddUsage(const ServerState& state, Families& families) {
-  families.Add(Gauge("ema_streams_open",
-                     "Open push, pull and watch streams, including those over same-host lanes.")
-                   .Add(state.usage.push_streams, {{"kind", "push"}})
-                   .Add(state.usage.pull_streams, {{"kind", "pull"}})
-                   .Add(state.usage.watch_streams, {{"kind", "watch"}}));
-  families.Add(Gauge("ema_streams_limit", "Maximum number of open streams.")
-                   .Add(state.limits.max_push_streams, {{"kind", "push"}})
-                   .Add(state.limits.max_pull_streams, {{"kind", "pull"}})
-                   .Add(state.limits.max_watch_streams, {{"kind", "watch"}}));
-  families.Add("ema_sessions_limit",
-               "Maximum number of steps that are being pushed, over all models.",
-               state.max_sessions);
-  families.Add("ema_connections_open", "Open gRPC connections.", state.usage.connections);
-  families.Add("ema_connections_limit", "Maximum number of open connections.",
-               state.limits.max_connections);
-  families.Add("ema_models", "Number of models.", static_cast<double>(state.models.size()));
-  families.Add("ema_models_limit", "Maximum number of models.", state.max_models);
+void AddUsage(const ServerState& state, MetricFamilies& families) {
+  families
+      .Gauge("ema_streams_open",
+             "Open push, pull and watch streams, including those over same-host lanes.")
+      .Add(state.usage.push_streams, {{"kind", "push"}})
+      .Add(state.usage.pull_streams, {{"kind", "pull"}})
+      .Add(state.usage.watch_streams, {{"kind", "watch"}});
+  families.Gauge("ema_streams_limit", "Maximum number of open streams.")
+      .Add(state.limits.max_push_streams, {{"kind", "push"}})
+      .Add(state.limits.max_pull_streams, {{"kind", "pull"}})
+      .Add(state.limits.max_watch_streams, {{"kind", "watch"}});
+  families.Gauge("ema_sessions_limit",
+                 "Maximum number of steps that are being pushed, over all models.",
+                 state.max_sessions);
+  families.Gauge("ema_connections_open", "Open gRPC connections.", state.usage.connections);
+  families.Gauge("ema_connections_limit", "Maximum number of open connections.",
+                 state.limits.max_connections);
+  families.Gauge("ema_models", "Number of models.", static_cast<double>(state.models.size()));
+  families.Gauge("ema_models_limit", "Maximum number of models.", state.max_models);
 }
 
-void AddCheckpoints(const ServerState& state, Families& families) {
-  FamilyBuilder checkpoints =
-      Gauge("ema_checkpoints",
-            "Checkpoints of a model by state: complete; unreadable (complete, but the disk "
-            "returned an error); corrupt (set aside, or missing although LATEST names it; a "
-            "corrupt file of labels counts, too); abandoned (set aside, because a crash left it "
-            "newer than LATEST); failed (the last attempt to save it failed).");
+void AddCheckpoints(const ServerState& state, MetricFamilies& families) {
+  MetricFamily& checkpoints = families.Gauge(
+      "ema_checkpoints",
+      "Checkpoints of a model by state: complete; unreadable (complete, but the disk "
+      "returned an error); corrupt (set aside, or missing although LATEST names it; a "
+      "corrupt file of labels counts, too); abandoned (set aside, because a crash left it "
+      "newer than LATEST); failed (the last attempt to save it failed).");
   for (const auto& [model, counts] : state.checkpoints) {
     checkpoints.Add(counts.complete, {{"model", model}, {"state", "complete"}})
         .Add(counts.unreadable, {{"model", model}, {"state", "unreadable"}})
@@ -177,79 +145,76 @@ void AddCheckpoints(const ServerState& state, Families& families) {
         .Add(counts.corrupt, {{"model", model}, {"state", "corrupt"}})
         .Add(counts.abandoned, {{"model", model}, {"state", "abandoned"}});
   }
-  families.Add(std::move(checkpoints));
   if (state.data_dir_free_bytes.has_value()) {
-    families.Add("ema_data_dir_free_bytes",
-                 "Free bytes for the server on the disk of the data directory, updated every ten "
-                 "seconds and after each queued save.",
-                 *state.data_dir_free_bytes);
+    families.Gauge("ema_data_dir_free_bytes",
+                   "Free bytes for the server on the disk of the data directory, updated every ten "
+                   "seconds and after each queued save.",
+                   *state.data_dir_free_bytes);
   }
   if (state.scrub_time.has_value()) {
-    families.Add("ema_checkpoints_last_scrub_timestamp_seconds",
-                 "Time at which this server, or an earlier one, last finished reading all "
-                 "checkpoints again; before the first time, when the server started to do so.",
-                 Seconds(*state.scrub_time));
+    families.Gauge("ema_checkpoints_last_scrub_timestamp_seconds",
+                   "Time at which this server, or an earlier one, last finished reading all "
+                   "checkpoints again; before the first time, when the server started to do so.",
+                   Seconds(*state.scrub_time));
   }
-  families.Add("ema_checkpoint_store_read_only",
-               "1 if nothing can be saved: an fsync has failed, the disk is read-only, or the data "
-               "directory is missing or has been replaced.",
-               state.is_store_read_only ? 1 : 0);
+  families.Gauge(
+      "ema_checkpoint_store_read_only",
+      "1 if nothing can be saved: an fsync has failed, the disk is read-only, or the data "
+      "directory is missing or has been replaced.",
+      state.is_store_read_only ? 1 : 0);
 }
 
-void AddHealth(const ServerState& state, Families& families) {
-  families.Add("ema_device_usable", "0 after a permanent failure of the device, else 1.",
-               state.device_health.ok() ? 1 : 0);
-  families.Add("ema_health_serving", "1 if health checks report SERVING.",
-               state.health.ok() ? 1 : 0);
-  families.Add("ema_recovering",
-               "1 while the server reads its checkpoints after a start and serves nothing yet.",
-               state.is_recovering ? 1 : 0);
-  FamilyBuilder expiry =
-      Gauge("ema_tls_certificate_expiry_timestamp_seconds",
-            "Time at which the server's certificate expires; absent without TLS.");
+void AddHealth(const ServerState& state, MetricFamilies& families) {
+  families.Gauge("ema_device_usable", "0 after a permanent failure of the device, else 1.",
+                 state.device_health.ok() ? 1 : 0);
+  families.Gauge("ema_health_serving", "1 if health checks report SERVING.",
+                 state.health.ok() ? 1 : 0);
+  families.Gauge("ema_recovering",
+                 "1 while the server reads its checkpoints after a start and serves nothing yet.",
+                 state.is_recovering ? 1 : 0);
+  MetricFamily& expiry =
+      families.Gauge("ema_tls_certificate_expiry_timestamp_seconds",
+                     "Time at which the server's certificate expires; absent without TLS.");
   if (state.tls.has_value()) expiry.Add(Seconds(state.tls->expiry));
-  families.Add(std::move(expiry));
-  families.Add("ema_tls_files_rejected",
-               "1 if the TLS files are invalid and the server uses the previous ones.",
-               state.tls.has_value() && state.tls->has_rejected_files ? 1 : 0);
-  families.Add("ema_token_file_rejected",
-               "1 if the token file is invalid or missing and the server uses the previous tokens.",
-               state.has_rejected_tokens ? 1 : 0);
-  FamilyBuilder workers = Gauge("ema_worker_heartbeat_age_seconds",
-                                "Time that a busy thread has made no progress; 0 if it is idle.");
+  families.Gauge("ema_tls_files_rejected",
+                 "1 if the TLS files are invalid and the server uses the previous ones.",
+                 state.tls.has_value() && state.tls->has_rejected_files ? 1 : 0);
+  families.Gauge(
+      "ema_token_file_rejected",
+      "1 if the token file is invalid or missing and the server uses the previous tokens.",
+      state.has_rejected_tokens ? 1 : 0);
+  MetricFamily& workers =
+      families.Gauge("ema_worker_heartbeat_age_seconds",
+                     "Time that a busy thread has made no progress; 0 if it is idle.");
   for (const Heartbeats::Age& worker : state.workers) {
     workers.Add(absl::ToDoubleSeconds(absl::FromChrono(worker.silent_time)),
                 {{"worker", worker.name}, {"need", NeedName(worker.need)}});
   }
-  families.Add(std::move(workers));
-  families.Add(Gauge("ema_build_info",
-                     "Always 1; the labels name the version, the device and the CUDA version.")
-                   .Add(1, {{"version", std::string(ServerVersion())},
-                            {"device", state.device},
-                            {"cuda", state.cuda_version}}));
+  families
+      .Gauge("ema_build_info",
+             "Always 1; the labels name the version, the device and the CUDA version.")
+      .Add(1, {{"version", std::string(ServerVersion())},
+               {"device", state.device},
+               {"cuda", state.cuda_version}});
 }
 
-void AddProcess(Families& families) {
+void AddProcess(MetricFamilies& families) {
   const ProcessStats stats = ReadProcessStats();
-  families.Add("process_resident_memory_bytes", "Resident memory.", stats.resident_bytes);
-  families.Add("process_open_fds", "Open file descriptors.", stats.open_fds);
-  families.Add("process_max_fds", "Maximum number of open file descriptors.", stats.max_fds);
-  families.Add("process_start_time_seconds", "Start time of the process.",
-               stats.start_time_seconds);
-  families.Add(
-      FamilyBuilder("process_cpu_seconds_total", "User and system CPU time.", MetricType::Counter)
-          .Add(stats.cpu_seconds));
-  families.Add(
-      FamilyBuilder("ema_log_lines_dropped_total",
-                    "Log lines that were dropped because stderr rejected them or was too slow.",
-                    MetricType::Counter)
-          .Add(static_cast<double>(DroppedLogLines())));
+  families.Gauge("process_resident_memory_bytes", "Resident memory.", stats.resident_bytes);
+  families.Gauge("process_open_fds", "Open file descriptors.", stats.open_fds);
+  families.Gauge("process_max_fds", "Maximum number of open file descriptors.", stats.max_fds);
+  families.Gauge("process_start_time_seconds", "Start time of the process.",
+                 stats.start_time_seconds);
+  families.Counter("process_cpu_seconds_total", "User and system CPU time.").Add(stats.cpu_seconds);
+  families
+      .Counter("ema_log_lines_dropped_total",
+               "Log lines that were dropped because stderr rejected them or was too slow.")
+      .Add(static_cast<double>(DroppedLogLines()));
 }
 
 }  // namespace
 
-std::vector<MetricFamily> StateMetrics(const ServerState& state) {
-  Families families;
+void AddStateMetrics(const ServerState& state, MetricFamilies& families) {
   AddModels(state, families);
   AddTracks(state, families);
   AddMemory(state, families);
@@ -257,7 +222,6 @@ std::vector<MetricFamily> StateMetrics(const ServerState& state) {
   AddCheckpoints(state, families);
   AddHealth(state, families);
   AddProcess(families);
-  return families.Take();
 }
 
 }  // namespace ema
