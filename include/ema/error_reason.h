@@ -11,67 +11,73 @@
 
 namespace ema {
 
-// Mirrors ema.v1.ErrorReason (proto/ema/v1/error.proto), which says what each reason means, with
-// the same numbers. tests/include/error_reason_test.cc checks that they are equal.
+// Every reason: its enumerator, number, and name in error.proto (ema.v1.ErrorReason) without the
+// prefix. error.proto says what each reason means; tests/include/error_reason_test.cc checks that
+// the two lists are equal.
+#define EMA_ERROR_REASONS(X)                               \
+  X(kUnspecified, 0, "UNSPECIFIED")                        \
+  X(kBadRequest, 1, "BAD_REQUEST")                         \
+  X(kBadName, 2, "BAD_NAME")                               \
+  X(kBadManifest, 3, "BAD_MANIFEST")                       \
+  X(kBadSchedule, 4, "BAD_SCHEDULE")                       \
+  X(kBadLayout, 5, "BAD_LAYOUT")                           \
+  X(kLayoutOverlap, 6, "LAYOUT_OVERLAP")                   \
+  X(kLayoutHole, 7, "LAYOUT_HOLE")                         \
+  X(kBadChunk, 8, "BAD_CHUNK")                             \
+  X(kChunkOverlap, 9, "CHUNK_OVERLAP")                     \
+  X(kNonFinite, 10, "NON_FINITE")                          \
+  X(kBadTime, 11, "BAD_TIME")                              \
+  X(kNoCommit, 12, "NO_COMMIT")                            \
+  X(kCountMismatch, 13, "COUNT_MISMATCH")                  \
+  X(kModelNotFound, 20, "MODEL_NOT_FOUND")                 \
+  X(kTrackNotFound, 21, "TRACK_NOT_FOUND")                 \
+  X(kModelDiffers, 22, "MODEL_DIFFERS")                    \
+  X(kCheckpointNotFound, 23, "CHECKPOINT_NOT_FOUND")       \
+  X(kLabelNotFound, 24, "LABEL_NOT_FOUND")                 \
+  X(kFileNotFound, 25, "FILE_NOT_FOUND")                   \
+  X(kAllCheckpointsCorrupt, 26, "ALL_CHECKPOINTS_CORRUPT") \
+  X(kNoVersion, 30, "NO_VERSION")                          \
+  X(kRunIncomplete, 31, "RUN_INCOMPLETE")                  \
+  X(kLayoutMismatch, 32, "LAYOUT_MISMATCH")                \
+  X(kPushIncomplete, 33, "PUSH_INCOMPLETE")                \
+  X(kNoDataDir, 34, "NO_DATA_DIR")                         \
+  X(kPlanMismatch, 35, "PLAN_MISMATCH")                    \
+  X(kPlanChanged, 36, "PLAN_CHANGED")                      \
+  X(kResumeMismatch, 37, "RESUME_MISMATCH")                \
+  X(kCheckpointInUse, 38, "CHECKPOINT_IN_USE")             \
+  X(kPartialCheckpoint, 39, "PARTIAL_CHECKPOINT")          \
+  X(kStaleStep, 40, "STALE_STEP")                          \
+  X(kFenced, 41, "FENCED")                                 \
+  X(kStepAbandoned, 42, "STEP_ABANDONED")                  \
+  X(kSessionExpired, 43, "SESSION_EXPIRED")                \
+  X(kStalled, 44, "STALLED")                               \
+  X(kStepGivenUp, 45, "STEP_GIVEN_UP")                     \
+  X(kVersionNotKept, 50, "VERSION_NOT_KEPT")               \
+  X(kVersionNotYet, 51, "VERSION_NOT_YET")                 \
+  X(kBadToken, 55, "BAD_TOKEN")                            \
+  X(kNotAllowed, 56, "NOT_ALLOWED")                        \
+  X(kMemoryBudget, 60, "MEMORY_BUDGET")                    \
+  X(kTooManyStreams, 61, "TOO_MANY_STREAMS")               \
+  X(kTooManyPins, 62, "TOO_MANY_PINS")                     \
+  X(kDiskFull, 63, "DISK_FULL")                            \
+  X(kTooManyModels, 64, "TOO_MANY_MODELS")                 \
+  X(kTooManyCalls, 65, "TOO_MANY_CALLS")                   \
+  X(kTooManySessions, 66, "TOO_MANY_SESSIONS")             \
+  X(kDraining, 70, "DRAINING")                             \
+  X(kRangeBusy, 71, "RANGE_BUSY")                          \
+  X(kStoreReadOnly, 72, "STORE_READ_ONLY")                 \
+  X(kSessionBusy, 73, "SESSION_BUSY")                      \
+  X(kDiskFailed, 74, "DISK_FAILED")                        \
+  X(kChunkCorrupt, 80, "CHUNK_CORRUPT")                    \
+  X(kDigestMismatch, 81, "DIGEST_MISMATCH")                \
+  X(kCheckpointCorrupt, 82, "CHECKPOINT_CORRUPT")          \
+  X(kDevice, 90, "DEVICE")                                 \
+  X(kBug, 91, "BUG")
+
 enum class ErrorReason : int {
-  kUnspecified = 0,
-  kBadRequest = 1,
-  kBadName = 2,
-  kBadManifest = 3,
-  kBadSchedule = 4,
-  kBadLayout = 5,
-  kLayoutOverlap = 6,
-  kLayoutHole = 7,
-  kBadChunk = 8,
-  kChunkOverlap = 9,
-  kNonFinite = 10,
-  kBadTime = 11,
-  kNoCommit = 12,
-  kCountMismatch = 13,
-  kModelNotFound = 20,
-  kTrackNotFound = 21,
-  kModelDiffers = 22,
-  kCheckpointNotFound = 23,
-  kLabelNotFound = 24,
-  kFileNotFound = 25,
-  kAllCheckpointsCorrupt = 26,
-  kNoVersion = 30,
-  kRunIncomplete = 31,
-  kLayoutMismatch = 32,
-  kPushIncomplete = 33,
-  kNoDataDir = 34,
-  kPlanMismatch = 35,
-  kPlanChanged = 36,
-  kResumeMismatch = 37,
-  kCheckpointInUse = 38,
-  kPartialCheckpoint = 39,
-  kStaleStep = 40,
-  kFenced = 41,
-  kStepAbandoned = 42,
-  kSessionExpired = 43,
-  kStalled = 44,
-  kStepGivenUp = 45,
-  kVersionNotKept = 50,
-  kVersionNotYet = 51,
-  kBadToken = 55,
-  kNotAllowed = 56,
-  kMemoryBudget = 60,
-  kTooManyStreams = 61,
-  kTooManyPins = 62,
-  kDiskFull = 63,
-  kTooManyModels = 64,
-  kTooManyCalls = 65,
-  kTooManySessions = 66,
-  kDraining = 70,
-  kRangeBusy = 71,
-  kStoreReadOnly = 72,
-  kSessionBusy = 73,
-  kDiskFailed = 74,
-  kChunkCorrupt = 80,
-  kDigestMismatch = 81,
-  kCheckpointCorrupt = 82,
-  kDevice = 90,
-  kBug = 91,
+#define EMA_ENUMERATOR(enumerator, number, name) enumerator = number,
+  EMA_ERROR_REASONS(EMA_ENUMERATOR)
+#undef EMA_ENUMERATOR
 };
 
 // The reason's name in error.proto without its prefix, such as "STALE_STEP"; "UNKNOWN_REASON" for a
