@@ -23,6 +23,10 @@
 
 namespace ema {
 
+namespace client_internal {
+class RunCore;
+}  // namespace client_internal
+
 // The transport of the bytes of a push or a pull.
 enum class Lane {
   kGrpc,
@@ -152,12 +156,10 @@ class Run {
   // most for `timeout`. Result and errors as QueryPush().
   absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Duration timeout);
 
-  class Impl;
-
  private:
   friend class Client;
-  explicit Run(std::shared_ptr<Impl> impl);
-  std::shared_ptr<Impl> impl_;
+  explicit Run(std::shared_ptr<client_internal::RunCore> core);
+  std::shared_ptr<client_internal::RunCore> core_;
 };
 
 // A push that runs in the background. It recovers from broken connections: QueryPush returns the

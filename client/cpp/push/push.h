@@ -32,7 +32,7 @@
 
 namespace ema {
 
-// Thread-safe. Owned by the PendingPush and by its run; the last of them joins the thread.
+// Thread-safe. Owned by the PendingPush; the destructor joins the thread.
 //
 // The thread waits until the run is ready, sends header, chunks and commit, and waits for the
 // reply. If that fails, it asks QueryPush for the missing ranges and sends these; once the weights
@@ -52,7 +52,7 @@ class PendingPush::Impl {
   void CheckContent();
   void Start();
 
-  const client_internal::ForkGuard& fork_guard() const { return run_->client().fork_guard(); }
+  const client_internal::ForkGuard& fork_guard() const { return run_->fork_guard(); }
   // The functions of PendingPush. Not to be called in a forked child.
   bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams);
   absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);

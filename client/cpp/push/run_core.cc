@@ -2,12 +2,15 @@
 #include "client/cpp/push/run_core.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/push/due_tracks.h"
+#include "client/cpp/push/push.h"
 #include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/fork_guard.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -184,14 +187,33 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
   return FromProto(response);
 }
 
-absl::StatusOr<PushProgress> RunCore::GiveUp(int64_t step, std::string_view why,
-                                             SteadyTime deadline, Interrupt* interrupt) {
-  constexpr size_t kMaxBytes = 1024;  // As QueryPushRequest.give_up_reason.
-  // Not in the middle of a character.
-  size_t length = std::min(why.size(), kMaxBytes);
-  while (length < why.size() && length > 0 && (why[length] & 0xC0) == 0x80) --length;
-  return QueryPush(step, /*abandon_if_unfinished=*/true, deadline, interrupt, /*retry=*/false,
-                   why.substr(0, length));
+absl::Status RunCore::Start(const std::shared_ptr<PendingPush::Impl>& push) {
+  absl::MutexLock lock(&push_mu_);
+  const std::shared_ptr<PendingPush::Impl> previous = push_.lock();
+  if (previous != nullptr && !previous->done()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kSessionBusy,
+        absl::StrCat(
+            "rank ", rank(), " of model \"", model(),
+            "\" is still pushing: wait for that push, or abandon it, before the next one"));
+  }
+  try {
+    push->Start();
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot start a thread for the push: ", error.what()));
+  }
+  push_ = push;
+  return absl::OkStatus();
+}
+
+void RunCore::EndPush() {
+  std::shared_ptr<PendingPush::Impl> push;
+  {
+    absl::MutexLock lock(&push_mu_);
+    push = push_.lock();
+  }
+  if (push != nullptr && !push->Abandon()) LeakForever(std::move(push));
 }
 
 int64_t RunCore::connection_count() const {

@@ -33,6 +33,7 @@ class RunCore {
                                                        SteadyTime deadline, Interrupt* interrupt);
 
   Client::Impl& client() const { return *client_; }
+  const ForkGuard& fork_guard() const { return client_->fork_guard(); }
   const std::string& model() const { return info_.name; }
   const Manifest& manifest() const { return info_.manifest; }
   const RankLayout& layout() const { return layout_; }
@@ -64,9 +65,11 @@ class RunCore {
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
                                          std::string_view give_up_reason = {});
 
-  // Tries once to drop the step for ever, because of `why`.
-  absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, SteadyTime deadline,
-                                      Interrupt* interrupt);
+  // Starts `push`. FAILED_PRECONDITION, SESSION_BUSY: another push of this run has not ended.
+  // UNAVAILABLE: the system has no thread for it.
+  absl::Status Start(const std::shared_ptr<PendingPush::Impl>& push) ABSL_LOCKS_EXCLUDED(push_mu_);
+  // Abandons the running push, if there is one.
+  void EndPush() ABSL_LOCKS_EXCLUDED(push_mu_);
 
   // The number of connections for the next push over gRPC. Record the speed of a push with that
   // number, or that not all of them could be opened.
@@ -96,6 +99,9 @@ class RunCore {
   const RankLayout layout_;
   const ChunkPlan chunks_;
   PinnedRing ring_;
+
+  absl::Mutex push_mu_;  // Never acquired while a mutex of a push is held.
+  std::weak_ptr<PendingPush::Impl> push_ ABSL_GUARDED_BY(push_mu_);  // The last one.
 
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
