@@ -107,10 +107,10 @@ absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const Mode
   for (const std::string& name : changes.pause) request.add_pause_tracks(name);
   for (const std::string& name : changes.resume) request.add_resume_tracks(name);
   EMA_ASSIGN_OR_RETURN(
-      const v1::UpdateModelResponse response,
+      const v1::Model reply,
       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncUpdateModel, request, timeout));
-  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
-  return FromProto(response.model());
+  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(reply));
+  return FromProto(reply);
 }
 
 absl::StatusOr<bool> Client::IsServing(std::string_view service, absl::Duration timeout) {
@@ -131,10 +131,10 @@ absl::StatusOr<bool> Client::IsServing(std::string_view service, absl::Duration 
 absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {
   v1::GetModelRequest request;
   request.set_model(std::string(model));
-  EMA_ASSIGN_OR_RETURN(const v1::GetModelResponse response,
+  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
                        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, timeout));
-  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
-  return FromProto(response.model());
+  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(reply));
+  return FromProto(reply);
 }
 
 absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout) {
@@ -189,9 +189,9 @@ absl::StatusOr<Version> Client::GetStatistics(std::string_view model,
   request.set_incarnation(options.id.incarnation);
   for (const std::string& track : options.tracks) request.add_tracks(track);
   EMA_ASSIGN_OR_RETURN(
-      const v1::GetStatisticsResponse response,
+      const v1::VersionRecord record,
       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetStatistics, request, timeout));
-  return FromProto(response.version());
+  return FromProto(record);
 }
 
 absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view model,

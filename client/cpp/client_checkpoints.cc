@@ -124,9 +124,9 @@ absl::StatusOr<Client::CheckpointInfo> Client::GetCheckpoint(std::string_view mo
   request.set_model(std::string(model));
   request.set_checkpoint(std::string(checkpoint));
   EMA_ASSIGN_OR_RETURN(
-      const v1::GetCheckpointResponse response,
+      const v1::Checkpoint reply,
       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetCheckpoint, request, timeout));
-  return FromProto(response.checkpoint());
+  return FromProto(reply);
 }
 
 absl::StatusOr<Client::CheckpointList> Client::ListCheckpoints(std::string_view model,
@@ -162,9 +162,9 @@ absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const 
   request.set_incarnation(id.incarnation);
   // Once: nobody knows what became of one whose answer is lost.
   EMA_ASSIGN_OR_RETURN(
-      const v1::RestoreCheckpointResponse response,
+      const v1::VersionRecord record,
       impl_->Once(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
-  return FromProto(response.version());
+  return FromProto(record);
 }
 
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::string_view label,
@@ -173,9 +173,9 @@ absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::s
   request.set_model(std::string(model));
   request.set_label(std::string(label));
   EMA_ASSIGN_OR_RETURN(
-      const v1::RestoreCheckpointResponse response,
+      const v1::VersionRecord record,
       impl_->Once(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
-  return FromProto(response.version());
+  return FromProto(record);
 }
 
 absl::StatusOr<Client::Label> Client::SetLabel(std::string_view model, std::string_view label,
@@ -185,10 +185,9 @@ absl::StatusOr<Client::Label> Client::SetLabel(std::string_view model, std::stri
   request.set_label(std::string(label));
   request.set_version(id.version);
   request.set_incarnation(id.incarnation);
-  EMA_ASSIGN_OR_RETURN(const v1::SetLabelResponse response,
+  EMA_ASSIGN_OR_RETURN(const v1::Label reply,
                        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, timeout));
-  if (!response.has_label()) return client_internal::MalformedReply("no label");
-  return FromProto(response.label());
+  return FromProto(reply);
 }
 
 absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,

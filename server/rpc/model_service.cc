@@ -129,16 +129,14 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
   return response;
 }
 
-absl::StatusOr<v1::GetModelResponse> ModelService::GetModel(const v1::GetModelRequest& request) {
+absl::StatusOr<v1::Model> ModelService::GetModel(const v1::GetModelRequest& request) {
   // The error says why the model was not loaded.
   if (const absl::Status refused = checkpoints_.CheckMayCreate(request.model()); !refused.ok()) {
     return MakeError(absl::StatusCode::kNotFound, GetErrorReason(refused),
                      std::string(refused.message()));
   }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  v1::GetModelResponse response;
-  *response.mutable_model() = ToProto(*model, /*in_a_list=*/false);
-  return response;
+  return ToProto(*model, /*in_a_list=*/false);
 }
 
 v1::ListModelsResponse ModelService::ListModels(const Access& access) {
@@ -150,19 +148,15 @@ v1::ListModelsResponse ModelService::ListModels(const Access& access) {
   return response;
 }
 
-absl::StatusOr<v1::UpdateModelResponse> ModelService::UpdateModel(
-    const v1::UpdateModelRequest& request) {
+absl::StatusOr<v1::Model> ModelService::UpdateModel(const v1::UpdateModelRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const TrackChanges changes, FromProto(request));
   EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
   LogTo(log_, LogLevel::kInfo, "model updated", {{"model", request.model()}});
-  v1::UpdateModelResponse response;
-  *response.mutable_model() = ToProto(*model, /*in_a_list=*/false);
-  return response;
+  return ToProto(*model, /*in_a_list=*/false);
 }
 
-absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
-    const v1::DeleteModelRequest& request) {
+absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest& request) {
   EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
   if (request.confirm_model() != request.model()) {
     return BadRequest(absl::StrCat("confirm_model: ", Quoted(request.confirm_model()),
@@ -190,7 +184,7 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
                          : "model deleted in memory only",
           std::move(fields));
   }
-  if (status.ok()) return v1::DeleteModelResponse();
+  if (status.ok()) return v1::Empty();
   return WithPlace(
       status,
       absl::StrCat("model \"", request.model(),
@@ -200,8 +194,7 @@ absl::StatusOr<v1::DeleteModelResponse> ModelService::DeleteModel(
                        : "\" is deleted in memory, but its checkpoints are still on the disk: "));
 }
 
-absl::StatusOr<v1::AttachFileResponse> ModelService::AttachFile(
-    const v1::AttachFileRequest& request) {
+absl::StatusOr<v1::Empty> ModelService::AttachFile(const v1::AttachFileRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   if (request.remove()) {
     model->attached_files().Remove(request.name());
@@ -209,7 +202,7 @@ absl::StatusOr<v1::AttachFileResponse> ModelService::AttachFile(
     EMA_RETURN_IF_ERROR(model->attached_files().AddPart(request.name(), request.total_bytes(),
                                                         request.offset(), request.data()));
   }
-  return v1::AttachFileResponse();
+  return v1::Empty();
 }
 
 absl::StatusOr<v1::GetAttachedFileResponse> ModelService::GetAttachedFile(
@@ -342,16 +335,14 @@ absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
   return response;
 }
 
-absl::StatusOr<v1::GetStatisticsResponse> ModelService::GetStatistics(
+absl::StatusOr<v1::VersionRecord> ModelService::GetStatistics(
     const v1::GetStatisticsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
   EMA_ASSIGN_OR_RETURN(
       const Version record,
       ComputeStatistics(*model, {request.version(), request.incarnation()}, tracks));
-  v1::GetStatisticsResponse response;
-  *response.mutable_version() = ToProto(record);
-  return response;
+  return ToProto(record);
 }
 
 absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
@@ -386,14 +377,12 @@ absl::StatusOr<v1::CreateCheckpointResponse> ModelService::CreateCheckpoint(
   return response;
 }
 
-absl::StatusOr<v1::GetCheckpointResponse> ModelService::GetCheckpoint(
+absl::StatusOr<v1::Checkpoint> ModelService::GetCheckpoint(
     const v1::GetCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const CheckpointInfo checkpoint,
                        checkpoints_.Get(*model, request.checkpoint()));
-  v1::GetCheckpointResponse response;
-  *response.mutable_checkpoint() = ToProto(checkpoint);
-  return response;
+  return ToProto(checkpoint);
 }
 
 absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
@@ -408,35 +397,31 @@ absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
   return response;
 }
 
-absl::StatusOr<v1::DeleteCheckpointResponse> ModelService::DeleteCheckpoint(
+absl::StatusOr<v1::Empty> ModelService::DeleteCheckpoint(
     const v1::DeleteCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_RETURN_IF_ERROR(checkpoints_.Delete(*model, request.checkpoint()));
-  return v1::DeleteCheckpointResponse();
+  return v1::Empty();
 }
 
-absl::StatusOr<v1::RestoreCheckpointResponse> ModelService::RestoreCheckpoint(
+absl::StatusOr<v1::VersionRecord> ModelService::RestoreCheckpoint(
     const v1::RestoreCheckpointRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
   EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
-  v1::RestoreCheckpointResponse response;
-  *response.mutable_version() = ToProto(record);
-  return response;
+  return ToProto(record);
 }
 
-absl::StatusOr<v1::SetLabelResponse> ModelService::SetLabel(const v1::SetLabelRequest& request) {
+absl::StatusOr<v1::Label> ModelService::SetLabel(const v1::SetLabelRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  v1::SetLabelResponse response;
   if (request.remove()) {
     EMA_RETURN_IF_ERROR(checkpoints_.RemoveLabel(*model, request.label()));
-    return response;
+    return v1::Label();
   }
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
   EMA_ASSIGN_OR_RETURN(const CheckpointLabel label,
                        checkpoints_.SetLabel(*model, request.label(), id));
-  *response.mutable_label() = ToProto(label);
-  return response;
+  return ToProto(label);
 }
 
 absl::StatusOr<v1::ReportMetricResponse> ModelService::ReportMetric(

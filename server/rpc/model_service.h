@@ -42,29 +42,27 @@ class ModelService {
 
  private:
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
-  absl::StatusOr<v1::GetModelResponse> GetModel(const v1::GetModelRequest& request);
+  absl::StatusOr<v1::Model> GetModel(const v1::GetModelRequest& request);
   // Lists the models that the token of the call covers.
   v1::ListModelsResponse ListModels(const Access& access);
-  absl::StatusOr<v1::UpdateModelResponse> UpdateModel(const v1::UpdateModelRequest& request);
-  absl::StatusOr<v1::DeleteModelResponse> DeleteModel(const v1::DeleteModelRequest& request);
-  absl::StatusOr<v1::AttachFileResponse> AttachFile(const v1::AttachFileRequest& request);
+  absl::StatusOr<v1::Model> UpdateModel(const v1::UpdateModelRequest& request);
+  absl::StatusOr<v1::Empty> DeleteModel(const v1::DeleteModelRequest& request);
+  absl::StatusOr<v1::Empty> AttachFile(const v1::AttachFileRequest& request);
   absl::StatusOr<v1::GetAttachedFileResponse> GetAttachedFile(
       const v1::GetAttachedFileRequest& request);
   absl::StatusOr<v1::OpenRunResponse> OpenRun(const v1::OpenRunRequest& request);
   absl::StatusOr<v1::QueryPushResponse> QueryPush(const v1::QueryPushRequest& request);
   absl::StatusOr<v1::GetLaneResponse> GetLane(const v1::GetLaneRequest&) { return lane_; }
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(const v1::ListVersionsRequest& request);
-  absl::StatusOr<v1::GetStatisticsResponse> GetStatistics(const v1::GetStatisticsRequest& request);
+  absl::StatusOr<v1::VersionRecord> GetStatistics(const v1::GetStatisticsRequest& request);
   absl::StatusOr<v1::CreateCheckpointResponse> CreateCheckpoint(
       const v1::CreateCheckpointRequest& request);
-  absl::StatusOr<v1::GetCheckpointResponse> GetCheckpoint(const v1::GetCheckpointRequest& request);
+  absl::StatusOr<v1::Checkpoint> GetCheckpoint(const v1::GetCheckpointRequest& request);
   absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(
       const v1::ListCheckpointsRequest& request);
-  absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
-      const v1::DeleteCheckpointRequest& request);
-  absl::StatusOr<v1::RestoreCheckpointResponse> RestoreCheckpoint(
-      const v1::RestoreCheckpointRequest& request);
-  absl::StatusOr<v1::SetLabelResponse> SetLabel(const v1::SetLabelRequest& request);
+  absl::StatusOr<v1::Empty> DeleteCheckpoint(const v1::DeleteCheckpointRequest& request);
+  absl::StatusOr<v1::VersionRecord> RestoreCheckpoint(const v1::RestoreCheckpointRequest& request);
+  absl::StatusOr<v1::Label> SetLabel(const v1::SetLabelRequest& request);
   absl::StatusOr<v1::ReportMetricResponse> ReportMetric(const v1::ReportMetricRequest& request);
   absl::StatusOr<v1::SynthesizeResponse> Synthesize(const v1::SynthesizeRequest& request);
 

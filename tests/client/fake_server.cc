@@ -189,9 +189,9 @@ grpc::Status FakeServer::CreateModel(grpc::ServerContext* context, const v1::Cre
 }
 
 grpc::Status FakeServer::GetModel(grpc::ServerContext* context, const v1::GetModelRequest*,
-                                  v1::GetModelResponse* response) {
+                                  v1::Model* response) {
   if (const absl::Status error = TakeUnaryError(); !error.ok()) return WithDetail(context, error);
-  *response->mutable_model() = MakeModel();
+  *response = MakeModel();
   return grpc::Status::OK;
 }
 
@@ -524,11 +524,11 @@ grpc::Status FakeServer::CreateCheckpoint(grpc::ServerContext* context,
 
 grpc::Status FakeServer::GetCheckpoint(grpc::ServerContext* context,
                                        const v1::GetCheckpointRequest* request,
-                                       v1::GetCheckpointResponse* response) {
+                                       v1::Checkpoint* response) {
   if (const absl::Status error = NoteCheckpointCall("GetCheckpoint", *request); !error.ok()) {
     return WithDetail(context, error);
   }
-  *response->mutable_checkpoint() = checkpoint;
+  *response = checkpoint;
   return grpc::Status::OK;
 }
 
@@ -544,8 +544,7 @@ grpc::Status FakeServer::ListCheckpoints(grpc::ServerContext* context,
 }
 
 grpc::Status FakeServer::DeleteCheckpoint(grpc::ServerContext* context,
-                                          const v1::DeleteCheckpointRequest* request,
-                                          v1::DeleteCheckpointResponse*) {
+                                          const v1::DeleteCheckpointRequest* request, v1::Empty*) {
   if (const absl::Status error = NoteCheckpointCall("DeleteCheckpoint", *request); !error.ok()) {
     return WithDetail(context, error);
   }
@@ -554,23 +553,23 @@ grpc::Status FakeServer::DeleteCheckpoint(grpc::ServerContext* context,
 
 grpc::Status FakeServer::RestoreCheckpoint(grpc::ServerContext* context,
                                            const v1::RestoreCheckpointRequest* request,
-                                           v1::RestoreCheckpointResponse* response) {
+                                           v1::VersionRecord* response) {
   if (const absl::Status error = NoteCheckpointCall("RestoreCheckpoint", *request); !error.ok()) {
     return WithDetail(context, error);
   }
-  response->mutable_version()->set_incarnation(checkpoint.incarnation());
-  response->mutable_version()->set_version(checkpoint.version() + 1);
-  response->mutable_version()->mutable_restored_from()->set_incarnation(checkpoint.incarnation());
-  response->mutable_version()->mutable_restored_from()->set_version(checkpoint.version());
+  response->set_incarnation(checkpoint.incarnation());
+  response->set_version(checkpoint.version() + 1);
+  response->mutable_restored_from()->set_incarnation(checkpoint.incarnation());
+  response->mutable_restored_from()->set_version(checkpoint.version());
   return grpc::Status::OK;
 }
 
 grpc::Status FakeServer::SetLabel(grpc::ServerContext* context, const v1::SetLabelRequest* request,
-                                  v1::SetLabelResponse* response) {
+                                  v1::Label* response) {
   if (const absl::Status error = NoteCheckpointCall("SetLabel", *request); !error.ok()) {
     return WithDetail(context, error);
   }
-  if (!request->remove()) *response->mutable_label() = label;
+  if (!request->remove()) *response = label;
   return grpc::Status::OK;
 }
 

@@ -123,7 +123,7 @@ class FakeServer final : public v1::EmaService::Service {
   grpc::Status CreateModel(grpc::ServerContext* context, const v1::CreateModelRequest* request,
                            v1::CreateModelResponse* response) override;
   grpc::Status GetModel(grpc::ServerContext* context, const v1::GetModelRequest* request,
-                        v1::GetModelResponse* response) override;
+                        v1::Model* response) override;
   grpc::Status ListModels(grpc::ServerContext* context, const v1::ListModelsRequest* request,
                           v1::ListModelsResponse* response) override;
   grpc::Status ListVersions(grpc::ServerContext* context, const v1::ListVersionsRequest* request,
@@ -142,18 +142,18 @@ class FakeServer final : public v1::EmaService::Service {
                                 const v1::CreateCheckpointRequest* request,
                                 v1::CreateCheckpointResponse* response) override;
   grpc::Status GetCheckpoint(grpc::ServerContext* context, const v1::GetCheckpointRequest* request,
-                             v1::GetCheckpointResponse* response) override;
+                             v1::Checkpoint* response) override;
   grpc::Status ListCheckpoints(grpc::ServerContext* context,
                                const v1::ListCheckpointsRequest* request,
                                v1::ListCheckpointsResponse* response) override;
   grpc::Status DeleteCheckpoint(grpc::ServerContext* context,
                                 const v1::DeleteCheckpointRequest* request,
-                                v1::DeleteCheckpointResponse* response) override;
+                                v1::Empty* response) override;
   grpc::Status RestoreCheckpoint(grpc::ServerContext* context,
                                  const v1::RestoreCheckpointRequest* request,
-                                 v1::RestoreCheckpointResponse* response) override;
+                                 v1::VersionRecord* response) override;
   grpc::Status SetLabel(grpc::ServerContext* context, const v1::SetLabelRequest* request,
-                        v1::SetLabelResponse* response) override;
+                        v1::Label* response) override;
   grpc::Status ReportMetric(grpc::ServerContext* context, const v1::ReportMetricRequest* request,
                             v1::ReportMetricResponse* response) override;
 

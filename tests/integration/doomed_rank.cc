@@ -57,11 +57,11 @@ class DoomedRank {
     grpc::ClientContext context;
     v1::GetModelRequest request;
     request.set_model(kFillModel);
-    v1::GetModelResponse response;
+    v1::Model response;
     const grpc::Status status = stub_->GetModel(&context, request, &response);
     if (!status.ok()) Die(status.error_message());
     // The first tensor's rows say the scale.
-    const int64_t rows = response.model().manifest().tensors(0).shape(0);
+    const int64_t rows = response.manifest().tensors(0).shape(0);
     const int64_t unit = FillManifest(1).tensor(0).shape[0];
     manifest_ = FillManifest(rows / unit);
     absl::StatusOr<RankLayout> layout = RankLayout::Create(manifest_, FillShards(manifest_, rank_));

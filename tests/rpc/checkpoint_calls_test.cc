@@ -115,13 +115,13 @@ TEST_F(CheckpointCallsTest, CheckpointsAreMadeListedFoundAndDeleted) {
   v1::GetCheckpointRequest get;
   get.set_model("m");
   get.set_checkpoint(second.checkpoint());
-  v1::GetCheckpointResponse got;
+  v1::Checkpoint got;
   ASSERT_TRUE(Call(&v1::EmaService::Stub::GetCheckpoint, get, &got).status.ok());
-  EXPECT_EQ(got.checkpoint().state(), v1::Checkpoint::STATE_COMPLETE);
-  EXPECT_EQ(got.checkpoint().step(), 2);
-  EXPECT_EQ(got.checkpoint().commit_time_us(), second.version().commit_time_us());
-  EXPECT_THAT(got.checkpoint().tracks(), ElementsAre("ema", "raw"));
-  EXPECT_THAT(got.checkpoint().labels(), ElementsAre("stable"));
+  EXPECT_EQ(got.state(), v1::Checkpoint::STATE_COMPLETE);
+  EXPECT_EQ(got.step(), 2);
+  EXPECT_EQ(got.commit_time_us(), second.version().commit_time_us());
+  EXPECT_THAT(got.tracks(), ElementsAre("ema", "raw"));
+  EXPECT_THAT(got.labels(), ElementsAre("stable"));
   get.set_checkpoint("none");
   ExpectError(Call(&v1::EmaService::Stub::GetCheckpoint, get, &got), grpc::StatusCode::NOT_FOUND,
               v1::ERROR_REASON_CHECKPOINT_NOT_FOUND, "\"none\"");
@@ -134,7 +134,7 @@ TEST_F(CheckpointCallsTest, CheckpointsAreMadeListedFoundAndDeleted) {
   v1::DeleteCheckpointRequest remove;
   remove.set_model("m");
   remove.set_checkpoint(second.checkpoint());
-  v1::DeleteCheckpointResponse removed;
+  v1::Empty removed;
   ExpectError(Call(&v1::EmaService::Stub::DeleteCheckpoint, remove, &removed),
               grpc::StatusCode::FAILED_PRECONDITION, v1::ERROR_REASON_CHECKPOINT_IN_USE,
               "\"stable\"");
@@ -149,7 +149,7 @@ TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
   v1::DeleteModelRequest request;
   request.set_model("m");
   request.set_confirm_model("m");
-  v1::DeleteModelResponse response;
+  v1::Empty response;
   // As where the volume is not mounted.
   ASSERT_THAT(PosixFileSystem().Rename(directory_ + "/models", directory_ + "/gone"), IsOk());
   ExpectError(Call(&v1::EmaService::Stub::DeleteModel, request, &response),
@@ -202,7 +202,7 @@ TEST_F(ThrowingCallTest, AnotherExceptionEndsTheCallAsAnInternalError) {
   v1::DeleteCheckpointRequest request;
   request.set_model("m");
   request.set_checkpoint("c");
-  v1::DeleteCheckpointResponse response;
+  v1::Empty response;
   const grpc::Status status = stub_->DeleteCheckpoint(&context, request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INTERNAL);
   EXPECT_THAT(status.error_message(), HasSubstr("unexpected exception"));
@@ -226,13 +226,13 @@ TEST_F(CheckpointCallsTest, LabelsAreSetByHandAndByScores) {
   set.set_model("m");
   set.set_label("good");
   set.set_version(1);
-  v1::SetLabelResponse label;
+  v1::Label label;
   ASSERT_TRUE(Call(&v1::EmaService::Stub::SetLabel, set, &label).status.ok());
-  EXPECT_EQ(label.label().step(), 1);
-  EXPECT_FALSE(label.label().has_metric());
+  EXPECT_EQ(label.step(), 1);
+  EXPECT_FALSE(label.has_metric());
   set.set_remove(true);
   ASSERT_TRUE(Call(&v1::EmaService::Stub::SetLabel, set, &label).status.ok());
-  EXPECT_FALSE(label.has_label());
+  EXPECT_EQ(label.name(), "");
   ExpectError(Call(&v1::EmaService::Stub::SetLabel, set, &label), grpc::StatusCode::NOT_FOUND,
               v1::ERROR_REASON_LABEL_NOT_FOUND, "\"good\"");
 
@@ -266,14 +266,14 @@ TEST_F(CheckpointCallsTest, ARollbackFencesWhoeverPushed) {
   PushSteps(2, 3);
   v1::RestoreCheckpointRequest request;
   request.set_model("m");
-  v1::RestoreCheckpointResponse response;
+  v1::VersionRecord response;
   ExpectError(Call(&v1::EmaService::Stub::RestoreCheckpoint, request, &response),
               grpc::StatusCode::INVALID_ARGUMENT, v1::ERROR_REASON_BAD_REQUEST, "one of the two");
   request.set_label("before");
   ASSERT_TRUE(Call(&v1::EmaService::Stub::RestoreCheckpoint, request, &response).status.ok());
-  EXPECT_EQ(response.version().version(), 4);
-  EXPECT_EQ(response.version().step(), 1);
-  EXPECT_EQ(response.version().restored_from().version(), 1);
+  EXPECT_EQ(response.version(), 4);
+  EXPECT_EQ(response.step(), 1);
+  EXPECT_EQ(response.restored_from().version(), 1);
   v1::PushResponse pushed;
   ExpectError(PushFilled(4, 4, &pushed), grpc::StatusCode::ABORTED, v1::ERROR_REASON_FENCED,
               "epoch");
@@ -394,7 +394,7 @@ TEST_F(SlowSavesTest, WhoOnlyAsksDoesNotWaitForThem) {
   v1::GetCheckpointRequest get;
   get.set_model("m");
   get.set_checkpoint("c");
-  v1::GetCheckpointResponse got;
+  v1::Checkpoint got;
   grpc::ClientContext get_context;
   SetDeadline(get_context);
   EXPECT_TRUE(stub_->GetCheckpoint(&get_context, get, &got).ok());
@@ -518,7 +518,7 @@ class LateDiskErrorTest : public RpcFixture {
     request.set_model(model);
     request.set_confirm_model(model);
     request.set_purge(true);
-    v1::DeleteModelResponse response;
+    v1::Empty response;
     grpc::ClientContext context;
     const grpc::Status status = stub_->DeleteModel(&context, request, &response);
     EXPECT_EQ(Result(status, context).detail.reason(), v1::ERROR_REASON_DISK_FAILED);
@@ -604,7 +604,7 @@ TEST_F(AllCorruptTest, ModelIsCreatedOnlyAfterItsDeletion) {
 
   v1::GetModelRequest get_request;
   get_request.set_model("m");
-  v1::GetModelResponse found;
+  v1::Model found;
   grpc::ClientContext get_context;
   const grpc::Status get = stub_->GetModel(&get_context, get_request, &found);
   EXPECT_EQ(get.error_code(), grpc::StatusCode::NOT_FOUND);
@@ -613,7 +613,7 @@ TEST_F(AllCorruptTest, ModelIsCreatedOnlyAfterItsDeletion) {
   v1::DeleteModelRequest delete_request;
   delete_request.set_model("m");
   delete_request.set_confirm_model("m");
-  v1::DeleteModelResponse deleted;
+  v1::Empty deleted;
   grpc::ClientContext delete_context;
   EXPECT_TRUE(stub_->DeleteModel(&delete_context, delete_request, &deleted).ok());
   CreateAndOpen();
@@ -633,13 +633,13 @@ TEST_F(NoDataDirTest, EveryCallSaysThatThereAreNoCheckpoints) {
   };
   using Stub = v1::EmaService::Stub;
   expect(&Stub::CreateCheckpoint, v1::CreateCheckpointRequest(), v1::CreateCheckpointResponse());
-  expect(&Stub::GetCheckpoint, v1::GetCheckpointRequest(), v1::GetCheckpointResponse());
+  expect(&Stub::GetCheckpoint, v1::GetCheckpointRequest(), v1::Checkpoint());
   expect(&Stub::ListCheckpoints, v1::ListCheckpointsRequest(), v1::ListCheckpointsResponse());
-  expect(&Stub::DeleteCheckpoint, v1::DeleteCheckpointRequest(), v1::DeleteCheckpointResponse());
+  expect(&Stub::DeleteCheckpoint, v1::DeleteCheckpointRequest(), v1::Empty());
   v1::RestoreCheckpointRequest restore;
   restore.set_version(1);
-  expect(&Stub::RestoreCheckpoint, restore, v1::RestoreCheckpointResponse());
-  expect(&Stub::SetLabel, v1::SetLabelRequest(), v1::SetLabelResponse());
+  expect(&Stub::RestoreCheckpoint, restore, v1::VersionRecord());
+  expect(&Stub::SetLabel, v1::SetLabelRequest(), v1::Label());
   v1::ReportMetricRequest report;
   report.set_version(1);
   expect(&Stub::ReportMetric, report, v1::ReportMetricResponse());

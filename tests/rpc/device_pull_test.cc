@@ -38,7 +38,7 @@ TEST_F(DevicePullTest, WhileOneWaitsForTheDeviceTheServersThreadServesOthers) {
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
     v1::GetModelRequest request;
     request.set_model("m");
-    v1::GetModelResponse response;
+    v1::Model response;
     EXPECT_TRUE(stub_->GetModel(&context, request, &response).ok());
   }
   accelerator_->HoldCopiesToHost(false);

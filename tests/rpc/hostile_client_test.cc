@@ -123,7 +123,7 @@ TEST_F(HostileClientTest, ACompressedRequestIsRefused) {
   context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
   v1::GetModelRequest request;
   request.set_model(std::string(1 << 20, 'm'));
-  v1::GetModelResponse response;
+  v1::Model response;
   EXPECT_EQ(stub_->GetModel(&context, request, &response).error_code(),
             grpc::StatusCode::UNIMPLEMENTED);
 }
@@ -305,7 +305,7 @@ TEST_F(HostileClientTest, MillionsOfEmptyEntriesAreRejectedBeforeAnythingIsMadeO
   names.set_model("m");
   for (int i = 0; i < kCount; ++i) names.add_pause_tracks();
   grpc::ClientContext context;
-  v1::UpdateModelResponse response;
+  v1::Model response;
   EXPECT_THAT(stub_->UpdateModel(&context, names, &response).error_message(),
               testing::HasSubstr("1000000 given"));
 }

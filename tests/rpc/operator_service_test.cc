@@ -135,7 +135,7 @@ TEST_F(OperatorServiceTest, WorkThatIsRefusedHindersNobodyWhoLooksOrEndsAPush) {
   grpc::ClientContext get_context;
   v1::GetModelRequest get;
   get.set_model("m");
-  v1::GetModelResponse got;
+  v1::Model got;
   EXPECT_TRUE(stub_->GetModel(&get_context, get, &got).ok());
   Info();
 }

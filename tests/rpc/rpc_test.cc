@@ -168,19 +168,16 @@ TEST_F(RpcTest, StatisticsAreComputedWhenAskedForAndThenInTheRecord) {
     request.set_model("m");
     request.set_version(version);
     if (!track.empty()) request.add_tracks(track);
-    v1::GetStatisticsResponse response;
     grpc::ClientContext context;
-    const CallResult result = Result(stub_->GetStatistics(&context, request, &response), context);
-    *record = response.version();
-    return result;
+    return Result(stub_->GetStatistics(&context, request, record), context);
   };
   const auto latest = [&] {
     v1::GetModelRequest request;
     request.set_model("m");
-    v1::GetModelResponse response;
+    v1::Model response;
     grpc::ClientContext context;
     EXPECT_TRUE(stub_->GetModel(&context, request, &response).ok());
-    return response.model().latest();
+    return response.latest();
   };
   EXPECT_EQ(latest().statistics_size(), 0);
   v1::VersionRecord record;
@@ -235,18 +232,18 @@ TEST_F(RpcTest, ModelsAreListedDescribedAndDeleted) {
   v1::GetModelRequest get;
   get.set_model("m");
   grpc::ClientContext get_context;
-  v1::GetModelResponse model;
+  v1::Model model;
   ASSERT_TRUE(stub_->GetModel(&get_context, get, &model).ok());
-  EXPECT_EQ(model.model().manifest().tensors(0).shape(0), kElements);
-  EXPECT_EQ(model.model().tracks(0).schedule().at("half_life"), "1ba");
-  EXPECT_EQ(model.model().partitions_size(), 1);
-  EXPECT_EQ(model.model().reserved_bytes(), 4 * 2 * 4 * kElements);
+  EXPECT_EQ(model.manifest().tensors(0).shape(0), kElements);
+  EXPECT_EQ(model.tracks(0).schedule().at("half_life"), "1ba");
+  EXPECT_EQ(model.partitions_size(), 1);
+  EXPECT_EQ(model.reserved_bytes(), 4 * 2 * 4 * kElements);
   for (int i = 0; i < 2; ++i) {
     v1::DeleteModelRequest request;
     request.set_model("m");
     request.set_confirm_model("m");
     grpc::ClientContext context;
-    v1::DeleteModelResponse response;
+    v1::Empty response;
     EXPECT_TRUE(stub_->DeleteModel(&context, request, &response).ok());
   }
   EXPECT_EQ(Pull("ema").result.detail.reason(), v1::ERROR_REASON_MODEL_NOT_FOUND);
@@ -258,7 +255,7 @@ TEST_F(RpcTest, ADeletionThatFailedOnTheDiskIsTriedAgainByTheNext) {
     v1::DeleteModelRequest request;
     request.set_model("m");
     request.set_confirm_model("m");
-    v1::DeleteModelResponse response;
+    v1::Empty response;
     grpc::ClientContext context;
     return stub_->DeleteModel(&context, request, &response).error_code();
   };

@@ -157,14 +157,14 @@ TEST_F(WaitingCallsTest, LongRequestsThatWaitShareALimitedMemory) {
   };
   // One of a good layout begins to resume, and is held up there.
   v1::OpenRunRequest good = request;
-  v1::GetModelResponse model;
+  v1::Model model;
   {
     grpc::ClientContext context;
     v1::GetModelRequest get;
     get.set_model("m");
     ASSERT_TRUE(stub_->GetModel(&context, get, &model).ok());
   }
-  good.set_manifest_digest(model.model().manifest_digest());
+  good.set_manifest_digest(model.manifest_digest());
   good.set_launch_id("another");
   good.set_world_size(1);
   good.mutable_layout()->clear_shards();
@@ -203,7 +203,7 @@ TEST_F(WaitingCallsTest, CallsCancelledWhileQueuedAreNotRun) {
   request.set_model("m");
   const auto ask = [&] {
     grpc::ClientContext context;
-    v1::GetModelResponse response;
+    v1::Model response;
     EXPECT_TRUE(stub_->GetModel(&context, request, &response).ok());
   };
   ask();
@@ -235,7 +235,7 @@ TEST_F(WaitingCallsTest, ARequestThatIsLargerThanAllThatMayWaitIsInvalid) {
   request.set_model("m");
   request.add_tracks(std::string(5'000'000, 'x'));
   grpc::ClientContext context;
-  v1::GetStatisticsResponse response;
+  v1::VersionRecord response;
   const grpc::Status status = stub_->GetStatistics(&context, request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(status.error_message(), HasSubstr("bytes of memory, expected at most 4194304"));

@@ -146,11 +146,11 @@ absl::StatusOr<std::unique_ptr<VersionWatch>> Client::Watch(std::string_view mod
     // before the first Next(), is not lost.
     v1::GetModelRequest model_request;
     model_request.set_model(request.model());
-    EMA_ASSIGN_OR_RETURN(const v1::GetModelResponse response,
+    EMA_ASSIGN_OR_RETURN(const v1::Model info,
                          impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, model_request,
                                       std::min(timeout, impl_->options().timeout)));
-    request.set_after_version(response.model().latest().version());
-    request.set_incarnation(response.model().latest().incarnation());
+    request.set_after_version(info.latest().version());
+    request.set_incarnation(info.latest().incarnation());
   }
   return std::unique_ptr<VersionWatch>(
       new VersionWatch(std::make_shared<VersionWatch::Impl>(impl_, std::move(request), timeout)));

@@ -48,10 +48,10 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
   v1::GetModelRequest request;
   request.set_model(std::string(model));
   EMA_ASSIGN_OR_RETURN(
-      const v1::GetModelResponse response,
+      const v1::Model reply,
       client->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, deadline, interrupt));
-  EMA_RETURN_IF_ERROR(CheckPartitions(response.model()));
-  EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
+  EMA_RETURN_IF_ERROR(CheckPartitions(reply));
+  EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(reply));
 
   if (!options.shards.has_value()) {
     options.shards.emplace();

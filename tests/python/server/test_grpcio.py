@@ -48,7 +48,7 @@ def manifest_digest(stub, model):
     )
     assert stub.CreateModel(request).created
     assert not stub.CreateModel(request).created
-    return stub.GetModel(ema.GetModelRequest(model=model)).model.manifest_digest
+    return stub.GetModel(ema.GetModelRequest(model=model)).manifest_digest
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def push_messages(model, run, step):
 
 def call_update(stub, model, run):
     updated = stub.UpdateModel(ema.UpdateModelRequest(model=model, pause_tracks=["raw"]))
-    tracks = updated.model.pending_tracks or updated.model.tracks
+    tracks = updated.pending_tracks or updated.tracks
     assert {track.name: track.paused for track in tracks}["raw"]
 
 
@@ -138,8 +138,8 @@ def call_list_versions(stub, model, run):
 
 
 def call_statistics(stub, model, run):
-    reply = stub.GetStatistics(ema.GetStatisticsRequest(model=model, tracks=["ema"]))
-    assert reply.version.version == 1
+    record = stub.GetStatistics(ema.GetStatisticsRequest(model=model, tracks=["ema"]))
+    assert record.version == 1
 
 
 def call_create_checkpoint(stub, model, run):
@@ -151,7 +151,7 @@ def call_create_checkpoint(stub, model, run):
 def call_get_checkpoint(stub, model, run):
     name = call_create_checkpoint(stub, model, run)
     request = ema.GetCheckpointRequest(model=model, checkpoint=name)
-    assert stub.GetCheckpoint(request).checkpoint.version == 1
+    assert stub.GetCheckpoint(request).version == 1
 
 
 def call_list_checkpoints(stub, model, run):
@@ -166,11 +166,11 @@ def call_delete_checkpoint(stub, model, run):
 
 def call_restore(stub, model, run):
     restored = stub.RestoreCheckpoint(ema.RestoreCheckpointRequest(model=model, version=1))
-    assert restored.version.version == 2 and restored.version.restored_from.version == 1
+    assert restored.version == 2 and restored.restored_from.version == 1
 
 
 def call_set_label(stub, model, run):
-    label = stub.SetLabel(ema.SetLabelRequest(model=model, label="stable")).label
+    label = stub.SetLabel(ema.SetLabelRequest(model=model, label="stable"))
     assert (label.name, label.version) == ("stable", 1)
 
 
