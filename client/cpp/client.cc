@@ -93,7 +93,6 @@ absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view m
   EMA_ASSIGN_OR_RETURN(
       const v1::CreateModelResponse response,
       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateModel, request, timeout));
-  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(response.model()));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
   return CreateModelResult{std::move(info), response.created()};
 }
@@ -109,7 +108,6 @@ absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const Mode
   EMA_ASSIGN_OR_RETURN(
       const v1::Model reply,
       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncUpdateModel, request, timeout));
-  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(reply));
   return FromProto(reply);
 }
 
@@ -133,7 +131,6 @@ absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duratio
   request.set_model(std::string(model));
   EMA_ASSIGN_OR_RETURN(const v1::Model reply,
                        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, timeout));
-  EMA_RETURN_IF_ERROR(client_internal::CheckPartitions(reply));
   return FromProto(reply);
 }
 

@@ -186,8 +186,6 @@ v1::Model ToProto(const Model& model, bool in_a_list) {
   proto.set_max_pinned_versions(model.config().max_pinned_versions);
   proto.set_non_finite(static_cast<v1::NonFinitePolicy>(model.config().non_finite));
   proto.set_reserved_bytes(now.reserved_bytes);
-  v1::Partition* const partition = proto.add_partitions();
-  partition->set_tensor_count(model.manifest().tensor_count());
   if (now.latest.has_value()) *proto.mutable_latest() = ToProto(*now.latest);
   proto.set_run_epoch(now.run_epoch);
   if (in_a_list) {

@@ -120,15 +120,6 @@ TEST_F(ClientTest, ReportsTheErrorItRetriedUntilTheEnd) {
   EXPECT_LT(absl::Now() - start, absl::Seconds(2));
 }
 
-TEST_F(ClientTest, RefusesAModelOnSeveralServers) {
-  server_.edit_model = [](v1::Model& model) { model.add_partitions()->set_address("b:1"); };
-  EXPECT_THAT(client_->GetModel("m"),
-              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("2 partitions")));
-  EXPECT_THAT(client_->OpenRun("m", {}),
-              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("2 partitions")));
-  EXPECT_THAT(client_->ListModels(), IsOk());
-}
-
 TEST_F(ClientTest, RefusesAFileThatLeadsOutOfItsFolder) {
   server_.edit_model = [](v1::Model& model) {
     model.add_attached_files()->set_name("../../.ssh/authorized_keys");

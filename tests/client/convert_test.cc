@@ -24,7 +24,6 @@ v1::Model TestModel() {
   model.set_name("m");
   ToProto(manifest, model.mutable_manifest());
   model.set_manifest_digest(manifest.digest());
-  model.add_partitions()->set_tensor_count(2);
   ToProto(Track("fast", "200ba"), model.add_tracks());
   model.set_reserved_bytes(77);
   return model;
@@ -120,7 +119,6 @@ TEST(ConvertTest, StatisticsKeepWhatIsAbsentAbsent) {
 
 TEST(ConvertTest, ModelsKeepTheirManifest) {
   const v1::Model proto = TestModel();
-  EXPECT_THAT(CheckPartitions(proto), IsOk());
   const absl::StatusOr<ModelInfo> info = FromProto(proto);
   ASSERT_THAT(info, IsOk());
   EXPECT_EQ(info->manifest.tensor(0).TypeString(), "bfloat16[3, 4]");
@@ -135,19 +133,6 @@ TEST(ConvertTest, AModelWithoutManifestHasNoTensors) {
   const absl::StatusOr<ModelInfo> info = FromProto(proto);
   ASSERT_THAT(info, IsOk());
   EXPECT_EQ(info->manifest.tensor_count(), 0);
-}
-
-TEST(ConvertTest, RefusesModelsThatLieElsewhere) {
-  v1::Model proto = TestModel();
-  proto.add_partitions()->set_address("other:50051");
-  EXPECT_THAT(CheckPartitions(proto),
-              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("\"m\"")));
-  proto.clear_partitions();
-  EXPECT_THAT(CheckPartitions(proto),
-              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("0 partitions")));
-  proto.add_partitions()->set_address("other:50051");
-  EXPECT_THAT(CheckPartitions(proto),
-              StatusIs(absl::StatusCode::kUnimplemented, HasSubstr("newer")));
 }
 
 TEST(ConvertTest, MalformedModelsAreTheServersFault) {

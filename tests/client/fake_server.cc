@@ -170,7 +170,6 @@ v1::Model FakeServer::MakeModel() {
   ToProto(manifest_, model.mutable_manifest());
   model.set_manifest_digest(manifest_.digest());
   *model.add_tracks() = MakePlan(v1::VersionRecord()).tracks(0).track();
-  model.add_partitions()->set_tensor_count(manifest_.tensor_count());
   model.set_max_pinned_versions(2);
   {
     absl::MutexLock lock(&mu_);

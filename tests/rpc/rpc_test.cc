@@ -236,7 +236,6 @@ TEST_F(RpcTest, ModelsAreListedDescribedAndDeleted) {
   ASSERT_TRUE(stub_->GetModel(&get_context, get, &model).ok());
   EXPECT_EQ(model.manifest().tensors(0).shape(0), kElements);
   EXPECT_EQ(model.tracks(0).schedule().at("half_life"), "1ba");
-  EXPECT_EQ(model.partitions_size(), 1);
   EXPECT_EQ(model.reserved_bytes(), 4 * 2 * 4 * kElements);
   for (int i = 0; i < 2; ++i) {
     v1::DeleteModelRequest request;

@@ -50,7 +50,6 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
   EMA_ASSIGN_OR_RETURN(
       const v1::Model reply,
       client->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, deadline, interrupt));
-  EMA_RETURN_IF_ERROR(CheckPartitions(reply));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(reply));
 
   if (!options.shards.has_value()) {

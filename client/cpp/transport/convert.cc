@@ -82,18 +82,6 @@ absl::Status MalformedReply(std::string_view what) {
   return absl::InternalError(absl::StrCat("the server's reply is malformed: ", std::string(what)));
 }
 
-absl::Status CheckPartitions(const v1::Model& proto) {
-  if (proto.partitions_size() == 1 && proto.partitions(0).address().empty() &&
-      proto.partitions(0).first_tensor_index() == 0 &&
-      proto.partitions(0).tensor_count() == proto.manifest().tensors_size()) {
-    return absl::OkStatus();
-  }
-  return absl::UnimplementedError(
-      absl::StrCat("model \"", proto.name(), "\" is spread over ", proto.partitions_size(),
-                   " partitions; this client can only use a model that is complete on the server "
-                   "that it is connected to; use a newer client"));
-}
-
 absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto) {
   ModelInfo info;
   info.name = proto.name();

@@ -31,8 +31,6 @@ absl::Status ErrorOf(const v1::LaneError& error);
 absl::Status MalformedReply(std::string_view what);
 
 using ema::FromProto;  // For the structs of include/ema.
-// UNIMPLEMENTED: the server that answered does not hold the whole model.
-absl::Status CheckPartitions(const v1::Model& proto);
 // Without tensors (as from ListModels) the manifest is empty.
 absl::StatusOr<ModelInfo> FromProto(const v1::Model& proto);
 // `known`: the plan whose tracks the reply to a push may omit.
