@@ -17,6 +17,8 @@
 namespace ema {
 
 using client_internal::FromProto;
+using client_internal::MakeRequest;
+using client_internal::Stub;
 
 namespace {
 
@@ -84,30 +86,26 @@ absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view m
                                                               absl::Span<const TrackConfig> tracks,
                                                               const ModelOptions& options,
                                                               absl::Duration timeout) {
-  v1::CreateModelRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::CreateModelRequest>(model);
   ToProto(manifest, request.mutable_manifest());
   for (const TrackConfig& track : tracks) ToProto(track, request.add_tracks());
   request.set_max_pinned_versions(options.max_pinned_versions);
   request.set_non_finite(static_cast<v1::NonFinitePolicy>(options.non_finite));
-  EMA_ASSIGN_OR_RETURN(
-      const v1::CreateModelResponse response,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateModel, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::CreateModelResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncCreateModel, request, timeout));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
   return CreateModelResult{std::move(info), response.created()};
 }
 
 absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const ModelChanges& changes,
                                               absl::Duration timeout) {
-  v1::UpdateModelRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::UpdateModelRequest>(model);
   for (const TrackConfig& track : changes.put) ToProto(track, request.add_put_tracks());
   for (const std::string& name : changes.remove) request.add_remove_tracks(name);
   for (const std::string& name : changes.pause) request.add_pause_tracks(name);
   for (const std::string& name : changes.resume) request.add_resume_tracks(name);
-  EMA_ASSIGN_OR_RETURN(
-      const v1::Model reply,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncUpdateModel, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
+                       impl_->Unary(&Stub::PrepareAsyncUpdateModel, request, timeout));
   return FromProto(reply);
 }
 
@@ -127,17 +125,16 @@ absl::StatusOr<bool> Client::IsServing(std::string_view service, absl::Duration 
 }
 
 absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {
-  v1::GetModelRequest request;
-  request.set_model(std::string(model));
-  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
-                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::Model reply,
+      impl_->Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model), timeout));
   return FromProto(reply);
 }
 
 absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(const v1::ListModelsResponse response,
-                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListModels,
-                                    v1::ListModelsRequest(), timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::ListModelsResponse response,
+      impl_->Unary(&Stub::PrepareAsyncListModels, v1::ListModelsRequest(), timeout));
   std::vector<ModelInfo> models;
   models.reserve(response.models_size());
   for (const v1::Model& model : response.models()) {
@@ -148,24 +145,21 @@ absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout
 }
 
 absl::Status Client::DeleteModel(std::string_view model, bool purge, absl::Duration timeout) {
-  v1::DeleteModelRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::DeleteModelRequest>(model);
   request.set_confirm_model(std::string(model));
   request.set_purge(purge);
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteModel, request, timeout).status();
+  return impl_->Unary(&Stub::PrepareAsyncDeleteModel, request, timeout).status();
 }
 
 absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::string_view model,
                                                                         int64_t after_version,
                                                                         absl::Duration timeout) {
-  v1::ListVersionsRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::ListVersionsRequest>(model);
   std::vector<ListedVersion> versions;
   while (true) {
     request.set_after_version(after_version);
-    EMA_ASSIGN_OR_RETURN(
-        const v1::ListVersionsResponse response,
-        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListVersions, request, timeout));
+    EMA_ASSIGN_OR_RETURN(const v1::ListVersionsResponse response,
+                         impl_->Unary(&Stub::PrepareAsyncListVersions, request, timeout));
     if (response.versions().empty() ||
         response.versions().rbegin()->version().version() <= after_version) {
       return versions;
@@ -180,14 +174,10 @@ absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::str
 absl::StatusOr<Version> Client::GetStatistics(std::string_view model,
                                               const StatisticsOptions& options,
                                               absl::Duration timeout) {
-  v1::GetStatisticsRequest request;
-  request.set_model(std::string(model));
-  request.set_version(options.id.version);
-  request.set_incarnation(options.id.incarnation);
+  auto request = MakeRequest<v1::GetStatisticsRequest>(model, options.id);
   for (const std::string& track : options.tracks) request.add_tracks(track);
-  EMA_ASSIGN_OR_RETURN(
-      const v1::VersionRecord record,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetStatistics, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
+                       impl_->Unary(&Stub::PrepareAsyncGetStatistics, request, timeout));
   return FromProto(record);
 }
 
@@ -201,16 +191,14 @@ absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view mod
                      "\" are both given: give one, such as "
                      "sigma_rel=0.07"));
   }
-  v1::SynthesizeRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::SynthesizeRequest>(model);
   request.set_name(options.name);
   if (options.sigma_rel.has_value()) request.set_sigma_rel(*options.sigma_rel);
   if (!options.half_life.empty()) request.set_half_life(options.half_life);
   request.set_step(options.step);
   for (const std::string& track : options.tracks) request.add_tracks(track);
-  EMA_ASSIGN_OR_RETURN(
-      const v1::SynthesizeResponse response,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSynthesize, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::SynthesizeResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncSynthesize, request, timeout));
   SynthesizeResult result{FromProto(response.version()), response.residual(), {}};
   for (const v1::SynthesizeResponse::Source& source : response.sources()) {
     result.sources.push_back({source.track(), source.step(), source.weight()});

@@ -16,6 +16,8 @@
 namespace ema {
 
 using client_internal::FromProto;
+using client_internal::MakeRequest;
+using client_internal::Stub;
 
 namespace {
 
@@ -44,8 +46,7 @@ absl::Status Client::AttachFile(std::string_view model, std::string_view name,
                                 std::string_view bytes, absl::Duration timeout) {
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
   const SteadyTime deadline = impl_->Deadline(timeout);
-  v1::AttachFileRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::AttachFileRequest>(model);
   request.set_name(std::string(name));
   request.set_total_bytes(static_cast<int64_t>(bytes.size()));
   // One part also of an empty file.
@@ -55,8 +56,7 @@ absl::Status Client::AttachFile(std::string_view model, std::string_view name,
     request.set_offset(static_cast<int64_t>(offset));
     request.set_data(part.data(), part.size());
     EMA_RETURN_IF_ERROR(
-        impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request, deadline, &interrupt)
-            .status());
+        impl_->Unary(&Stub::PrepareAsyncAttachFile, request, deadline, &interrupt).status());
     offset += part.size();
   } while (offset < bytes.size());
   return absl::OkStatus();
@@ -66,15 +66,14 @@ absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std:
                                                     absl::Duration timeout) {
   client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
   const SteadyTime deadline = impl_->Deadline(timeout);
-  v1::GetAttachedFileRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::GetAttachedFileRequest>(model);
   request.set_name(std::string(name));
   for (int tries = 0; tries < kFileTries; ++tries) {
     std::string bytes;
     while (true) {
       request.set_offset(static_cast<int64_t>(bytes.size()));
-      const absl::StatusOr<v1::GetAttachedFileResponse> part = impl_->Unary(
-          &v1::EmaService::Stub::PrepareAsyncGetAttachedFile, request, deadline, &interrupt);
+      const absl::StatusOr<v1::GetAttachedFileResponse> part =
+          impl_->Unary(&Stub::PrepareAsyncGetAttachedFile, request, deadline, &interrupt);
       // A shorter one has taken its place.
       if (absl::IsOutOfRange(part.status())) break;
       EMA_RETURN_IF_ERROR(part.status());
@@ -91,26 +90,22 @@ absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std:
 
 absl::Status Client::RemoveFile(std::string_view model, std::string_view name,
                                 absl::Duration timeout) {
-  v1::AttachFileRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::AttachFileRequest>(model);
   request.set_name(std::string(name));
   request.set_remove(true);
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncAttachFile, request, timeout).status();
+  return impl_->Unary(&Stub::PrepareAsyncAttachFile, request, timeout).status();
 }
 
 absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,
                                                                   const CheckpointOptions& options,
                                                                   absl::Duration timeout) {
-  v1::CreateCheckpointRequest request;
-  request.set_model(std::string(model));
-  request.set_version(options.version);
-  request.set_incarnation(options.incarnation);
+  auto request =
+      MakeRequest<v1::CreateCheckpointRequest>(model, {options.version, options.incarnation});
   for (const std::string& track : options.tracks) request.add_tracks(track);
   request.set_async(options.async);
   request.set_label(options.label);
-  EMA_ASSIGN_OR_RETURN(
-      const v1::CreateCheckpointResponse response,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncCreateCheckpoint, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::CreateCheckpointResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncCreateCheckpoint, request, timeout));
   return CheckpointResult{
       FromProto(response.version()), response.checkpoint(), response.total_bytes(),
       response.state() == v1::Checkpoint::STATE_SAVING ? CheckpointInfo::State::kSaving
@@ -120,22 +115,18 @@ absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_vi
 absl::StatusOr<Client::CheckpointInfo> Client::GetCheckpoint(std::string_view model,
                                                              std::string_view checkpoint,
                                                              absl::Duration timeout) {
-  v1::GetCheckpointRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::GetCheckpointRequest>(model);
   request.set_checkpoint(std::string(checkpoint));
-  EMA_ASSIGN_OR_RETURN(
-      const v1::Checkpoint reply,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetCheckpoint, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::Checkpoint reply,
+                       impl_->Unary(&Stub::PrepareAsyncGetCheckpoint, request, timeout));
   return FromProto(reply);
 }
 
 absl::StatusOr<Client::CheckpointList> Client::ListCheckpoints(std::string_view model,
                                                                absl::Duration timeout) {
-  v1::ListCheckpointsRequest request;
-  request.set_model(std::string(model));
-  EMA_ASSIGN_OR_RETURN(
-      const v1::ListCheckpointsResponse response,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncListCheckpoints, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncListCheckpoints,
+                                    MakeRequest<v1::ListCheckpointsRequest>(model), timeout));
   CheckpointList list;
   for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
     EMA_ASSIGN_OR_RETURN(CheckpointInfo info, FromProto(checkpoint));
@@ -147,57 +138,44 @@ absl::StatusOr<Client::CheckpointList> Client::ListCheckpoints(std::string_view 
 
 absl::Status Client::DeleteCheckpoint(std::string_view model, std::string_view checkpoint,
                                       absl::Duration timeout) {
-  v1::DeleteCheckpointRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::DeleteCheckpointRequest>(model);
   request.set_checkpoint(std::string(checkpoint));
-  return impl_->Unary(&v1::EmaService::Stub::PrepareAsyncDeleteCheckpoint, request, timeout)
-      .status();
+  return impl_->Unary(&Stub::PrepareAsyncDeleteCheckpoint, request, timeout).status();
 }
 
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const VersionId& id,
                                                   absl::Duration timeout) {
-  v1::RestoreCheckpointRequest request;
-  request.set_model(std::string(model));
-  request.set_version(id.version);
-  request.set_incarnation(id.incarnation);
+  auto request = MakeRequest<v1::RestoreCheckpointRequest>(model, id);
   // Once: nobody knows what became of one whose answer is lost.
-  EMA_ASSIGN_OR_RETURN(
-      const v1::VersionRecord record,
-      impl_->Once(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
+                       impl_->Once(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
   return FromProto(record);
 }
 
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::string_view label,
                                                   absl::Duration timeout) {
-  v1::RestoreCheckpointRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::RestoreCheckpointRequest>(model);
   request.set_label(std::string(label));
-  EMA_ASSIGN_OR_RETURN(
-      const v1::VersionRecord record,
-      impl_->Once(&v1::EmaService::Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
+                       impl_->Once(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
   return FromProto(record);
 }
 
 absl::StatusOr<Client::Label> Client::SetLabel(std::string_view model, std::string_view label,
                                                const VersionId& id, absl::Duration timeout) {
-  v1::SetLabelRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::SetLabelRequest>(model, id);
   request.set_label(std::string(label));
-  request.set_version(id.version);
-  request.set_incarnation(id.incarnation);
   EMA_ASSIGN_OR_RETURN(const v1::Label reply,
-                       impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, timeout));
+                       impl_->Unary(&Stub::PrepareAsyncSetLabel, request, timeout));
   return FromProto(reply);
 }
 
 absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,
                                  absl::Duration timeout) {
-  v1::SetLabelRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::SetLabelRequest>(model);
   request.set_label(std::string(label));
   request.set_remove(true);
-  absl::Status status =
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncSetLabel, request, timeout).status();
+  absl::Status status = impl_->Unary(&Stub::PrepareAsyncSetLabel, request, timeout).status();
   // Perhaps a try before, whose answer was lost, has taken it away.
   return GetErrorReason(status) == ErrorReason::kLabelNotFound ? absl::OkStatus() : status;
 }
@@ -205,16 +183,12 @@ absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,
 absl::StatusOr<Client::MetricResult> Client::ReportMetric(std::string_view model,
                                                           const Metric& metric,
                                                           absl::Duration timeout) {
-  v1::ReportMetricRequest request;
-  request.set_model(std::string(model));
-  request.set_version(metric.id.version);
-  request.set_incarnation(metric.id.incarnation);
+  auto request = MakeRequest<v1::ReportMetricRequest>(model, metric.id);
   request.set_value(metric.value);
   request.set_lower_is_better(metric.lower_is_better);
   request.set_label(metric.label);
-  EMA_ASSIGN_OR_RETURN(
-      const v1::ReportMetricResponse response,
-      impl_->Unary(&v1::EmaService::Stub::PrepareAsyncReportMetric, request, timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::ReportMetricResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncReportMetric, request, timeout));
   return MetricResult{FromProto(response.label()), response.moved()};
 }
 

@@ -97,7 +97,7 @@ bool Client::Impl::HasLane(SteadyTime deadline, Interrupt* interrupt) {
   }
   Call call(*connection, std::min(deadline, After(SteadyNow(), kMaxWait)), interrupt);
   const absl::StatusOr<v1::GetLaneResponse> offer =
-      UnaryOn(call, &v1::EmaService::Stub::PrepareAsyncGetLane, v1::GetLaneRequest());
+      UnaryOn(call, &client_internal::Stub::PrepareAsyncGetLane, v1::GetLaneRequest());
   // An old server does not know the call; one that does not answer is asked again.
   if (!offer.ok() && !absl::IsUnimplemented(offer.status())) return false;
   lanes_.SetOffer(offer.value_or(v1::GetLaneResponse()));

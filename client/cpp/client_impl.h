@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -28,6 +29,27 @@
 #include "server/base/steady_wait.h"
 
 namespace ema {
+
+namespace client_internal {
+
+using Stub = v1::EmaService::Stub;
+
+// Returns a request that names `model`, and a version of it.
+template <typename Request>
+Request MakeRequest(std::string_view model) {
+  Request request;
+  request.set_model(std::string(model));
+  return request;
+}
+template <typename Request>
+Request MakeRequest(std::string_view model, const VersionId& id) {
+  Request request = MakeRequest<Request>(model);
+  request.set_version(id.version);
+  request.set_incarnation(id.incarnation);
+  return request;
+}
+
+}  // namespace client_internal
 
 // Thread-safe. Shared by a client and its runs.
 class Client::Impl {
@@ -84,7 +106,7 @@ class Client::Impl {
 
   template <typename Request, typename Response>
   using UnaryMethod = std::unique_ptr<grpc::ClientAsyncResponseReader<Response>> (
-      v1::EmaService::Stub::*)(grpc::ClientContext*, const Request&, grpc::CompletionQueue*);
+      client_internal::Stub::*)(grpc::ClientContext*, const Request&, grpc::CompletionQueue*);
   // A unary call, with retries.
   template <typename Request, typename Response>
   absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,

@@ -339,11 +339,9 @@ absl::StatusOr<PullInfo> Client::Pull(std::string_view model, std::string_view t
                                       const PullOptions& options, const PullTarget& target,
                                       absl::Duration timeout,
                                       const std::function<void(int64_t)>& on_progress) {
-  v1::PullRequest request;
-  request.set_model(std::string(model));
+  auto request =
+      client_internal::MakeRequest<v1::PullRequest>(model, {options.version, options.incarnation});
   request.set_track(std::string(track));
-  request.set_version(options.version);
-  request.set_incarnation(options.incarnation);
   request.set_label(options.label);
   if (options.step) request.set_step(*options.step);
   if (!options.selection.is_default()) {

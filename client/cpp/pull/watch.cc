@@ -16,7 +16,9 @@
 
 namespace ema {
 
+using client_internal::MakeRequest;
 using client_internal::MessageReader;
+using client_internal::Stub;
 
 // One watch, over as many calls as it takes.
 class VersionWatch::Impl {
@@ -136,19 +138,17 @@ absl::StatusOr<std::unique_ptr<VersionWatch>> Client::Watch(std::string_view mod
                                                             std::optional<VersionId> after,
                                                             absl::Duration timeout) {
   if (timeout == absl::ZeroDuration()) timeout = impl_->options().timeout;
-  v1::WatchRequest request;
-  request.set_model(std::string(model));
+  auto request = MakeRequest<v1::WatchRequest>(model);
   if (after.has_value()) {
     request.set_after_version(after->version);
     request.set_incarnation(after->incarnation);
   } else {
     // "From now on" is fixed here, so that what is committed while a connection is broken, or
     // before the first Next(), is not lost.
-    v1::GetModelRequest model_request;
-    model_request.set_model(request.model());
-    EMA_ASSIGN_OR_RETURN(const v1::Model info,
-                         impl_->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, model_request,
-                                      std::min(timeout, impl_->options().timeout)));
+    EMA_ASSIGN_OR_RETURN(
+        const v1::Model info,
+        impl_->Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model),
+                     std::min(timeout, impl_->options().timeout)));
     request.set_after_version(info.latest().version());
     request.set_incarnation(info.latest().incarnation());
   }

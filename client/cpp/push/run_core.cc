@@ -45,11 +45,9 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
     options.launch_id = RandomHex(4);
   }
   EMA_RETURN_IF_ERROR(PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
-  v1::GetModelRequest request;
-  request.set_model(std::string(model));
-  EMA_ASSIGN_OR_RETURN(
-      const v1::Model reply,
-      client->Unary(&v1::EmaService::Stub::PrepareAsyncGetModel, request, deadline, interrupt));
+  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
+                       client->Unary(&Stub::PrepareAsyncGetModel,
+                                     MakeRequest<v1::GetModelRequest>(model), deadline, interrupt));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(reply));
 
   if (!options.shards.has_value()) {
@@ -97,8 +95,7 @@ std::optional<Version> RunCore::latest() const {
 }
 
 absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrupt* interrupt) {
-  v1::OpenRunRequest request;
-  request.set_model(model());
+  auto request = MakeRequest<v1::OpenRunRequest>(model());
   request.set_launch_id(options_.launch_id);
   request.set_rank(options_.rank);
   request.set_world_size(options_.world_size);
@@ -108,9 +105,8 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
   if (options_.resume.has_value() && !HasBeenReady()) {
     FillResume(*options_.resume, request.mutable_resume());
   }
-  EMA_ASSIGN_OR_RETURN(
-      const v1::OpenRunResponse response,
-      client_->Unary(&v1::EmaService::Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
+  EMA_ASSIGN_OR_RETURN(const v1::OpenRunResponse response,
+                       client_->Unary(&Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
   if (response.layout_digest() != layout_.digest()) {
     return MalformedReply(absl::StrCat("the layout's digest is ", response.layout_digest(),
                                        ", expected ", layout_.digest()));
@@ -172,14 +168,13 @@ void RunCore::MarkNotReady() {
 absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
                                                 SteadyTime deadline, Interrupt* interrupt,
                                                 bool retry, std::string_view give_up_reason) {
-  v1::QueryPushRequest request;
-  request.set_model(model());
+  auto request = MakeRequest<v1::QueryPushRequest>(model());
   request.set_run_epoch(run_epoch());
   request.set_step(step);
   request.set_rank(rank());
   request.set_abandon_if_unfinished(abandon_if_unfinished);
   request.set_give_up_reason(std::string(give_up_reason));
-  constexpr auto kMethod = &v1::EmaService::Stub::PrepareAsyncQueryPush;
+  constexpr auto kMethod = &Stub::PrepareAsyncQueryPush;
   EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
                        retry ? client_->Unary(kMethod, request, deadline, interrupt)
                              : client_->Once(kMethod, request, deadline, interrupt));
