@@ -78,8 +78,6 @@ class Client {
     // processors, at most 8. A run starts with one, tries more for some large pushes, and keeps
     // them if these are faster.
     int64_t max_connections = 0;
-    // Request the server's timings of pushes, for PendingPush::Stats::server_time.
-    bool report_timing = false;
     Tls tls = {};
     // A bearer token for a server that requires one: the token itself, or a file that contains it
     // and is read for each call. Tokens are sent unencrypted unless TLS is used.

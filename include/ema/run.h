@@ -219,8 +219,7 @@ class PendingPush {
     // From the start until the last byte left; for weights on a GPU, until the last copy started.
     absl::Duration send_time;
     Lane lane = Lane::kGrpc;  // Transport of the last stream.
-    // From the reply, if Client::Options::report_timing. Absent before the reply, from a server
-    // that does not report it, and if QueryPush reported the commit.
+    // From the reply. Absent before the reply, and if QueryPush reported the commit.
     std::optional<ServerTime> server_time = std::nullopt;
   };
   Stats stats() const;

@@ -30,7 +30,6 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
   start.step = header.step();
   start.time = FromProto(header.time());
   start.plan_revision = plan_revision_ = header.plan_revision();
-  reports_timing_ = header.report_timing();
   start.stream_group = header.stream_group();
   start.stream_count = header.stream_count();
   start.imported_updates = header.imported_updates();
@@ -59,7 +58,7 @@ v1::PushResponse PushHandler::Response(const PushResult& result,
   response.set_durable_step(model_->durable().step());
   response.set_duplicate(result.duplicate);
   *response.mutable_plan() = ToProto(result.plan, plan_revision_);
-  if (reports_timing_ && phases.has_value()) {
+  if (phases.has_value()) {
     v1::PushTiming& timing = *response.mutable_timing();
     timing.set_receive_seconds(absl::ToDoubleSeconds(phases->receive));
     timing.set_fold_seconds(absl::ToDoubleSeconds(phases->fold));

@@ -59,9 +59,7 @@ class PushHandler {
  private:
   ModelStore* const store_;
   std::shared_ptr<Model> model_;
-  // From the header.
-  int64_t plan_revision_ = 0;
-  bool reports_timing_ = false;
+  int64_t plan_revision_ = 0;  // From the header.
   std::unique_ptr<RankPush> push_;
 };
 

@@ -373,7 +373,6 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   header.set_omits_frozen(omits_frozen_);
   header.set_stream_group(NextStreamGroup());
   header.set_stream_count(1);
-  header.set_report_timing(run_->client().options().report_timing);
   if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
   return header;
 }

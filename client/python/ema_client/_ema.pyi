@@ -261,7 +261,6 @@ class Client:
         timeout_s: float,
         same_host_lane: bool,
         max_connections: int,
-        report_timing: bool,
         tls: tuple[str, str, str],
         token: str,
         token_file: str,

@@ -148,13 +148,11 @@ class PyClient {
   }
 
   PyClient(const std::string& address, double timeout_s, bool same_host_lane,
-           int64_t max_connections, bool report_timing,
-           const std::tuple<std::string, std::string, std::string>& tls, const std::string& token,
-           const std::string& token_file) {
+           int64_t max_connections, const std::tuple<std::string, std::string, std::string>& tls,
+           const std::string& token, const std::string& token_file) {
     Client::Options options{.timeout = ToDuration(timeout_s),
                             .same_host_lane = same_host_lane,
                             .max_connections = max_connections,
-                            .report_timing = report_timing,
                             .token = token,
                             .token_file = token_file,
                             .is_interrupted = SignalRaised,
@@ -465,11 +463,11 @@ void BindClient(nb::module_& module) {
                    [](const Pulled& pulled) { return std::string(LaneName(pulled.info.lane)); });
 
   nb::class_<PyClient>(module, "Client")
-      .def(nb::init<const std::string&, double, bool, int64_t, bool,
+      .def(nb::init<const std::string&, double, bool, int64_t,
                     const std::tuple<std::string, std::string, std::string>&, const std::string&,
                     const std::string&>(),
-           "address"_a, "timeout_s"_a, "same_host_lane"_a, "max_connections"_a, "report_timing"_a,
-           "tls"_a, "token"_a, "token_file"_a)
+           "address"_a, "timeout_s"_a, "same_host_lane"_a, "max_connections"_a, "tls"_a, "token"_a,
+           "token_file"_a)
       .def("close", &PyClient::Close)
       .def("create_model", &PyClient::CreateModel, "model"_a, "specs"_a, "tracks"_a,
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)

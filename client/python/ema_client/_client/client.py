@@ -25,7 +25,6 @@ class Client:
             user and offers it. Otherwise through gRPC.
         max_connections: the most that one push may use; 0: half of the machine's processors, at most 8. A
             run starts with one, and keeps more if they make its large pushes faster.
-        report_timing: the server reports with each push how it spent its time: `stats.server_seconds`.
         tls: PEM files for an `emas://` address; None: those that the environment names, see `Tls`.
         token: a bearer token, if the server requires one. It is sent as plain text: over a network, use TLS.
             "": the value of EMA_TOKEN, unless a file is named.
@@ -47,7 +46,6 @@ class Client:
         timeout_s: float | None = None,
         same_host_lane: bool = True,
         max_connections: int = 0,
-        report_timing: bool = False,
         tls: Tls | None = None,
         token: str = "",
         token_file: str = "",
@@ -68,7 +66,6 @@ class Client:
             self._timeout_s,
             same_host_lane,
             max_connections,
-            report_timing,
             (files.ca_file, files.certificate_file, files.key_file),
             token,
             token_file,

@@ -391,9 +391,9 @@ class PushStats:
         send_seconds: from the start until the last byte left; for weights on a GPU, until the last
             copy started.
         lane: transport of the last stream: "grpc" or "shared memory".
-        server_seconds: with `Client(report_timing=True)`, after the reply: how long the server
-            spent in each phase: "receive" (waiting for bytes), "fold", "wait" (for its device and
-            other ranks), "commit".
+        server_seconds: after the reply: how long the server spent in each phase: "receive" (waiting
+            for bytes), "fold", "wait" (for its device and other ranks), "commit". None if the reply
+            was lost.
     """
 
     total_bytes: int
