@@ -5,7 +5,6 @@
 #include <array>
 #include <limits>
 #include <numeric>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,7 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "include/ema/internal/box_tree.h"
+#include "include/ema/internal/box_overlap.h"
 #include "server/base/crc32c.h"
 
 namespace ema {
@@ -48,33 +47,6 @@ absl::Status ValidateShard(const Manifest& manifest, const Shard& shard) {
       ErrorReason::kBadLayout,
       absl::StrCat(Label(spec), ": shard with offsets [", quote(shard.offsets), "] and extents [",
                    quote(shard.extents), "] is not inside ", spec.TypeString()));
-}
-
-absl::Status CheckDisjoint(const Manifest& manifest, const std::vector<Shard>& shards) {
-  std::vector<BoxTree::Entry> entries;  // By tensor.
-  entries.reserve(shards.size());
-  for (size_t i = 0; i < shards.size(); ++i) {
-    if (shards[i].element_count() > 0) entries.push_back({&shards[i], static_cast<int64_t>(i)});
-  }
-  const auto is_before = [](const BoxTree::Entry& a, const BoxTree::Entry& b) {
-    return a.box->tensor_index < b.box->tensor_index;
-  };
-  std::stable_sort(entries.begin(), entries.end(), is_before);
-  for (auto begin = entries.begin(), end = begin; begin != entries.end(); begin = end) {
-    end = std::upper_bound(begin, entries.end(), *begin, is_before);
-    if (end - begin < 2) continue;
-    const TensorSpec& spec = manifest.tensor(begin->box->tensor_index);
-    const std::optional<BoxTree> tree = BoxTree::Make({begin, end});
-    if (!tree.has_value()) return BoxTree::TooIrregular(spec);
-    if (const auto pair = tree->FindPair()) {
-      return Refuse(
-          ErrorReason::kLayoutOverlap,
-          absl::StrCat(Label(spec), ": shards ", pair->first.owner, " ", BoxText(*pair->first.box),
-                       " and ", pair->second.owner, " ", BoxText(*pair->second.box),
-                       " share elements; each must be in one shard"));
-    }
-  }
-  return absl::OkStatus();
 }
 
 absl::Status CheckFrozen(const Manifest& manifest, absl::Span<const Shard> shards,
@@ -248,7 +220,12 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
   EMA_RETURN_IF_ERROR(CheckCount(static_cast<int64_t>(shards.size())));
   for (const Shard& shard : shards) EMA_RETURN_IF_ERROR(ValidateShard(manifest, shard));
   // Shards without common elements are at most the manifest's bytes, so no sum below overflows.
-  EMA_RETURN_IF_ERROR(CheckDisjoint(manifest, shards));
+  std::vector<HeldBox> boxes;
+  boxes.reserve(shards.size());
+  for (size_t i = 0; i < shards.size(); ++i) {
+    if (shards[i].element_count() > 0) boxes.push_back({&shards[i], static_cast<int64_t>(i)});
+  }
+  EMA_RETURN_IF_ERROR(CheckDisjoint(manifest, boxes, "shard"));
   EMA_RETURN_IF_ERROR(CheckFrozen(manifest, shards, frozen_shard_count));
 
   RankLayout layout;

@@ -6,14 +6,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
-#include "server/core/layout_coverage.h"
 #include "server/core/memory_budget.h"
 
 namespace ema {
@@ -32,9 +30,11 @@ class TrainerRun {
       std::shared_ptr<MemoryBudget> memory = nullptr);
 
   // Joins a rank. The same layout again is OK. INVALID_ARGUMENT: rank or world_size does not fit,
-  // another layout than this rank joined with, another wire dtype than the other ranks',
-  // LAYOUT_OVERLAP with another rank, or LAYOUT_HOLE when this is the last one. RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET. On an error nothing changes.
+  // another layout than this rank joined with, or another wire dtype than the other ranks'. When
+  // the last rank joins, the layouts of all ranks are compared: LAYOUT_OVERLAP, two ranks hold an
+  // element; LAYOUT_HOLE, no rank holds it; BAD_LAYOUT, a tensor is frozen on one rank, but not on
+  // another, or is cut too irregularly to be compared. The message names the tensor and, if two
+  // conflict, both ranks. RESOURCE_EXHAUSTED, MEMORY_BUDGET. On an error nothing changes.
   absl::Status Join(int64_t rank, int64_t world_size, RankLayout layout);
 
   const std::string& launch_id() const { return launch_id_; }
@@ -55,10 +55,10 @@ class TrainerRun {
   TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
              std::shared_ptr<MemoryBudget> memory);
 
+  const Manifest* const manifest_;
   const std::string launch_id_;
   const int64_t epoch_;
   const std::shared_ptr<MemoryBudget> memory_;
-  std::optional<LayoutCoverage> coverage_;                            // Until ready.
   std::vector<std::shared_ptr<const RankLayout>> layouts_;            // By rank.
   int64_t layout_bytes_ = 0;                                          // Memory of layouts_.
   std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // For layouts_.

@@ -260,7 +260,10 @@ TEST_F(ManyRanksTest, OverlapHoleAndExcessAreRefusedByName) {
   };
   // Two ranks hold one element; then nobody does.
   const std::vector<Shard> rows = {{0, {0, 0}, {101, 82}}, WholeTensor(*manifest_, 1)};
-  ASSERT_THAT(join("overlap", 12, 3000, rows), IsOk());
+  for (int64_t rank = 0; rank < 2999; ++rank) {
+    const std::vector<Shard> shards = rank == 12 ? rows : std::vector<Shard>{};
+    ASSERT_THAT(join("overlap", rank, 3000, shards), IsOk());
+  }
   const absl::Status overlap = join("overlap", 2999, 3000, {{0, {100, 81}, {1, 2}}});
   EXPECT_THAT(overlap, ReasonIs(ErrorReason::kLayoutOverlap));
   EXPECT_THAT(std::string(overlap.message()),

@@ -18,7 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/crc32c.h"
-#include "server/core/layout_coverage.h"
+#include "server/core/trainer_run.h"
 #include "tests/include/shard_testing.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -87,11 +87,13 @@ TEST(RankLayoutTest, RefusesSharedElements) {
   const Manifest manifest = Make({{"w", Dtype::kFloat32, {4, 6}}, {"s", Dtype::kInt8, {}}});
   const absl::StatusOr<RankLayout> layout =
       RankLayout::Create(manifest, {{1, {}, {}}, {0, {0, 0}, {2, 6}}, {0, {1, 5}, {3, 1}}});
-  EXPECT_THAT(layout,
-              StatusIs(kInvalid, StartsWith("tensor \"w\": shards 1 [0:2, 0:6] and 2 [1:4, 5:6]")));
+  EXPECT_THAT(
+      layout,
+      StatusIs(kInvalid,
+               StartsWith("tensor \"w\": [0:2, 0:6] of shard 1 and [1:4, 5:6] of shard 2")));
   EXPECT_THAT(layout, ReasonIs(ErrorReason::kLayoutOverlap));
   EXPECT_THAT(RankLayout::Create(manifest, {{1, {}, {}}, {1, {}, {}}}),
-              StatusIs(kInvalid, HasSubstr("tensor \"s\": shards 0 [] and 1 []")));
+              StatusIs(kInvalid, HasSubstr("tensor \"s\": [] of shard 0 and [] of shard 1")));
 }
 
 TEST(RankLayoutTest, MayHoldNothing) {
@@ -246,8 +248,8 @@ TEST(RankLayoutTest, NeighboursThatAreWholeTensorsAreJoined) {
 }
 
 // Compared each with each, as many shards as a message holds would block a server for minutes.
-TEST(RankLayoutTest, HundredThousandShardsAreQuick) {
-  constexpr int64_t kCount = 100'000;
+TEST(RankLayoutTest, SixtyThousandShardsAreQuick) {
+  constexpr int64_t kCount = 60'000;
   const Manifest manifest =
       Make({{"w", Dtype::kBFloat16, {kCount, 16}}, {"v", Dtype::kBFloat16, {16, kCount}}});
   std::vector<Shard> rows, columns;
@@ -265,12 +267,12 @@ TEST(RankLayoutTest, HundredThousandShardsAreQuick) {
     });
   }
   EXPECT_EQ(element_count, 16 * kCount);
-  LayoutCoverage coverage(&manifest);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto run, TrainerRun::Create(&manifest, "launch", 1, kCount + 1));
   for (int64_t i = 0; i < kCount; ++i) {
-    ASSERT_THAT(coverage.Add(i, Shared(*RankLayout::Create(manifest, {rows[i]}))), IsOk());
+    ASSERT_THAT(run->Join(i, kCount + 1, *RankLayout::Create(manifest, {rows[i]})), IsOk());
   }
-  EXPECT_THAT(coverage.Add(kCount, Shared(by_column)), IsOk());
-  EXPECT_THAT(coverage.CheckComplete(), IsOk());
+  EXPECT_THAT(run->Join(kCount, kCount + 1, by_column), IsOk());
+  EXPECT_TRUE(run->ready());
 }
 
 struct ShareCase {
@@ -311,13 +313,14 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
     const int64_t total = c.manifest.total_bytes();
     for (int64_t world_size = 1; world_size <= 9; ++world_size) {
       SCOPED_TRACE(absl::StrCat("round ", round, ", world_size ", world_size));
-      LayoutCoverage coverage(&c.manifest);
+      EMA_ASSERT_OK_AND_ASSIGN(const auto run,
+                               TrainerRun::Create(&c.manifest, "launch", 1, world_size));
       for (int64_t rank = 0; rank < world_size; ++rank) {
         EMA_ASSERT_OK_AND_ASSIGN(RankShare share,
                                  EvenShare(c.manifest, c.rank0_only(), {}, rank, world_size));
         EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout,
                                  RankLayout::Create(c.manifest, std::move(share.shards)));
-        ASSERT_THAT(coverage.Add(rank, Shared(layout)), IsOk());
+        ASSERT_THAT(run->Join(rank, world_size, layout), IsOk());
         ExpectFewContiguousBoxes(c.manifest, layout);
         for (const Shard& shard : layout.shards()) {
           EXPECT_TRUE(rank == 0 || !c.rank0_flags[shard.tensor_index]);
@@ -331,7 +334,7 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
           EXPECT_LE(std::abs(static_cast<double>(layout.total_bytes()) - rest), 8);
         }
       }
-      ASSERT_THAT(coverage.CheckComplete(), IsOk());
+      ASSERT_TRUE(run->ready());
     }
   }
 }
@@ -342,15 +345,21 @@ TEST(EvenShareTest, BoxesAreSplitAmongThoseWhoHoldThem) {
   // Columns 1 to 3 of some rows, which are not contiguous in their tensor; some of another.
   const std::vector<Shard> boxes = {{0, {2, 1}, {3, 3}}, {1, {1}, {2}}};
   for (int64_t world_size = 1; world_size <= 4; ++world_size) {
-    LayoutCoverage coverage(&manifest);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto run,
+                             TrainerRun::Create(&manifest, "launch", 1, world_size));
     int64_t elements = 0;
     for (int64_t rank = 0; rank < world_size; ++rank) {
       SCOPED_TRACE(absl::StrCat(rank, " of ", world_size));
       EMA_ASSERT_OK_AND_ASSIGN(const RankShare share,
                                EvenShare(manifest, boxes, {}, {}, rank, world_size));
       EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, share.shards));
-      // No element twice; 36 + 16 bytes, evenly.
-      ASSERT_THAT(coverage.Add(rank, Shared(layout)), IsOk());
+      // No element twice, but those outside the boxes are missing; 36 + 16 bytes, evenly.
+      const absl::Status join = run->Join(rank, world_size, layout);
+      if (rank + 1 < world_size) {
+        ASSERT_THAT(join, IsOk());
+      } else {
+        ASSERT_THAT(join, ReasonIs(ErrorReason::kLayoutHole));
+      }
       EXPECT_NEAR(layout.total_bytes(), 52.0 / static_cast<double>(world_size), 8);
       for (const Shard& shard : share.shards) {
         elements += shard.element_count();
@@ -386,7 +395,8 @@ TEST(EvenShareTest, FrozenTensorsComeLastAndAreSplitToo) {
     const TensorSet frozen = absl::MakeConstSpan(flags.get(), c.manifest.tensors().size());
     for (int64_t world_size = 1; world_size <= 5; ++world_size) {
       SCOPED_TRACE(absl::StrCat("round ", round, ", world_size ", world_size));
-      LayoutCoverage coverage(&c.manifest);
+      EMA_ASSERT_OK_AND_ASSIGN(const auto run,
+                               TrainerRun::Create(&c.manifest, "launch", 1, world_size));
       int64_t least = std::numeric_limits<int64_t>::max();
       int64_t most = 0;
       for (int64_t rank = 0; rank < world_size; ++rank) {
@@ -395,19 +405,18 @@ TEST(EvenShareTest, FrozenTensorsComeLastAndAreSplitToo) {
         EMA_ASSERT_OK_AND_ASSIGN(
             const RankLayout layout,
             RankLayout::Create(c.manifest, std::move(share.shards), share.frozen_shard_count));
-        ASSERT_THAT(coverage.Add(rank, Shared(layout)), IsOk());
+        ASSERT_THAT(run->Join(rank, world_size, layout), IsOk());
         for (const Shard& shard : layout.frozen_shards()) {
           EXPECT_TRUE(frozen[shard.tensor_index] && !c.rank0_flags[shard.tensor_index]);
         }
         least = std::min(least, layout.total_bytes() - layout.live_bytes());
         most = std::max(most, layout.total_bytes() - layout.live_bytes());
       }
-      ASSERT_THAT(coverage.CheckComplete(), IsOk());
+      ASSERT_TRUE(run->ready());
       EXPECT_LE(most - least, 16);
-      const std::vector<bool> found = coverage.FrozenTensors();
       for (int64_t i = 0; i < c.manifest.tensor_count(); ++i) {
         const bool is_frozen = frozen[i] && !c.rank0_flags[i];
-        EXPECT_EQ(found[i], is_frozen && c.manifest.tensor(i).element_count() > 0);
+        EXPECT_EQ(run->is_frozen(i), is_frozen && c.manifest.tensor(i).element_count() > 0);
       }
     }
   }

@@ -5,7 +5,6 @@
 #define EMA_TESTS_INCLUDE_SHARD_TESTING_H_
 
 #include <cstdint>
-#include <memory>
 #include <random>
 #include <utility>
 #include <vector>
@@ -86,10 +85,6 @@ inline std::vector<Element> NaiveElements(const Manifest& manifest,
     }
   }
   return elements;
-}
-
-inline std::shared_ptr<const RankLayout> Shared(RankLayout layout) {
-  return std::make_shared<const RankLayout>(std::move(layout));
 }
 
 // Of a cube with edges of `size`: bars in all three directions, between each other, so that each
