@@ -17,9 +17,9 @@
 #include "server/base/heartbeat.h"
 #include "server/base/log_event.h"
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/core/checkpoints.h"
 #include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
-#include "server/core/no_checkpoints.h"
 #include "server/memory_formula.h"
 #include "server/ops/http_server.h"
 #include "server/ops/metrics.h"
@@ -83,7 +83,7 @@ class Server {
   const std::shared_ptr<Heartbeats> heartbeats_ = std::make_shared<Heartbeats>();
   MemoryFormula formula_;  // Constant once HTTP has started, like store_ and checkpoints_.
   int64_t incarnation_ = 0;
-  NoCheckpoints no_checkpoints_;
+  Checkpoints no_checkpoints_;
   std::unique_ptr<TokenFile> tokens_;  // Null: calls need no token.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.

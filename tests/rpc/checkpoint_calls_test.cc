@@ -163,7 +163,7 @@ TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
   EXPECT_FALSE(store_->Get("m").ok());
 }
 
-struct ThrowingCheckpoints : NoCheckpoints {
+struct ThrowingCheckpoints : Checkpoints {
   absl::StatusOr<Listing> List(Model&) override { throw std::bad_alloc(); }
   absl::Status Delete(Model&, std::string_view) override { throw std::length_error("too long"); }
   absl::StatusOr<VersionId> FindLabel(Model&, std::string_view) override { throw std::bad_alloc(); }
@@ -322,7 +322,7 @@ TEST_F(CheckpointCallsTest, ACallThatIsWrongItselfFencesNobody) {
 }
 
 // A disk whose saves do not end before they may.
-class SlowSaves final : public NoCheckpoints {
+class SlowSaves final : public Checkpoints {
  public:
   absl::StatusOr<Saved> Save(Model&, const SaveRequest& request) override {
     if (request.async) return Saved{.name = "async"};
@@ -433,7 +433,7 @@ TEST_F(SlowSavesTest, WhatWaitsForThemKeepsItsVersion) {
 }
 
 // What comes between a resume and its run.
-class RacingResume final : public NoCheckpoints {
+class RacingResume final : public Checkpoints {
  public:
   absl::StatusOr<std::optional<VersionId>> Resume(Model& model, const Launch&,
                                                   const ResumePoint&) override {
@@ -485,7 +485,7 @@ using NoDataDirTest = RpcFixture;
 // The disk fails between the question and the deed.
 class LateDiskErrorTest : public RpcFixture {
  protected:
-  class LateError final : public NoCheckpoints {
+  class LateError final : public Checkpoints {
    public:
     absl::Status Forget(std::string_view) override {
       return fails_purge_only ? absl::OkStatus() : Error();
@@ -562,7 +562,7 @@ TEST_F(LateDiskErrorTest, OfAModelThatWasNeverThereTheLogSaysNothing) {
 // Found every checkpoint of the model "m" corrupt at its start.
 class AllCorruptTest : public RpcFixture {
  protected:
-  class OnlyCorrupt final : public NoCheckpoints {
+  class OnlyCorrupt final : public Checkpoints {
    public:
     absl::Status CheckMayCreate(std::string_view model_name) override {
       if (is_forgotten_ || model_name != "m") return absl::OkStatus();

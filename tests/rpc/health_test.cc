@@ -21,7 +21,7 @@ class BlockingObserver final : public ServerObserver {
   absl::Notification release;
 };
 
-class HealthyDisk final : public NoCheckpoints {
+class HealthyDisk final : public Checkpoints {
  public:
   absl::Status health() const override { return absl::OkStatus(); }
 };

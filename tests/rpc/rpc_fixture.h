@@ -18,7 +18,7 @@
 #include "ema/v1/error.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "server/base/crc32c.h"
-#include "server/core/no_checkpoints.h"
+#include "server/core/checkpoints.h"
 #include "server/rpc/rpc_server.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/test_device.h"
@@ -191,7 +191,7 @@ class RpcFixture : public testing::Test {
   }
 
   // No disk, but one that fails to forget.
-  class NoDisk final : public NoCheckpoints {
+  class NoDisk final : public Checkpoints {
    public:
     absl::Status Forget(std::string_view) override {
       return std::exchange(forget_status, absl::OkStatus());

@@ -17,7 +17,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "ema/v1/lane.pb.h"
-#include "server/core/no_checkpoints.h"
+#include "server/core/checkpoints.h"
 #include "server/wire/lane_pipe.h"
 #include "tests/core/test_model.h"
 #include "tests/rpc/rpc_fixture.h"
@@ -26,7 +26,7 @@
 namespace ema {
 
 // Versions that were in memory when Keep() was called. Thread-safe once it serves.
-class FakeCheckpoints final : public NoCheckpoints {
+class FakeCheckpoints final : public Checkpoints {
  public:
   // With `only`: a partial checkpoint, of that track.
   void Keep(const Snapshot& version, Device& device, std::string_view only = "") {

@@ -16,7 +16,7 @@ namespace {
 using ::testing::HasSubstr;
 
 // Whoever lists holds up the thread that does so; whoever saves likewise.
-class HeldCheckpoints final : public NoCheckpoints {
+class HeldCheckpoints final : public Checkpoints {
  public:
   absl::StatusOr<Listing> List(Model&) override {
     ++begun;
@@ -32,7 +32,7 @@ class HeldCheckpoints final : public NoCheckpoints {
   absl::StatusOr<Saved> Save(Model& model, const SaveRequest& request) override {
     ++begun;
     release.WaitForNotification();
-    return NoCheckpoints::Save(model, request);
+    return Checkpoints::Save(model, request);
   }
 
   std::atomic<int> begun = 0;
