@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Descriptions of checkpoints and labels, and the position from which a trainer resumes.
+// Descriptions of checkpoints and labels, results of calls about them, and the position from which
+// a trainer resumes.
 #ifndef EMA_CHECKPOINT_INFO_H_
 #define EMA_CHECKPOINT_INFO_H_
 
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "ema/model_info.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
 
@@ -39,6 +41,29 @@ struct CheckpointLabel {
   bool lower_is_better = false;
 
   friend bool operator==(const CheckpointLabel&, const CheckpointLabel&) = default;
+};
+
+struct CheckpointList {
+  std::vector<CheckpointInfo> checkpoints;  // Newest first.
+  std::vector<CheckpointLabel> labels;      // Sorted by name.
+};
+
+// The result of ReportMetric.
+struct MetricResult {
+  CheckpointLabel label;  // The label after the call.
+  bool moved = false;     // This call has moved it. After a retry it may be false all the same.
+};
+
+// ema.v1.SynthesizeResponse says what each field means.
+struct Synthesis {
+  struct Source {
+    std::string track;
+    int64_t step = 0;
+    double weight = 0;
+  };
+  Version version;
+  double residual = 0;
+  std::vector<Source> sources;
 };
 
 // The position of a trainer that resumes from its own checkpoint.

@@ -247,6 +247,9 @@ class Client {
 
   using CheckpointInfo = ema::CheckpointInfo;
   using Label = CheckpointLabel;
+  using CheckpointList = ema::CheckpointList;
+  using MetricResult = ema::MetricResult;
+  using SynthesizeResult = Synthesis;
 
   struct CheckpointOptions {
     int64_t version = 0;              // 0: the newest.
@@ -280,10 +283,6 @@ class Client {
   // CHECKPOINT_NOT_FOUND.
   absl::StatusOr<CheckpointInfo> GetCheckpoint(std::string_view model, std::string_view checkpoint,
                                                absl::Duration timeout = absl::ZeroDuration());
-  struct CheckpointList {
-    std::vector<CheckpointInfo> checkpoints;  // Newest first.
-    std::vector<Label> labels;                // Sorted by name.
-  };
   absl::StatusOr<CheckpointList> ListCheckpoints(std::string_view model,
                                                  absl::Duration timeout = absl::ZeroDuration());
   // Deletes a checkpoint; one that does not exist is OK. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it
@@ -318,10 +317,6 @@ class Client {
     bool lower_is_better = false;
     std::string label;  // Empty: "best".
   };
-  struct MetricResult {
-    Label label;         // The label after the call.
-    bool moved = false;  // This call has moved it. After a retry it may be false all the same.
-  };
   // Reports an evaluator's score: the first score and each better one move the label to their
   // version. INVALID_ARGUMENT: the score is not a number, has another direction than the label's
   // earlier scores, or the label was set by SetLabel(), which keeps it in place until it is
@@ -337,16 +332,6 @@ class Client {
     std::string half_life;
     int64_t step = 0;                 // 0: the newest stored step.
     std::vector<std::string> tracks;  // Tracks to use; empty: all that fit together.
-  };
-  struct SynthesizeResult {
-    struct Source {
-      std::string track;
-      int64_t step = 0;
-      double weight = 0;
-    };
-    Version version;
-    double residual = 0;
-    std::vector<Source> sources;
   };
   // Builds an average of another length, at any past step, from stored versions of tracks with a
   // snapshot_interval. ema_service.proto describes its accuracy, its lifetime and the errors.

@@ -193,7 +193,7 @@ absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
   EMA_ASSIGN_OR_RETURN(Synthesis result, ema::Synthesize(context.folder, model, request, on_error));
   context.Log(LogLevel::kInfo, "average synthesized",
               {{"track", request.name},
-               {"step", result.record.step},
+               {"step", result.version.step},
                {"snapshots", result.sources.size()},
                {"residual", result.residual},
                {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});

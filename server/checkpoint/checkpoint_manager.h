@@ -121,7 +121,7 @@ class CheckpointManager final : public Checkpoints {
   absl::StatusOr<CheckpointInfo> Get(Model& model, std::string_view name) override {
     return CheckpointsOf(model)->saver->Get(name);
   }
-  absl::StatusOr<Listing> List(Model& model) override {
+  absl::StatusOr<CheckpointList> List(Model& model) override {
     return CheckpointsOf(model)->saver->List(std::nullopt);
   }
   absl::Status Delete(Model& model, std::string_view name) override;

@@ -78,7 +78,7 @@ absl::Status ModelLabels::BadScore(const CheckpointLabel& score, const std::stri
       absl::StrCat("model \"", context_.name(), "\", label \"", score.name, "\": ", why));
 }
 
-absl::StatusOr<Checkpoints::MetricResult> ModelLabels::Report(const CheckpointLabel& score) {
+absl::StatusOr<MetricResult> ModelLabels::Report(const CheckpointLabel& score) {
   EMA_RETURN_IF_ERROR(versions_.CheckLabel(score.name));
   EMA_RETURN_IF_ERROR(context_.model.closed());
   const double value = score.metric.value_or(std::numeric_limits<double>::quiet_NaN());
@@ -109,10 +109,10 @@ absl::StatusOr<Checkpoints::MetricResult> ModelLabels::Report(const CheckpointLa
     }
     const bool is_better =
         score.lower_is_better ? *score.metric < *best.metric : *score.metric > *best.metric;
-    if (!is_better) return Checkpoints::MetricResult{.label = best, .moved = false};
+    if (!is_better) return MetricResult{.label = best, .moved = false};
   }
   EMA_ASSIGN_OR_RETURN(CheckpointLabel placed, PlaceLocked(score, score.id));
-  return Checkpoints::MetricResult{.label = std::move(placed), .moved = true};
+  return MetricResult{.label = std::move(placed), .moved = true};
 }
 
 }  // namespace ema

@@ -30,8 +30,7 @@ class ModelLabels {
   absl::StatusOr<CheckpointLabel> Set(const std::string& label, const VersionId& id)
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Remove(const std::string& label) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<Checkpoints::MetricResult> Report(const CheckpointLabel& score)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<MetricResult> Report(const CheckpointLabel& score) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   // Puts `label` on a version and saves that if need be; `id` as in Checkpoints::SaveRequest.

@@ -232,7 +232,7 @@ absl::StatusOr<ModelSaver::Saved> ModelSaver::Enqueue(const SnapshotRef& snapsho
   const std::string name = CheckpointFolder::NameOf(*snapshot, request.tracks);
   Saved saved{.record = snapshot->record, .name = name, .state = CheckpointInfo::State::kSaving};
   if (request.label.empty()) {
-    EMA_ASSIGN_OR_RETURN(const Checkpoints::Listing known, List(name));
+    EMA_ASSIGN_OR_RETURN(const CheckpointList known, List(name));
     const CheckpointInfo* const info =
         known.checkpoints.empty() ? nullptr : &known.checkpoints.front();
     if (info != nullptr && info->state == CheckpointInfo::State::kComplete &&
@@ -323,12 +323,12 @@ void ModelSaver::SaveQueued(const std::string& name, SnapshotRef snapshot,
 
 // --- Listing ---
 
-absl::StatusOr<Checkpoints::Listing> ModelSaver::List(std::optional<std::string_view> name) const {
+absl::StatusOr<CheckpointList> ModelSaver::List(std::optional<std::string_view> name) const {
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> stored, versions_.List(name));
   const auto is_wanted = [&](std::string_view other) {
     return !name.has_value() || other == *name;
   };
-  Checkpoints::Listing listing;
+  CheckpointList listing;
   EMA_ASSIGN_OR_RETURN(listing.labels, context_.folder.Labels());
   std::map<std::string, CheckpointInfo> by_name;
   for (const CheckpointEntry& entry : stored) by_name[entry.name] = InfoOf(entry);
@@ -364,7 +364,7 @@ absl::StatusOr<Checkpoints::Listing> ModelSaver::List(std::optional<std::string_
 }
 
 absl::StatusOr<CheckpointInfo> ModelSaver::Get(std::string_view name) const {
-  EMA_ASSIGN_OR_RETURN(const Checkpoints::Listing listing, List(name));
+  EMA_ASSIGN_OR_RETURN(const CheckpointList listing, List(name));
   if (!listing.checkpoints.empty()) return listing.checkpoints.front();
   return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
                    absl::StrCat("model \"", context_.name(), "\" has no checkpoint \"",

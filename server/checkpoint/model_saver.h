@@ -55,7 +55,7 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
 
   // Checkpoints::List(): what is on the disk, with the records of saves; all, or those of that
   // name.
-  absl::StatusOr<Checkpoints::Listing> List(std::optional<std::string_view> name) const
+  absl::StatusOr<CheckpointList> List(std::optional<std::string_view> name) const
       ABSL_LOCKS_EXCLUDED(mu_);
   // Checkpoints::Get().
   absl::StatusOr<CheckpointInfo> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);

@@ -234,7 +234,7 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
                        Mix(folder.file_system(), *held, model, plan, *track, on_error));
   EMA_RETURN_IF_ERROR(model.tracks().AddSynthesized(std::move(snapshot)));
 
-  Synthesis synthesis{.record = plan.record, .residual = plan.residual};
+  Synthesis synthesis{.version = plan.record, .residual = plan.residual};
   for (const SynthesisPlan::Source& source : plan.sources) {
     synthesis.sources.push_back(
         {source.track->config.name, source.track->last_steps[0], source.weight});

@@ -33,18 +33,6 @@ struct SynthesisRequest {
   std::vector<std::string> tracks;
 };
 
-// Mirrors ema.v1.SynthesizeResponse.
-struct Synthesis {
-  struct Source {
-    std::string track;
-    int64_t step = 0;
-    double weight = 0;
-  };
-  Version record;
-  double residual = 0;
-  std::vector<Source> sources;
-};
-
 // The checkpoints of all models of a server. Thread-safe. All calls except FindLabel(),
 // CheckMayCreate() and health() may block on the disk for as long as writing or reading a model
 // takes, so completion-queue threads must not make them. Errors are those of the calls in
@@ -73,11 +61,7 @@ class Checkpoints {
   virtual absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view /*name*/) {
     return NoDataDir();
   }
-  struct Listing {
-    std::vector<CheckpointInfo> checkpoints;  // Newest first.
-    std::vector<CheckpointLabel> labels;      // By name.
-  };
-  virtual absl::StatusOr<Listing> List(Model&) { return NoDataDir(); }
+  virtual absl::StatusOr<CheckpointList> List(Model&) { return NoDataDir(); }
   virtual absl::Status Delete(Model&, std::string_view /*name*/) { return NoDataDir(); }
 
   // Rolls the model back to the version `id` or to that with the label, whichever is given.
@@ -100,10 +84,6 @@ class Checkpoints {
     return NoDataDir();
   }
   virtual absl::Status RemoveLabel(Model&, const std::string& /*label*/) { return NoDataDir(); }
-  struct MetricResult {
-    CheckpointLabel label;
-    bool moved = false;
-  };
   // The score has the label's name, a metric and its direction, and the version that was evaluated.
   virtual absl::StatusOr<MetricResult> ReportMetric(Model&, const CheckpointLabel& /*score*/) {
     return NoDataDir();

@@ -351,7 +351,7 @@ absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
   EMA_ASSIGN_OR_RETURN(const SynthesisRequest parsed, FromProto(request));
   EMA_ASSIGN_OR_RETURN(const Synthesis synthesis, checkpoints_.Synthesize(*model, parsed));
   v1::SynthesizeResponse response;
-  *response.mutable_version() = ToProto(synthesis.record);
+  *response.mutable_version() = ToProto(synthesis.version);
   response.set_residual(synthesis.residual);
   for (const Synthesis::Source& source : synthesis.sources) {
     v1::SynthesizeResponse::Source* const out = response.add_sources();
@@ -388,7 +388,7 @@ absl::StatusOr<v1::Checkpoint> ModelService::GetCheckpoint(
 absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
     const v1::ListCheckpointsRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  EMA_ASSIGN_OR_RETURN(const Checkpoints::Listing listing, checkpoints_.List(*model));
+  EMA_ASSIGN_OR_RETURN(const CheckpointList listing, checkpoints_.List(*model));
   v1::ListCheckpointsResponse response;
   for (const CheckpointInfo& checkpoint : listing.checkpoints) {
     *response.add_checkpoints() = ToProto(checkpoint);
@@ -434,8 +434,7 @@ absl::StatusOr<v1::ReportMetricResponse> ModelService::ReportMetric(
   if (score.id.version == 0) {
     return BadRequest("version: 0 given, expected the version that was evaluated, 1 or more");
   }
-  EMA_ASSIGN_OR_RETURN(const Checkpoints::MetricResult result,
-                       checkpoints_.ReportMetric(*model, score));
+  EMA_ASSIGN_OR_RETURN(const MetricResult result, checkpoints_.ReportMetric(*model, score));
   v1::ReportMetricResponse response;
   *response.mutable_label() = ToProto(result.label);
   response.set_moved(result.moved);

@@ -141,8 +141,7 @@ TEST_F(RollbackTest, AServerThatStopsDoesNotReadOn) {
 TEST_F(RollbackTest, AFileThatAPersonHasPutBesideTheWeightsIsNoDamage) {
   SaveThree();
   TestServer server(files_);
-  EMA_ASSERT_OK_AND_ASSIGN(const Checkpoints::Listing listing,
-                           server.manager().List(server.model()));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList listing, server.manager().List(server.model()));
   for (const CheckpointInfo& info : listing.checkpoints) {
     ASSERT_THAT(files_.NewWritableFile(
                     absl::StrCat(kTestFolder, "/", info.name, "/tracks/ema/config.json")),

@@ -132,11 +132,11 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
   Start();
   PushAndSave({5, 10, 15, 20, 25}, 27);
   EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Build(.07, 22));
-  EXPECT_EQ(synthesis.record.step, 22);
-  EXPECT_EQ(synthesis.record.number, 20);
-  EXPECT_EQ(synthesis.record.time, TrainingTime::AtBatch(22));
-  ASSERT_EQ(synthesis.record.tracks.size(), 1u);
-  EXPECT_THAT(synthesis.record.tracks[0].config, HasSubstr("sigma_rel=0.07"));
+  EXPECT_EQ(synthesis.version.step, 22);
+  EXPECT_EQ(synthesis.version.number, 20);
+  EXPECT_EQ(synthesis.version.time, TrainingTime::AtBatch(22));
+  ASSERT_EQ(synthesis.version.tracks.size(), 1u);
+  EXPECT_THAT(synthesis.version.tracks[0].config, HasSubstr("sigma_rel=0.07"));
   std::vector<double> expected(kElements);
   const StorageLayout& layout = model_->Describe().tracks[0]->layout();
   const int64_t offset = layout.entry(1).offset;
@@ -179,7 +179,7 @@ TEST_F(SynthesisTest, WithoutAStepItStandsAtTheNewestSnapshot) {
   Start();
   PushAndSave({5, 10, 20}, 27);
   EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Build(.05));
-  EXPECT_EQ(synthesis.record.step, 20);
+  EXPECT_EQ(synthesis.version.step, 20);
   EXPECT_LT(synthesis.residual, 1e-6);
   const std::vector<std::byte> built = BytesOfResult();
   const StorageLayout::Entry& entry = model_->Describe().tracks[0]->layout().entry(1);
@@ -199,7 +199,7 @@ TEST_F(SynthesisTest, AHalfLifeIsBuiltToo) {
   const SynthesisRequest request{.name = "x", .profile = TrainingDuration{3, TimeUnit::kBatch}};
   EMA_ASSERT_OK_AND_ASSIGN(const Synthesis synthesis, Build(request));
   EXPECT_LT(synthesis.residual, .3);
-  EXPECT_THAT(synthesis.record.tracks[0].config, HasSubstr("half_life=3ba"));
+  EXPECT_THAT(synthesis.version.tracks[0].config, HasSubstr("half_life=3ba"));
   const SynthesisRequest epochs{.name = "x", .profile = TrainingDuration{3, TimeUnit::kEpoch}};
   EXPECT_THAT(Build(epochs),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("half_life \"3ep\"")));
@@ -392,7 +392,7 @@ class SynthesisBranchTest : public testing::Test {
     const auto synthesis = server_->manager().Synthesize(
         server_->model(), {.name = "x", .profile = .07, .step = step});
     EXPECT_THAT(synthesis, IsOk());
-    return synthesis->record;
+    return synthesis->version;
   }
 
   FakeFileSystem files_;

@@ -164,7 +164,7 @@ TEST_F(CheckpointCallsTest, AModelIsNotDeletedWhereTheDiskCannotBeWritten) {
 }
 
 struct ThrowingCheckpoints : Checkpoints {
-  absl::StatusOr<Listing> List(Model&) override { throw std::bad_alloc(); }
+  absl::StatusOr<CheckpointList> List(Model&) override { throw std::bad_alloc(); }
   absl::Status Delete(Model&, std::string_view) override { throw std::length_error("too long"); }
   absl::StatusOr<VersionId> FindLabel(Model&, std::string_view) override { throw std::bad_alloc(); }
 };
@@ -337,7 +337,7 @@ class SlowSaves final : public Checkpoints {
   absl::StatusOr<CheckpointInfo> Get(Model&, std::string_view name) override {
     return CheckpointInfo{.name = std::string(name)};
   }
-  absl::StatusOr<Listing> List(Model&) override { return Listing(); }
+  absl::StatusOr<CheckpointList> List(Model&) override { return CheckpointList(); }
 
   absl::Notification is_saving;
   absl::Notification may_end;

@@ -18,10 +18,10 @@ using ::testing::HasSubstr;
 // Whoever lists holds up the thread that does so; whoever saves likewise.
 class HeldCheckpoints final : public Checkpoints {
  public:
-  absl::StatusOr<Listing> List(Model&) override {
+  absl::StatusOr<CheckpointList> List(Model&) override {
     ++begun;
     release.WaitForNotification();
-    return Listing();
+    return CheckpointList();
   }
   absl::StatusOr<std::optional<VersionId>> Resume(Model&, const Launch&,
                                                   const ResumePoint&) override {
