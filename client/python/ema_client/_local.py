@@ -24,7 +24,6 @@ from ema_client._model.torch_model import (
     specs_of,
     unwrap,
     write,
-    warn_of_other_state,
 )
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike, only_average
@@ -248,7 +247,6 @@ class LocalEMA:
         check_no_dtensor(self._module)
         self._named_tensors = ModelTensors(self._module)
         specs = specs_of(self._named_tensors())
-        warn_of_other_state("LocalEMA", self._module)
         made, undecided = rule.tracks(tracks)
         ignored = ignored_by_all(specs, made)
         check_dtypes([spec for spec in specs if spec[0] not in ignored])

@@ -20,7 +20,6 @@ void BindFold(nanobind::module_& module);       // fold_many
 void BindRun(nanobind::module_& module);        // Run, PendingPush
 void BindEngine(nanobind::module_& module);     // PushEngine
 void BindRead(nanobind::module_& module);       // read_tensors
-void BindStructure(nanobind::module_& module);  // structure_of, has_structure
 void BindClient(nanobind::module_& module);     // Client, VersionWatch
 
 // For attr(), which looks it up faster than a char*.

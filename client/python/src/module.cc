@@ -14,6 +14,5 @@ NB_MODULE(_ema, module) {
   ema::python::BindRun(module);
   ema::python::BindEngine(module);
   ema::python::BindRead(module);
-  ema::python::BindStructure(module);
   ema::python::BindClient(module);
 }

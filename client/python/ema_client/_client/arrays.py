@@ -159,20 +159,6 @@ def stack_like(value: Any, count: int) -> Any:
     return stacked
 
 
-def range_of(value: Any) -> tuple[int, int]:
-    """The addresses of the first byte of a torch tensor or NumPy array, and of the byte behind its
-    last one. REQUIRES: it has elements."""
-    if is_instance(value, "torch", "Tensor"):
-        address, size = value.data_ptr(), value.element_size()
-        strides = [stride * size for stride in value.stride()]
-    else:
-        address, size = value.ctypes.data, value.itemsize
-        strides = value.strides
-    reach = [stride * (extent - 1) for stride, extent in zip(strides, value.shape)]
-    begin = address + sum(step for step in reach if step < 0)
-    return begin, address + sum(step for step in reach if step > 0) + size
-
-
 def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:
     """Raises InvalidArgumentError that lists missing and unexpected names, up to ten of each."""
     expected, given = list(expected), list(given)

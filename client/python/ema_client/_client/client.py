@@ -9,13 +9,14 @@ from ema_client import _ema
 from ema_client._client import checkpoint_calls, model_calls, pull_calls, run, version_calls
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._client.types import Tls
-from ema_client._given import check_text, checked
+from ema_client._given import check_text
 
 
 class Client:
     """A connection to one server. Thread-safe. Connects at the first call. Not for use in a forked child.
 
-    All calls raise a subclass of EmaError. While they wait, they may raise KeyboardInterrupt.
+    All calls raise a subclass of EmaError; TypeError, where an argument has a wrong type; and, while they
+    wait, KeyboardInterrupt.
 
     Args:
         address: "host:port", "emas://host:port" over TLS, "unix:/path". Without a port: 50051.
@@ -60,8 +61,7 @@ class Client:
         files = tls or Tls.from_environment()
         check_text("address", address)
         self._address = address
-        # Not through `call`, whose error would contain the token.
-        client = _ema.Client(
+        self._client = _ema.Client(
             address,
             self._timeout_s,
             same_host_lane,
@@ -70,8 +70,6 @@ class Client:
             token,
             token_file,
         )
-        self._client = checked(client)
-        self._unchecked = client  # The object that functions of the extension module accept.
 
     def __enter__(self) -> Client:
         return self

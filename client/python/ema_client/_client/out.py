@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ema_client._client.arrays import check_names, check_shapes, is_instance, range_of
+from ema_client._client.arrays import check_names, check_shapes, is_instance
 from ema_client._client.types import Overflow
 from ema_client._errors import InvalidArgumentError
 
@@ -214,8 +214,11 @@ def _check_apart(out: Mapping[str, Any], first_names: Mapping[str, str]) -> None
     for name, target in out.items():
         if 0 in target.shape:
             continue
-        device = str(target.device) if is_instance(target, "torch", "Tensor") else "cpu"
-        other = owners.setdefault((device, range_of(target)[0]), name)
+        if is_instance(target, "torch", "Tensor"):
+            place = str(target.device), target.data_ptr()
+        else:
+            place = "cpu", target.ctypes.data
+        other = owners.setdefault(place, name)
         if first_names.get(other, other) != first_names.get(name, name):
             pairs.append(f"{other} and {name}")
     if pairs:

@@ -28,7 +28,7 @@ from ema_client._client.types import (
     version_from,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._given import call, names_from
+from ema_client._given import check_int64, names_from
 
 
 class PendingPush:
@@ -207,10 +207,10 @@ class Run:
             InvalidArgumentError: arrays do not match the model; the message lists them.
             FailedPreconditionError: the previous push is still running.
         """
+        check_int64("step", step)
         arrays = read_all(weights, self._boxes)
         gpus = frozenset(array.gpu for array in arrays if array.gpu >= 0)
-        push = call(
-            self._get().start_push,
+        push = self._get().start_push(
             step,
             time_dict(time, step=step),
             arrays,

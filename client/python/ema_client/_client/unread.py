@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ema_client._client import gpu
-from ema_client._client.arrays import is_instance, is_sparse, range_of
+from ema_client._client.arrays import is_instance, is_sparse, is_without_memory
 from ema_client._client.pieces import local_of
 
 if TYPE_CHECKING:
@@ -51,33 +50,19 @@ attachments: weakref.WeakSet[Attached] = weakref.WeakSet()
 def wait_unread(arrays: Iterable[Any]) -> None:
     """Waits until no push reads the memory of these torch tensors or NumPy arrays. Called before they are
     written."""
-    written = _ranges_of(arrays)
+    written = set(map(_storage_of, arrays))
     for attachment in list(attachments):
-        if _overlap(written, _ranges_of(attachment._tensors_in_place())):
+        read = map(_storage_of, attachment._tensors_in_place())
+        # A NumPy array may share the memory of any tensor.
+        if None in written or not written.isdisjoint(read):
             attachment.wait_released()
 
 
-def _ranges_of(arrays: Iterable[Any]) -> list[tuple[int, int]]:
-    """The addresses of those arrays that a push could read in place: first byte, end."""
-    ranges: list[tuple[int, int]] = []
-    for array in arrays:
-        if is_instance(array, "torch", "Tensor"):
-            local = local_of(array)
-            # The host and its GPUs share one address space.
-            is_reachable = local.is_cpu or gpu.is_readable(local)
-            if is_reachable and not is_sparse(local) and local.data_ptr() != 0:
-                ranges.append(range_of(local))
-        elif is_instance(array, "numpy", "ndarray") and array.size > 0:
-            ranges.append(range_of(array))
-    return ranges
-
-
-def _overlap(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
-    """Whether a range of the first list has an address in common with one of the second."""
-    # The largest end so far in each list, as the ranges of both are visited by their begin.
-    ends = [0, 0]
-    for begin, end, side in sorted([(*one, 0) for one in some] + [(*one, 1) for one in others]):
-        if begin < ends[1 - side]:
-            return True
-        ends[side] = max(ends[side], end)
-    return False
+def _storage_of(array: Any) -> int | None:
+    """The address of a torch tensor's storage; 0: it has none here. None: not a torch tensor."""
+    if not is_instance(array, "torch", "Tensor"):
+        return None
+    local = local_of(array)
+    if is_sparse(local) or is_without_memory(local):
+        return 0
+    return int(local.untyped_storage().data_ptr())

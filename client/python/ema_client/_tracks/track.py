@@ -9,7 +9,7 @@ from typing import Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._given import DECAY_NAMES, call, check_by_name, nearest_name
+from ema_client._given import DECAY_NAMES, check_by_name, nearest_name
 from ema_client._tracks import presets
 
 #: A tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", a
@@ -315,8 +315,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
             f'track "{name}": {error.args[0]}', reason=error.reason
         ) from None
     # This constructor's errors name the track already.
-    return call(
-        _ema.Track,
+    return _ema.Track(
         name,
         schedule,
         rules,

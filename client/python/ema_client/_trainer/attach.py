@@ -30,7 +30,6 @@ from ema_client._model.torch_model import (
     ModelTensors,
     check_values_here,
     unwrap,
-    warn_of_other_state,
 )
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike
@@ -267,7 +266,6 @@ def attach(
         held = holdings_of(tensors_of(), actions)
         if optimizers is not None:
             check_held(with_contained(optimizers), module.parameters())
-        warn_of_other_state(f'model "{split_url(url)[1]}"', module)
     except Exception as raised:
         failure = raised
     # A wrong timeout_s is a failure, too.
