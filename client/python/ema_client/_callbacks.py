@@ -15,7 +15,8 @@ from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._client.types import Version, VersionLike
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
-from ema_client._evaluator.averaged import Average, OwnValues, read_average, swapped
+from ema_client._evaluator.averaged import Average, OwnValues, read_average
+from ema_client._evaluator.reading import WhichAverage
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import write
@@ -164,16 +165,7 @@ def averaged_or_own(
                 _warn_of_start(attachment, average, doing)
             else:
                 record = average.version
-                swap = swapped(
-                    module,
-                    f'model "{average.model_name}"',
-                    average.weights,
-                    average.aliases,
-                    ignored=average.ignored,
-                    rename=options.get("rename"),
-                    own=own,
-                    ranks=ranks,
-                )
+                swap = average.swapped(module, ranks, own)
                 del average  # As large as the model.
                 stack.enter_context(swap)
         except Exception as raised:  # No memory for the model's own values, for example.
@@ -207,7 +199,7 @@ def copy_average_or_own(
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         failure: Exception | None = None
         try:
-            pairs = average.pairs(module, options.get("rename"))
+            pairs = average.pairs(module)
         except Exception as raised:
             failure = failure_of(raised)
         ranks.gather_or_raise(failure, None)
@@ -238,15 +230,15 @@ def _read(
     average: Average | None = None
     failure: Exception | None = None
     try:
-        average = read_average(
-            module,
+        which = WhichAverage(
             url,
-            track=track,
-            version=version,
+            track,
+            version,
             rename=options.get("rename"),
             process_group=options.get("process_group"),
             timeout_s=pull_patience_s(options),
         )
+        average = read_average(module, which)
     except Exception as raised:  # No memory, for example.
         failure = failure_of(raised)
     ranks.gather_or_raise(failure, None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ema_client._callbacks import averaged_or_own
 from ema_client._evaluator.averaged import read_average
+from ema_client._evaluator.reading import WhichAverage
 from ema_client._model.torch_model import write
 from testing import assert_same_bits, wait_for
 
@@ -408,7 +409,7 @@ def test_a_model_may_be_tied_otherwise_than_the_trainers(server, client, model, 
             assert torch.equal(tensor, net.encoder.weight)
     assert_same_bits(own, other.state_dict())
     copied = copy.deepcopy(other)
-    write(read_average(copied, url, rename=rename).pairs(copied, rename))
+    write(read_average(copied, WhichAverage(url, rename=rename)).pairs(copied))
     for tensor in copied.state_dict().values():
         assert torch.equal(tensor, net.encoder.weight)
 

@@ -35,22 +35,10 @@ def pull(
         >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
         >>> model.load_state_dict(weights, strict=False)
     """
-    address, model_name = split_url(url)
-    with Client(address, timeout_s=timeout_s) as client:
-        return client.pull(
-            model_name,
-            track=track,
-            version=version,
-            step=step,
-            tensors=tensors,
-            slices=slices,
-            dtype=dtype,
-            overflow=overflow,
-            out=out,
-            framework=framework,
-            device=device,
-            on_progress=on_progress,
-        )
+    given = dict(locals())
+    address, model_name = split_url(given.pop("url"))
+    with Client(address, timeout_s=given.pop("timeout_s")) as client:
+        return client.pull(model_name, **given)
 
 
 def watch(

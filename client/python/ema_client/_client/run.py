@@ -296,20 +296,7 @@ def open_run(
             message lists the existing ones. No run was opened.
         OutOfRangeError: VERSION_NOT_KEPT: the server no longer has the version of the ResumePoint.
     """
-    return join_run(
-        client,
-        name,
-        launch_id=launch_id,
-        rank=rank,
-        world_size=world_size,
-        shards=shards,
-        rank0_only=rank0_only,
-        frozen=frozen,
-        wire_dtype=wire_dtype,
-        max_staging_bytes=max_staging_bytes,
-        resume=resume,
-        timeout_s=timeout_s,
-    )
+    return join_run(**locals())
 
 
 def join_run(
@@ -326,7 +313,6 @@ def join_run(
     max_staging_bytes: int = STAGING_BYTES,
     rejoins: bool = True,
     resume: int | ResumePoint | None = None,
-    last_run_epoch: int = 0,
     imported_updates: int = 0,
     timeout_s: float | None = None,
 ) -> Run:
@@ -334,8 +320,6 @@ def join_run(
 
     Args:
         rejoins: False: a push that finds a restarted server fails, FENCED.
-        last_run_epoch: the `Run.run_epoch` of a launch_id that opens its run again. A restarted server,
-            which has forgotten the launches, compares it to find whether a newer run has fenced this.
         imported_updates: the number of updates in the first weights.
     """
     if launch_id is None:
@@ -373,7 +357,7 @@ def join_run(
         wire_dtype,
         rejoins,
         resume_tuple(resume),
-        last_run_epoch,
+        0,  # The epoch of an earlier run of this launch: there is none.
         imported_updates,
         max_staging_bytes,
         timeout,

@@ -16,7 +16,7 @@ from ema_client._client.pieces import Piece, pieces_of, selected
 from ema_client._client.types import ModelInfo, Version, VersionLike, Weights
 from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._evaluator.reading import Reading, names_there, reading
+from ema_client._evaluator.reading import Reading, WhichAverage, names_there, reading
 from ema_client._evaluator.started import warn_of_no_average
 from ema_client._model.ranks import Ranks
 from ema_client._model.recalibrate import Recalibration, recalibrated
@@ -93,27 +93,12 @@ def averaged(
         ...     evaluate(model)
     """
     read = read_average(
-        model,
-        url,
-        track=track,
-        version=version,
-        step=step,
-        rename=rename,
-        process_group=process_group,
-        timeout_s=timeout_s,
+        model, WhichAverage(url, track, version, step, rename, process_group, timeout_s)
     )
     record = read.version
     if read.ranks.rank == 0:
         warn_of_no_average(read.model_name, record, read.track)
-    swap = swapped(
-        model,
-        f'model "{read.model_name}"',
-        read.weights,
-        read.aliases,
-        ignored=read.ignored,
-        rename=rename,
-        ranks=read.ranks,
-    )
+    swap = read.swapped(model, read.ranks)
     del read  # As large as the model.
     with swap:
         with contextlib.nullcontext() if recalibrate is None else recalibrated(model, recalibrate):
@@ -195,31 +180,35 @@ class Average:
 
     model_name: str
     track: str
+    rename: Callable[[str], str] | None
     ranks: Ranks  # The ranks that have read their parts together.
     weights: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
     ignored: set[str]
     version: Version
 
-    def pairs(
-        self, model: torch.nn.Module, rename: Callable[[str], str] | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self, model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The model's tensors with their averages, for `write`. InvalidArgumentError: no match."""
         what = f'model "{self.model_name}"'
-        return _targets(model, what, self.weights, self.aliases, self.ignored, rename)
+        return _targets(model, what, self.weights, self.aliases, self.ignored, self.rename)
+
+    def swapped(
+        self, model: torch.nn.Module, ranks: Ranks, own: OwnValues | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Puts them into the model for a `with` block; see `swapped`."""
+        return swapped(
+            model,
+            f'model "{self.model_name}"',
+            self.weights,
+            self.aliases,
+            ignored=self.ignored,
+            rename=self.rename,
+            own=own,
+            ranks=ranks,
+        )
 
 
-def read_average(
-    model: torch.nn.Module,
-    url: str,
-    *,
-    track: str | None = None,
-    version: VersionLike | None = None,
-    step: int | None = None,
-    rename: Callable[[str], str] | None = None,
-    process_group: Any = None,
-    timeout_s: float | None = None,
-) -> Average:
+def read_average(model: torch.nn.Module, which: WhichAverage) -> Average:
     """Reads the averages for this rank's part of a model."""
 
     def match(
@@ -234,20 +223,18 @@ def read_average(
         _check_pieces(asked.info, pieces)
         return ignored, wanted, pieces
 
-    with reading(
-        model,
-        url,
-        match,
-        track=track,
-        version=version,
-        step=step,
-        rename=rename,
-        process_group=process_group,
-        timeout_s=timeout_s,
-    ) as (asked, (ignored, wanted, pieces)):
+    with reading(model, which, match) as (asked, (ignored, wanted, pieces)):
         weights, pulled = asked.pull(wanted, pieces)
-    aliases = weights.aliases if isinstance(weights, Weights) else {}
-    return Average(asked.info.name, asked.track, asked.ranks, weights, aliases, ignored, pulled)
+    return Average(
+        asked.info.name,
+        asked.track,
+        which.rename,
+        asked.ranks,
+        weights,
+        weights.aliases if isinstance(weights, Weights) else {},
+        ignored,
+        pulled,
+    )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from ema_client._client.unread import wait_unread
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.reading import (
     Reading,
+    WhichAverage,
     first_names_of,
     names_there,
     reading,
@@ -136,17 +137,8 @@ def load_into(
         return match, matched, asked.pieces(matched, match.names)
 
     values: Mapping[str, torch.Tensor] = {}
-    with reading(
-        model,
-        url,
-        match_all,
-        track=track,
-        version=version,
-        step=step,
-        rename=rename,
-        process_group=process_group,
-        timeout_s=timeout_s,
-    ) as (asked, (match, matched, pieces)):
+    which = WhichAverage(url, track, version, step, rename, process_group, timeout_s)
+    with reading(model, which, match_all) as (asked, (match, matched, pieces)):
         info, named, ranks = asked.info, asked.named, asked.ranks
         if not match.names and not match.is_all and not asked.is_part:
             pulled = version_alone(asked.client, info, asked.track, version, step)

@@ -53,6 +53,19 @@ _MOST_PAUSE_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
+class WhichAverage:
+    """The average to read: the arguments of `averaged` and `load_into` that say so."""
+
+    url: str
+    track: str | None = None
+    version: VersionLike | None = None
+    step: int | None = None
+    rename: Callable[[str], str] | None = None
+    process_group: Any = None
+    timeout_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Reading:
     """One rank's part in reading averages.
 
@@ -141,36 +154,30 @@ class Reading:
 
 @contextlib.contextmanager
 def reading(
-    model: torch.nn.Module,
-    url: str,
-    match: Callable[[Reading], Wanted],
-    *,
-    track: str | None,
-    version: VersionLike | None,
-    step: int | None,
-    rename: Callable[[str], str] | None,
-    process_group: Any,
-    timeout_s: float | None,
+    model: torch.nn.Module, which: WhichAverage, match: Callable[[Reading], Wanted]
 ) -> Iterator[tuple[Reading, Wanted]]:
     """Connects, and asks the server about the model; `match` selects the wanted tensors. If the
     model is in parts, an error on any rank raises on all of them."""
     module = unwrap(model)
-    may_be_part = rename is not None or process_group is not None
+    version, step, timeout_s = which.version, which.step, which.timeout_s
+    may_be_part = which.rename is not None or which.process_group is not None
     is_part = may_be_part or has_pieces(module)
     ranks = Ranks.alone()
     if is_part:
-        ranks = Ranks.current(process_group, call="averaged() or load_into()", timeout_s=timeout_s)
+        ranks = Ranks.current(
+            which.process_group, call="averaged() or load_into()", timeout_s=timeout_s
+        )
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         try:
-            address, model_name = split_url(url)
+            address, model_name = split_url(which.url)
             check_version(version, model_name)
-            named = named_tensors(module, rename)
+            named = named_tensors(module, which.rename)
             if not version and step is None:
                 _wait_pushed(address, model_name, timeout_s)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             info = client.model(model_name)
-            track = only_average_of(info) if track is None else track
+            track = only_average_of(info) if which.track is None else which.track
             asked = Reading(client, ranks, info, track, version, step, named, may_be_part, is_part)
             wanted = match(asked)
         except Exception as raised:
