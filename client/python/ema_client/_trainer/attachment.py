@@ -270,7 +270,7 @@ class Attachment:
         return lambda *args, **kwargs: getattr(self.ema_model, name)(*args, **kwargs)
 
     def _tensors_in_place(self) -> Iterable[torch.Tensor]:
-        return self._pusher.tensors_in_place()
+        return self._pusher.weights.in_place
 
     def _is_trained_here(self, address: str, model_name: str) -> bool:
         """Whether the current thread trains this model and pushes it to this server."""

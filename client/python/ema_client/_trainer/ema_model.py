@@ -241,9 +241,11 @@ class EmaModel:
 
     def average_name(self) -> str:
         """The name of the track whose average the module has."""
+        with self._pusher.lock:
+            tracks = self._pusher.engine.tracks
         return only_average(
             f'model "{self._pusher.options.model_name}": ',
-            {track.name: track.schedule.is_copy for track in self._pusher.tracks},
+            {track.name: track.schedule.is_copy for track in tracks},
         )
 
     def _bring_up_to_date(self, *, raises: bool, timeout_s: float | None = None) -> None:
@@ -262,8 +264,8 @@ class EmaModel:
             is_whole = copied is not None and not copied.problem
             if copied is not None and is_whole and version_id(copied.version) == version_id(newest):
                 return  # It is the newest, since only this run pushes.
-            if pusher.is_away:
-                raise pusher.away_error()
+            if (away := pusher.away_error()) is not None:
+                raise away
             if copied is None:
                 self._copy = AveragedCopy(
                     self._module,

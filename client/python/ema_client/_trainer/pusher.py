@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ema_client import _ema
 from ema_client._client.arrays import read_all, some
@@ -21,9 +21,6 @@ from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.guard import WRITTEN_HINT, PushedWeights
 from ema_client._trainer.joining import Joined
-
-if TYPE_CHECKING:
-    import torch
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +46,8 @@ class Pusher:
         options: the arguments of `attach`.
         lock: held by the thread that is in a method or hook of the attachment.
         pid: of the process that trains; a forked child does nothing.
-        engine: the protocol.
+        engine: the protocol. Only `step`, `stats`, `version` and `rank` need no lock.
+        weights: what a push reads.
         has_stepped: a step was counted.
         is_closed: steps are no longer counted.
         follow: called when a step has been counted, and pushed if it was due.
@@ -73,7 +71,7 @@ class Pusher:
         # The model's tensors at the last push, and the names that were attached or warned of.
         self._tensors = options.tensors_of()
         self._known_names = set(self._tensors.all())
-        self._weights = weights
+        self.weights = weights
         self._frozen = frozen
         self._boxes = BoxCache()
         # GPUs that the last push reads from.
@@ -119,33 +117,11 @@ class Pusher:
     def step(self) -> int:
         return self.engine.step
 
-    @property
-    def is_away(self) -> bool:
-        """The server is unreachable, or this run was fenced: nothing can be pushed now."""
+    def away_error(self) -> EmaError | None:
+        """Why nothing can be pushed now: the server is unreachable; or, FENCED, a newer run pushes, or the
+        model was rolled back, and nothing is pushed any more. None: steps can be pushed."""
         with self.lock:
-            return self.engine.is_away
-
-    @property
-    def is_fenced(self) -> bool:
-        """A newer run pushes, or the model was rolled back: nothing is pushed any more."""
-        with self.lock:
-            return self.engine.is_fenced
-
-    @property
-    def run_epoch(self) -> int:
-        with self.lock:
-            return self.engine.run_epoch
-
-    @property
-    def tracks(self) -> list[_ema.Track]:
-        """The tracks of the plan by which pushes are due."""
-        with self.lock:
-            return self.engine.tracks
-
-    def away_error(self) -> EmaError:
-        """Why nothing can be pushed now."""
-        with self.lock:
-            return self.engine.away_error()
+            return self.engine.away_error() if self.engine.is_away else None
 
     @property
     def is_in_this_process(self) -> bool:
@@ -165,10 +141,6 @@ class Pusher:
         """The training time after `step` steps."""
         return time_after(self.options.time_of, step)
 
-    def tensors_in_place(self) -> list[torch.Tensor]:
-        """Tensors that a push may be reading in place."""
-        return self._weights.in_place
-
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place any more."""
         if is_capturing() or not self.is_in_this_process:
@@ -176,7 +148,7 @@ class Pusher:
         self.abandon_if_written()
         self.engine.wait_released(current_streams(self._gpus))
         # After a repeated push, the weights are guarded again, and the caller is about to write them.
-        self._weights.release()
+        self.weights.release()
 
     def wait_pushed(self, timeout_s: float) -> Version | None:
         """DeadlineExceededError: the push is still running after `timeout_s`."""
@@ -184,7 +156,7 @@ class Pusher:
             with self.lock:
                 self.abandon_if_written()
                 self.engine.wait_pushed(timeout_s)
-                self._weights.release()
+                self.weights.release()
         return self.version
 
     def advance(self, step: int) -> None:
@@ -195,7 +167,7 @@ class Pusher:
         self.has_stepped = True
         reading = _Step(self, step)
         self.engine.after_step(step, reading)
-        if reading.has_read and self._weights.must_wait:
+        if reading.has_read and self.weights.must_wait:
             self.wait_released()
         if self.follow is not None:
             # Collective: also on a rank that has something to raise.
@@ -209,7 +181,7 @@ class Pusher:
         the next hook raises."""
         if not self.is_active:
             return
-        counted, differing = self._weights.take_written()
+        counted, differing = self.weights.take_written()
         if counted or differing:
             hint = "" if differing else WRITTEN_HINT
             self.engine.abandon_written_push(some(differing or counted), hint, bool(differing))
@@ -267,7 +239,7 @@ class Pusher:
         )  # As `_frozen_changed`, which the engine calls before, has found them.
         self.options.averaged_buffers.warn_of_changes(tensors, self._pushed_names)
         # Everything that the push reads, even if a part was read before.
-        weights = self._weights.take(tensors, names)
+        weights = self.weights.take(tensors, names)
         if not trained:
             weights = HeldWeights(
                 (name, value) for name, value in weights.items() if name in self._frozen.names

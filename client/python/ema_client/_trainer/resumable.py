@@ -83,11 +83,9 @@ class ResumableState:
             return None
         except (UnavailableError, DeadlineExceededError) as error:
             problem: EmaError = error
-            if pusher.is_away:
-                problem = pusher.away_error()
-            elif (
-                not error.reason
-            ):  # The error does not come from the server, as one of its disk does.
+            if (away := pusher.away_error()) is not None:
+                problem = away
+            elif not error.reason:  # It does not come from the server, as one of its disk does.
                 problem = type(error)(
                     f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}'
                 )
@@ -101,13 +99,16 @@ class ResumableState:
         pusher = self._pusher
         pusher.wait_pushed(timeout_s)
         pusher.raise_error()
-        if pusher.is_away and not pusher.is_fenced and pusher.options.on_error != "wait":
-            raise pusher.away_error()
+        away = pusher.away_error()
+        if away is not None and away.reason != "FENCED" and pusher.options.on_error != "wait":
+            raise away
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
         # The lookup needs a timeout, even if the caller gave 0 for the push.
         latest = self._client.model(self._model_name, timeout_s=timeout_s or None).latest
-        if pusher.is_fenced or (latest is not None and latest.run_epoch > pusher.run_epoch):
+        with pusher.lock:
+            is_fenced, run_epoch = pusher.engine.is_fenced, pusher.engine.run_epoch
+        if is_fenced or (latest is not None and latest.run_epoch > run_epoch):
             raise AbortedError(
                 f'Another attach() to model "{self._model_name}" has taken over, or the model was rolled '
                 "back; this one no longer pushes",
