@@ -14,8 +14,9 @@ import pytest
 import torch
 from ema_client import Track
 from ema_client._client.pieces import pieces_of
-from ema_client._evaluator.reading import pull_pieces
+from ema_client._evaluator.reading import Reading, pull_pieces
 from ema_client._model.ranks import Ranks
+from ema_client._model.torch_model import named_tensors
 from server_process import ServerProcess
 from testing import EMACTL, assert_same_bits, wait_for
 
@@ -464,11 +465,18 @@ def test_all_ranks_get_the_same_build(client, made):
             answers.append([item, item if answers else old])
             return answers[-1]
 
-    ranks = OneIsEarly(rank=0, world_size=1, group=None)
-    pieces = pieces_of(dict(Net().named_parameters()))
-    weights, version = pull_pieces(
-        client, ranks, client.model(made), "post-hoc", new.number, None, pieces
+    asked = Reading(
+        client=client,
+        ranks=OneIsEarly(rank=0, world_size=1, group=None),
+        info=client.model(made),
+        track="post-hoc",
+        version=new.number,
+        step=None,
+        named=named_tensors(Net()),
+        may_be_part=True,
+        is_part=True,
     )
+    weights, version = pull_pieces(asked, pieces_of(asked.named.parameters))
     assert weights.version == version == new
     assert answers == [[new, old], [new, new]]
 

@@ -62,9 +62,12 @@ class Overtaken:
 class info:
     name, latest, tracks = "m", 1, {"ema": None}
 
-pieces = pieces_of({"w": torch.ones(3)})
+class asked:
+    client, ranks, info = Overtaken(), Ranks.current(), info
+    track, version, step = "ema", 0, None
+
 try:
-    pull_pieces(Overtaken(), Ranks.current(), info, "ema", 0, None, pieces)
+    pull_pieces(asked, pieces_of({"w": torch.ones(3)}))
 except ema_client.EmaError as error:
     print(type(error).__name__)
 """

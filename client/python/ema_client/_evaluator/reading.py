@@ -129,16 +129,7 @@ class Reading:
         """Averages by the server's names, and their version: of `pieces`, if this is a part, else
         of `names`, or of all. Collective. `wanted`: the tensors that will get them."""
         if self.is_part:
-            return pull_pieces(
-                self.client,
-                self.ranks,
-                self.info,
-                self.track,
-                self.version,
-                self.step,
-                pieces,
-                overflow,
-            )
+            return pull_pieces(self, pieces, overflow)
         weights = self.client.pull(
             self.info.name,
             track=self.track,
@@ -240,16 +231,11 @@ def _pieces_there(
 
 
 def pull_pieces(
-    client: Client,
-    ranks: Ranks,
-    info: ModelInfo,
-    track: str,
-    version: VersionLike | None,
-    step: int | None,
-    pieces: Mapping[str, Piece],
-    overflow: Overflow = "error",
+    asked: Reading, pieces: Mapping[str, Piece], overflow: Overflow = "error"
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Pulls each rank's pieces, all of the same version. Collective."""
+    client, ranks, info = asked.client, asked.ranks, asked.info
+    track, version, step = asked.track, asked.version, asked.step
     whole, boxes = selection_of(pieces)
     dtype = half_of({name: piece.local for name, piece in pieces.items()})
     for attempt in range(1, _ATTEMPTS + 1):
