@@ -15,12 +15,12 @@
 
 namespace ema::python {
 
-void BindTypes(nanobind::module_& module);      // Array, Schedule, ScheduleState, Track, even_share
-void BindFold(nanobind::module_& module);       // fold_many
-void BindRun(nanobind::module_& module);        // Run, PendingPush
-void BindEngine(nanobind::module_& module);     // PushEngine
-void BindRead(nanobind::module_& module);       // read_tensors
-void BindClient(nanobind::module_& module);     // Client, VersionWatch
+void BindTypes(nanobind::module_& module);   // Array, Schedule, ScheduleState, Track, even_share
+void BindFold(nanobind::module_& module);    // fold_many
+void BindRun(nanobind::module_& module);     // Run, PendingPush
+void BindEngine(nanobind::module_& module);  // PushEngine
+void BindRead(nanobind::module_& module);    // read_tensors
+void BindClient(nanobind::module_& module);  // Client, VersionWatch
 
 // For attr(), which looks it up faster than a char*.
 inline nanobind::object InternedName(const char* name) {
