@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,33 +13,15 @@ from ema_client._client.pieces import local_of
 if TYPE_CHECKING:
     import torch
 
-    from ema_client._client.types import Version
-
 
 class Attached(Protocol):
-    """The interface of `Attachment` for modules below it, which cannot import it."""
-
-    _lock: threading.RLock
-    _pid: int
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
+    """The part of `Attachment` that is used here, below it."""
 
     def _tensors_in_place(self) -> Iterable[torch.Tensor]:
         """Tensors that a push may be reading in place."""
 
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place."""
-
-    def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
-        """Waits for the end of the pending push."""
-
-    def _is_trained_here(self, address: str, model_name: str) -> bool:
-        """Whether the current thread trains this model and pushes it to this server."""
-
-    def _end_at_exit(self) -> None:
-        """Waits at most a second for the pending push, because the process ends."""
 
 
 # The attachments of this process that are not closed.

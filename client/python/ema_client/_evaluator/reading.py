@@ -36,6 +36,7 @@ from ema_client._model.torch_model import (
     unwrap,
 )
 from ema_client._tracks.track import ignored_by
+from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.joining import of_known_dtypes
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None
     """Waits for the last push to this model by a training of this thread, at most `timeout_s`
     (None: that of `attach`). A warning says if it has not ended."""
     for attachment in list(attachments):
+        assert isinstance(attachment, Attachment)
         if attachment._is_trained_here(address, model_name):
             try:
                 attachment.wait_pushed(timeout_s=timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -391,11 +390,6 @@ class Attachment:
             ),
         )
 
-    def _end_at_exit(self) -> None:
-        """Abandons the last push if it takes too long."""
-        self._pusher.engine.end_pushes(EXIT_WAIT_S)
-        self._pusher.engine.leave(EXIT_WAIT_S)
-
     def _detach(self) -> None:
         self._pusher.is_closed = True
         attachments.discard(self)
@@ -457,10 +451,14 @@ class Attachment:
 
 @atexit.register
 def _at_exit() -> None:
+    """Abandons last pushes that take too long."""
     for attachment in list(attachments):
+        assert isinstance(attachment, Attachment)
+        pusher = attachment._pusher
         # A daemon thread may hold the lock for ever.
-        if attachment._pid == os.getpid() and attachment._lock.acquire(timeout=EXIT_WAIT_S):
+        if pusher.is_in_this_process and pusher.lock.acquire(timeout=EXIT_WAIT_S):
             try:
-                attachment._end_at_exit()
+                pusher.engine.end_pushes(EXIT_WAIT_S)
+                pusher.engine.leave(EXIT_WAIT_S)
             finally:
-                attachment._lock.release()
+                pusher.lock.release()
