@@ -169,7 +169,7 @@ Json ToJson(const Measured& measured) {
   const Speeds speeds = SpeedsOf(measured.gigabytes_per_second);
   return {{"gigabytes_per_second",
            {{"median", speeds.median}, {"least", speeds.least}, {"most", speeds.most}}},
-          {"lane", std::string(LaneName(measured.lane))}};
+          {"lane", LaneName(measured.lane)}};
 }
 
 std::string ToText(const char* what, const Measured& measured) {

@@ -48,8 +48,8 @@ absl::Status CreateCheckpoint(const Session& session, const std::string& model,
   return PrintResult(
       session.json,
       {{"checkpoint", result.checkpoint},
-       {"state", std::string(CheckpointStateName(result.state))},
-       {"version", ToJson(result.version)},
+       {"state", CheckpointStateName(result.state)},
+       {"version", result.version},
        {"total_bytes", result.total_bytes}},
       absl::StrCat("checkpoint ", result.checkpoint, ": version ", result.version.number, " (step ",
                    result.version.step, "), ",
@@ -62,8 +62,7 @@ absl::Status ListCheckpoints(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
                        session.client->ListCheckpoints(model, session.timeout));
   return PrintResult(
-      session.json,
-      {{"checkpoints", ToJsonList(list.checkpoints)}, {"labels", ToJsonList(list.labels)}},
+      session.json, {{"checkpoints", list.checkpoints}, {"labels", list.labels}},
       list.checkpoints.empty() ? "no checkpoints\n" : CheckpointTable(list.checkpoints));
 }
 
@@ -71,7 +70,7 @@ absl::Status ShowCheckpoint(const Session& session, const std::string& model,
                             const std::string& checkpoint) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointInfo info,
                        session.client->GetCheckpoint(model, checkpoint, session.timeout));
-  return PrintResult(session.json, ToJson(info), DescribeCheckpoint(info));
+  return PrintResult(session.json, info, DescribeCheckpoint(info));
 }
 
 // As all that removes, this looks first: to the client one that is not there is OK.
@@ -92,7 +91,7 @@ absl::Status Rollback(const Session& session, const std::string& model, const st
           : session.client->RestoreCheckpoint(model, found.label, session.disk_timeout());
   EMA_RETURN_IF_ERROR(version.status());
   return PrintResult(
-      session.json, ToJson(*version),
+      session.json, *version,
       absl::StrCat("version ", version->number, " of ", model, " has the values of ", to, " (step ",
                    version->step, "); the run that pushed has ended\n"));
 }
@@ -101,7 +100,7 @@ absl::Status SetLabel(const Session& session, const std::string& model, const st
                       const VersionId& id) {
   EMA_ASSIGN_OR_RETURN(const Client::Label set,
                        session.client->SetLabel(model, label, id, session.disk_timeout()));
-  return PrintResult(session.json, ToJson(set), Describe(set));
+  return PrintResult(session.json, set, Describe(set));
 }
 
 absl::Status RemoveLabel(const Session& session, const std::string& model,
@@ -121,7 +120,7 @@ absl::Status RemoveLabel(const Session& session, const std::string& model,
 absl::Status ListLabels(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
                        session.client->ListCheckpoints(model, session.timeout));
-  return PrintResult(session.json, Json::object({{"labels", ToJsonList(list.labels)}}),
+  return PrintResult(session.json, Json::object({{"labels", list.labels}}),
                      list.labels.empty() ? "no labels\n" : LabelTable(list.labels));
 }
 
@@ -130,7 +129,7 @@ absl::Status ReportMetric(const Session& session, const std::string& model,
   EMA_ASSIGN_OR_RETURN(const Client::MetricResult result,
                        session.client->ReportMetric(model, metric, session.disk_timeout()));
   return PrintResult(
-      session.json, {{"moved", result.moved}, {"label", ToJson(result.label)}},
+      session.json, {{"moved", result.moved}, {"label", result.label}},
       absl::StrCat(result.moved ? "better: " : "not better: ", Describe(result.label)));
 }
 

@@ -26,7 +26,7 @@ absl::Status Create(const Session& session, const CreateOptions& options) {
                        session.client->CreateModel(options.model, file.manifest(), options.tracks,
                                                    options.model_options, session.timeout));
   return PrintResult(
-      session.json, {{"created", result.created}, {"model", ToJson(result.model)}},
+      session.json, {{"created", result.created}, {"model", result.model}},
       absl::StrCat(result.created ? "created " : "already exists: ", result.model.name, ", ",
                    result.model.manifest.tensor_count(), " tensors, ",
                    FormatBytes(result.model.reserved_bytes), " reserved\n"));
@@ -52,25 +52,25 @@ absl::Status Update(const Session& session, const std::string& model,
   }
   EMA_ASSIGN_OR_RETURN(const ModelInfo info,
                        session.client->UpdateModel(model, changes, session.timeout));
-  return PrintResult(session.json, ToJson(info), DescribeModel(info));
+  return PrintResult(session.json, info, DescribeModel(info));
 }
 
 absl::Status List(const Session& session) {
   EMA_ASSIGN_OR_RETURN(const std::vector<ModelInfo> models,
                        session.client->ListModels(session.timeout));
-  return PrintResult(session.json, Json::object({{"models", ToJsonList(models)}}),
+  return PrintResult(session.json, Json::object({{"models", models}}),
                      models.empty() ? "no models\n" : ModelTable(models));
 }
 
 absl::Status Describe(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
-  return PrintResult(session.json, ToJson(info), DescribeModel(info));
+  return PrintResult(session.json, info, DescribeModel(info));
 }
 
 absl::Status Versions(const Session& session, const std::string& model) {
   EMA_ASSIGN_OR_RETURN(const std::vector<Client::ListedVersion> versions,
                        session.client->ListVersions(model, 0, session.timeout));
-  return PrintResult(session.json, Json::object({{"versions", ToJsonList(versions)}}),
+  return PrintResult(session.json, Json::object({{"versions", versions}}),
                      versions.empty() ? "nothing committed yet\n" : VersionTable(versions));
 }
 
@@ -87,7 +87,7 @@ absl::Status Watch(const Session& session, const WatchOptions& options) {
     EMA_ASSIGN_OR_RETURN(const VersionWatch::Item item, watch->Next());
     std::string line;
     if (session.json) {
-      Json json = ToJson(item.version);
+      Json json = item.version;
       json["skipped"] = item.skipped;
       line = Dump(json, -1);
     } else {
@@ -105,7 +105,7 @@ absl::Status Statistics(const Session& session, const std::string& model,
                         const Client::StatisticsOptions& request) {
   EMA_ASSIGN_OR_RETURN(const Version version,
                        session.client->GetStatistics(model, request, session.disk_timeout()));
-  return PrintResult(session.json, ToJson(version),
+  return PrintResult(session.json, version,
                      absl::StrCat("version ", version.number, ", step ", version.step, "\n\n",
                                   StatisticsTable(version.statistics)));
 }
@@ -123,7 +123,7 @@ absl::Status Synthesize(const Session& session, const std::string& model,
   return PrintResult(
       session.json,
       {{"name", request.name},
-       {"version", ToJson(result.version)},
+       {"version", result.version},
        {"residual", result.residual},
        {"sources", std::move(sources)}},
       absl::StrCat(request.name, ": step ", result.version.step, ", residual ", result.residual,
@@ -164,8 +164,7 @@ void PrintError(const absl::Status& status, bool json) {
   if (json) {
     const Json error = {
         {"code", code},
-        {"reason",
-         reason == ErrorReason::kUnspecified ? Json() : Json(std::string(ErrorReasonName(reason)))},
+        {"reason", reason == ErrorReason::kUnspecified ? Json() : Json(ErrorReasonName(reason))},
         {"message", message}};
     std::fputs(Dump(Json::object({{"error", error}}), -1).c_str(), stderr);
     return;

@@ -188,10 +188,6 @@ std::string Number(const std::optional<double>& value, const std::string& unit) 
   return value.has_value() ? absl::StrFormat("%.6g%s", *value, unit) : "-";
 }
 
-Json OrNull(const std::optional<double>& value) {
-  return value.has_value() ? Json(*value) : Json();
-}
-
 }  // namespace
 
 absl::Span<const ScheduleOption> ScheduleOptions() { return kOptions; }
@@ -253,8 +249,6 @@ std::string ExplanationText(const Explanation& explanation) {
 }
 
 Json ToJson(const Explanation& explanation) {
-  Json fields = Json::object();
-  for (const auto& [name, value] : explanation.schedule.ToFields()) fields[name] = value;
   const TrainingDuration interval = explanation.schedule.update_interval();
   Json updates = Json::array();
   for (const ExplainedUpdate& update : explanation.updates) {
@@ -266,13 +260,13 @@ Json ToJson(const Explanation& explanation) {
                        {"time", update.time},
                        {"decay", 1 - update.weight},
                        {"weight", update.weight},
-                       {"window", OrNull(update.window)},
-                       {"half_life", OrNull(update.half_life)},
+                       {"window", update.window},
+                       {"half_life", update.half_life},
                        {"shares_of_last", std::move(shares)}});
   }
-  return {{"schedule", std::move(fields)},
-          {"update_interval", interval.ToString()},
-          {"unit", std::string(TimeUnitSuffix(interval.unit))},
+  return {{"schedule", explanation.schedule},
+          {"update_interval", interval},
+          {"unit", TimeUnitSuffix(interval.unit)},
           {"updates", std::move(updates)},
           {"warnings", explanation.warnings}};
 }

@@ -85,7 +85,7 @@ absl::Status Import(const Session& session, const ImportOptions& options) {
       {{"model", options.model},
        {"tensor_count", file.manifest().tensor_count()},
        {"total_bytes", file.manifest().total_bytes()},
-       {"version", ToJson(*version)}},
+       {"version", *version}},
       absl::StrCat("imported ", options.from, ": version ", version->number, " (step ",
                    version->step, ") of ", options.model, ", ", file.manifest().tensor_count(),
                    " tensors, ", FormatBytes(file.manifest().total_bytes()), "\n"));

@@ -10,27 +10,70 @@
 #include "absl/strings/str_join.h"
 #include "client/cli/progress.h"
 
+namespace ema {
+namespace {
+
+Json TracksJson(const std::vector<TrackConfig>& tracks) {
+  Json json = Json::array();
+  for (const TrackConfig& track : tracks) json.push_back(cli::TrackJson(track));
+  return json;
+}
+
+}  // namespace
+
+void to_json(Json& json, const Client::ListedVersion& entry) {
+  json = entry.version;
+  json["available"] = entry.available;
+}
+
+void to_json(Json& json, const CheckpointInfo& checkpoint) {
+  const bool has_time = checkpoint.commit_time != absl::UnixEpoch();
+  json = {{"checkpoint", checkpoint.name},
+          {"state", CheckpointStateName(checkpoint.state)},
+          {"incarnation", checkpoint.id.incarnation},
+          {"version", checkpoint.id.version},
+          {"step", checkpoint.step},
+          {"commit_time", has_time ? Json(checkpoint.commit_time) : Json()},
+          {"tracks", checkpoint.tracks},
+          {"is_partial", checkpoint.is_partial},
+          {"total_bytes", checkpoint.total_bytes},
+          {"labels", checkpoint.labels},
+          {"problem", checkpoint.problem}};
+}
+
+void to_json(Json& json, const ModelInfo& model) {
+  json = {{"name", model.name},
+          {"tracks", TracksJson(model.tracks)},
+          {"pending_tracks",
+           model.pending_tracks.has_value() ? TracksJson(*model.pending_tracks) : Json()},
+          {"plan_revision", model.plan_revision},
+          {"max_pinned_versions", model.max_pinned_versions},
+          {"non_finite", model.non_finite},
+          {"reserved_bytes", model.reserved_bytes},
+          {"run_epoch", model.run_epoch},
+          {"latest", model.latest},
+          {"attached_files", Json::object()}};
+  for (const ModelInfo::AttachedFile& file : model.attached_files) {
+    json["attached_files"][file.name] = file.total_bytes;
+  }
+  if (model.manifest.tensor_count() == 0) {
+    // One of a list, which leaves rules out, too.
+    for (const char* tracks : {"tracks", "pending_tracks"}) {
+      for (Json& track : json[tracks]) track.erase("tensor_rules");
+    }
+    return;
+  }
+  json["total_bytes"] = model.manifest.total_bytes();
+  json["tensors"] = model.manifest;
+}
+
+}  // namespace ema
+
 namespace ema::cli {
 namespace {
 
 std::string LocalTime(absl::Time time) {
   return absl::FormatTime("%Y-%m-%d %H:%M:%S", time, absl::LocalTimeZone());
-}
-
-Json ToJson(const TrainingTime& time) {
-  Json json = Json::object();
-  for (int i = 0; i < kTimeUnitCount; ++i) {
-    const TimeUnit unit = static_cast<TimeUnit>(i);
-    const std::optional<double> value = time.Get(unit);
-    if (!value.has_value()) continue;
-    Json& field = json[std::string(TimeUnitField(unit))];
-    if (IsCounted(unit)) {
-      field = static_cast<int64_t>(*value);
-    } else {
-      field = *value;
-    }
-  }
-  return json;
 }
 
 std::string JoinTracks(const ModelInfo& model) {
@@ -41,16 +84,6 @@ std::string JoinTracks(const ModelInfo& model) {
 
 std::string LatestVersion(const ModelInfo& model) {
   return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
-}
-
-Json ToJson(const Schedule& schedule) {
-  Json fields = Json::object();
-  for (const auto& [field, value] : schedule.ToFields()) fields[field] = value;
-  return fields;
-}
-
-Json ToJson(const VersionId& id) {
-  return {{"version", id.version}, {"incarnation", id.incarnation}};
 }
 
 // Of one that is not whole nothing is known.
@@ -88,129 +121,10 @@ absl::Status PrintResult(bool json, const Json& document, const std::string& tex
   return absl::OkStatus();
 }
 
-Json ToJson(const TrackVersion& track) {
-  Json json = {{"track", track.track},
-               {"updated", track.updated},
-               {"update_weight", track.update_weight},
-               {"elapsed", track.elapsed},
-               {"update_count", track.update_count},
-               {"averaged_count", track.averaged_count},
-               {"window_steps", track.window_steps},
-               {"config", track.config},
-               {"stall_gap", track.stall_gap}};
-  for (const TrackVersion& rule : track.rules) json["rules"].push_back(ToJson(rule));
-  return json;
-}
-
-Json ToJson(const Version& version) {
-  Json statistics = Json::array();
-  for (const TrackStatistics& track : version.statistics) {
-    statistics.push_back(
-        {{"track", track.track},
-         {"norm", track.norm},
-         {"distance", track.distance.has_value() ? Json(*track.distance) : Json()}});
-  }
-  return {{"incarnation", version.incarnation},
-          {"version", version.number},
-          {"step", version.step},
-          {"time", ToJson(version.time)},
-          {"run_epoch", version.run_epoch},
-          {"commit_time",
-           absl::FormatTime(absl::RFC3339_full, version.commit_time, absl::UTCTimeZone())},
-          {"tracks", ToJsonList(version.tracks)},
-          {"skipped_tensor_count", version.skipped_tensor_count},
-          {"skipped_tensors", version.skipped_tensors},
-          {"wire_dtype", std::string(WireDtypeName(version.wire_dtype))},
-          {"restored_from",
-           version.restored_from.has_value() ? ToJson(*version.restored_from) : Json()},
-          {"statistics", std::move(statistics)}};
-}
-
-Json ToJson(const Client::ListedVersion& entry) {
-  Json json = ToJson(entry.version);
-  json["available"] = entry.available;
-  return json;
-}
-
-Json ToJson(const Client::CheckpointInfo& checkpoint) {
-  const bool has_time = checkpoint.commit_time != absl::UnixEpoch();
-  return {
-      {"checkpoint", checkpoint.name},
-      {"state", std::string(CheckpointStateName(checkpoint.state))},
-      {"incarnation", checkpoint.id.incarnation},
-      {"version", checkpoint.id.version},
-      {"step", checkpoint.step},
-      {"commit_time", has_time ? Json(absl::FormatTime(absl::RFC3339_full, checkpoint.commit_time,
-                                                       absl::UTCTimeZone()))
-                               : Json()},
-      {"tracks", checkpoint.tracks},
-      {"is_partial", checkpoint.is_partial},
-      {"total_bytes", checkpoint.total_bytes},
-      {"labels", checkpoint.labels},
-      {"problem", checkpoint.problem}};
-}
-
-Json ToJson(const Client::Label& label) {
-  return {{"label", label.name},
-          {"incarnation", label.id.incarnation},
-          {"version", label.id.version},
-          {"step", label.step},
-          {"metric", label.metric.has_value() ? Json(*label.metric) : Json()},
-          {"lower_is_better", label.lower_is_better}};
-}
-
-Json ToJson(const TensorSpec& spec) {
-  return {{"name", spec.name},
-          {"dtype", std::string(DtypeName(spec.dtype))},
-          {"shape", spec.shape},
-          {"is_buffer", spec.is_buffer},
-          {"aliases", spec.aliases}};
-}
-
-Json ToJson(const TrackConfig& track) {
-  Json rules = Json::array();
-  for (const TensorRule& rule : track.tensor_rules) {
-    rules.push_back({{"pattern", rule.pattern},
-                     {"action", std::string(TensorActionName(rule.action))},
-                     {"schedule", rule.schedule.has_value() ? ToJson(*rule.schedule) : Json()}});
-  }
+Json TrackJson(const TrackConfig& track) {
   const TrainingDuration interval = track.schedule.update_interval();
-  return {
-      {"name", track.name},
-      {"schedule", ToJson(track.schedule)},
-      {"update_interval", interval.value > 0 ? Json(interval.ToString()) : Json()},
-      {"tensor_rules", std::move(rules)},
-      {"buffers", std::string(TensorActionName(track.buffers))},
-      {"compensated", track.compensated},
-      {"paused", track.paused},
-      {"snapshot_interval",
-       track.snapshot_interval.has_value() ? Json(track.snapshot_interval->ToString()) : Json()}};
-}
-
-Json ToJson(const ModelInfo& model) {
-  Json json = {{"name", model.name},
-               {"tracks", ToJsonList(model.tracks)},
-               {"pending_tracks",
-                model.pending_tracks.has_value() ? ToJsonList(*model.pending_tracks) : Json()},
-               {"plan_revision", model.plan_revision},
-               {"max_pinned_versions", model.max_pinned_versions},
-               {"non_finite", std::string(NonFinitePolicyName(model.non_finite))},
-               {"reserved_bytes", model.reserved_bytes},
-               {"run_epoch", model.run_epoch},
-               {"latest", model.latest.has_value() ? ToJson(*model.latest) : Json()}};
-  json["attached_files"] = Json::object();
-  for (const ModelInfo::AttachedFile& file : model.attached_files) {
-    json["attached_files"][file.name] = file.total_bytes;
-  }
-  if (model.manifest.tensor_count() == 0) {
-    // One of a list, which leaves rules out, too.
-    for (const char* tracks : {"tracks", "pending_tracks"}) {
-      for (Json& track : json[tracks]) track.erase("tensor_rules");
-    }
-    return json;
-  }
-  json["total_bytes"] = model.manifest.total_bytes();
-  json["tensors"] = ToJsonList(model.manifest.tensors());
+  Json json = track;
+  json["update_interval"] = interval.value > 0 ? Json(interval) : Json();
   return json;
 }
 

@@ -4,16 +4,24 @@
 #ifndef EMA_CLIENT_CLI_OUTPUT_H_
 #define EMA_CLIENT_CLI_OUTPUT_H_
 
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "ema/client.h"
+#include "server/format/record_json.h"
+
+namespace ema {
+
+// Those of other records: server/format/record_json.h.
+void to_json(Json& json, const Client::ListedVersion& entry);
+void to_json(Json& json, const CheckpointInfo& checkpoint);
+// Without tensors and tensor rules if the manifest is empty, as in lists.
+void to_json(Json& json, const ModelInfo& model);
+
+}  // namespace ema
 
 namespace ema::cli {
-
-using Json = nlohmann::ordered_json;
 
 // Prints to stdout. False: the write failed; main() reports that at the end.
 bool Print(const std::string& text);
@@ -23,23 +31,8 @@ absl::Status PrintResult(bool json, const Json& document, const std::string& tex
 // messages are UTF-8 by contract; invalid bytes are replaced, without an exception.
 std::string Dump(const Json& json, int indent);
 
-Json ToJson(const Version& version);
-Json ToJson(const Client::ListedVersion& entry);
-// For a track, or for a tensor rule with a schedule.
-Json ToJson(const TrackVersion& track);
-Json ToJson(const TensorSpec& spec);
-Json ToJson(const TrackConfig& track);
-Json ToJson(const Client::CheckpointInfo& checkpoint);
-Json ToJson(const Client::Label& label);
-// Without tensors and tensor rules if the manifest is empty, as in lists.
-Json ToJson(const ModelInfo& model);
-
-template <typename Items>
-Json ToJsonList(const Items& items) {
-  Json list = Json::array();
-  for (const auto& item : items) list.push_back(ToJson(item));
-  return list;
-}
+// A track with the interval that it has, set or not.
+Json TrackJson(const TrackConfig& track);
 
 // Aligned columns, two spaces between them; the first row is the heading.
 class Table {

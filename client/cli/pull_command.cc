@@ -211,7 +211,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
        {"beside", beside},
        {"model", options.model},
        {"track", options.track},
-       {"version", ToJson(info->version)},
+       {"version", info->version},
        {"tensor_count", info->tensors.size()},
        {"total_bytes", info->total_bytes}},
       absl::StrCat(file.path(), ": version ", info->version.number, " (step ", info->version.step,

@@ -13,21 +13,19 @@ namespace {
 Json ToJson(const Client::ServerInfo& info) {
   Json limits = Json::object();
   for (const Client::ServerInfo::Limit& limit : info.limits) {
-    limits[limit.name] = {{"in_use", limit.in_use.has_value() ? Json(*limit.in_use) : Json()},
-                          {"limit", limit.limit}};
+    limits[limit.name] = {{"in_use", limit.in_use}, {"limit", limit.limit}};
   }
-  return {
-      {"version", info.version},
-      {"device", info.device},
-      {"incarnation", info.incarnation},
-      {"start_time", absl::FormatTime(absl::RFC3339_full, info.start_time, absl::UTCTimeZone())},
-      {"serving", info.not_serving.empty()},
-      {"not_serving", info.not_serving},
-      {"memory",
-       {{"budget_bytes", info.memory_budget_bytes},
-        {"reserved_bytes", info.memory_reserved_bytes},
-        {"used_bytes", info.memory_used_bytes}}},
-      {"limits", std::move(limits)}};
+  return {{"version", info.version},
+          {"device", info.device},
+          {"incarnation", info.incarnation},
+          {"start_time", info.start_time},
+          {"serving", info.not_serving.empty()},
+          {"not_serving", info.not_serving},
+          {"memory",
+           {{"budget_bytes", info.memory_budget_bytes},
+            {"reserved_bytes", info.memory_reserved_bytes},
+            {"used_bytes", info.memory_used_bytes}}},
+          {"limits", std::move(limits)}};
 }
 
 }  // namespace

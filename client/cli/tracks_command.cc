@@ -67,8 +67,8 @@ std::vector<Standing> StandingsOf(const ModelInfo& model) {
   return standings;
 }
 
-Json ToJson(const Standing& standing) {
-  Json json = cli::ToJson(standing.config);
+void to_json(Json& json, const Standing& standing) {
+  json = TrackJson(standing.config);
   json["kept_as"] = standing.kept_as;
   json["state"] = standing.state;
   const TrackVersion* const last = standing.last;
@@ -76,10 +76,7 @@ Json ToJson(const Standing& standing) {
   json["update_weight"] = last == nullptr || !last->updated ? Json() : Json(last->update_weight);
   const TrackStatistics* const statistics = standing.statistics;
   json["norm"] = statistics == nullptr ? Json() : Json(statistics->norm);
-  json["distance"] = statistics == nullptr || !statistics->distance.has_value()
-                         ? Json()
-                         : Json(*statistics->distance);
-  return json;
+  json["distance"] = statistics == nullptr ? Json() : Json(statistics->distance);
 }
 
 }  // namespace
@@ -110,7 +107,7 @@ absl::Status Tracks(const Session& session, const std::string& model) {
                      {{"model", info.name},
                       {"version", info.latest.has_value() ? Json(info.latest->number) : Json()},
                       {"step", info.latest.has_value() ? Json(info.latest->step) : Json()},
-                      {"tracks", ToJsonList(StandingsOf(info))}},
+                      {"tracks", StandingsOf(info)}},
                      absl::StrCat("model ", info.name, ", ", where, "\n\n", TrackTable(info)));
 }
 

@@ -17,7 +17,6 @@
 #include "server/base/crc32c.h"
 #include "server/checkpoint/pacer.h"
 #include "server/format/checkpoint_files.h"
-#include "server/format/json_fields.h"
 #include "server/format/safetensors.h"
 #include "server/format/tensor_reader.h"
 

@@ -10,7 +10,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_reader.h"
-#include "server/format/json_fields.h"
 #include "server/format/label_file.h"
 #include "server/format/verify.h"
 

@@ -16,9 +16,8 @@
 
 namespace ema {
 
-// The format that this build writes, and the newest that it reads. A later format keeps the
-// checksum as its first member, like manifest.json.
-inline constexpr int64_t kLabelsFormatVersion = 1;
+// The format that this build writes and reads.
+inline constexpr int64_t kLabelsFormatVersion = 2;
 // Enough for 1024 labels.
 inline constexpr int64_t kMaxLabelsFileBytes = int64_t{4} << 20;
 
@@ -28,12 +27,10 @@ using LabelMap = std::map<std::string, CheckpointLabel, std::less<>>;  // By nam
 // either may be given. A file may contain such labels, but none may be made.
 absl::Status ValidateNewLabel(std::string_view label);
 
-// The file's text: JSON, whose first member is a CRC32C of all that follows, as in manifest.json.
+// The text of a file as json_file.h says.
 std::string EncodeLabels(const LabelMap& labels);
 
-// FAILED_PRECONDITION: written by a newer server; the message names both format versions.
-// DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is missing, doubled or out of
-// range.
+// Errors as ParseCheckpointManifest().
 absl::StatusOr<LabelMap> ParseLabels(std::string_view text);
 
 }  // namespace ema

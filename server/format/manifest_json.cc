@@ -5,153 +5,137 @@
 #include <optional>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "ema/attached_file.h"
 #include "ema/internal/status_macros.h"
 #include "server/format/checkpoint_files.h"
-#include "server/format/files_json.h"
-#include "server/format/json_fields.h"
-#include "server/format/track_json.h"
+#include "server/format/json_file.h"
+#include "server/format/record_json.h"
 
 namespace ema {
+
+template <>
+CheckpointTrack Blank() {
+  return {.config = Blank<TrackConfig>()};
+}
+
+void VisitFields(auto& io, MaybeConst<SmallFile> auto& file) {
+  io("name", file.name);
+  io("file_bytes", file.file_bytes);
+  io("crc32c", file.crc32c);
+}
+
+void VisitFields(auto& io, MaybeConst<TensorFile> auto& file) {
+  io("name", file.name);
+  io("file_bytes", file.file_bytes);
+  io("header_crc32c", file.header_crc32c);
+}
+
+void VisitFields(auto& io, MaybeConst<TensorFiles> auto& files) {
+  io("files", files.files);
+  io("index", files.index);
+  io("digest", files.digest);
+  io("tensor_crc32c", files.tensor_crc32c);
+  io("piece_crc32c", files.piece_crc32c);
+}
+
+void VisitFields(auto& io, MaybeConst<Schedule::State> auto& state) {
+  io("update_count", state.update_count);
+  io("averaged_count", state.averaged_count);
+  io("last_update", state.last_update);
+  io("started", state.started);
+}
+
+void VisitFields(auto& io, MaybeConst<CheckpointTrack> auto& track) {
+  io("config", track.config);
+  io("states", track.state);
+  io("last_steps", track.last_steps);
+  io("frozen_digest", track.frozen_digest);
+  io("weights", track.weights);
+  io("low_parts", track.low_parts);
+}
+
+void VisitFields(auto& io, MaybeConst<CheckpointManifest> auto& checkpoint) {
+  io("model", checkpoint.model_name);
+  io("max_pinned_versions", checkpoint.max_pinned_versions, 1);
+  io("non_finite", checkpoint.non_finite);
+  io("version", checkpoint.record);
+  io("is_partial", checkpoint.is_partial);
+  io("total_bytes", checkpoint.total_bytes);
+  io("attached_files", checkpoint.attached_files);
+  io("created_tracks", checkpoint.created_tracks);
+  io("tracks", checkpoint.tracks);
+  io("tensors", checkpoint.manifest);
+}
+
 namespace {
 
-constexpr std::string_view kFormatName = "ema-checkpoint";
-// Of a version: the next ones count on from there.
-constexpr int64_t kMaxCount = int64_t{1} << 62;
-
-Json EncodeTrack(const CheckpointTrack& track, const Manifest& manifest) {
-  Json states = Json::array();
-  for (size_t i = 0; i < track.state.size(); ++i) {
-    states.push_back(EncodeState(track.state[i]));
-    states.back()["last_step"] = track.last_steps[i];
+// `place`: such as ".tracks[0].weights". As all checks here, returns what is wrong; empty: nothing.
+std::string CheckFiles(const std::string& place, TensorKind kind, const TensorFiles& files,
+                       size_t tensor_count) {
+  if (files.tensor_crc32c.size() != tensor_count || files.piece_crc32c.size() != tensor_count) {
+    return absl::StrCat(place, " has ", files.tensor_crc32c.size(), " tensor_crc32c and ",
+                        files.piece_crc32c.size(), " piece_crc32c, expected ", tensor_count);
   }
-  Json json = {{"config", EncodeConfig(track.config)}, {"states", std::move(states)}};
-  if (track.frozen_digest != 0) json["frozen_digest"] = track.frozen_digest;
-  if (track.weights.has_value()) json["weights"] = EncodeTensorFiles(*track.weights, manifest);
-  if (track.low_parts.has_value()) {
-    json["low_parts"] = EncodeTensorFiles(*track.low_parts, manifest);
-  }
-  return json;
-}
-
-Json EncodeVersion(const Version& record) {
-  Json json = {{"incarnation", record.incarnation},
-               {"version", record.number},
-               {"step", record.step},
-               {"run_epoch", record.run_epoch},
-               {"commit_time_us", absl::ToUnixMicros(record.commit_time)},
-               {"time", EncodeTime(record.time)},
-               {"tracks", Json::array()},
-               {"skipped_tensor_count", record.skipped_tensor_count},
-               {"skipped_tensors", record.skipped_tensors},
-               {"wire_dtype", WireDtypeName(record.wire_dtype)}};
-  for (const TrackVersion& track : record.tracks) json["tracks"].push_back(EncodeRecord(track));
-  if (record.restored_from.has_value()) {
-    json["restored_from"] = {{"version", record.restored_from->version},
-                             {"incarnation", record.restored_from->incarnation}};
-  }
-  return json;
-}
-
-// What the track's files have, put into `track`.
-absl::StatusOr<CheckpointTrack> ParseFiles(const Fields& fields, const Manifest& manifest,
-                                           CheckpointTrack track) {
-  if (!fields.Has("weights")) return track;
-  EMA_ASSIGN_OR_RETURN(const Fields weights, fields.Object("weights"));
-  EMA_ASSIGN_OR_RETURN(track.weights, ParseTensorFiles(weights, TensorKind::kWeights, manifest));
-  if (track.config.compensated) {
-    EMA_ASSIGN_OR_RETURN(const Fields low_parts, fields.Object("low_parts"));
-    EMA_ASSIGN_OR_RETURN(track.low_parts,
-                         ParseTensorFiles(low_parts, TensorKind::kLowParts, manifest));
-  }
-  return track;
-}
-
-absl::StatusOr<CheckpointTrack> ParseTrack(const Fields& fields, const Manifest& manifest) {
-  EMA_ASSIGN_OR_RETURN(const Fields config_fields, fields.Object("config"));
-  EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(config_fields));
-  CheckpointTrack track{.config = std::move(config)};
-  EMA_RETURN_IF_ERROR(fields.ForEachObject("states", [&](const Fields& state) -> absl::Status {
-    EMA_ASSIGN_OR_RETURN(track.state.emplace_back(), ParseState(state));
-    EMA_ASSIGN_OR_RETURN(track.last_steps.emplace_back(), state.Integer("last_step", 0));
-    return absl::OkStatus();
-  }));
-  if (fields.Has("frozen_digest")) {
-    EMA_ASSIGN_OR_RETURN(track.frozen_digest, fields.Integer("frozen_digest", 0));
-  }
-  // Without weights it had no updates, and states are of updates.
-  const size_t state_count = fields.Has("weights") ? SchedulesOf(track.config).size() : 0;
-  if (track.state.size() != state_count) {
-    return CorruptManifest(absl::StrCat("track \"", track.config.name, "\" has ",
-                                        track.state.size(), " states, expected ", state_count));
-  }
-  return ParseFiles(fields, manifest, std::move(track));
-}
-
-absl::StatusOr<Manifest> ParseTensors(const Json& json) {
-  std::vector<TensorSpec> tensors;
-  tensors.reserve(json.size());
-  for (const Json& element : json) {
-    EMA_ASSIGN_OR_RETURN(const Fields fields,
-                         Fields::Of(element, absl::StrCat("tensors[", tensors.size(), "].")));
-    TensorSpec& spec = tensors.emplace_back();
-    EMA_ASSIGN_OR_RETURN(spec.name, fields.String("name"));
-    EMA_ASSIGN_OR_RETURN(const std::string dtype, fields.String("dtype"));
-    absl::StatusOr<Dtype> parsed = ParseDtype(dtype);
-    if (!parsed.ok()) return fields.Bad(parsed.status());
-    spec.dtype = *parsed;
-    EMA_ASSIGN_OR_RETURN(spec.is_buffer, fields.Boolean("is_buffer"));
-    EMA_ASSIGN_OR_RETURN(spec.aliases, fields.Texts("aliases"));
-    EMA_ASSIGN_OR_RETURN(const Json* shape, fields.Array("shape"));
-    for (const Json& extent : *shape) {
-      if (!extent.is_number_unsigned() || extent.get<uint64_t>() > INT64_MAX) {
-        return CorruptManifest(absl::StrCat("tensor \"", spec.name, "\" has a bad shape"));
-      }
-      spec.shape.push_back(extent.get<int64_t>());
+  if (files.files.empty()) return absl::StrCat(place, ".files is empty");
+  // No other names: they become paths.
+  for (size_t i = 0; i < files.files.size(); ++i) {
+    const std::string expected = TensorFileName(kind, i, files.files.size());
+    if (files.files[i].name != expected) {
+      return absl::StrCat(place, ".files[", i, "].name is not \"", expected, "\"");
     }
   }
-  absl::StatusOr<Manifest> manifest = Manifest::Create(std::move(tensors));
-  if (!manifest.ok()) return CorruptManifest(std::string(manifest.status().message()));
-  return manifest;
+  const bool needs_index = kind == TensorKind::kWeights && files.files.size() > 1;
+  if (files.index.has_value() != needs_index ||
+      (needs_index && files.index->name != kIndexFileName)) {
+    return absl::StrCat(place, ".index is not ",
+                        needs_index ? std::string(kIndexFileName) : "null");
+  }
+  return "";
 }
 
-absl::Status ParseVersion(const Fields& fields, Version& record) {
-  EMA_ASSIGN_OR_RETURN(record.incarnation, fields.Integer("incarnation", 0, kMaxCount));
-  EMA_ASSIGN_OR_RETURN(record.number, fields.Integer("version", 1, kMaxCount));
-  EMA_ASSIGN_OR_RETURN(record.step, fields.Integer("step", 0, kMaxCount));
-  EMA_ASSIGN_OR_RETURN(record.run_epoch, fields.Integer("run_epoch", 0, kMaxCount));
-  EMA_ASSIGN_OR_RETURN(const int64_t commit_time_us, fields.Integer("commit_time_us", INT64_MIN));
-  record.commit_time = absl::FromUnixMicros(commit_time_us);
-  EMA_ASSIGN_OR_RETURN(const Fields time, fields.Object("time"));
-  EMA_ASSIGN_OR_RETURN(record.time, ParseTime(time));
-  EMA_RETURN_IF_ERROR(
-      fields.ForEachObject("tracks", [&record](const Fields& track) -> absl::Status {
-        EMA_ASSIGN_OR_RETURN(TrackVersion parsed, ParseRecord(track));
-        record.tracks.push_back(std::move(parsed));
-        return absl::OkStatus();
-      }));
-  EMA_ASSIGN_OR_RETURN(record.skipped_tensor_count, fields.Integer("skipped_tensor_count", 0));
-  EMA_ASSIGN_OR_RETURN(record.skipped_tensors, fields.Texts("skipped_tensors"));
-  // Manifests of before do not have it.
-  if (fields.Has("wire_dtype")) {
-    EMA_ASSIGN_OR_RETURN(const std::string name, fields.String("wire_dtype"));
-    record.wire_dtype =
-        name == WireDtypeName(WireDtype::kBFloat16) ? WireDtype::kBFloat16 : WireDtype::kAsPushed;
+std::string CheckTrack(const std::string& place, const CheckpointTrack& track,
+                       size_t tensor_count) {
+  // Without weights it had no updates, and states are of updates.
+  const size_t state_count = track.weights.has_value() ? SchedulesOf(track.config).size() : 0;
+  if (track.state.size() != state_count || track.last_steps.size() != state_count) {
+    return absl::StrCat(place, " has ", track.state.size(), " states and ", track.last_steps.size(),
+                        " last_steps, expected ", state_count);
   }
-  if (fields.Has("restored_from")) {
-    EMA_ASSIGN_OR_RETURN(const Fields from, fields.Object("restored_from"));
-    VersionId& id = record.restored_from.emplace();
-    EMA_ASSIGN_OR_RETURN(id.version, from.Integer("version", 1));
-    EMA_ASSIGN_OR_RETURN(id.incarnation, from.Integer("incarnation", 0));
+  for (const Schedule::State& state : track.state) {
+    if (state.last_update.has_value()) continue;
+    if (state.started.has_value() || state.update_count > 0) {
+      return absl::StrCat(place, ".states: updates without a last_update");
+    }
   }
-  return absl::OkStatus();
+  const bool needs_low_parts = track.weights.has_value() && track.config.compensated;
+  if (track.low_parts.has_value() != needs_low_parts) {
+    return absl::StrCat(place, ".low_parts ", needs_low_parts ? "is null" : "is not null");
+  }
+  std::string problem;
+  if (track.weights.has_value()) {
+    problem = CheckFiles(place + ".weights", TensorKind::kWeights, *track.weights, tensor_count);
+  }
+  if (problem.empty() && needs_low_parts) {
+    problem =
+        CheckFiles(place + ".low_parts", TensorKind::kLowParts, *track.low_parts, tensor_count);
+  }
+  return problem;
 }
 
-absl::Status CheckFormat(int64_t format_version) {
-  if (format_version == kCheckpointFormatVersion) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("manifest.json: written in format_version ",
-                                                    format_version, "; this build reads only ",
-                                                    kCheckpointFormatVersion));
+std::string CheckAttachedFiles(const std::vector<SmallFile>& files) {
+  if (files.size() > kMaxAttachedFiles) return "attached_files has too many elements";
+  absl::flat_hash_set<std::string> names;
+  for (const SmallFile& file : files) {
+    if (const absl::Status status = ValidateAttachedName(file.name); !status.ok()) {
+      return absl::StrCat("attached_files: ", status.message());
+    }
+    if (file.file_bytes > kMaxAttachedFileBytes || !names.insert(file.name).second) {
+      return absl::StrCat("attached_files: \"", file.name, "\" is too large, or there twice");
+    }
+  }
+  return "";
 }
 
 }  // namespace
@@ -176,79 +160,25 @@ int64_t CheckpointManifest::FolderBytes(const CheckpointTrack& track) const {
 }
 
 std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
-  Json created_tracks = Json::array();
-  for (const TrackConfig& track : manifest.created_tracks) {
-    created_tracks.push_back(EncodeConfig(track));
-  }
-  Json tracks = Json::array();
-  for (const CheckpointTrack& track : manifest.tracks) {
-    tracks.push_back(EncodeTrack(track, manifest.manifest));
-  }
-  Json tensors = Json::array();
-  for (const TensorSpec& spec : manifest.manifest.tensors()) {
-    tensors.push_back({{"name", spec.name},
-                       {"dtype", std::string(DtypeName(spec.dtype))},
-                       {"shape", spec.shape},
-                       {"is_buffer", spec.is_buffer},
-                       {"aliases", spec.aliases}});
-  }
-  const std::pair<const char*, Json> members[] = {
-      {"format", std::string(kFormatName)},
-      {"format_version", kCheckpointFormatVersion},
-      {"model", manifest.model_name},
-      {"max_pinned_versions", manifest.max_pinned_versions},
-      {"non_finite", static_cast<int>(manifest.non_finite)},
-      {"version", EncodeVersion(manifest.record)},
-      {"is_partial", manifest.is_partial},
-      {"total_bytes", manifest.total_bytes},
-      {"attached_files", EncodeAttachedFiles(manifest.attached_files)},
-      {"created_tracks", std::move(created_tracks)},
-      {"tracks", std::move(tracks)},
-      {"tensors", std::move(tensors)}};
-  // One member a line: readable, without a line for each of 200 000 checksums.
-  std::string covered;
-  for (const auto& [key, value] : members) {
-    absl::StrAppend(&covered, covered.empty() ? "" : ",\n", "\"", key, "\": ", value.dump());
-  }
-  covered += "\n}\n";
-  return AddChecksum(covered);
+  return FormatJsonFile(kCheckpointFormatVersion, manifest);
 }
 
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text) {
-  if (!HasRightChecksum(text)) return CorruptManifest("the checksum is wrong, or missing");
-  const std::optional<Json> json = ParseStrictJson(text);
-  if (!json.has_value()) return CorruptManifest("it is not JSON of the right form");
-  EMA_ASSIGN_OR_RETURN(const Fields fields, Fields::Of(*json, ""));
-  EMA_ASSIGN_OR_RETURN(const int64_t format_version, fields.Integer("format_version", 1));
-  EMA_RETURN_IF_ERROR(CheckFormat(format_version));
-
-  CheckpointManifest manifest;
-  EMA_ASSIGN_OR_RETURN(manifest.model_name, fields.String("model"));
-  EMA_ASSIGN_OR_RETURN(manifest.max_pinned_versions, fields.Integer("max_pinned_versions", 1));
-  EMA_ASSIGN_OR_RETURN(manifest.total_bytes, fields.Integer("total_bytes", 0));
-  EMA_ASSIGN_OR_RETURN(const Json* tensors, fields.Array("tensors"));
-  EMA_ASSIGN_OR_RETURN(manifest.manifest, ParseTensors(*tensors));
-  EMA_ASSIGN_OR_RETURN(const Fields version, fields.Object("version"));
-  EMA_RETURN_IF_ERROR(ParseVersion(version, manifest.record));
-  EMA_ASSIGN_OR_RETURN(const int64_t non_finite, fields.Integer("non_finite", 1));
-  if (non_finite > static_cast<int64_t>(NonFinitePolicy::kAllow)) {
-    return CorruptManifest("an unknown non_finite");
+  EMA_ASSIGN_OR_RETURN(const ParsedJson json,
+                       ParseJsonFile(kManifestFileName, kCheckpointFormatVersion, text));
+  CheckpointManifest checkpoint;
+  std::string problem = ReadJson(json, checkpoint);
+  if (problem.empty()) problem = CheckAttachedFiles(checkpoint.attached_files);
+  for (size_t i = 0; i < checkpoint.tracks.size() && problem.empty(); ++i) {
+    problem = CheckTrack(absl::StrCat("tracks[", i, "]"), checkpoint.tracks[i],
+                         static_cast<size_t>(checkpoint.manifest.tensor_count()));
   }
-  manifest.non_finite = static_cast<NonFinitePolicy>(non_finite);
-  EMA_RETURN_IF_ERROR(
-      fields.ForEachObject("created_tracks", [&](const Fields& track) -> absl::Status {
-        EMA_ASSIGN_OR_RETURN(TrackConfig config, ParseConfig(track));
-        manifest.created_tracks.push_back(std::move(config));
-        return absl::OkStatus();
-      }));
-  EMA_RETURN_IF_ERROR(fields.ForEachObject("tracks", [&](const Fields& track) -> absl::Status {
-    EMA_ASSIGN_OR_RETURN(CheckpointTrack parsed, ParseTrack(track, manifest.manifest));
-    manifest.tracks.push_back(std::move(parsed));
-    return absl::OkStatus();
-  }));
-  EMA_ASSIGN_OR_RETURN(manifest.is_partial, fields.Boolean("is_partial"));
-  EMA_ASSIGN_OR_RETURN(manifest.attached_files, ParseAttachedFiles(fields, "attached_files"));
-  return manifest;
+  if (!problem.empty()) return CorruptManifest(problem);
+  return checkpoint;
+}
+
+absl::Status CorruptManifest(const std::string& problem) {
+  return CorruptJsonFile(kManifestFileName, problem);
 }
 
 }  // namespace ema

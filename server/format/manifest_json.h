@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/model_info.h"
@@ -21,7 +22,7 @@ namespace ema {
 // The format that this build writes and reads; earlier ones were never released. A later format
 // keeps the checksum as its first member, and its format_version, so that it is rejected by version
 // instead of being taken for damage.
-inline constexpr int64_t kCheckpointFormatVersion = 3;
+inline constexpr int64_t kCheckpointFormatVersion = 4;
 
 // A longer tensor has a checksum for each piece of this size, so that a part of it can be read and
 // verified without the rest.
@@ -80,7 +81,7 @@ struct CheckpointManifest {
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   // As CreateModel asked for them; UpdateModel may have changed them to `tracks`.
   std::vector<TrackConfig> created_tracks;
-  // record.tracks covers the whole version. Its commit_time is kept to the microsecond.
+  // record.tracks covers the whole version.
   Version record;
   std::vector<CheckpointTrack> tracks;
   // The version has more tracks with a value than are in `tracks`.
@@ -96,15 +97,17 @@ struct CheckpointManifest {
   int64_t FolderBytes(const CheckpointTrack& track) const;
 };
 
-// The file's text: JSON, whose first member is a CRC32C of all that follows, so that a changed byte
-// is noticed (an editor breaks it, too). Numbers are written so that they are read back exactly.
+// The text of a file as json_file.h says.
 std::string EncodeCheckpointManifest(const CheckpointManifest& manifest);
 
-// FAILED_PRECONDITION: written by a newer server, or one before the first release; the message
-// names both format versions. DATA_LOSS, CHECKPOINT_CORRUPT: the checksum is wrong, or anything is
-// missing, doubled or out of range. Does not check that checksums fit the tensors' sizes and each
-// other: ReadCheckpointManifest() does.
+// FAILED_PRECONDITION: written in another format; the message names both. DATA_LOSS,
+// CHECKPOINT_CORRUPT: the checksum is wrong, or a field is missing, unknown, doubled or out of
+// range. Does not check that checksums fit the tensors' sizes and each other:
+// ReadCheckpointManifest() does.
 absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text);
+
+// The error DATA_LOSS, CHECKPOINT_CORRUPT: "manifest.json: " and `problem`.
+absl::Status CorruptManifest(const std::string& problem);
 
 }  // namespace ema
 

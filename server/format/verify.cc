@@ -14,7 +14,6 @@
 #include "server/base/crc32c.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/checkpoint_name.h"
-#include "server/format/json_fields.h"
 #include "server/format/tensor_reader.h"
 
 namespace ema {

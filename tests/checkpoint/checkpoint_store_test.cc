@@ -9,7 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/checkpoint/sync_latch.h"
-#include "server/format/json_fields.h"
+#include "server/format/json_file.h"
 #include "server/format/safetensors.h"
 #include "tests/checkpoint/test_checkpoints.h"
 #include "tests/testutil/fake_file_system.h"
@@ -566,13 +566,13 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheNextSaveIsLoaded) {
 }
 
 TEST_F(DamageTest, ACheckpointOfANewerServerStopsTheStart) {
-  files_.FileBytes(PathOf(2) + "/manifest.json") = AddChecksum("\"format_version\": 4\n}\n");
+  files_.FileBytes(PathOf(2) + "/manifest.json") = FormatJsonFile(5, Json::object());
   auto store = OpenStore(files_);
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("model \"m\""), HasSubstr("step-000000000020"),
-                             HasSubstr("format_version 4"))));
+                             HasSubstr("format_version 5"))));
   EXPECT_THAT(files_.Exists(PathOf(2) + "/manifest.json"), IsOkAndHolds(true));
 }
 

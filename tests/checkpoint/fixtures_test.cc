@@ -68,7 +68,7 @@ TEST_P(FixturesTest, LoadsAsItWas) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, FixturesTest, testing::Values(3),
+INSTANTIATE_TEST_SUITE_P(Formats, FixturesTest, testing::Values(4),
                          [](const testing::TestParamInfo<int64_t>& tested) {
                            return absl::StrCat("Format", tested.param);
                          });

@@ -402,7 +402,7 @@ TEST(CheckpointOutputTest, SaysEverything) {
               HasSubstr("version 7 of incarnation 2, step 70, committed -\n"
                         "state: corrupt, partial: a byte is wrong\nsize: 2.0 KiB\n"
                         "tracks: ema, raw\nlabels: best, stable\n"));
-  EXPECT_EQ(ToJson(SomeCheckpoint()).dump(),
+  EXPECT_EQ(Json(SomeCheckpoint()).dump(),
             R"({"checkpoint":"c7","state":"corrupt","incarnation":2,"version":7,"step":70,)"
             R"("commit_time":null,"tracks":["ema","raw"],"is_partial":true,"total_bytes":2048,)"
             R"("labels":["best","stable"],"problem":"a byte is wrong"})");
@@ -419,7 +419,7 @@ TEST(CheckpointOutputTest, LabelsSayTheirScores) {
             "LABEL   VERSION  STEP  METRIC\n"
             "best    7        70    0.25 (lower is better)\n"
             "stable  7        70    -\n");
-  EXPECT_EQ(ToJson(by_hand).dump(),
+  EXPECT_EQ(Json(by_hand).dump(),
             R"({"label":"stable","incarnation":2,"version":7,"step":70,"metric":null,)"
             R"("lower_is_better":false})");
 }
@@ -431,7 +431,7 @@ TEST(CheckpointOutputTest, ARolledBackVersionSaysSo) {
   EXPECT_THAT(DescribeVersion(version), HasSubstr("rolled back to version 7"));
   EXPECT_THAT(VersionTable({{.version = version, .available = true}}),
               HasSubstr("  rolled back to version 7\n"));
-  EXPECT_EQ(ToJson(version)["restored_from"].dump(), R"({"version":7,"incarnation":2})");
+  EXPECT_EQ(Json(version)["restored_from"].dump(), R"({"version":7,"incarnation":2})");
 }
 
 TEST(TracksOutputTest, ATrackThatWasNotDueHasNoWeight) {
@@ -453,7 +453,7 @@ TEST(StatisticsOutputTest, SaysWhatThereIs) {
             "TRACK  NORM     DISTANCE\n"
             "ema    5        0.25\n"
             "alone  1.5e+10  -\n");
-  EXPECT_EQ(ToJson(version)["statistics"].dump(),
+  EXPECT_EQ(Json(version)["statistics"].dump(),
             R"([{"track":"ema","norm":5.0,"distance":0.25},)"
             R"({"track":"alone","norm":15000000000.0,"distance":null}])");
 }
@@ -468,7 +468,7 @@ TEST(ModelOutputTest, SaysEverythingInJson) {
       {.pattern = "stem.*", .schedule = *Schedule::Parse("smoothing=0.5")},
       {.pattern = "head.*", .action = TensorAction::kIgnore}};
   model.manifest = *Manifest::Create({{.name = "w", .shape = {4}}});
-  const Json json = ToJson(model);
+  const Json json = Json(model);
   EXPECT_EQ(json["non_finite"], "skip");
   EXPECT_EQ(json["latest"]["wire_dtype"], "bfloat16");
   EXPECT_EQ(json["tracks"][0]["tensor_rules"].dump(),
@@ -483,7 +483,7 @@ TEST(ModelOutputTest, InAListItHasNoRules) {
   const TrackConfig track = {.name = "ema", .schedule = *Schedule::Parse("half_life=200ba")};
   model.tracks = {track};
   model.pending_tracks.emplace({track});
-  const Json json = ToJson(model);
+  const Json json = Json(model);
   for (const char* tracks : {"tracks", "pending_tracks"}) {
     EXPECT_EQ(json[tracks][0]["name"], "ema") << tracks;
     EXPECT_FALSE(json[tracks][0].contains("tensor_rules")) << tracks;

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/format/checkpoint_name.h"
-#include "server/format/json_fields.h"
+#include "server/format/json_file.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -46,10 +46,33 @@ TEST(LabelFileTest, EveryChangedOrMissingByteIsDetected) {
 }
 
 TEST(LabelFileTest, ANewerFormatIsRefusedByName) {
-  EXPECT_THAT(ParseLabels(AddChecksum("\"format_version\": 2\n}\n")),
+  EXPECT_THAT(ParseLabels(FormatJsonFile(3, Json::object())),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("LABELS.json: written in format_version 2; this server reads up "
-                                 "to 1")));
+                       HasSubstr("LABELS.json: written in format_version 3; this build reads only "
+                                 "2")));
+}
+
+TEST(LabelFileTest, ABadFieldIsNamed) {
+  const Json good = SomeLabels().at("best");
+  ASSERT_THAT(ParseLabels(FormatJsonFile(2, Json::object({{"labels", Json::array({good})}}))),
+              IsOk());
+  const auto expect_refused = [&good](const char* key, const Json& value, const char* message) {
+    Json bad = good;
+    bad[key] = value;
+    EXPECT_THAT(
+        ParseLabels(FormatJsonFile(2, Json::object({{"labels", Json::array({good, bad})}}))),
+        AllOf(StatusIs(absl::StatusCode::kDataLoss,
+                       HasSubstr(absl::StrCat("LABELS.json: labels[1]", message))),
+              ReasonIs(ErrorReason::kCheckpointCorrupt)))
+        << bad;
+  };
+  expect_refused("label", "../best", ": label \"../best\"");
+  expect_refused("label", "best", ".label: \"best\" is there twice");
+  expect_refused("label", 1, ".label is not a string");
+  expect_refused("version", 0, ".version is not an integer");
+  expect_refused("step", -1, ".step is not an integer");
+  expect_refused("metric", "1", ".metric is not a number");
+  expect_refused("note", "", ".note is not a field");
 }
 
 TEST(CheckpointNameTest, NamesOfPartsAndOfWhatIsSetAsideAreParsed) {

@@ -7,9 +7,10 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "server/base/crc32c.h"
-#include "server/format/json_fields.h"
+#include "server/format/json_file.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
@@ -47,10 +48,11 @@ CheckpointManifest MakeCheckpoint() {
                        .step = 40,
                        .time = Time(40, 0.1 + 0.2),
                        .run_epoch = 1'760'000'001,
-                       .commit_time = absl::FromUnixMicros(1'760'000'123'456'789),
+                       .commit_time = absl::FromUnixNanos(1'760'000'123'456'789'012),
                        .skipped_tensor_count = 20,
                        .skipped_tensors = {"conv.weight"},
-                       .restored_from = VersionId{5, 1'750'000'000}};
+                       .restored_from = VersionId{5, 1'750'000'000},
+                       .statistics = {{"fast", 0.1, 0.2}, {"slow", 1e300, std::nullopt}}};
   checkpoint.non_finite = NonFinitePolicy::kSkipTensor;
   checkpoint.tracks = {MakeTrack("fast", {{"half_life", "200ba"}, {"update_interval", "5ba"}}),
                        MakeTrack("slow", {{"half_life", "0.1dur"}, {"ema_start", "3ep"}}),
@@ -107,13 +109,15 @@ CheckpointManifest MakeCheckpoint() {
 std::string WithChecksum(std::string text) {
   const size_t digits = text.find(": \"") + 3;
   const std::string covered = text.substr(digits + 8 + 3);
-  return text.replace(digits, 8, FormatChecksum(Crc32c(0, std::as_bytes(std::span(covered)))));
+  return text.replace(digits, 8,
+                      absl::StrFormat("%08x", Crc32c(0, std::as_bytes(std::span(covered)))));
 }
 
 TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
   const CheckpointManifest before = MakeCheckpoint();
   EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after,
                            ParseCheckpointManifest(EncodeCheckpointManifest(before)));
+  EXPECT_EQ(EncodeCheckpointManifest(after), EncodeCheckpointManifest(before));
   EXPECT_EQ(after.model_name, before.model_name);
   EXPECT_EQ(after.manifest, before.manifest);
   EXPECT_EQ(after.manifest.digest(), before.manifest.digest());
@@ -166,13 +170,13 @@ TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
 TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
   const std::string text =
       WithChecksum(absl::StrReplaceAll(EncodeCheckpointManifest(MakeCheckpoint()),
-                                       {{"\"format_version\": 3", "\"format_version\": 4"}}));
+                                       {{"\"format_version\": 4", "\"format_version\": 5"}}));
   EXPECT_THAT(ParseCheckpointManifest(text),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("format_version 4; this build reads only 3")));
+                       HasSubstr("format_version 5; this build reads only 4")));
   // However different the rest of it is.
-  EXPECT_THAT(ParseCheckpointManifest(AddChecksum("\"format_version\": 4, \"other\": []\n}\n")),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 4")));
+  EXPECT_THAT(ParseCheckpointManifest(FormatJsonFile(5, Json::object({{"other", 1}}))),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 5")));
 }
 
 // Takes minutes if each member is searched for among all others.
@@ -200,13 +204,60 @@ TEST(ManifestJsonTest, AForeignTextIsRefused) {
   }
 }
 
-TEST(ManifestJsonTest, AVersionThatNoRollbackMadeSaysNothingOfOne) {
+TEST(ManifestJsonTest, AnAbsentValueIsReadBackAsAbsent) {
   CheckpointManifest before = MakeCheckpoint();
   before.record.restored_from.reset();
-  const std::string text = EncodeCheckpointManifest(before);
-  EXPECT_EQ(text.find("restored_from"), std::string::npos);
-  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after, ParseCheckpointManifest(text));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest after,
+                           ParseCheckpointManifest(EncodeCheckpointManifest(before)));
   EXPECT_EQ(after.record.restored_from, std::nullopt);
+}
+
+// Calls `test` once for each value inside `json`, with the object or array that holds it; `name` is
+// its key, or the key of the array.
+template <typename Test>
+void ForEachValue(ParsedJson& json, const std::string& name, const Test& test) {
+  for (auto it = json.begin(); it != json.end(); ++it) {
+    const std::string key = json.is_object() ? it.key() : name;
+    test(json, it, key);
+    if (it->is_structured()) ForEachValue(*it, key, test);
+  }
+}
+
+TEST(ManifestJsonTest, AMissingOrUnknownFieldIsNamedAndNoValueOfAnotherTypeIsTaken) {
+  EMA_ASSERT_OK_AND_ASSIGN(
+      ParsedJson json,
+      ParseJsonFile("f", kCheckpointFormatVersion, EncodeCheckpointManifest(MakeCheckpoint())));
+  const auto parse = [&json] {
+    return ParseCheckpointManifest(FormatJsonFile(kCheckpointFormatVersion, Json(json)));
+  };
+  ASSERT_THAT(parse().status(), IsOk());
+  int tested = 0;
+  ForEachValue(json, "", [&](ParsedJson& parent, ParsedJson::iterator it, const std::string& key) {
+    const ParsedJson before = *it;
+    for (const char* const text : {"null", "[]", "{}", "true", "-1", "0.5", "1e300", "\"\"",
+                                   "18446744073709551615", "[null]", "{\"\": {}}"}) {
+      *it = ParsedJson::parse(text);
+      const absl::Status status = parse().status();
+      if (!status.ok()) {
+        EXPECT_THAT(status, AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("manifest.json")),
+                                  ReasonIs(ErrorReason::kCheckpointCorrupt)))
+            << key << " " << text;
+      }
+      // These are of no field's type but an optional one's.
+      if (!before.is_null() && it->type() != before.type() && !it->is_number() && !it->is_null()) {
+        EXPECT_FALSE(status.ok()) << key << " " << text;
+      }
+      *it = before;
+    }
+    if (!parent.is_object()) return;
+    ++tested;
+    ParsedJson changed = parent;
+    changed["zz"] = 1;
+    changed.swap(parent);
+    EXPECT_THAT(parse(), StatusIs(absl::StatusCode::kDataLoss, HasSubstr("zz"))) << key;
+    changed.swap(parent);
+  });
+  EXPECT_GT(tested, 200);
 }
 
 struct BadCase {
@@ -231,61 +282,86 @@ TEST_P(BadManifestTest, IsRefused) {
 INSTANTIATE_TEST_SUITE_P(
     ManifestJson, BadManifestTest,
     testing::Values(
-        BadCase{"KeyTwice", "\"model\":", "\"format\": 1, \"model\":", "right form"},
+        BadCase{"KeyTwice", "\"model\":", "\"model\": 1, \"model\":", "model is there twice"},
+        BadCase{"InnerKeyTwice", "\"updated\":true", "\"updated\":true,\"updated\":true",
+                "updated is there twice"},
         BadCase{"Deep", "\"digits-1.0\"", std::string(50'000, '[') + std::string(50'000, ']'),
-                "right form"},
-        BadCase{"ZeroByte", "\"digits-1.0\"", std::string(1, '\0'), "right form"},
+                "nested deeper than 8 levels"},
+        BadCase{"ZeroByte", "\"digits-1.0\"", std::string(1, '\0'), "zero byte"},
+        BadCase{"NumberIsTooLarge", "\"step\":40", "\"step\":1e999", "not JSON at byte"},
         BadCase{"Missing", "\"model\":", "\"mode\":", "model is missing"},
+        BadCase{"InnerMissing",
+                "\"restored_from\":", "\"restored\":", "version.restored_from is missing"},
+        BadCase{"Unknown",
+                "\"is_partial\":", "\"other\": 1, \"is_partial\":", "other is not a field"},
+        BadCase{"InnerUnknown", "\"paused\":true", "\"paused\":true,\"other\":1",
+                "tracks[0].config.other is not a field"},
         BadCase{"VersionIsZero", "\"version\":8", "\"version\":0", "version.version"},
         BadCase{"VersionIsAFloat", "\"version\":8", "\"version\":8.0", "version.version"},
         BadCase{"StepIsHuge", "\"step\":40", "\"step\":18446744073709551615", "version.step"},
         BadCase{"RunEpochCannotBeCountedOn", "\"run_epoch\":1760000001",
                 "\"run_epoch\":9223372036854775807", "version.run_epoch"},
-        BadCase{"BatchIsNegative", "\"ba\":40.0", "\"ba\":-40.0", "version.time"},
+        BadCase{"BatchIsNegative", "\"batch\":40", "\"batch\":-40", "version.time"},
+        BadCase{"BatchIsAFraction", "\"batch\":40", "\"batch\":40.5", "version.time"},
+        BadCase{"UnitIsUnknown", "\"batch\":40", "\"week\":40", "version.time.week is not a field"},
+        BadCase{"CommitTimeIsAWord", "\"commit_time\":\"", "\"commit_time\":\"x",
+                "version.commit_time is not a time"},
+        BadCase{"WireDtypeIsUnknown", "\"as pushed\"", "\"float8\"",
+                "version.wire_dtype is \"float8\""},
         BadCase{"HalfLifeIsZero", "\"half_life\":\"200ba\"", "\"half_life\":\"0ba\"", "schedule"},
         BadCase{"HalfLifeIsNothing", "\"half_life\":\"200ba\"", "\"half_life\":\"x\"", "schedule"},
         BadCase{"NoStates",
-                "\"states\":[{\"averaged_count\":0,\"last_step\":0,\"update_count\":0}]",
-                "\"states\":[]", "0 states, expected 1"},
-        BadCase{"StatesWithoutWeights", "\"states\":[]",
-                "\"states\":[{\"averaged_count\":0,\"last_step\":0,\"update_count\":0}]",
-                "1 states, expected 0"},
-        BadCase{"UpdatesWithoutALast", "\"averaged_count\":0,\"last_step\":0,\"update_count\":0",
-                "\"averaged_count\":0,\"last_step\":0,\"update_count\":1", "last_update"},
-        BadCase{"StartedWithoutALast", "\"averaged_count\":0,\"last_step\":0,",
-                "\"averaged_count\":0,\"last_step\":0,\"started\":{\"ba\":1.0},", "last_update"},
+                "\"states\":[{\"update_count\":0,\"averaged_count\":0,\"last_update\":null,"
+                "\"started\":null}]",
+                "\"states\":[]", "tracks[1] has 0 states and 1 last_steps, expected 1"},
+        BadCase{"StatesWithoutWeights", "\"states\":[],\"last_steps\":[]",
+                "\"states\":[],\"last_steps\":[1]",
+                "tracks[4] has 0 states and 1 last_steps, expected 0"},
+        BadCase{"UpdatesWithoutALast", "\"update_count\":0,\"averaged_count\":0,\"last_update\"",
+                "\"update_count\":1,\"averaged_count\":0,\"last_update\"", "last_update"},
+        BadCase{"StartedWithoutALast", "\"last_update\":null,\"started\":null",
+                "\"last_update\":null,\"started\":{\"batch\":1}", "last_update"},
         BadCase{"RuleIsUnknown", "{\"copy\":\"true\"}", "{\"best\":\"true\"}", "best"},
-        BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}", "not a string"},
-        BadCase{"ActionIsUnknown", "\"action\":\"copy\"", "\"action\":\"burn\"", "action"},
-        BadCase{"PolicyIsUnknown", "\"non_finite\": 2", "\"non_finite\": 4", "non_finite"},
+        BadCase{"RuleHasNoText", "{\"copy\":\"true\"}", "{\"copy\":true}",
+                "tracks[4].config.schedule.copy is not a string"},
+        BadCase{"ActionIsUnknown", "\"action\":\"copy\"", "\"action\":\"burn\"",
+                "tensor_rules[0].action is \"burn\""},
+        BadCase{"PolicyIsUnknown", "\"non_finite\": \"skip\"", "\"non_finite\": \"none\"",
+                "non_finite is \"none\""},
         BadCase{"AliasTwice", "[\"tied\",\"too\"]", "[\"too\",\"too\"]", "too"},
-        BadCase{"ChecksumsAreShort", "[\"00000000\",\"ffffffff\"]", "[\"00000000\"]",
-                "1 checksums for 2 tensors"},
-        BadCase{"ChecksumIsANumber", "[\"00000000\",", "[0,", "not a CRC32C"},
-        BadCase{"ChecksumHasASign", "[\"00000000\",", "[\"+0000000\",", "not a CRC32C"},
-        BadCase{"DtypeIsUnknown", "\"int64\"", "\"int65\"", "int65"},
-        BadCase{"ShapeIsNegative", "[3,0,5]", "[3,0,-5]", "bad shape"},
+        BadCase{"ChecksumsAreShort", "\"tensor_crc32c\":[0,4294967295]", "\"tensor_crc32c\":[0]",
+                "tracks[0].weights has 1 tensor_crc32c and 2 piece_crc32c, expected 2"},
+        BadCase{"ChecksumIsAText", "\"tensor_crc32c\":[0,", "\"tensor_crc32c\":[\"0\",",
+                "weights.tensor_crc32c[0] is not an integer"},
+        BadCase{"ChecksumIsTooLarge", "\"tensor_crc32c\":[0,4294967295]",
+                "\"tensor_crc32c\":[0,4294967296]", "weights.tensor_crc32c[1] is not an integer"},
+        BadCase{"PiecesAreShort", "[[],[1,", "[[1,", "1 piece_crc32c, expected 2"},
+        BadCase{"DtypeIsUnknown", "\"int64\"", "\"int65\"", "tensors[1].dtype: "},
+        BadCase{"ShapeIsNegative", "[3,0,5]", "[3,0,-5]", "tensors[0].shape[2] is not an integer"},
         BadCase{"TensorTwice", "\"name\":\"\\\"n\\\" \xc3\xa4\"", "\"name\":\"conv.weight\"",
                 "conv.weight"},
-        BadCase{"PiecesAreCut", "00000001ffffffff89abcdef", "00000001ffffffff89abcde",
-                "piece_crc32c is not a CRC32C"},
-        BadCase{"PiecesOfNoTensor", "\"piece_crc32c\":{\"", "\"piece_crc32c\":{\"x",
-                "not a tensor's checksums"},
         BadCase{"FileNameLeavesTheFolder", "\"model-00002-of-00002.safetensors\"",
-                "\"../../../../etc/passwd\"", "not named \"model-00002-of-00002.safetensors\""},
+                "\"../../../../etc/passwd\"",
+                "tracks[0].weights.files[1].name is not \"model-00002-of-00002.safetensors\""},
         BadCase{"FilesInAnotherOrder", "model-00001-of-00002", "model-00002-of-00002",
-                "file 0 of a track is not named"},
-        BadCase{"IndexIsMissing", "\"index\":", "\"indeks\":", "2 files has no index"},
-        BadCase{"IndexHasAnotherName", "model.safetensors.index.json", "../x", "another name"},
+                "files[0].name is not"},
+        BadCase{"IndexIsMissing", "\"index\":", "\"indeks\":", "index is missing"},
+        BadCase{"IndexHasAnotherName", "model.safetensors.index.json", "../x",
+                "weights.index is not model.safetensors.index.json"},
+        BadCase{"LowPartsOfAnUncompensatedTrack", "\"compensated\":true", "\"compensated\":false",
+                "tracks[0].low_parts is not null"},
         BadCase{"AttachedLeavesTheFolder", "\"config.json\"", "\"../config.json\"",
                 "a name must be"},
         BadCase{"AttachedIsLikeWeights", "\"config.json\"", "\"low_parts.safetensors\"",
                 "the weights that the server writes"},
-        BadCase{"AttachedTwice", "\"config.json\"", "\"tokenizer.model\"", "attached twice"},
-        BadCase{"PartialIsMissing", "\"is_partial\"", "\"partial\"", "is_partial is missing"},
-        BadCase{"RestoredFromNothing", "\"version\":5}", "\"version\":0}", "restored_from.version"},
-        BadCase{"FormatVersionIsZero", "\"format_version\": 3", "\"format_version\": 0",
-                "format_version"}),
+        BadCase{"AttachedTwice", "\"config.json\"", "\"tokenizer.model\"",
+                "\"tokenizer.model\" is too large, or there twice"},
+        BadCase{"RestoredFromNothing", "\"version\":5,", "\"version\":0,",
+                "version.restored_from.version"},
+        BadCase{"FormatVersionIsZero", "\"format_version\": 4", "\"format_version\": 0",
+                "format_version is not an integer"},
+        BadCase{"FormatVersionIsMissing", "\"format_version\": 4", "\"format\": 4",
+                "format_version is missing"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
 
 }  // namespace
