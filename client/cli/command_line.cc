@@ -338,9 +338,14 @@ void AddShowCommands(CLI::App& app, Options& options, Command& chosen) {
             [&](const Session& session) { return Tracks(session, options.model); });
   AddModel(sub, options.model);
 
-  sub = Add(app, chosen, "versions", "List a model's versions",
-            [&](const Session& session) { return Versions(session, options.model); });
+  sub = Add(app, chosen, "versions", "List a model's versions, oldest first",
+            [&](const Session& session) {
+              return Versions(session, options.model, options.last.value_or(session.json ? 0 : 20));
+            });
   AddModel(sub, options.model);
+  sub->add_option("--last", options.last,
+                  "Only this many of the newest versions; 0: all (default: 20, with --json all)")
+      ->check(CheckCount);
 
   sub = Add(app, chosen, "statistics",
             "Show the norms of a version's averages and their distances from the weights",

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,7 @@ struct Options {
   Client::ModelChanges changes;
   WatchOptions watch;
   PullOptions pull;
+  std::optional<int64_t> last;  // For `versions`.
   Client::StatisticsOptions statistics;
   Client::SynthesizeOptions synthesize;
   Client::CheckpointOptions save;

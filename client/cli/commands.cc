@@ -67,11 +67,19 @@ absl::Status Describe(const Session& session, const std::string& model) {
   return PrintResult(session.json, info, DescribeModel(info));
 }
 
-absl::Status Versions(const Session& session, const std::string& model) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<Client::ListedVersion> versions,
+absl::Status Versions(const Session& session, const std::string& model, int64_t last) {
+  EMA_ASSIGN_OR_RETURN(std::vector<Client::ListedVersion> versions,
                        session.client->ListVersions(model, 0, session.timeout));
-  return PrintResult(session.json, Json::object({{"versions", versions}}),
-                     versions.empty() ? "nothing committed yet\n" : VersionTable(versions));
+  const int64_t count = static_cast<int64_t>(versions.size());
+  const int64_t earlier = last == 0 ? 0 : std::max(count - last, int64_t{0});
+  versions.erase(versions.begin(), versions.begin() + earlier);
+  return PrintResult(
+      session.json, {{"versions", versions}, {"earlier_count", earlier}},
+      absl::StrCat(versions.empty() ? "nothing committed yet\n" : VersionTable(versions),
+                   earlier == 0 ? ""
+                                : absl::StrCat("(", earlier,
+                                               " earlier versions are not shown; --last 0 shows "
+                                               "all)\n")));
 }
 
 absl::Status Watch(const Session& session, const WatchOptions& options) {

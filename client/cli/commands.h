@@ -48,7 +48,8 @@ absl::Status Update(const Session& session, const std::string& model,
 
 absl::Status List(const Session& session);
 absl::Status Describe(const Session& session, const std::string& model);
-absl::Status Versions(const Session& session, const std::string& model);
+// Prints the `last` newest versions, and the number of earlier ones; 0: all.
+absl::Status Versions(const Session& session, const std::string& model, int64_t last);
 
 struct WatchOptions {
   std::string model;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "client/cli/argument_checks.h"
 #include "client/cli/command_line.h"
 #include "client/cli/commands.h"
@@ -33,11 +34,42 @@ constexpr char kFooter[] =
     "interrupted. An error goes to stderr; with --json as\n"
     "{\"error\": {code, reason, message}}.\n";
 
+// A word that a shell reads back as it is.
+std::string ShellWord(const std::string& word) {
+  constexpr char kPlain[] =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:=@%+,-";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) return word;
+  return absl::StrCat("'", absl::StrReplaceAll(word, {{"'", "'\\''"}}), "'");
+}
+
+// The command as it was given, with the confirmation that it lacks.
+CLI::ParseError WithConfirmation(const CLI::ParseError& error, const std::string& command_name,
+                                 const std::vector<std::string>& arguments,
+                                 const std::string& model) {
+  const std::string_view problem = error.what();
+  std::string confirmation;
+  if (problem == "--yes is required") confirmation = "--yes";
+  if (problem == "--confirm is required") confirmation = "--confirm " + ShellWord(model);
+  if (confirmation.empty()) return error;
+  std::string text = command_name + " needs a confirmation: emactl ";
+  for (const std::string& word : arguments) absl::StrAppend(&text, ShellWord(word), " ");
+  return {text + confirmation, error.get_exit_code()};
+}
+
 // Also says which command or option there is none of, where CLI11 says only that one is missing.
-CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app) {
-  const std::vector<std::string> words = app.remaining(/*recurse=*/true);
-  if (error.get_name() != "RequiredError" || words.empty()) return error;
+CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app,
+                          const std::vector<std::string>& arguments, const std::string& model) {
   const std::vector<CLI::App*> chosen = app.get_subcommands();
+  if (error.get_name() == "CallForVersion" && !chosen.empty()) {
+    return {absl::StrCat(chosen[0]->get_name(), " has no option --version"),
+            static_cast<int>(ema::cli::kExitUsage)};
+  }
+  const std::vector<std::string> words = app.remaining(/*recurse=*/true);
+  if (error.get_name() != "RequiredError") return error;
+  if (words.empty()) {
+    return chosen.empty() ? error
+                          : WithConfirmation(error, chosen[0]->get_name(), arguments, model);
+  }
   const CLI::App& family = chosen.empty() ? app : *chosen.back();
   if (family.get_require_subcommand_min() == 0 || !family.get_subcommands().empty()) return error;
   if (words[0].starts_with('-')) {
@@ -97,6 +129,7 @@ int main(int argc, char** argv) {
   app.footer(kFooter);
   app.require_subcommand(1);
   app.fallthrough();  // Global options may also stand behind the command.
+  app.set_version_flag("--version", "emactl " EMA_VERSION);
   app.add_option(
          "--server", options.server,
          "Address of the server: host:port (50051 if left out), emas://host:port over TLS, or "
@@ -128,7 +161,8 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& thrown) {
-    const CLI::ParseError error = Explained(thrown, app);
+    const CLI::ParseError error =
+        Explained(thrown, app, {argv + std::min(argc, 1), argv + argc}, options.remove.model);
     // What has been parsed so far may not have come to it.
     const bool wants_json = std::find(argv, argv + argc, std::string_view("--json")) != argv + argc;
     if (wants_json && error.get_exit_code() != 0) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 
@@ -100,9 +101,59 @@ def test_pull_writes_a_file_that_others_read(emactl, client, pushed, tmp_path, t
     assert os.listdir(tmp_path) == sorted(["out.safetensors", "weights.safetensors"])
 
 
+def test_versions_shows_the_newest(emactl, client, made):
+    with client.open_run(made) as run:
+        for step in range(1, 24):
+            run.push(step=step, weights=WEIGHTS)
+
+    def steps(*arguments):
+        lines = emactl("versions", made, *arguments).stdout.splitlines()
+        return [int(line.split()[1]) for line in lines[1:] if line[0] != "("], lines[-1]
+
+    shown, note = steps()
+    assert shown == [*range(4, 24)]
+    assert note == "(3 earlier versions are not shown; --last 0 shows all)"
+    assert steps("--last", "2") == ([22, 23], note.replace("3", "21"))
+    for more in ("0", "23", "99"):
+        assert steps("--last", more)[0] == [*range(1, 24)]
+        assert "not shown" not in steps("--last", more)[1]
+    # A program gets them all, unless it asks for less.
+    for more, count in ([], 23), (["--last", "5"], 5):
+        listed = json.loads(emactl("--json", "versions", made, *more).stdout)
+        assert [version["step"] for version in listed["versions"]] == [*range(24 - count, 24)]
+        assert listed["earlier_count"] == 23 - count
+    assert emactl("versions", made, "--last", "-1").returncode == 2
+
+
+def test_a_missing_confirmation_is_shown_with_the_whole_command(emactl, client, server, pushed):
+    begin = f"emactl --server {server.address} --timeout 5s"
+    for words, confirmation in [
+        (["delete", pushed], f"--confirm {pushed}"),
+        (["delete", "--purge", "a b"], "--confirm 'a b'"),
+        (["rollback", pushed, "--to", "1"], "--yes"),
+        (["drain"], "--yes"),
+    ]:
+        refused = emactl(*words)
+        assert refused.returncode == 2
+        command = " ".join([begin, *words, confirmation]).replace("--purge a b", "--purge 'a b'")
+        assert f"{words[0]} needs a confirmation: {command}\n" in refused.stderr
+    assert client.model(pushed).latest.number == 3
+    assert "model is required" in emactl("delete").stderr
+    error = json.loads(emactl("--json", "delete", pushed).stderr)["error"]
+    assert error["message"].endswith(f"--json delete {pushed} --confirm {pushed}")
+
+
+def test_version_is_that_of_the_program(emactl):
+    asked = emactl("--version")
+    assert asked.returncode == 0
+    assert re.fullmatch(r"emactl \d+\.\d+\.\d+\n", asked.stdout)
+    # Behind a command it would be taken for success.
+    refused = emactl("list", "--version")
+    assert refused.returncode == 2 and "list has no option --version" in refused.stderr
+
+
 def test_delete_and_checkpoint(emactl, client, pushed):
     assert emactl("checkpoint", "create", pushed).returncode == 0
-    assert emactl("delete", pushed).returncode == 2, "it wants --confirm"
     assert emactl("delete", pushed, "--confirm", "another").returncode == 4
     assert emactl("delete", pushed, "--confirm", pushed).returncode == 0
     assert pushed not in [info.name for info in client.models()]
