@@ -17,6 +17,7 @@
 #include "server/base/crc32c.h"
 #include "server/checkpoint/pacer.h"
 #include "server/format/checkpoint_files.h"
+#include "server/format/record_json.h"
 #include "server/format/safetensors.h"
 #include "server/format/tensor_reader.h"
 
