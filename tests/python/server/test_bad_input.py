@@ -37,14 +37,20 @@ def check(error, code, reason):
         lambda client: client.open_run("nobody"),
         lambda client: client.versions("nobody"),
         lambda client: client.create_checkpoint("nobody"),
-        lambda client: next(client.watch("nobody", timeout_s=10)),
+        lambda client: client.synthesize("nobody", result="r", sigma_rel=0.1),
+        lambda client: client.labels("nobody"),
+        lambda client: client.attach_files("nobody", {"config.json": b"{}"}),
     ],
-    ids=["model", "pull", "open_run", "versions", "checkpoint", "watch"],
+    ids=["model", "pull", "open_run", "versions", "checkpoint", "synthesize", "labels", "files"],
 )
 def test_unknown_model(client, call):
+    client.create_model("knobody", {"w": np.ones(3, np.float32)}, tracks={"ema": "4ba"})
+    client.create_model("another", {"w": np.ones(3, np.float32)}, tracks={"ema": "4ba"})
     with pytest.raises(ema_client.NotFoundError, match="nobody") as error:
         call(client)
     check(error, "NOT_FOUND", "MODEL_NOT_FOUND")
+    # The nearest name first.
+    assert '"nobody" does not exist; readable models: knobody, another' in str(error.value)
 
 
 ONE = {"w": np.ones(3, np.float32)}

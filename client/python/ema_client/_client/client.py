@@ -3,13 +3,34 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any, cast
 
 from ema_client import _ema
 from ema_client._client import checkpoint_calls, model_calls, pull_calls, run, version_calls
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._client.types import Tls
+from ema_client._errors import NotFoundError
 from ema_client._given import check_text
+
+
+class _Explained:
+    """The extension module's client. The error of an unknown model lists the models that there are."""
+
+    def __init__(self, target: _ema.Client) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, getattr(self._target, name))
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except NotFoundError as error:
+            model_calls.add_model_names(self._target, error, args)
+            raise
 
 
 class Client:
@@ -61,7 +82,7 @@ class Client:
         files = tls or Tls.from_environment()
         check_text("address", address)
         self._address = address
-        self._client = _ema.Client(
+        self._raw = _ema.Client(
             address,
             self._timeout_s,
             same_host_lane,
@@ -70,6 +91,7 @@ class Client:
             token,
             token_file,
         )
+        self._client = cast(_ema.Client, _Explained(self._raw))
 
     def __enter__(self) -> Client:
         return self

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from ema_client import _ema
 from ema_client._client import safetensors
-from ema_client._client.arrays import spec_of
+from ema_client._client.arrays import some, spec_of
 from ema_client._client.connection import Connection
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.run import join_run
@@ -23,9 +24,12 @@ from ema_client._client.types import (
     time_dict,
     version_from,
 )
-from ema_client._errors import AlreadyExistsError
+from ema_client._errors import AlreadyExistsError, EmaError
 from ema_client._given import check_by_name, names_from
 from ema_client._tracks.track import TrackLike, tracks_by_name
+
+# The most seconds to ask for the names of the models, for the error of an unknown one.
+_NAMES_TIMEOUT_S = 5.0
 
 
 def server_info(client: Connection, *, timeout_s: float | None = None) -> ServerInfo:
@@ -221,6 +225,20 @@ def model(client: Connection, name: str, *, timeout_s: float | None = None) -> M
 def models(client: Connection, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
     """All models that the token may read, without their tensors and `tensor_rules`."""
     return tuple(map(model_from, client._client.list_models(client._timeout(timeout_s))))
+
+
+def add_model_names(client: _ema.Client, error: EmaError, args: tuple[Any, ...]) -> None:
+    """Adds the names of the models that there are to the error of a call with an unknown model. The
+    nearest ones to the call's first argument come first."""
+    if error.reason != "MODEL_NOT_FOUND":
+        return
+    try:
+        names = sorted(fields["name"] for fields in client.list_models(_NAMES_TIMEOUT_S))
+    except EmaError:
+        return  # The first error counts.
+    near = difflib.get_close_matches(args[0], names) if isinstance(args[0], str) else []
+    listed = some(list(dict.fromkeys([*near, *names]))) or "none"
+    error.args = (f"{error.args[0]}; readable models: {listed}", *error.args[1:])
 
 
 def delete_model(

@@ -345,7 +345,7 @@ class Plan:
     def make_engine(self, run: Run, launch_id: str, **options: Any) -> _ema.PushEngine:
         """Makes the engine, which also creates the model again if the server has lost it."""
         engine = _ema.PushEngine(
-            client=self.client._client,
+            client=self.client._raw,
             run=run._get(),
             model=self.model_name,
             launch_id=launch_id,
