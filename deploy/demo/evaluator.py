@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
-import time
 from typing import Any
 
 import ema_client
@@ -34,7 +33,8 @@ def main() -> None:
     missed = 0
     last = 0
     with ema_client.Client(address) as client:
-        tracks = wait_for_model(client, name)
+        client.wait_for(name, step=0, timeout_s=START_S)
+        tracks = list(client.model(name).tracks)
         while not is_finished(out, last):
             try:
                 for version in client.watch(name, after=last, timeout_s=QUIET_S):
@@ -48,17 +48,6 @@ def main() -> None:
             except ema_client.DeadlineExceededError:
                 continue
     (out / "evaluator.json").write_text(json.dumps({"missed": missed, "series": series}))
-
-
-def wait_for_model(client: ema_client.Client, name: str) -> list[str]:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return list(client.model(name).tracks)
-        except ema_client.NotFoundError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
 
 
 def is_finished(out: pathlib.Path, last: int) -> bool:

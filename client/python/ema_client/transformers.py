@@ -178,6 +178,7 @@ class EmaCallback(_TrainerCallback):
             version=version,
             rename=self._options.get("rename"),
             process_group=self._options.get("process_group"),
+            must_exist=True,
             timeout_s=pull_patience_s(self._options),
         ) as record:
             yield record

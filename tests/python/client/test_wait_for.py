@@ -9,6 +9,7 @@ import ema_client
 import numpy as np
 import pytest
 from server_process import ServerProcess
+from testing import wait_for
 
 WEIGHTS = {"w": np.arange(6, dtype=np.float32)}
 
@@ -51,15 +52,64 @@ def test_the_time_is_over(client, model, run):
             client.wait_for(model, step=3, timeout_s=timeout_s)
 
 
-def test_a_model_that_is_deleted_meanwhile(client, model, run):
+def push_to_new(client, model, step):
+    client.create_model(model, WEIGHTS, tracks={"ema": "4ba"})
+    with client.open_run(model) as run:
+        return run.push(step=step, weights=WEIGHTS)
+
+
+@pytest.mark.parametrize("how", ["wait_for", "watch", "watch after 0", "watch by URL"])
+def test_a_model_that_does_not_exist_yet_is_waited_for(server, client, model, how, caplog):
+    first = {
+        "wait_for": lambda: client.wait_for(model, step=5),
+        "watch": lambda: next(client.watch(model)),
+        "watch after 0": lambda: next(client.watch(model, after=0, timeout_s=60)),
+        "watch by URL": lambda: next(ema_client.watch(server.url(model))),
+    }[how]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(client.wait_for, model, step=10)
-        run.push(step=2, weights=WEIGHTS)
+        waiting = pool.submit(first)
+        wait_for(lambda: caplog.messages, "it says that it waits")
+        version = push_to_new(client, model, step=5)
+        assert waiting.result(60) == version
+    (message,) = caplog.messages
+    assert f'model "{model}" does not exist; readable models: ' in message
+    assert "; waiting until it is created" in message
+    assert ("at most 60 s (timeout_s)" in message) == (how == "watch after 0")
+
+
+def test_a_model_that_is_deleted_meanwhile_is_waited_for(client, model, run):
+    """As by attach(existing="new")."""
+    seen = run.push(step=20, weights=WEIGHTS)
+    commits = client.watch(model)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(client.wait_for, model, after=seen)
+        watching = pool.submit(next, commits)
+        refusing = pool.submit(client.wait_for, model, after=seen, must_exist=True)
+        refused = client.watch(model, must_exist=True)
         client.delete_model(model)
-        with pytest.raises(ema_client.NotFoundError):
-            waiting.result(60)
-    with pytest.raises(ema_client.NotFoundError):
-        client.wait_for("nobody", step=1)
+        for ended in (lambda: refusing.result(60), lambda: next(refused)):
+            with pytest.raises(ema_client.NotFoundError):
+                ended()
+        version = push_to_new(client, model, step=3)
+        assert waiting.result(60) == watching.result(60) == version
+
+
+def test_a_model_that_must_exist_or_comes_too_late(client, model, run):
+    near = f'"{model[:-1]}" does not exist; readable models: {model}'
+    for refused in (
+        lambda: client.wait_for(model[:-1], step=1, must_exist=True),
+        lambda: client.watch(model[:-1], must_exist=True),
+        lambda: next(client.watch(model[:-1], after=0, must_exist=True)),
+    ):
+        with pytest.raises(ema_client.NotFoundError, match=near):
+            refused()
+    for late in (
+        lambda: client.wait_for(model[:-1], step=1, timeout_s=0),
+        lambda: client.wait_for(model[:-1], step=1, timeout_s=0.1),
+        lambda: next(client.watch(model[:-1], timeout_s=0.1)),
+    ):
+        with pytest.raises(ema_client.DeadlineExceededError, match=f"{near}.*within 0[.1]* s"):
+            late()
 
 
 def test_a_newer_version_may_be_of_an_earlier_step(client, model, run):

@@ -341,6 +341,47 @@ def test_pull_and_watch_by_url(server, model, pushed):
     versions.close()
 
 
+def test_averaged_waits_for_the_first_version(server, client, model, caplog):
+    net = torch.nn.Linear(3, 2)
+    url = server.url(model)
+
+    def evaluate(**given):
+        with ema_client.averaged(net, url, **given) as version:
+            return version, net.bias.tolist()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(evaluate)
+        wait_for(lambda: "does not exist; readable" in caplog.text, "it waits for the model")
+        client.create_model(model, state_of(net), tracks={"ema": "4ba"})
+        wait_for(lambda: "has no version yet" in caplog.text, "it waits for the first version")
+        with client.open_run(model) as run:
+            version = run.push(step=1, weights={"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+        assert waiting.result(60) == (version, [1, 1])
+    with pytest.raises(ema_client.DeadlineExceededError, match="does not exist; .*within 0.1 s"):
+        with ema_client.averaged(net, server.url("nobody"), timeout_s=0.1):
+            pass
+    # These read what there is.
+    for refused in (
+        lambda: ema_client.averaged(net, server.url("nobody"), must_exist=True).__enter__(),
+        lambda: ema_client.averaged(net, server.url("nobody"), version=3).__enter__(),
+        lambda: ema_client.averaged(net, server.url("nobody"), step=3).__enter__(),
+        lambda: ema_client.load_into(net, server.url("nobody")),
+        lambda: ema_client.pull(server.url("nobody")),
+    ):
+        with pytest.raises(ema_client.NotFoundError, match="readable models: .*"):
+            refused()
+
+
+def test_a_training_does_not_wait_for_a_version_that_only_it_can_make(server, model):
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="5ba"):
+        with pytest.raises(ema_client.FailedPreconditionError, match="NO_VERSION"):
+            with ema_client.averaged(net, server.url(model)):
+                pass
+        optimizer.step()
+
+
 def unwritable(how):
     """A parameter that `write` would fail at, or that it would write nothing to."""
     if how == "offloaded":

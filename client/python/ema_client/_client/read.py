@@ -42,9 +42,15 @@ def pull(
 
 
 def watch(
-    url: str, *, after: int | Version | None = None, timeout_s: float | None = None
+    url: str,
+    *,
+    after: int | Version | None = None,
+    must_exist: bool = False,
+    timeout_s: float | None = None,
 ) -> Generator[Version, None, None]:
     """Yields every commit of the model at `url` as it happens; see `Client.watch`.
+
+    Waits, with a warning, while the model does not exist, unless `must_exist` is given.
 
     The server keeps few versions (`max_pinned_versions`). If commits come faster than they are
     evaluated, a commit's version may have been dropped when it is pulled (OutOfRangeError); the
@@ -58,4 +64,4 @@ def watch(
     """
     address, model_name = split_url(url)
     with Client(address) as client:
-        yield from client.watch(model_name, after=after, timeout_s=timeout_s)
+        yield from client.watch(model_name, after=after, must_exist=must_exist, timeout_s=timeout_s)

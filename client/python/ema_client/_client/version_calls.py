@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Collection, Generator
 
@@ -19,6 +20,7 @@ from ema_client._client.timeouts import check_seconds
 from ema_client._client.state import version_id
 from ema_client._client.types import (
     ListedVersion,
+    ModelInfo,
     SavedState,
     Synthesis,
     SynthesisSource,
@@ -26,13 +28,17 @@ from ema_client._client.types import (
     is_after,
     version_from,
 )
-from ema_client._errors import DeadlineExceededError, InvalidArgumentError
+from ema_client._errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
 from ema_client._given import check_int64, names_from
 
 _logger = logging.getLogger(__name__)
 
 # Above this `Synthesis.residual`, a warning says that the result is not the requested average.
 _MOST_RESIDUAL = 0.5
+
+# The pauses between two checks whether a model exists, in seconds. Each is twice the one before.
+_FIRST_PAUSE_S = 0.05
+_MOST_PAUSE_S = 2.0
 
 
 def versions(
@@ -56,14 +62,58 @@ def versions(
     return tuple(one for one in listed if is_after(one.version, after))
 
 
+def awaited_model(
+    client: Connection, name: str, *, timeout_s: float, must_exist: bool
+) -> ModelInfo:
+    """The model, as soon as it exists. If it does not, a warning says so.
+
+    Args:
+        name: the model.
+        timeout_s: seconds in all, perhaps infinite. 0: checks once, within the client's timeout.
+        must_exist: does not wait.
+
+    Raises:
+        NotFoundError: there is no such model, and `must_exist` is given; or its checkpoints are corrupt.
+        DeadlineExceededError: it has not been created in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    # A timeout of 0 must leave time for one call.
+    call_timeout_s = timeout_s or None
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return model(client, name, timeout_s=call_timeout_s)
+        except NotFoundError as error:
+            if must_exist or error.reason != "MODEL_NOT_FOUND":
+                raise
+            problem = error.args[0]
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceededError(
+                f"{problem}; expected it within {timeout_s:g} s (timeout_s)"
+            )
+        if pause_s == _FIRST_PAUSE_S:
+            limit = "" if timeout_s == math.inf else f", at most {timeout_s:g} s (timeout_s)"
+            _logger.warning(
+                "%s; waiting until it is created%s; must_exist=True raises instead", problem, limit
+            )
+        threading.Event().wait(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        call_timeout_s = max(left_s, _FIRST_PAUSE_S)
+
+
 def watch(
     client: Connection,
     name: str,
     *,
     after: int | Version | None = None,
+    must_exist: bool = False,
     timeout_s: float | None = None,
 ) -> Generator[Version, None, None]:
     """Yields every commit after version `after`, in order, as it happens. Reconnects by itself.
+
+    Waits, with a warning, while the model does not exist: before a trainer has created it, and after it
+    was deleted, for the next one of that name.
 
     A slow reader gets commits later, while the server keeps their records: the newest 4,096 of a model,
     at most 4 MiB. The `skipped` of a commit counts the missing ones before it. Weights are dropped
@@ -75,22 +125,48 @@ def watch(
             oldest record. None: only future commits. A restarted server may continue from an older
             version: after a number, only commits with a larger one are yielded; after a record, all
             later ones.
-        timeout_s: the most seconds to wait for each commit, then DeadlineExceededError is raised. None:
-            no limit.
+        must_exist: raises NotFoundError where the model does not exist, or is deleted.
+        timeout_s: the most seconds to wait for the model, and for each commit, then
+            DeadlineExceededError is raised. None: no limit.
 
     Raises:
-        NotFoundError: no such model, or it was deleted.
+        NotFoundError: `must_exist` is given, and there is no such model.
     """
     timeout = math.inf if timeout_s is None else client._timeout(timeout_s)
     since = None if after is None else version_id(after, "after")
-    return _commits_of(client._client.watch(name, since, timeout))
+    opened: _ema.VersionWatch | None = None
+    if since is None:
+        try:
+            opened = client._client.watch(name, None, timeout)
+        except NotFoundError:
+            if must_exist:
+                raise
+    return _commits_of(client, name, opened, since or (0, 0), timeout, must_exist)
 
 
-def _commits_of(watch: _ema.VersionWatch) -> Generator[Version, None, None]:
-    """The versions of a watch, which ends with the generator."""
+def _commits_of(
+    client: Connection,
+    name: str,
+    watch: _ema.VersionWatch | None,
+    since: tuple[int, int],
+    timeout_s: float,
+    must_exist: bool,
+) -> Generator[Version, None, None]:
+    """The versions of a watch, which ends with the generator. None: it is opened after `since`, as
+    soon as the model exists, and so is another one after the model was deleted."""
     try:
         while True:
-            version, skipped = watch.next()
+            try:
+                if watch is None:
+                    awaited_model(client, name, timeout_s=timeout_s, must_exist=must_exist)
+                    watch = client._client.watch(name, since, timeout_s)
+                version, skipped = watch.next()
+            except NotFoundError as error:
+                if must_exist or error.reason != "MODEL_NOT_FOUND":
+                    raise
+                watch = None
+                continue
+            since = version["number"], version["incarnation"]
             yield version_from(version, skipped=skipped)
     finally:
         # A raised error may keep this frame alive for long.
@@ -103,15 +179,19 @@ def wait_for(
     *,
     step: int | None = None,
     after: int | Version | None = None,
+    must_exist: bool = False,
     timeout_s: float | None = None,
 ) -> Version:
     """Waits until the model has reached a step, or has a newer version.
+
+    While the model does not exist, a warning says so, and this waits for a trainer to create it.
 
     Args:
         name: the model.
         step: the trainer's step. A rollback takes the model back to an earlier one.
         after: instead of a step: a version's record, to wait for any later commit, whatever its step; or
             a version number in any incarnation of the server, to wait for a larger one.
+        must_exist: raises NotFoundError where the model does not exist, or is deleted.
         timeout_s: seconds in all. None: no limit. 0: checks once, within the client's timeout.
 
     Returns:
@@ -120,7 +200,7 @@ def wait_for(
 
     Raises:
         InvalidArgumentError: both or neither of step and after, or a wrong value.
-        NotFoundError: no such model, or it was deleted.
+        NotFoundError: `must_exist` is given, and there is no such model.
         DeadlineExceededError: not reached in time.
 
     Example:
@@ -141,20 +221,28 @@ def wait_for(
 
     if timeout_s is not None:
         check_seconds("timeout_s", timeout_s)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    # A timeout of 0 must leave time for one call.
-    latest = model(client, name, timeout_s=timeout_s or None).latest
+    limit_s = math.inf if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
+    latest = awaited_model(client, name, timeout_s=limit_s, must_exist=must_exist).latest
     while latest is None or not is_reached(latest):
-        left_s = None if deadline is None else deadline - time.monotonic()
+        left_s = deadline - time.monotonic()
         found: Version | None = None
-        if left_s is None or left_s > 0:
-            commits = watch(client, name, after=latest or 0, timeout_s=left_s)
+        if left_s > 0:
+            since = version_id(latest or 0)
+            opened = client._client.watch(name, since, left_s)
+            commits = _commits_of(client, name, opened, since, left_s, must_exist=True)
             with contextlib.closing(commits):
                 try:
                     # With a timeout, which a watch applies to each commit, only one commit is awaited.
-                    found = next(one for one in commits if left_s is not None or is_reached(one))
+                    found = next(one for one in commits if timeout_s is not None or is_reached(one))
                 except DeadlineExceededError:
                     pass
+                except NotFoundError:  # The model was deleted.
+                    left_s = max(0.0, deadline - time.monotonic())
+                    latest = awaited_model(
+                        client, name, timeout_s=left_s, must_exist=must_exist
+                    ).latest
+                    continue
         if found is None:
             at, wanted = "no version", f"step {step}"
             if after is not None:

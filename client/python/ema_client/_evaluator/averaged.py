@@ -44,6 +44,7 @@ def averaged(
     recalibrate: Recalibration | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
+    must_exist: bool = False,
     timeout_s: float | None = None,
 ) -> Iterator[Version]:
     """Puts averages into a model for a `with` block, then restores the model's own values.
@@ -53,6 +54,9 @@ def averaged(
     that the model has. The model's own values are restored bit for bit, also after an exception;
     with several such blocks, when the last of them has ended. Keeps a copy of the model's values
     until then. Warns if the track has not reached its ema_start and still holds its first weights.
+
+    Waits, with a warning, until the model exists and has a version, unless `must_exist`, `version` or
+    `step` is given, or this thread trains the model.
 
     For a model of DTensors (fully_shard, tensor parallel) each rank reads only its own pieces,
     however the trainers have sharded the model. All its ranks must call this together; all get the
@@ -74,7 +78,9 @@ def averaged(
         rename: returns the name of a tensor on the server, as for `attach`.
         process_group: of torch.distributed: all ranks that have parts of the model. None: the
             default group, if the model has DTensors or `rename` is given; else this rank alone.
-        timeout_s: seconds for each call. None: 600 for calls that move weights, 60 for others.
+        must_exist: raises where the model does not exist, or has no version yet.
+        timeout_s: seconds for each call, and for the model's first version. None: 600 for that and for
+            calls that move weights, 60 for others.
             Waiting for a last push with on_error "wait" may take longer, see
             `Attachment.wait_pushed`.
 
@@ -86,6 +92,7 @@ def averaged(
             dtype (int8); or a tensor cannot be written (on the meta device, such as those that
             accelerate has offloaded); nothing was changed. Or the loader is empty.
         FailedPreconditionError: averages from another thread are in the model now.
+        DeadlineExceededError: the model has no version within `timeout_s`.
         EmaError: the pull failed; nothing was changed.
 
     Example:
@@ -93,7 +100,7 @@ def averaged(
         ...     evaluate(model)
     """
     read = read_average(
-        model, WhichAverage(url, track, version, step, rename, process_group, timeout_s)
+        model, WhichAverage(url, track, version, step, rename, process_group, timeout_s, must_exist)
     )
     record = read.version
     if read.ranks.rank == 0:

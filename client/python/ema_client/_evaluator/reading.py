@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,9 +18,11 @@ from ema_client._client.client import Client
 from ema_client._client.pieces import Piece, piece_of, selection_of
 from ema_client._client.pull_arguments import check_version, only_average_of
 from ema_client._client.state import version_id
+from ema_client._client.timeouts import TRANSFER_TIMEOUT_S
 from ema_client._client.types import ModelInfo, Overflow, TensorSpec, Version, VersionLike, Weights
 from ema_client._client.unread import attachments
 from ema_client._client.url import split_url
+from ema_client._client.version_calls import awaited_model
 from ema_client._errors import (
     AbortedError,
     DeadlineExceededError,
@@ -64,6 +67,8 @@ class WhichAverage:
     rename: Callable[[str], str] | None = None
     process_group: Any = None
     timeout_s: float | None = None
+    # False: if the newest version is to be read, the model's first version is waited for.
+    must_exist: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +170,13 @@ def reading(
             address, model_name = split_url(which.url)
             check_version(version, model_name)
             named = named_tensors(module, which.rename)
-            if not version and step is None:
-                _wait_pushed(address, model_name, timeout_s)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
-            info = client.model(model_name)
+            reads_newest = not version and step is None
+            is_trained_here = reads_newest and _wait_pushed(address, model_name, timeout_s)
+            if which.must_exist or is_trained_here or not reads_newest:
+                info = client.model(model_name)
+            else:
+                info = _model_with_version(client, model_name, timeout_s)
             track = only_average_of(info) if which.track is None else which.track
             asked = Reading(client, ranks, info, track, version, step, named, may_be_part, is_part)
             wanted = match(asked)
@@ -178,12 +186,14 @@ def reading(
         yield asked, wanted
 
 
-def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None:
+def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> bool:
     """Waits for the last push to this model by a training of this thread, at most `timeout_s`
-    (None: that of `attach`). A warning says if it has not ended."""
+    (None: that of `attach`). A warning says if it has not ended. Returns whether there is one."""
+    is_trained_here = False
     for attachment in list(attachments):
         assert isinstance(attachment, Attachment)
         if attachment._is_trained_here(address, model_name):
+            is_trained_here = True
             try:
                 attachment.wait_pushed(timeout_s=timeout_s)
             except DeadlineExceededError as error:
@@ -193,6 +203,24 @@ def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> None
                     attachment.step,
                     error,
                 )
+    return is_trained_here
+
+
+def _model_with_version(client: Client, model_name: str, timeout_s: float | None) -> ModelInfo:
+    """The model, as soon as it has a version. A warning says that this waits."""
+    limit_s = TRANSFER_TIMEOUT_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
+    info = awaited_model(client, model_name, timeout_s=limit_s, must_exist=False)
+    if info.latest is not None:
+        return info
+    _logger.warning(
+        'model "%s" has no version yet; waiting for its first one, at most %g s (timeout_s); '
+        "must_exist=True raises instead",
+        model_name,
+        limit_s,
+    )
+    client.wait_for(model_name, step=0, timeout_s=max(0.0, deadline - time.monotonic()))
+    return client.model(model_name)
 
 
 def names_there(named: NamedTensors, first_names: Mapping[str, str]) -> dict[str, str]:
