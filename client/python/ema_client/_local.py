@@ -78,7 +78,8 @@ def compute_ema(
     check_no_dtensor(unwrap(model))
     check_no_dtensor(unwrap(ema_model))
     source, target = _all_names("model", model), _all_names("ema_model", ema_model)
-    arrays.check_names("ema_model", expected=source, given=target)
+    places = ("in ema_model", "in model")
+    arrays.check_names("ema_model", expected=source, given=target, places=places)
     wrong = [
         f"{name}: {_kind(target[name])} for {_kind(source[name])}"
         for name in source
@@ -486,7 +487,8 @@ class LocalEMA:
             InvalidArgumentError: the state has other tracks, or other tensors in them. Nothing was
                 changed.
         """
-        arrays.check_names("tracks", expected=self._tracks, given=state["tracks"])
+        places = ("in the state", "in this LocalEMA")
+        arrays.check_names("tracks", expected=self._tracks, given=state["tracks"], places=places)
         current = self._named_tensors().all()
         for name, saved in state["tracks"].items():
             track = self._tracks[name]
@@ -500,8 +502,11 @@ class LocalEMA:
                 )
             if not saved["tensors"]:
                 continue
-            arrays.check_names(f'track "{name}"', expected=stored, given=saved["tensors"])
-            arrays.check_names(f'track "{name}", low parts', expected=low, given=saved["low_parts"])
+            for what, expected, given in (
+                (f'track "{name}"', stored, saved["tensors"]),
+                (f'track "{name}", low parts', low, saved["low_parts"]),
+            ):
+                arrays.check_names(what, expected=expected, given=given, places=places)
             wrong = [
                 f"{tensor}: {_kind(value)}"
                 for tensor, value in saved["tensors"].items()

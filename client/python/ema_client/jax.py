@@ -61,8 +61,9 @@ def unflatten(tree: Any, arrays: Mapping[str, Any]) -> Any:
         >>> average = unflatten(params, client.pull("m", track="ema", framework="numpy"))
     """
     leaves = named_leaves(tree)
-    check_names("arrays", expected=leaves, given=arrays)
-    check_shapes("arrays", expected=leaves, given=arrays)
+    places = ("in arrays", "in the tree")
+    check_names("arrays", expected=leaves, given=arrays, places=places)
+    check_shapes("arrays", expected=leaves, given=arrays, places=places)
     for name, leaf in leaves.items():
         check_fits("tree", name, jax.numpy.asarray(arrays[name]), leaf)
     # Copies: JAX would share NumPy's memory, which `Client.refresh` writes to.

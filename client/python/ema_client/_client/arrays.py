@@ -27,6 +27,8 @@ DTYPES = (
     *("float32", "float16", "bfloat16", "float64"),
     *("int8", "int16", "int32", "int64", "uint8", "bool"),
 )
+#: Where the names of a module's tensors and those of the server's are, for `check_names`.
+MODULE_AND_SERVER = ("in the module", "on the server")
 # The most names that a message lists.
 _NAMED = 10
 
@@ -159,27 +161,37 @@ def stack_like(value: Any, count: int) -> Any:
     return stacked
 
 
-def check_names(what: str, *, expected: Iterable[str], given: Iterable[str]) -> None:
-    """Raises InvalidArgumentError that lists missing and unexpected names, up to ten of each."""
+def check_names(
+    what: str, *, expected: Iterable[str], given: Iterable[str], places: tuple[str, str]
+) -> None:
+    """Raises InvalidArgumentError that lists missing and unexpected names, up to ten of each.
+    `places`: where the given and where the expected ones are, such as "in the module"."""
     expected, given = list(expected), list(given)
     missing = sorted(set(expected) - set(given))
     unexpected = sorted(set(given) - set(expected))
     if not missing and not unexpected:
         return
-    parts = []
-    if missing:
-        parts.append(f"missing: {some(missing)}")
-    if unexpected:
-        parts.append(f"unexpected: {some(unexpected)}")
+    parts = [
+        f"not {place}: {some(names)}"
+        for place, names in zip(places, (missing, unexpected))
+        if names
+    ]
     raise InvalidArgumentError(
         f"{what}: names do not match; {'; '.join(parts)}", reason="BAD_LAYOUT"
     )
 
 
-def check_shapes(what: str, *, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError that lists the arrays of `given` with unexpected shapes."""
+def check_shapes(
+    what: str,
+    *,
+    expected: Mapping[str, Any],
+    given: Mapping[str, Any],
+    places: tuple[str, str],
+) -> None:
+    """Raises InvalidArgumentError that lists the arrays of `given` with unexpected shapes. `places`:
+    as for `check_names`."""
     wrong = [
-        f"{name}: {tuple(value.shape)}, expected {tuple(expected[name].shape)}"
+        f"{name}: {tuple(value.shape)} {places[0]}, {tuple(expected[name].shape)} {places[1]}"
         for name, value in given.items()
         if tuple(value.shape) != tuple(expected[name].shape)
     ]

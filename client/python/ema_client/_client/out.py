@@ -67,14 +67,20 @@ def write_arrays(
     Args:
         aliases: from further names of tensors, which `out` may use, to the first ones.
     """
-    check_names("out", expected=tensors, given=[name for name in out if name not in aliases])
+    places = ("in out", "on the server")
+    check_names(
+        "out",
+        expected=tensors,
+        given=[name for name in out if name not in aliases],
+        places=places,
+    )
     is_torch = all(is_instance(tensor, "torch", "Tensor") for tensor in tensors.values())
     kind = ("torch", "Tensor") if is_torch else ("numpy", "ndarray")
     wrong = [name for name in out if not is_instance(out[name], *kind)]
     if wrong:
         _refuse(f"not a {'.'.join(kind)}: {', '.join(wrong)}")
     values = {name: tensors[aliases.get(name, name)] for name in out}
-    check_shapes("out", expected=values, given=out)
+    check_shapes("out", expected=values, given=out, places=places)
     check_castable("out", values=values, targets=out, overflow=overflow)
     _check_apart(out, aliases)
     for name, tensor in values.items():

@@ -324,9 +324,10 @@ def _targets(
             f"{what}: tied to others here, with averages of their own there: {arrays.some(lost)}",
             reason="BAD_LAYOUT",
         )
-    arrays.check_names(what, expected=first_names.values(), given=given)
+    places = arrays.MODULE_AND_SERVER
+    arrays.check_names(what, expected=first_names.values(), given=given, places=places)
     values = {name: weights[names[name]] for name in tensors}
-    arrays.check_shapes(what, expected=values, given=tensors)
+    arrays.check_shapes(what, expected=values, given=tensors, places=places)
     check_castable(what, values=values, targets=tensors)
     check_writable(what, tensors)
     wait_unread(own.values())
@@ -342,5 +343,6 @@ def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
     into a larger tensor."""
     what = f'model "{info.name}"'
     specs = {spec.name: spec for spec in info.tensors}
-    arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces)
-    arrays.check_shapes(what, expected=specs, given=pieces)
+    places = arrays.MODULE_AND_SERVER
+    arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces, places=places)
+    arrays.check_shapes(what, expected=specs, given=pieces, places=places)

@@ -241,7 +241,7 @@ def _match(asked: Reading) -> _Match:
         if not (name in names or name in ignored or arrays.is_without_memory(tensor))
     ]
     wrong = [
-        f"{name}: {tuple(tensor.shape)} here, {tuple(specs[names[name]].shape)} there"
+        f"{name}: {tuple(tensor.shape)} in the module, {tuple(specs[names[name]].shape)} on the server"
         for name, tensor in named.all().items()
         if name in names and tuple(tensor.shape) != tuple(specs[names[name]].shape)
     ]
@@ -261,8 +261,8 @@ def _refuse(
     parts = [
         f"{what}: {separator.join(names)}"
         for what, separator, names in (
-            ("missing", ", ", missing),
-            ("unexpected", ", ", unexpected),
+            ("not on the server", ", ", missing),
+            ("not in the module", ", ", unexpected),
             ("shapes do not match", "; ", wrong),
         )
         if names

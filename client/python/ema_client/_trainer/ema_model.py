@@ -79,8 +79,9 @@ class AveragedCopy:
         if given is not None:
             ours, theirs = names.all(), named_tensors(given).all()
             check_values_here("ema_model", given, theirs)
-            arrays.check_names("ema_model", expected=ours, given=theirs)
-            arrays.check_shapes("ema_model", expected=ours, given=theirs)
+            places = ("in ema_model", "in the trained model")
+            arrays.check_names("ema_model", expected=ours, given=theirs, places=places)
+            arrays.check_shapes("ema_model", expected=ours, given=theirs, places=places)
         start = time.monotonic()
         self._weights = client.pull(
             model_name, track=track, dtype=half_of(names.all()), framework="torch"
