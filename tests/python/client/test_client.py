@@ -13,7 +13,10 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -499,6 +502,70 @@ def test_a_version_is_a_key_and_json(client, model):
     assert fields["number"] == 1
     assert fields["time"]["batch"] == 1
     assert fields["tracks"]["fast"]["update_weight"] == 1.0
+
+
+def test_records_are_shown_in_one_line(client, model):
+    info = client.create_model(model, {"a": np.ones(3, np.float32)}, tracks={"ema": "4ba"})
+    assert repr(info) == f"ModelInfo(name='{model}', 1 tensors, tracks=['ema'], latest=None)"
+    with client.open_run(model) as run:
+        version = run.push(step=7, weights={"a": np.ones(3, np.float32)})
+    life = f"incarnation={version.incarnation}"
+    expected = rf"Version\(number=1, step=7, {life}, tracks=\['ema'\], committed [-0-9]+ [:0-9]+\)"
+    assert re.fullmatch(expected, repr(version))
+    assert "latest=version 1 of step 7)" in repr(client.model(model))
+
+
+@pytest.mark.parametrize(
+    "url, problem",
+    [
+        ("", "is empty"),
+        ("host:50051/m", 'begins with "host:50051/m", expected ema://'),
+        ("http://host/m", 'begins with "http://", expected ema://'),
+        ("ema:///m", 'the host is "", expected one such as'),
+        ("ema://host:50051", 'the model is "", expected letters, digits'),
+        ("ema://host:50051/team/m", 'the model is "team/m", expected letters, digits'),
+        ("ema://host:50051/m?track=ema", r'the model is "m\?track=ema", expected letters'),
+        ("ema+unix://run/ema.sock/m", 'the path of the socket is "run/ema.sock", expected'),
+    ],
+)
+def test_a_wrong_url_says_which_part_is_wrong(url, problem):
+    with pytest.raises(ema_client.InvalidArgumentError, match=f"^url .*: {problem}.*must be like"):
+        ema_client.pull(url)
+
+
+def test_a_client_of_a_url_says_what_it_takes(server, model):
+    problem = f'the URL of model "{model}"; .* the server alone, "ema://{server.address}"'
+    with pytest.raises(ema_client.InvalidArgumentError, match=problem):
+        ema_client.Client(server.url(model))
+
+
+WARNING = """
+import logging, sys
+import ema_client
+exec(sys.argv[1])
+logging.getLogger("ema_client._trainer.attach").info("not shown")
+logging.getLogger("ema_client._trainer.attach").warning("track %s", "ema")
+logging.getLogger("other").warning("of another library")
+"""
+
+
+@pytest.mark.parametrize(
+    "setting_up, first",
+    [
+        ("", "ema_client: track ema"),
+        ("logging.basicConfig()", "WARNING:ema_client._trainer.attach:track ema"),
+        ("logging.getLogger('ema_client').addHandler(logging.NullHandler())", ""),
+        ("logging.getLogger('ema_client').setLevel('ERROR')", ""),
+        ("logging.getLogger('ema_client').propagate = False", "ema_client: track ema"),
+        ("logging.lastResort.setLevel('ERROR')", ""),
+    ],
+)
+def test_warnings_name_the_library_where_logging_is_not_set_up(setting_up, first):
+    command = [sys.executable, "-c", WARNING, setting_up]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    others = [line for line in shown.splitlines() if line.endswith("of another library")]
+    assert others in (["of another library"], ["WARNING:other:of another library"], [])
+    assert [line for line in shown.splitlines() if line not in others] == [first] * bool(first)
 
 
 def test_checkpoint_is_written(client, model, rng):

@@ -365,6 +365,15 @@ def test_fsdp1_is_refused_with_what_to_use(server, model):
         ema_client.attach(module, optimizer, server.url(model), half_life="4ba")
 
 
+def test_an_attachment_is_shown_in_one_line(server, model, trainer):
+    with ema_client.attach(trainer.module, trainer.optimizer, server.url(model)) as ema:
+        trainer.step()
+        ema.wait_pushed()
+        shown = "step=1, version=1, pushes=1, skipped=0)"
+        assert repr(ema) == f"Attachment(model '{model}', open, {shown}"
+    assert repr(ema) == f"Attachment(model '{model}', closed, {shown}"
+
+
 def test_a_fenced_trainer_stays_fenced(server, client, model, trainer, caplog):
     with ema_client.attach(
         trainer.module, trainer.optimizer, server.url(model), half_life="4ba"

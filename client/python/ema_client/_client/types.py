@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import operator
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, Union
 
@@ -111,7 +112,7 @@ class TrackStatistics:
     distance: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Version:
     """The record of one commit. Versions are ordered by (incarnation, number).
 
@@ -131,8 +132,7 @@ class Version:
         wire_dtype: dtype in which the step's weights were sent: "as pushed", or "bfloat16".
         restored_from: (number, incarnation) of the version that a rollback restored as this one;
             None: a push made this one.
-        statistics: by track. From `Client.statistics`: those of the requested tracks. From
-            `versions`, `watch` and `ModelInfo.latest`: those that have been computed so far.
+        statistics: by track, those that the server has computed so far; see `Client.statistics`.
     """
 
     number: int
@@ -151,6 +151,27 @@ class Version:
     statistics: Mapping[str, TrackStatistics] = dataclasses.field(
         default_factory=dict, compare=False
     )
+
+    def __repr__(self) -> str:
+        """One line. `dataclasses.asdict` has every field."""
+        committed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.commit_time))
+        return (
+            f"Version(number={self.number}, step={self.step}, incarnation={self.incarnation}, "
+            f"tracks={list(self.tracks)}, committed {committed})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """The result of `Client.statistics`.
+
+    Attributes:
+        version: whose they are.
+        tracks: by track; the requested ones.
+    """
+
+    version: Version
+    tracks: Mapping[str, TrackStatistics] = dataclasses.field(hash=False)
 
 
 #: What a finite value becomes that is too large for the dtype to which it is cast: an error, the
@@ -191,7 +212,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ModelInfo:
     """A server's description of a model.
 
@@ -219,6 +240,14 @@ class ModelInfo:
     plan_revision: int = 0
     pending_tracks: Mapping[str, Track] | None = dataclasses.field(default=None, hash=False)
     attached_files: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        """One line. `dataclasses.asdict` has every field."""
+        latest = self.latest and f"version {self.latest.number} of step {self.latest.step}"
+        return (
+            f"ModelInfo(name={self.name!r}, {len(self.tensors)} tensors, tracks={list(self.tracks)}, "
+            f"latest={latest})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

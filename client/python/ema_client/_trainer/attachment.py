@@ -123,6 +123,15 @@ class Attachment:
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
+    def __repr__(self) -> str:
+        stats = self._pusher.stats
+        state = "closed" if self._pusher.is_closed else "open"
+        version = self.version and self.version.number
+        return (
+            f"Attachment(model {self._model_name!r}, {state}, step={self.step}, version={version}, "
+            f"pushes={stats.pushes}, skipped={stats.skipped})"
+        )
+
     def __enter__(self) -> Attachment:
         return self
 
