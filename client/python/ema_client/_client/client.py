@@ -12,7 +12,8 @@ from ema_client import _ema
 from ema_client._client import checkpoint_calls, model_calls, pull_calls, run, version_calls
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._client.types import Tls
-from ema_client._errors import NotFoundError
+from ema_client._client.url import check_is_no_url
+from ema_client._errors import EmaError, NotFoundError, UnauthenticatedError, UnavailableError
 from ema_client._given import check_text
 
 
@@ -81,6 +82,7 @@ class Client:
             token = "" if token_file else os.environ.get("EMA_TOKEN", "")
         files = tls or Tls.from_environment()
         check_text("address", address)
+        check_is_no_url(address)
         self._address = address
         self._raw = _ema.Client(
             address,
