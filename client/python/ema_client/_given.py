@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
+import pathlib
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +18,25 @@ def check_text(what: str, value: object) -> None:
     """InvalidArgumentError: `value` is not a str, or has lone surrogates."""
     if not _is_text(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be a str, without lone surrogates")
+
+
+def check_name(what: str, value: object) -> None:
+    """InvalidArgumentError: `value` is not a str, or is empty, as from a variable that is not set."""
+    check_text(what, value)
+    if not value:
+        raise InvalidArgumentError(f"{what} {value!r}: must not be empty")
+
+
+def path_from(what: str, value: str | os.PathLike[str]) -> pathlib.Path:
+    """The path. InvalidArgumentError: not one, or empty, which pathlib takes for the working directory."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise InvalidArgumentError(f"{what} {value!r}: must be the path of a file or folder")
+    return pathlib.Path(value)
+
+
+def without_underscores(text: str) -> str:
+    """The text of a time, such as "1_000ba", without the underscores that Python allows in numbers."""
+    return re.sub(r"(?<=\d)_(?=\d)", "", text)
 
 
 def is_whole(value: Any) -> bool:
@@ -32,13 +54,16 @@ def check_int64(what: str, value: object) -> None:
 
 
 def names_from(what: str, value: Any) -> list[Any]:
-    """The names in an argument that takes one or several. InvalidArgumentError: not iterable."""
-    if isinstance(value, str):
-        return [value]
+    """The names in an argument that takes one or several. InvalidArgumentError: not iterable, or a
+    name is empty."""
     try:
-        return [] if value is None else list(value)
+        names = [value] if isinstance(value, str) else [] if value is None else list(value)
     except TypeError:
         raise InvalidArgumentError(f"{what} {value!r}: must be a name, or several") from None
+    for name in names:
+        if isinstance(name, str):
+            check_name(what, name)
+    return names
 
 
 def check_by_name(what: str, value: object) -> None:

@@ -93,3 +93,53 @@ def test_dtypes_of_frameworks(client, model, pushed, dtype):
         "bfloat16" if "bfloat16" in str(dtype) else "float16" if "16" in str(dtype) else "float32"
     )
     assert pulled["0.bias"].dtype == getattr(torch, name)
+
+
+NOTHING = {
+    "save": lambda c, m: c.save(m, "averaged/", track="raw", files=""),
+    "save_path": lambda c, m: c.save(m, None, track="raw"),
+    "attach_files": lambda c, m: c.attach_files(m, ""),
+    "remove_file": lambda c, m: c.remove_file(m, ""),
+    "import": lambda c, m: c.import_weights("other", "", tracks={"ema": "4ba"}),
+    "import_none": lambda c, m: c.import_weights("other", None, tracks={"ema": "4ba"}),
+    "remove": lambda c, m: c.update_model(m, remove=""),
+    "pause": lambda c, m: c.update_model(m, pause=["raw", ""]),
+    "update_tracks": lambda c, m: c.update_model(m, tracks=""),
+    "stacked": lambda c, m: c.pull_stacked(m, tracks=[""]),
+    "statistics": lambda c, m: c.statistics(m, tracks=""),
+    "half_life": lambda c, m: c.synthesize(m, result="r", sigma_rel=0.1, half_life=""),
+    "delete_checkpoint": lambda c, m: c.delete_checkpoint(m, ""),
+    "best": lambda c, m: c.report_metric(m, 1, 0.5, label=""),
+    "scored": lambda c, m: c.report_metric(m, None, 0.5),
+    "restore": lambda c, m: c.restore(m, label=""),
+    "versions": lambda c, m: c.versions(m, after=None),
+    "tls": lambda c, m: ema_client.Tls(ca_file=None),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING)
+def test_what_is_set_to_nothing_is_named(client, model, pushed, what, tmp_path, monkeypatch):
+    """As a variable of a script that is not set. A folder "" would be the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ema_client.InvalidArgumentError,
+        match="^(files|path|file|remove|pause|tracks|half_life|checkpoint|label|version|after|tls.ca_file)"
+        " .*(''|None|str).*must (not )?be",
+    ):
+        NOTHING[what](client, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert not client.labels(model) and not client.attached_files(model)
+
+
+def test_what_is_set_to_nothing_is_named_for_a_module(server, model, pushed):
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ema_client.InvalidArgumentError, match="rename '': must be a function"):
+        ema_client.load_into(net, server.url(model), rename="")
+    with pytest.raises(ema_client.InvalidArgumentError, match="check '': must be True or False"):
+        ema_client.attach(net, optimizer, server.url("other"), check="")
+    with pytest.raises(ema_client.InvalidArgumentError, match="files '': must be the path"):
+        ema_client.attach(net, optimizer, server.url("other"), files="")
+    with ema_client.Client(server.address) as client:
+        assert "other" not in [info.name for info in client.models()]

@@ -211,7 +211,9 @@ def test_nothing_in_common_pulls_next_to_nothing(
 def test_shapes_must_match(server, model, average, strict):
     net = Net(width=6)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    with pytest.raises(ema_client.InvalidArgumentError, match=r"body.0.weight: \(6, 4\) in the module"):
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match=r"body.0.weight: \(6, 4\) in the module"
+    ):
         ema_client.load_into(net, server.url(model), strict=strict)
     assert_same_bits(before, net.state_dict())
 

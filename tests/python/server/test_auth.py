@@ -98,6 +98,18 @@ def test_without_a_known_token_nothing_goes(server: ServerProcess, token: str) -
     assert token == "" or token not in server.log_path.read_text()
 
 
+@pytest.mark.parametrize("variable", ["EMA_TOKEN", "EMA_TOKEN_FILE"])
+def test_an_empty_variable_is_named_where_a_token_is_missing(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "")
+    problem = f"no token, .*; set, but empty, and so not used: {variable}"
+    with ema_client.Client(server.address, timeout_s=20) as client:
+        with pytest.raises(ema_client.UnauthenticatedError, match=problem):
+            client.models()
+    client_of(server, EVALUATOR).models()
+
+
 def test_a_new_average_needs_an_admins_token(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

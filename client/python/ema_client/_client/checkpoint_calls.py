@@ -18,7 +18,7 @@ from ema_client._client.types import (
     version_from,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._given import names_from
+from ema_client._given import check_name, names_from
 
 _logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ def delete_checkpoint(
         FailedPreconditionError: it has labels, or is the newest.
         UnavailableError: the server's disk has failed.
     """
+    check_name("checkpoint", checkpoint)
     client._client.delete_checkpoint(name, checkpoint, client._timeout(timeout_s))
 
 
@@ -186,6 +187,9 @@ def report_metric(
     """
     if isinstance(value, bool):  # The result of a comparison, say, which would count as 1.
         raise InvalidArgumentError(f"value {value!r}: must be a number")
+    if version is None:
+        raise InvalidArgumentError(f"version {version}: must be the one that was evaluated")
+    check_name("label", label)
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     try:
@@ -234,6 +238,8 @@ def restore(
         raise InvalidArgumentError(
             f"restore: give either version or label, not {version} and {label}"
         )
+    if label is not None:
+        check_name("label", label)
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     return version_from(

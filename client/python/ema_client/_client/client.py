@@ -13,15 +13,16 @@ from ema_client._client import checkpoint_calls, model_calls, pull_calls, run, v
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._client.types import Tls
 from ema_client._client.url import check_is_no_url
-from ema_client._errors import EmaError, NotFoundError, UnauthenticatedError, UnavailableError
+from ema_client._errors import EmaError, UnauthenticatedError, UnavailableError
 from ema_client._given import check_text
 
 
 class _Explained:
-    """The extension module's client. The error of an unknown model lists the models that there are."""
+    """The extension module's client, whose errors say what this client knows about their cause."""
 
-    def __init__(self, target: _ema.Client) -> None:
+    def __init__(self, target: _ema.Client, empty_variables: list[str]) -> None:
         self._target = target
+        self._empty_variables = empty_variables
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(self._call, getattr(self._target, name))
@@ -29,8 +30,14 @@ class _Explained:
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
-        except NotFoundError as error:
+        except EmaError as error:
             model_calls.add_model_names(self._target, error, args)
+            if self._empty_variables and isinstance(
+                error, (UnauthenticatedError, UnavailableError)
+            ):
+                names = ", ".join(self._empty_variables)
+                text = f"{error.args[0]}; set, but empty, and so not used: {names}"
+                error.args = (text, *error.args[1:])
             raise
 
 
@@ -77,9 +84,13 @@ class Client:
             check_timeout("timeout_s", timeout_s)
         self._timeout_s = timeout_s or CALL_TIMEOUT_S
         self._transfer_timeout_s = timeout_s or TRANSFER_TIMEOUT_S
+        empty_variables = []
         if not token and not token_file:
+            empty_variables += _empty_variables("EMA_TOKEN_FILE", "EMA_TOKEN")
             token_file = os.environ.get("EMA_TOKEN_FILE", "")
             token = "" if token_file else os.environ.get("EMA_TOKEN", "")
+        if tls is None and str(address).startswith("emas://"):
+            empty_variables += _empty_variables("EMA_TLS_CA", "EMA_TLS_CERT", "EMA_TLS_KEY")
         files = tls or Tls.from_environment()
         check_text("address", address)
         check_is_no_url(address)
@@ -89,11 +100,15 @@ class Client:
             self._timeout_s,
             same_host_lane,
             max_connections,
-            (files.ca_file, files.certificate_file, files.key_file),
+            (
+                os.fspath(files.ca_file),
+                os.fspath(files.certificate_file),
+                os.fspath(files.key_file),
+            ),
             token,
             token_file,
         )
-        self._client = cast(_ema.Client, _Explained(self._raw))
+        self._client = cast(_ema.Client, _Explained(self._raw, empty_variables))
 
     def __enter__(self) -> Client:
         return self
@@ -148,3 +163,8 @@ class Client:
     remove_label = checkpoint_calls.remove_label
     report_metric = checkpoint_calls.report_metric
     restore = checkpoint_calls.restore
+
+
+def _empty_variables(*names: str) -> list[str]:
+    """Those of the environment's variables that are set to nothing."""
+    return [name for name in names if os.environ.get(name) == ""]

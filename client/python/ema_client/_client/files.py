@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Union
+
+from ema_client._given import path_from
 
 # Contents by name, or a folder.
 FilesLike = Union[Mapping[str, bytes], str, "os.PathLike[str]"]
@@ -21,7 +22,7 @@ def small_files(files: FilesLike) -> dict[str, bytes]:
         return dict(files)
     return {
         path.name: path.read_bytes()
-        for path in sorted(pathlib.Path(files).iterdir())
+        for path in sorted(path_from("files", files).iterdir())
         if path.is_file()
         and path.suffix.lower() in _SUFFIXES
         and not path.name.lower().endswith(".index.json")

@@ -25,7 +25,7 @@ from ema_client._client.types import (
     version_from,
 )
 from ema_client._errors import AlreadyExistsError, EmaError
-from ema_client._given import check_by_name, names_from
+from ema_client._given import check_by_name, check_name, names_from
 from ema_client._tracks.track import TrackLike, tracks_by_name
 
 # The most seconds to ask for the names of the models, for the error of an unknown one.
@@ -204,7 +204,7 @@ def update_model(
         NotFoundError: no such model or track.
         ResourceExhaustedError: a new track exceeds the server's memory budget.
     """
-    put = tracks_by_name(tracks or {})
+    put = tracks_by_name({} if tracks is None else tracks)
     return model_from(
         client._client.update_model(
             name,
@@ -304,4 +304,5 @@ def remove_file(
     client: Connection, name: str, file: str, *, timeout_s: float | None = None
 ) -> None:
     """Removes a file of `attach_files`, if it exists."""
+    check_name("file", file)
     client._client.remove_file(name, file, client._timeout(timeout_s))

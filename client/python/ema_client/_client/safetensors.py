@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client.arrays import Placed
 from ema_client._client.types import TensorSpec, Weights
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from ema_client._given import path_from
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +69,9 @@ def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
 
     Raises:
         NotFoundError: the folder has no weights.
-        InvalidArgumentError: a file is malformed.
+        InvalidArgumentError: a file is malformed, or the path is empty.
     """
-    root = pathlib.Path(path)
+    root = path_from("path", path)
     if not root.is_dir():
         return _read_header(root)
     # First the file that `from_pretrained` of the folder's library looks for.
@@ -215,9 +216,7 @@ class SaveTarget:
         cls, path: str | os.PathLike[str], beside_of: Callable[[], Mapping[str, bytes]]
     ) -> SaveTarget:
         """`beside_of` returns the small files. Raises as `Client.save`."""
-        if not os.fspath(path):  # pathlib takes it for the working directory.
-            raise InvalidArgumentError(f"path {path!r}: must name a file or a folder")
-        folder = pathlib.Path(path)
+        folder = path_from("path", path)
         if folder.is_dir() or os.fspath(path).endswith(os.sep):
             beside = beside_of()
             file = folder / folder_file(folder, beside)

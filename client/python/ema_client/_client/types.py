@@ -25,9 +25,15 @@ class Tls:
         certificate_file, key_file: the client's certificate and key, if the server requires them.
     """
 
-    ca_file: str = ""
-    certificate_file: str = ""
-    key_file: str = ""
+    ca_file: str | os.PathLike[str] = ""
+    certificate_file: str | os.PathLike[str] = ""
+    key_file: str | os.PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (str, os.PathLike)):
+                raise InvalidArgumentError(f"tls.{field.name} {value!r}: must be a path")
 
     @classmethod
     def from_environment(cls) -> Tls:

@@ -28,8 +28,14 @@ from ema_client._client.types import (
     is_after,
     version_from,
 )
-from ema_client._errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
-from ema_client._given import check_int64, names_from
+from ema_client._errors import (
+    DeadlineExceededError,
+    EmaError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+)
+from ema_client._given import check_int64, check_name, names_from, without_underscores
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +57,8 @@ def versions(
         after: a version's record, or its number in any incarnation of the server.
         timeout_s: seconds.
     """
+    if after is None:
+        raise InvalidArgumentError(f"after {after}: must be a whole number or a Version")
     # A later incarnation may have continued from a lower number.
     number = 0 if isinstance(after, Version) else version_id(after, "after")[0]
     listed = [
@@ -344,6 +352,8 @@ def synthesize(
         >>> made = client.synthesize("m", result="post-hoc", sigma_rel=0.07, step=5000)
         >>> weights = client.pull("m", track="post-hoc")
     """
+    if half_life is not None:
+        check_name("half_life", str(half_life))
     version, residual, sources = client._client.synthesize(
         name,
         result,

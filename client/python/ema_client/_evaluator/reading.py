@@ -169,6 +169,8 @@ def reading(
         try:
             address, model_name = split_url(which.url)
             check_version(version, model_name)
+            if which.rename is not None and not callable(which.rename):
+                raise InvalidArgumentError(f"rename {which.rename!r}: must be a function")
             named = named_tensors(module, which.rename)
             client = stack.enter_context(Client(address, timeout_s=timeout_s))
             reads_newest = not version and step is None

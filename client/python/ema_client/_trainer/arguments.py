@@ -91,6 +91,11 @@ def _function(name: str, value: object) -> None:
         raise InvalidArgumentError(f"{name} {value!r}: must be a function")
 
 
+def _bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} {value!r}: must be True or False")
+
+
 def _tracks(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise InvalidArgumentError(
@@ -132,6 +137,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "existing": _or_none(_one_of(get_args(Existing))),
     "timeout_s": _or_none(check_timeout),
     "keep_resumable": _count(1),
+    "check": _bool,
 }
 
 
