@@ -6,7 +6,8 @@
 FROM is a file of torch.save with the state of an ema-pytorch `EMA`, `KarrasEMA` or `PostHocEMA`, a
 diffusers `EMAModel`, a torch `AveragedModel`, or with any state_dict; `--key` names the state in a
 larger checkpoint ("trainer.ema": one key in another). It is read with weights_only=True: no code in
-it is executed. Several averages go to TO.0.safetensors, TO.1.safetensors, and so on.
+it is executed. Names lose what wrappers have added (DistributedDataParallel, torch.compile,
+activation checkpointing), as with `attach`. Several averages go to TO.0.safetensors, TO.1.safetensors, and so on.
 `Client.import_weights` and `emactl import` take these files.
 
 A diffusers state has no names: --names gives them, as a text file with one name per line, in the
@@ -27,12 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays, safetensors
 from ema_client._errors import EmaError, InvalidArgumentError
+from ema_client._given import path_from
+from ema_client._model.torch_model import unwrapped_name
 
 if TYPE_CHECKING:
     import torch
-
-# Prefixes that wrappers add to names.
-_WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _of_diffusers(state: Mapping[str, Any], names: Sequence[str] | None) -> Aver
     if len(names) != len(values):
         raise _refused(f"{len(values)} shadow_params, but {len(names)} names")
     step = _number(state.get("optimization_step", ""))
-    return Average("diffusers", step, _checked(dict(zip(names, values))))
+    return Average("diffusers", step, _unwrapped(dict(zip(names, values))))
 
 
 def _shadow_params(state: Mapping[str, Any]) -> Sequence[torch.Tensor]:
@@ -129,10 +129,15 @@ def _with_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _unwrapped(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    for prefix in _WRAPPERS:
-        if state and all(name.startswith(prefix) for name in state):
-            return _unwrapped(_with_prefix(state, prefix))
-    return _checked(state)
+    """The tensors by the names that `attach` gives them."""
+    tensors: dict[str, Any] = {}
+    for name, value in state.items():
+        own = unwrapped_name(name)
+        if tensors.setdefault(own, value) is not value:
+            raise _refused(f'"{name}" is named "{own}" without wrappers, and so is another tensor')
+    if tensors and all(name.startswith("module.") for name in tensors):
+        return _unwrapped(_with_prefix(tensors, "module."))
+    return _checked(tensors)
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -203,13 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="FROM", type=pathlib.Path)
-    parser.add_argument("target", metavar="TO.safetensors", type=pathlib.Path)
+    parser.add_argument("source", metavar="FROM")
+    parser.add_argument("target", metavar="TO.safetensors")
     parser.add_argument("--key", default="", help="where in FROM the state is, such as ema")
-    parser.add_argument("--names", type=pathlib.Path, help="of a diffusers state's tensors")
+    parser.add_argument("--names", help="of a diffusers state's tensors")
     options = parser.parse_args(arguments)
     try:
-        written = convert(options.source, options.target, key=options.key, names=options.names)
+        written = convert(
+            path_from("FROM", options.source),
+            path_from("TO.safetensors", options.target),
+            key=options.key,
+            names=None if options.names is None else path_from("--names", options.names),
+        )
     except (EmaError, OSError) as error:
         sys.stderr.write(f"convert: {error}\n")
         return 1

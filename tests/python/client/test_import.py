@@ -15,6 +15,7 @@ from ema_client._client import safetensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from testing import assert_same_bits
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 WEIGHTS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
@@ -310,6 +311,35 @@ def jump(net):
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("library", ["torch", "ema_pytorch", "diffusers"])
+def test_a_partly_compiled_model_has_the_names_of_attach(server, client, model, tmp_path, library):
+    net = torch.nn.Sequential()
+    net.a = torch.compile(torch.nn.Linear(3, 2))
+    net.b = checkpoint_wrapper(torch.nn.Linear(2, 2))
+    names = [name for name, _ in net.named_parameters()]
+    assert "a._orig_mod.weight" in names and "b._checkpoint_wrapped_module.weight" in names
+    arguments = ()
+    if library == "torch":
+        state = torch.optim.swa_utils.AveragedModel(net).state_dict()
+    elif library == "ema_pytorch":
+        state = {f"ema_model.{name}": value for name, value in net.state_dict().items()}
+    else:
+        state = {"shadow_params": list(net.parameters()), "optimization_step": 1}
+        (tmp_path / "names.txt").write_text("\n".join(names))
+        arguments = ("--names", tmp_path / "names.txt")
+    (file,) = converted(tmp_path, state, *arguments)
+    client.import_weights(model, tmp_path / file, tracks={"ema": "100ba"}, step=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with ema_client.attach(net, optimizer, server.url(model), half_life="100ba") as ema:
+        assert ema.step == 1
+
+
+def test_names_that_only_wrappers_keep_apart_are_refused(tmp_path, capsys):
+    torch.save({"a.w": torch.ones(2), "a._orig_mod.w": torch.ones(2)}, tmp_path / "from.pt")
+    assert convert.main([str(tmp_path / "from.pt"), str(tmp_path / "to.safetensors")]) == 1
+    assert '"a._orig_mod.w" is named "a.w" without wrappers' in capsys.readouterr().err
 
 
 def converted(tmp_path, state, *arguments):

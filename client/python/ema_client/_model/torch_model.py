@@ -231,7 +231,7 @@ def named_tensors(
     """
 
     def clean_name(name: str) -> str:
-        name = _unwrapped_name(name)
+        name = unwrapped_name(name)
         if rename is None:
             return name
         renamed = rename(name)
@@ -263,7 +263,8 @@ def named_tensors(
     return NamedTensors(dict(parameters), dict(buffers), aliases)
 
 
-def _unwrapped_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
+    """The name without the parts that wrappers add anywhere in it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
