@@ -94,9 +94,10 @@ class EMAWeightAveraging(_Callback):
         update_every_n_steps: optimizer steps between updates. 0: updates only at the ends of
             epochs.
         update_starting_at_step: the first step, from 0, that is averaged.
-        update_starting_at_epoch: updates at the end of each epoch from this one on, from 0. Needs
-            update_every_n_steps=0: otherwise Lightning's callback averages the last weights of an
-            epoch twice, and also steps of earlier epochs.
+        update_starting_at_epoch: the first epoch, from 0, that is averaged: with
+            update_every_n_steps=0 the weights at its end and at the ends of later epochs; else the
+            steps after its beginning, with a warning: Lightning's callback also averages steps of
+            earlier epochs, and the last weights of an epoch twice.
         use_buffers: averages floating-point buffers (BatchNorm's statistics). False: copies them.
         device: only None: nothing is stored here.
         validate_with_average: validations, tests and predictions use averaged weights: in a fit those
@@ -400,21 +401,32 @@ def _track(
         first_step = check_count("update_starting_at_step", first_step, "1", least=0)
     if first_epoch is not None:
         first_epoch = check_count("update_starting_at_epoch", first_epoch, "1", least=0)
+    if every == 0 and first_epoch is None:
+        refuse("update_every_n_steps 0: averages nothing; give update_starting_at_epoch, such as 0")
+    if first_epoch is not None and first_step is not None:
+        refuse(
+            f"update_starting_at_epoch {first_epoch} and update_starting_at_step {first_step} are both "
+            "given: give one of them"
+        )
     if first_epoch is None:
-        if every == 0:
-            refuse(
-                "update_every_n_steps 0: averages nothing; give update_starting_at_epoch, such as 0"
-            )
         # Lightning's steps count from 0, and it starts at the first that is a multiple.
         start = None if first_step is None else f"{math.ceil(first_step / every) * every + 1}ba"
         return dataclasses.replace(
             track, update_interval=f"{every}ba", interval_phase=1, ema_start=start
         )
-    if every != 0 or first_step is not None:
-        refuse(
-            f"update_starting_at_epoch {first_epoch} with updates at steps: for an update at each "
-            "epoch's end give update_every_n_steps=0; for one at each step from that epoch on give, in "
-            f'place of these, smoothing=0.999, ema_start="{first_epoch}ep"'
+    if every != 0:
+        _logger.warning(
+            "update_starting_at_epoch %d: averages the steps after the beginning of that epoch. "
+            "Lightning's callback averages those of earlier epochs, too, and from that epoch on the "
+            "last weights of each epoch twice. For an update at each epoch's end give "
+            "update_every_n_steps=0",
+            first_epoch,
+        )
+        return dataclasses.replace(
+            track,
+            update_interval=f"{every}ba",
+            interval_phase=1,
+            ema_start=f"{first_epoch}ep" if first_epoch > 0 else None,
         )
     return dataclasses.replace(track, update_interval="1ep", ema_start=f"{first_epoch + 1}ep")
 

@@ -200,6 +200,22 @@ def test_updates_are_those_of_lightnings_own(server, client, model, theirs, ours
             torch.testing.assert_close(pulled[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+def test_an_epoch_alone_says_from_when_steps_are_averaged(server, client, model, caplog):
+    callback = EMAWeightAveraging(server.url(model), decay=0.9, update_starting_at_epoch=1)
+    (warning,) = caplog.messages
+    assert "averages the steps after the beginning of that epoch. Lightning's callback" in warning
+    recorder = Recorder(smoothing=0.9, update_interval="1ba", ema_start="1ep")
+    make_trainer(callback, recorder).fit(make_module(), loader())
+    weights = {
+        entry.version.step: entry.version.tracks["ema"].update_weight
+        for entry in client.versions(model)
+    }
+    # Epoch 0 ends with step 10.
+    decay = pytest.approx(0.1, rel=1e-6)
+    assert weights == {1: 1, 10: 1, **{step: decay for step in range(11, 31)}}
+    assert_same_bits(recorder.weights, client.pull(model, track="ema"))
+
+
 def test_attachs_own_arguments(server, client, model):
     """Epochs and shares of the training are times, too."""
     callback = EMAWeightAveraging(
@@ -652,7 +668,10 @@ def test_several_optimizers_are_refused(server, model):
         ({"update_every_n_steps": 3, "preset": "diffusers"}, "update_every_n_steps and preset"),
         ({"update_every_n_steps": -1}, "update_every_n_steps -1: must be a whole number"),
         ({"update_every_n_steps": 0}, "averages nothing"),
-        ({"update_starting_at_epoch": 5}, 'ema_start="5ep"'),
+        (
+            {"update_starting_at_epoch": 5, "update_starting_at_step": 3},
+            "update_starting_at_epoch 5 and update_starting_at_step 3 are both given",
+        ),
         ({"update_starting_at_step": 1.5}, "update_starting_at_step 1.5"),
         ({"decay": 0.9, "tracks": {"ema": "copy"}}, 'the track "ema", which is in tracks too'),
         ({"half_life": "1000"}, "1000"),
