@@ -13,6 +13,8 @@ import torch
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     url = sys.argv[1]
     accelerate.utils.set_seed(0)
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)

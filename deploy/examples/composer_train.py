@@ -47,6 +47,8 @@ def loader(count: int, noise: float) -> DataLoader:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     torch.manual_seed(0)
     model = Regression()
     trainer = Trainer(

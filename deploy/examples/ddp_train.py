@@ -13,6 +13,8 @@ from pytorch_train import STEPS, accuracy, images, network
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     url = sys.argv[1]
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -24,6 +24,8 @@ def noise_loss(unet, schedule, images):
 
 
 def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     url, folder = sys.argv[1:]
     torch.manual_seed(0)
     unet = diffusers.UNet2DModel(

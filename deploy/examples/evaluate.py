@@ -2,8 +2,8 @@
 """An evaluator, in a process of its own: measures the averages while training goes on, and keeps the best.
 
 Usage: evaluate.py ADDRESS MODEL LAST_STEP
-such as: evaluate.py localhost:50051 digits 300, as soon as pytorch_train.py has begun. The server needs
---data-dir: the best version stays on its disk.
+such as: evaluate.py localhost:50051 digits 300, before pytorch_train.py begins, or soon after. The server
+needs --data-dir: the best version stays on its disk.
 """
 
 import sys
@@ -25,6 +25,8 @@ def report(client, name, version, score):
 
 
 def main():
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     address, name, last_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
     model = network()
     with ema_client.Client(address) as client:

@@ -42,6 +42,8 @@ def load(folder, model, optimizer):
 
 
 def main():
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     url, folder, steps = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -29,7 +29,9 @@ def loss(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    address, model = sys.argv[1:3]
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    address, model = sys.argv[1:]
     key = jax.random.key(0)
     params = {
         "hidden": [{"kernel": 0.3 * jax.random.normal(key, (8, 32)), "bias": jnp.zeros(32)}],

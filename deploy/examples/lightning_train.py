@@ -33,6 +33,8 @@ class Regression(lightning.LightningModule):
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     lightning.seed_everything(0)
     x = torch.randn(64, 8)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))

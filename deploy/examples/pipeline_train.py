@@ -15,6 +15,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     url = sys.argv[1]
     dist.init_process_group("gloo")
     rank = dist.get_rank()

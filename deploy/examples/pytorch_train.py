@@ -32,6 +32,8 @@ def accuracy(model):
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     url = sys.argv[1]
     torch.manual_seed(0)
     model = network()

@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     url = sys.argv[1]
     dist.init_process_group("gloo")
     mesh = init_device_mesh(

@@ -15,7 +15,10 @@ from ema_client.transformers import EmaCallback
 
 
 def main():
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     url, folder = sys.argv[1:]
+    os.makedirs(folder, exist_ok=True)
     transformers.set_seed(0)
     config = transformers.GPT2Config(
         n_layer=2,
@@ -56,5 +59,4 @@ def main():
 
 
 if __name__ == "__main__":
-    os.makedirs(sys.argv[2], exist_ok=True)
     main()

@@ -31,6 +31,16 @@ def trainer(monkeypatch):
     return pytorch_train
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_without_arguments_an_example_says_how_to_call_it(name):
+    result = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True)
+    if "ModuleNotFoundError" in result.stderr:
+        pytest.skip(result.stderr.splitlines()[-1])
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert f"{name} " in result.stderr.partition("Usage: ")[2].partition("\n")[0]
+
+
 def accuracies(output: str) -> tuple[int, float, float]:
     """Step, and the share of held-out digits that the trained and the averaged weights know."""
     match = re.match(r"step (\d+): trained (0\.\d+), averaged (0\.\d+)", output)
