@@ -206,3 +206,19 @@ def test_actions():
         ema_client.InvalidArgumentError, match='"hed.*" matches no tensor.*"head.w"'
     ):
         track_of("ema", Track(tensor_rules={"hed.*": "ignore"})).check(specs)
+
+
+def test_times_may_have_the_underscores_of_pythons_numbers(client, model):
+    fields = {"update_interval": "1_0ba", "ema_start": "1_000_000ba"}
+    tracks = {
+        "short": "1_000ba",
+        "long": Track(half_life="1_000ba", tensor_rules={"w": "2_000ba"}, **fields),
+        "kept": Track(sigma_rel=0.1, snapshot_interval="1_000ba"),
+    }
+    made = client.create_model(model, {"w": np.ones(2, np.float32)}, tracks=tracks).tracks
+    assert made["short"].half_life == made["long"].half_life == "1000ba"
+    assert (made["long"].update_interval, made["long"].ema_start) == ("10ba", "1000000ba")
+    assert made["kept"].snapshot_interval == "1000ba"
+    assert "2000ba" in made["long"].tensor_rules[0][1]
+    with pytest.raises(ema_client.InvalidArgumentError, match="1__000ba"):
+        client.create_model(f"{model}-2", {"w": np.ones(2, np.float32)}, tracks={"a": "1__000ba"})

@@ -358,7 +358,7 @@ def synthesize(
         name,
         result,
         sigma_rel,
-        "" if half_life is None else str(half_life),
+        "" if half_life is None else without_underscores(str(half_life)),
         step,
         names_from("tracks", tracks),
         client._timeout(timeout_s, is_transfer=True),
