@@ -240,6 +240,31 @@ def test_what_is_far_from_what_was_asked_for_is_said(client, made, caplog, asked
         assert f"(step {asked['step']} is built from snapshots up to step {snapshot})" in said[0]
 
 
+def test_weights_that_amplify_are_said(server, client, model, caplog):
+    walk = Walk()
+    tracks = {
+        f"p{sigma}": Track(sigma_rel=sigma, snapshot_interval="4ba") for sigma in (0.05, 0.06)
+    }
+    client.create_model(model, walk.weights, tracks=tracks)
+    with client.open_run(model) as run:
+        for step in range(1, 41):
+            walk.push(run, step)
+            if step % 4 == 0:
+                wait_until_kept(server, model, step)
+
+    def amplification(sigma_rel):
+        made = client.synthesize(model, result="built", sigma_rel=sigma_rel)
+        assert made.residual < 0.5
+        return sum(abs(source.weight) for source in made.sources)
+
+    assert amplification(0.055) < 2 and not caplog.messages
+    total = amplification(0.02)
+    assert total > 10
+    (message,) = caplog.messages
+    assert '"built" amplifies the differences between its snapshots' in message
+    assert f"add up to {total:.3g}, expected at most 10" in message
+
+
 @pytest.mark.parametrize(
     "arguments, error, reason, message",
     [

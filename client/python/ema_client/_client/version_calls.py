@@ -39,6 +39,8 @@ from ema_client._given import check_int64, check_name, names_from, without_under
 
 _logger = logging.getLogger(__name__)
 
+# Above this sum of the absolute weights of a synthesis, a warning says that it amplifies.
+_MOST_AMPLIFICATION = 10
 # Above this `Synthesis.residual`, a warning says that the result is not the requested average.
 _MOST_RESIDUAL = 0.5
 
@@ -336,7 +338,9 @@ def synthesize(
     Returns:
         The result. Its `residual` is the distance of its profile from the requested one. Above about
         0.1 it is another average: the newest weights between two snapshots are missing, and a length
-        outside the tracks' lengths cannot be built. Above 0.5 a warning says so.
+        outside the tracks' lengths cannot be built. Above 0.5 a warning says so. Another one says if
+        the absolute values of the sources' weights add up to more than 10: then the result amplifies
+        noise.
 
     Raises:
         InvalidArgumentError: both or neither of sigma_rel and half_life, a wrong value, or a track that
@@ -368,6 +372,7 @@ def synthesize(
         residual,
         tuple(SynthesisSource(*source) for source in sources),
     )
+    amplification = sum(abs(source.weight) for source in made.sources)
     if made.residual > _MOST_RESIDUAL:
         _logger.warning(
             'model "%s": "%s" is not the average that was asked for: residual %.2g, expected below 0.1. '
@@ -378,5 +383,14 @@ def synthesize(
             made.residual,
             made.version.step,
             max(source.step for source in made.sources),
+        )
+    elif amplification > _MOST_AMPLIFICATION:
+        _logger.warning(
+            'model "%s": "%s" amplifies the differences between its snapshots: the absolute values of its '
+            "weights add up to %.3g, expected at most %d. Ask for a length between those of the tracks",
+            name,
+            result,
+            amplification,
+            _MOST_AMPLIFICATION,
         )
     return made
