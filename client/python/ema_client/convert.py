@@ -7,8 +7,8 @@ FROM is a file of torch.save with the state of an ema-pytorch `EMA`, `KarrasEMA`
 diffusers `EMAModel`, a torch `AveragedModel`, or with any state_dict; `--key` names the state in a
 larger checkpoint ("trainer.ema": one key in another). It is read with weights_only=True: no code in
 it is executed. Names lose what wrappers have added (DistributedDataParallel, torch.compile,
-activation checkpointing), as with `attach`. Several averages go to TO.0.safetensors, TO.1.safetensors, and so on.
-`Client.import_weights` and `emactl import` take these files.
+activation checkpointing), as with `attach`. Several averages go to TO.0.safetensors,
+TO.1.safetensors, and so on. `Client.import_weights` and `emactl import` take these files.
 
 A diffusers state has no names: --names gives them, as a text file with one name per line, in the
 order of `model.named_parameters()`; or as a safetensors file or Hugging Face folder of the model,

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 
 import ema_client
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from server_process import ServerProcess
 from testing import assert_same_bits, random_weights
 
 TRACKS = {"fast": "20ba", "raw": "copy"}
@@ -174,3 +176,21 @@ def test_emactl_pulls_a_step(emactl, client, model, push, tmp_path):
     assert json.loads(early.stderr)["error"]["reason"] == "VERSION_NOT_YET"
     assert emactl(*pull, "--step", 10, "--version", 2).returncode == 2
     assert emactl(*pull, "--step", -1).returncode == 2
+
+
+def test_a_version_that_is_gone_is_refused_with_those_in_memory(model, tmp_path):
+    """The server lists them itself if it has a data directory."""
+    weights = {"w": np.ones(3, np.float32)}
+    with ServerProcess(tmp_path) as server, ema_client.Client(server.address) as client:
+        client.create_model(model, weights, tracks={"ema": "4ba"})
+        with client.open_run(model) as run:
+            gone = run.push(step=1, weights=weights)
+            for step in range(2, 9):
+                run.push(step=step, weights=weights)
+        for call in (
+            lambda: client.pull(model, version=1),
+            lambda: client.pull(model, version=gone),
+            lambda: client.statistics(model, version=1),
+        ):
+            with pytest.raises(ema_client.OutOfRangeError, match="; versions in memory: 6, 7, 8 "):
+                call()

@@ -273,7 +273,7 @@ def test_norms_and_distances_are_those_of_what_is_pulled(client, model, rng):
         first = run.push(step=1, weights=weights())
         version = run.push(step=2, weights=weights())
     got = client.statistics(model)
-    assert got == version and got.statistics.keys() == {"fast", "slow"}
+    assert got.version == version and got.tracks.keys() == {"fast", "slow"}
     floats_of = {
         track: {
             name: array.astype(np.float64)
@@ -282,17 +282,17 @@ def test_norms_and_distances_are_those_of_what_is_pulled(client, model, rng):
         }
         for track in tracks
     }
-    for track, statistics in got.statistics.items():
+    for track, statistics in got.tracks.items():
         average = floats_of[track]
         apart = {name: floats_of["raw"][name] - average[name] for name in average}
         assert statistics.norm == pytest.approx(norm(average), rel=1e-12)
         assert statistics.distance == pytest.approx(norm(apart), rel=1e-12)
     # The record has them from now on.
-    assert client.model(model).latest.statistics == got.statistics
+    assert client.model(model).latest.statistics == got.tracks
     only = client.statistics(model, version=first, tracks=["slow"])
-    assert only.number == 1 and only.statistics["slow"].distance == pytest.approx(0, abs=1e-6)
+    assert only.version == first and only.tracks["slow"].distance == pytest.approx(0, abs=1e-6)
     listed = client.versions(model)
-    assert [v.version.statistics for v in listed] == [only.statistics, got.statistics]
+    assert [v.version.statistics for v in listed] == [only.tracks, got.tracks]
     with pytest.raises(ema_client.InvalidArgumentError, match="averages no tensor"):
         client.statistics(model, tracks=["raw"])
     with pytest.raises(ema_client.OutOfRangeError):
@@ -341,7 +341,7 @@ def test_one_name_does_where_several_may_be(client, model):
         assert run.frozen == ("a",)
         run.push(step=1, weights=weights)
     assert client.pull_stacked(model, tracks="wide")["a"].shape == (1, 3)
-    assert client.statistics(model, tracks="ema").statistics.keys() == {"ema"}
+    assert client.statistics(model, tracks="ema").tracks.keys() == {"ema"}
     saved = client.create_checkpoint(model, tracks="ema")
     assert client.checkpoint(model, saved.name).tracks == ("ema",)
     assert client.synthesize(model, result="made", sigma_rel=0.1, tracks="wide").residual < 0.1

@@ -44,6 +44,7 @@ from ema_client._client.types import (
     version_from,
 )
 from ema_client._client.unread import wait_unread
+from ema_client._client.version_calls import listing_kept_versions
 from ema_client._errors import InvalidArgumentError, OutOfRangeError
 from ema_client._given import names_from
 
@@ -211,20 +212,21 @@ def pull(
         track = only_average_of(model(client, name, timeout_s=timeout_s))
     label = version if isinstance(version, str) else ""
     number, incarnation = (0, 0) if isinstance(version, str) else version_id(version, of=name)
-    pulled = client._client.pull(
-        name,
-        track,
-        number,
-        incarnation,
-        label,
-        step,
-        names,
-        [(box.name, box.offsets, box.extents) for box in boxes],
-        cast_to,
-        overflow,
-        client._timeout(timeout_s, is_transfer=True),
-        on_progress,
-    )
+    with listing_kept_versions(client, name, number):
+        pulled = client._client.pull(
+            name,
+            track,
+            number,
+            incarnation,
+            label,
+            step,
+            names,
+            [(box.name, box.offsets, box.extents) for box in boxes],
+            cast_to,
+            overflow,
+            client._timeout(timeout_s, is_transfer=True),
+            on_progress,
+        )
     return destination.put(pulled, track, overflow)
 
 

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterator
 
 from ema_client import _ema
 from ema_client._client.connection import Connection
@@ -22,6 +22,7 @@ from ema_client._client.types import (
     ListedVersion,
     ModelInfo,
     SavedState,
+    Statistics,
     Synthesis,
     SynthesisSource,
     Version,
@@ -273,7 +274,7 @@ def statistics(
     version: int | Version | SavedState | None = None,
     tracks: str | Collection[str] = (),
     timeout_s: float | None = None,
-) -> Version:
+) -> Statistics:
     """Norms of a version's averages, and their distances from the raw weights.
 
     The server computes them at the first call for a track, and keeps them in the version's record, which
@@ -287,8 +288,8 @@ def statistics(
         timeout_s: seconds.
 
     Returns:
-        The version's record, with `statistics` of these tracks. If the model has a copy track, they
-        include distances.
+        The version, and the statistics of these tracks. If the model has a copy track, they include
+        distances.
 
     Raises:
         NotFoundError: no such model or track.
@@ -298,16 +299,18 @@ def statistics(
         ResourceExhaustedError: readers hold as many versions as `max_pinned_versions` allows.
 
     Example:
-        >>> version = client.statistics("m")
-        >>> plot(version.step, version.statistics["ema"].norm, version.statistics["ema"].distance)
+        >>> statistics = client.statistics("m")
+        >>> plot(statistics.version.step, statistics.tracks["ema"].distance)
     """
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
-    return version_from(
-        client._client.get_statistics(
-            name, number, incarnation, names_from("tracks", tracks), timeout
+    with listing_kept_versions(client, name, number):
+        record = version_from(
+            client._client.get_statistics(
+                name, number, incarnation, names_from("tracks", tracks), timeout
+            )
         )
-    )
+    return Statistics(record, record.statistics)
 
 
 def synthesize(
@@ -394,3 +397,19 @@ def synthesize(
             _MOST_AMPLIFICATION,
         )
     return made
+
+
+@contextlib.contextmanager
+def listing_kept_versions(client: Connection, name: str, number: int) -> Iterator[None]:
+    """Adds the versions in the server's memory to the error of one that is gone, unless the server
+    has listed those on its disk, too."""
+    try:
+        yield
+    except OutOfRangeError as error:
+        if error.reason == "VERSION_NOT_KEPT" and "there are" not in error.args[0]:
+            with contextlib.suppress(EmaError):
+                listed = versions(client, name, after=number)
+                kept = [str(one.version.number) for one in listed if one.available]
+                text = f"{error.args[0]}; versions in memory: {', '.join(kept) or 'none'}"
+                error.args = (text, *error.args[1:])
+        raise
