@@ -36,6 +36,8 @@ _logger = logging.getLogger(__name__)
 _SCHEDULE = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
 # Our entry in a state_dict.
 _STATE = "ema_server"
+# diffusers' entry for the averages.
+_AVERAGES = "shadow_params"
 # Arguments of `attach` that the schedule and the state determine.
 _OWN = ("half_life", "smoothing", "update_interval", "ema_start", "preset", "resume")
 
@@ -48,12 +50,14 @@ class EMAModel:
     float32, with one rounding less, also for half-precision parameters. Parameters that are not
     trained are averaged, too: their average is their value unless that changes.
 
+    Before the first step the averages are the constructor's weights, of which a copy stays in host
+    memory until then.
+
     diffusers gives parameters no names. Their names come from `model`; without it they are "0",
     "1", and so on, in order.
 
     Args:
-        parameters: the parameters to average; only their number and shapes are kept, and names from
-            `model`.
+        parameters: the parameters to average.
         decay, min_decay, update_after_step, use_ema_warmup, inv_gamma, power: as diffusers'.
         foreach: has no effect.
         model_cls, model_config: for `save_pretrained`.
@@ -128,9 +132,10 @@ class EMAModel:
         self._model_name = None if url is None else split_url(url)[1]
         self._url = url
         self._options = options
-        # The parameters are not kept, since they may be a copy that takes memory.
         given = list(parameters)
         self._shapes, self._names = _shapes_of(given), _names_of(given, model)
+        # The averages before the first step; None: they are on the server.
+        self._initial: list[torch.Tensor] | None = _copies(given)
         self._optimizer = None if optimizer is None else unwrap_optimizers(optimizer)[0]
         # Holds the parameters of the last `step`, by name.
         self._module = torch.nn.Module()
@@ -158,7 +163,10 @@ class EMAModel:
 
     @property
     def shadow_params(self) -> list[torch.Tensor]:
-        """The averages, in the order of the parameters; pulled from the server at each use."""
+        """The averages, in the order of the parameters: copies, pulled from the server at each use. Before the
+        first step, the weights of the constructor or of a loaded state."""
+        if self._initial is not None:
+            return list(self._initial)
         weights = pull(self._needed_url(), track="ema", version=self._version(), framework="torch")
         return [weights[name] for name in self._names]
 
@@ -186,19 +194,19 @@ class EMAModel:
         _hold(self._module, dict(zip(self._names, checked)))
         if self._attachment is None:
             self._attachment = self._attach()
+            self._initial = None
         # Parameters that the optimizer does not hold are copied, or waited for.
         self._attachment.after_step(wait_released=self._optimizer is None)
         self.cur_decay_value = self.get_decay(self.optimization_step)
 
     def store(self, parameters: Iterable[torch.Tensor]) -> None:
         """Keeps a copy of the parameters in host memory, for `restore`."""
-        self._stored = [parameter.detach().cpu().clone() for parameter in parameters]
+        self._stored = _copies(parameters)
 
     def copy_to(self, parameters: Iterable[torch.Tensor]) -> None:
         """Writes the averages, those of the last step, into parameters, cast to their dtypes.
 
         Raises:
-            FailedPreconditionError: there has been no step.
             InvalidArgumentError: some parameters' dtypes cannot hold averages, such as int8; nothing was
                 changed.
             EmaError: the pull failed; nothing was changed.
@@ -237,8 +245,9 @@ class EMAModel:
         """Does nothing: no average is in this process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule, the steps so far, and the identity of this step's average; no tensors.
+        """The schedule, the steps so far, and the identity of this step's average.
 
+        Before the first step the averages are in it, as "shadow_params"; later it has no tensors.
         Returns when that average is on the server's disk. Call it on rank 0 or on all ranks, as
         `Attachment.state_dict`. With on_error "skip", a server that cannot save it causes a
         warning.
@@ -246,11 +255,14 @@ class EMAModel:
         average = self._resume
         if self._attachment is not None:
             average = saved_state(self._attachment, self._options)
-        return {
+        state = {
             **self._schedule(),
             "optimization_step": self.optimization_step,
             _STATE: None if average is None else dict(average),
         }
+        if self._initial is not None:
+            state[_AVERAGES] = self._initial
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a result of `state_dict`. Call it before the first step, on every rank.
@@ -276,6 +288,9 @@ class EMAModel:
             )
         schedule = {name: state.get(name, value) for name, value in self._schedule().items()}
         check_tracks({"preset": {"preset": "diffusers", **schedule}})
+        initial: list[torch.Tensor] | None = self._initial if step == 0 else None
+        if state.get(_AVERAGES) is not None:
+            initial = _copies(self._checked(state[_AVERAGES]))
         average = state.get(_STATE)
         if average is not None and self._model_name is not None:
             State.from_dict(average, model=self._model_name)  # Raises if it is malformed.
@@ -286,7 +301,7 @@ class EMAModel:
             )
         for name, value in schedule.items():
             setattr(self, name, value)
-        self._loaded_step, self._resume = step, average
+        self._loaded_step, self._resume, self._initial = step, average, initial
 
     def save_pretrained(self, path: str | os.PathLike[str]) -> None:
         """Writes a folder with the averages, which `model_cls.from_pretrained` reads, and the state.
@@ -301,18 +316,20 @@ class EMAModel:
             )
         model = self.model_cls.from_config(self.model_config)
         self.copy_to(model.parameters())
-        model.register_to_config(**self.state_dict())
+        state = self.state_dict()
+        state.pop(_AVERAGES, None)
+        model.register_to_config(**state)
         model.save_pretrained(path)
 
     @classmethod
     def from_pretrained(
         cls, path: str | os.PathLike[str], model_cls: Any, foreach: bool = False, **options: Any
     ) -> EMAModel:
-        """Reads the state that `save_pretrained` has written, not the averages: those are on the server.
+        """Reads the averages and the state that `save_pretrained` has written. The first step continues from
+        the version on the server that the state identifies.
 
         Args:
-            options: of the class, such as url; without a url, only the result's `state_dict` is
-                useful.
+            options: of the class, such as url, which `step` needs.
 
         Example:
             >>> ema.load_state_dict(EMAModel.from_pretrained("out/unet_ema", UNet2DModel).state_dict())
@@ -325,7 +342,7 @@ class EMAModel:
             model_config=model.config,
             **options,
         )
-        ema.load_state_dict(model_cls.load_config(path))
+        ema.load_state_dict({**model_cls.load_config(path), _AVERAGES: list(model.parameters())})
         return ema
 
     def close(self) -> None:
@@ -341,9 +358,7 @@ class EMAModel:
 
     def _needed_url(self) -> str:
         if self._url is None:
-            raise InvalidArgumentError(
-                "url: needed to step and to read averages, such as ema://host:50051/unet"
-            )
+            raise InvalidArgumentError("url: needed to step, such as ema://host:50051/unet")
         return self._url
 
     def _attach(self) -> Attachment:
@@ -358,7 +373,7 @@ class EMAModel:
         return attachment
 
     def _version(self) -> VersionLike | None:
-        """The version for `copy_to`: the last step's, or the loaded state's, or the newest."""
+        """The version of the averages: the last step's, or the loaded state's, or the newest."""
         if self._attachment is not None:
             version = self._attachment.wait_pushed()
             if version is None:
@@ -372,6 +387,11 @@ class EMAModel:
         result = list(parameters)
         _check_shapes_by_place("parameters that EMAModel was made with", self._shapes, result)
         return result
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in host memory."""
+    return [tensor.detach().cpu().clone() for tensor in tensors]
 
 
 def _write(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -162,6 +162,44 @@ def test_store_copy_to_and_restore(server, model, trainer):
     assert all(map(torch.equal, ema.shadow_params, average))
 
 
+def test_before_the_first_step_the_averages_are_the_constructors_weights(
+    server, model, trainer, tmp_path
+):
+    def make(**options):
+        unet = diffusers.UNet2DModel
+        return EMAModel(
+            trainer.parameters(), model_cls=unet, model_config=trainer.unet.config, **options
+        )
+
+    initial = trainer.weights()
+    ema = make(url=server.url(model), model=trainer.unet)
+    trainer.step()
+    own = trainer.weights()
+    assert not torch.equal(own[0], initial[0])
+    assert all(map(torch.equal, ema.shadow_params, initial))
+    ema.store(trainer.parameters())
+    ema.copy_to(trainer.parameters())
+    assert all(map(torch.equal, trainer.weights(), initial))
+    ema.restore(trainer.parameters())
+    assert all(map(torch.equal, trainer.weights(), own))
+    ema.save_pretrained(tmp_path)
+    folder = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    assert all(map(torch.equal, folder.parameters(), initial))
+    read = EMAModel.from_pretrained(tmp_path, diffusers.UNet2DModel)
+    assert all(map(torch.equal, read.shadow_params, initial))
+    for state in (ema.state_dict(), read.state_dict(), Theirs(initial).state_dict()):
+        loaded = make(url=server.url(model))
+        loaded.load_state_dict(state)
+        assert loaded.optimization_step == 0
+        assert all(map(torch.equal, loaded.shadow_params, initial))
+    with pytest.raises(ema_client.InvalidArgumentError, match="2 parameters are given"):
+        loaded.load_state_dict({"shadow_params": initial[:2]})
+    with ema:
+        ema.step(trainer.parameters())
+        assert "shadow_params" not in ema.state_dict()
+        assert all(map(torch.equal, ema.shadow_params, own))
+
+
 def test_the_next_step_waits_for_weights_that_are_read(server, client, model):
     """With the optimizer, the push goes on after step(), and the optimizer waits for it."""
     parameter = torch.nn.Parameter(torch.ones(24 << 20))
@@ -256,7 +294,9 @@ def test_it_resumes(server, client, model, tmp_path, kept):
 
     replayed = Trainer()
     if kept == "folder":
-        saved = EMAModel.from_pretrained(tmp_path, diffusers.UNet2DModel).state_dict()
+        read = EMAModel.from_pretrained(tmp_path, diffusers.UNet2DModel)
+        assert all(map(torch.equal, read.shadow_params, average))
+        saved = read.state_dict()
     with make(replayed, model) as ema:
         ema.load_state_dict(saved)
         assert (ema.decay, ema.use_ema_warmup, ema.optimization_step) == (0.9, True, 8)
