@@ -487,3 +487,24 @@ def test_a_signal_handler_may_use_the_attachment_while_it_waits(tmp_path, model,
         assert calls == [call]
         assert ema.stats.pushes >= 1
         ema.close(timeout_s=1)
+
+
+def test_a_tensor_that_is_skipped_is_named_once_and_counted(server, client, model, caplog):
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    options = {"non_finite": "skip", "tracks": {"raw": "copy"}}
+    with ema_client.attach(net, None, server.url(model), **options) as ema:
+        ema.after_step()
+        with torch.no_grad():
+            net[1].weight[0, 0] = torch.nan
+        for _ in range(3):
+            ema.after_step()
+        with torch.no_grad():
+            net[0].bias[0] = torch.inf
+        ema.after_step()
+    assert ema.stats.skipped_tensors == {"1.weight": 4, "0.bias": 1}
+    assert (ema.stats.pushes, ema.stats.skipped) == (5, 0)
+    told = [r.getMessage() for r in caplog.records if "NaN or infinity" in r.getMessage()]
+    assert len(told) == 2
+    assert f'model "{model}": step 2 has NaN or infinity in 1 tensors' in told[0]
+    assert "): 1.weight; stats.skipped_tensors" in told[0]
+    assert "step 5" in told[1] and "): 0.bias; " in told[1]

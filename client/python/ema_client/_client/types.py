@@ -406,12 +406,15 @@ class Stats:
         skipped: steps that were due and did not become a version, such as those of an outage.
         sent_bytes: handed to the network, resends included.
         wait_seconds: how long the hooks have delayed the training.
+        skipped_tensors: with non_finite "skip", by name: pushes in which the tensor kept its averages,
+            because its values were not finite. A push names at most 16.
     """
 
     pushes: int
     skipped: int
     sent_bytes: int
     wait_seconds: float
+    skipped_tensors: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ class PushOptions:
     max_outage_s: float
     check: bool
     averaged_buffers: AveragedBuffers
+    non_finite: NonFinite
 
 
 def check_values(given: Mapping[str, Any]) -> None:

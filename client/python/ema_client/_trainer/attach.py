@@ -328,6 +328,7 @@ def attach(
                 max_outage_s=max_outage_s,
                 check=check,
                 averaged_buffers=plan.averaged_buffers(tensors_of()),
+                non_finite=non_finite,
             ),
             client=plan.client,
             joined=joined,

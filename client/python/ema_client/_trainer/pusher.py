@@ -78,6 +78,8 @@ class Pusher:
         self._gpus: frozenset[int] = frozenset()
         # The last exception from reading the weights; the engine keeps only its text.
         self._read_failure: EmaError | None = None
+        # By name: pushes whose values the server skipped.
+        self._skipped_tensors: dict[str, int] = {}
         self.adopt(joined)
 
     def adopt(self, joined: Joined) -> None:
@@ -93,6 +95,8 @@ class Pusher:
             check=options.check,
         )
         self._version: Version | None = None
+        # The last version whose skipped tensors are counted.
+        self._counted = self.engine.version
 
     @property
     def version(self) -> Version | None:
@@ -111,7 +115,7 @@ class Pusher:
         self.look()
         fields = self.engine.stats
         fields["wait_seconds"] += self.other_wait_seconds
-        return Stats(**fields)
+        return Stats(**fields, skipped_tensors=dict(self._skipped_tensors))
 
     @property
     def step(self) -> int:
@@ -167,6 +171,7 @@ class Pusher:
         self.has_stepped = True
         reading = _Step(self, step)
         self.engine.after_step(step, reading)
+        self._count_skipped_tensors()
         if reading.has_read and self.weights.must_wait:
             self.wait_released()
         if self.follow is not None:
@@ -209,8 +214,31 @@ class Pusher:
         if self.lock.acquire(blocking=False):
             try:
                 self.engine.poll(threading.get_ident() != self._trainer)
+                self._count_skipped_tensors()
             finally:
                 self.lock.release()
+
+    def _count_skipped_tensors(self) -> None:
+        """Counts those of the last push, and warns of each once."""
+        if self.options.non_finite != "skip":
+            return
+        fields, counted = self.engine.version, self._counted
+        self._counted = fields
+        if fields is None or fields == counted:
+            return
+        names = fields["skipped_tensors"]
+        new = [name for name in names if name not in self._skipped_tensors]
+        for name in names:
+            self._skipped_tensors[name] = self._skipped_tensors.get(name, 0) + 1
+        if new:
+            _logger.warning(
+                'model "%s": step %d has NaN or infinity in %d tensors, which keep their averages '
+                '(non_finite="skip"): %s; stats.skipped_tensors counts such pushes',
+                self.options.model_name,
+                fields["step"],
+                fields["skipped_tensor_count"],
+                some(new),
+            )
 
     def _frozen_changed(self) -> bool:
         tensors = self.options.tensors_of()
