@@ -21,6 +21,7 @@ from ema_client._model.torch_model import (
     check_no_dtensor,
     check_values_here,
     named_tensors,
+    non_finite,
     specs_of,
     unwrap,
     write,
@@ -50,9 +51,9 @@ def compute_ema(
     """Moves `ema_model`'s weights towards those of `model`, in place, like Composer's function.
 
     `ema = smoothing * ema + (1 - smoothing) * model` for floating-point parameters and buffers,
-    computed as on the server: in float32, with one rounding less. Integer and bool buffers are
-    copied. Tied tensors count once. An average that is not contiguous float32 in host memory is
-    computed on a copy.
+    A float64 average is computed in float64, others as on the server: in float32, with one rounding
+    less. Values that are infinite in both models stay so. Integer and bool buffers are copied. Tied tensors count once. An average that is not
+    contiguous in host memory, or of less than 32 bits, is computed on a copy.
 
     Args:
         model: the model with the latest weights. DistributedDataParallel and torch.compile are
@@ -95,8 +96,14 @@ def compute_ema(
 
     wait_unread(target.values())
     # Keyed by the tensor, so that tied ones count once.
-    pairs = {id(ema): (ema, source[name]) for name, ema in target.items()}.values()
-    averaged = [(ema, _on_host(param)) for ema, param in pairs if ema.is_floating_point()]
+    pairs = {id(ema): (name, ema) for name, ema in target.items()}.values()
+    # The kernel computes in float32, and makes NaN of an infinity that stays.
+    not_float32 = {*non_finite(source), *(n for n, e in pairs if e.dtype == torch.float64)}
+    averaged = [
+        (ema, _on_host(source[name]))
+        for name, ema in pairs
+        if ema.is_floating_point() and name not in not_float32
+    ]
     # Outside inference mode, PyTorch does not write tensors that were created in it.
     with torch.inference_mode():
         emas = [_on_host(ema).float() for ema, _ in averaged]
@@ -104,16 +111,20 @@ def compute_ema(
         for (ema, _), folded in zip(averaged, emas):
             if folded.data_ptr() != ema.data_ptr():
                 ema.copy_(folded)
-        for ema, param in pairs:
+        for name, ema in pairs:
             if not ema.is_floating_point():
-                ema.copy_(param)
+                ema.copy_(source[name])
+            elif name in not_float32:
+                dtype = torch.float64 if ema.dtype == torch.float64 else torch.float32
+                param = source[name].to(ema.device, dtype)
+                ema.copy_(ema.to(dtype) * smoothing + param * (1.0 - smoothing))
 
 
 def _all_names(what: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under all of their names."""
     tensors = named_tensors(unwrap(model))
     named = tensors.all()
-    check_values_here(what, unwrap(model), named)
+    check_values_here(what, unwrap(model), named, may_be_meta=False)
     for name, others in tensors.aliases.items():
         named.update(dict.fromkeys(others, named[name]))
     return named

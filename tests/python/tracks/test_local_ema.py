@@ -480,6 +480,21 @@ def test_compute_ema_of_other_dtypes_and_layouts():
     assert ema_model.norm.num_batches_tracked == model.norm.num_batches_tracked
 
 
+def test_compute_ema_computes_in_float64_and_keeps_infinities():
+    model = torch.nn.Linear(3, 2).double()
+    with torch.no_grad():
+        model.weight.fill_(1e300)
+        model.bias.fill_(1 + 2**-40)
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    ema_model = copy.deepcopy(model)
+    ema_model.bias.data.fill_(1.0)
+    model.mask, ema_model.mask = model.mask.float(), ema_model.mask.bfloat16()
+    compute_ema(model, ema_model, smoothing=0.75)
+    torch.testing.assert_close(ema_model.weight, model.weight, rtol=1e-15, atol=0)
+    assert ema_model.bias.tolist() == [1 + 2**-42] * 2
+    assert torch.equal(ema_model.mask.float(), model.mask)
+
+
 def test_compute_ema_counts_tied_tensors_once():
     model, ema_model = Net(), Net()
     torch.nn.init.zeros_(ema_model.head.weight)
