@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import check_options, check_tracks, options_of_start, saved_state
+from ema_client._client.arrays import check_materialized
 from ema_client._client.out import check_castable
 from ema_client._client.read import pull
 from ema_client._client.state import State
@@ -132,7 +133,7 @@ class EMAModel:
         self._model_name = None if url is None else split_url(url)[1]
         self._url = url
         self._options = options
-        given = list(parameters)
+        given = _materialized(parameters)
         self._shapes, self._names = _shapes_of(given), _names_of(given, model)
         # The averages before the first step; None: they are on the server.
         self._initial: list[torch.Tensor] | None = _copies(given)
@@ -384,9 +385,17 @@ class EMAModel:
         return None
 
     def _checked(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        result = list(parameters)
+        result = _materialized(parameters)
         _check_shapes_by_place("parameters that EMAModel was made with", self._shapes, result)
         return result
+
+
+def _materialized(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """InvalidArgumentError: a parameter has no shape yet, or no values."""
+    result = list(parameters)
+    for place, parameter in enumerate(result):
+        check_materialized(f"parameter {place}", parameter)
+    return result
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

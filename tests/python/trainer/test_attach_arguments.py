@@ -53,17 +53,60 @@ BAD_VALUES = [
 ]
 
 
-def test_a_lazy_module_is_named(server, client, model):
-    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LazyLinear(4))
-    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
-    for make in (
-        lambda: ema_client.attach(net, optimizer, server.url(model)),
+@pytest.mark.parametrize("kind", ["lazy", "meta"])
+def test_a_module_that_is_not_materialized_is_named_by_every_entry(server, client, model, kind):
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
+    if kind == "lazy":
+        net[1] = torch.nn.LazyLinear(4)
+    else:
+        net[1].to("meta")
+    url = server.url(model)
+    local = ema_client.LocalEMA(whole)
+    local.update()
+    with ema_client.attach(whole, None, url) as ema:
+        ema.after_step()
+    with ema_client.Client(server.address) as other:
+        other.create_model(f"{model}-pushed", whole.state_dict(), tracks={"ema": "2ba"})
+
+    def swap(averaged):
+        with averaged:
+            pass
+
+    def push():
+        with client.open_run(f"{model}-pushed") as run:
+            run.push(step=1, weights=net.state_dict())
+
+    def ema_model(given):
+        name = f"{model}-{callable(given) and type(given).__name__}"
+        options = {"preset": "ema_pytorch", "ema_model": given}
+        with ema_client.attach(whole, None, server.url(name), **options) as ema:
+            ema.after_step()
+            ema.ema_model
+
+    uses = [
+        lambda: ema_client.attach(net, None, url, existing="new"),
         lambda: ema_client.LocalEMA(net),
-    ):
-        with pytest.raises(
-            ema_client.InvalidArgumentError, match='"1.weight".*run a forward before'
-        ):
-            make()
+        lambda: ema_client.compute_ema(net, whole),
+        lambda: ema_client.compute_ema(whole, net),
+        lambda: swap(ema_client.averaged(net, url)),
+        lambda: swap(local.averaged(net)),
+        lambda: local.copy_to(net),
+        lambda: client.pull(model, out=net),
+        lambda: client.pull(model, out=net.state_dict()),
+        push,
+        lambda: ema_model(net),
+        lambda: ema_model(lambda: net),
+    ]
+    if kind == "lazy":  # On the meta device, these need no values.
+        uses.append(lambda: ema_client.load_into(net, url))
+        uses.append(
+            lambda: client.create_model(f"{model}-n", net.state_dict(), tracks={"ema": "2ba"})
+        )
+    cure = {"lazy": '"1.weight".*run a forward first', "meta": r"1.weight.*model.to_empty\("}[kind]
+    for use in uses:
+        with pytest.raises(ema_client.InvalidArgumentError, match=cure):
+            use()
 
 
 @pytest.mark.parametrize("kept_by", ["DeepSpeed ZeRO-3", "the meta device"])

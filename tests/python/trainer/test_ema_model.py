@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import ema_client
 import pytest
@@ -63,6 +64,62 @@ def calls(monkeypatch) -> list[str]:
 
         monkeypatch.setattr(ema_client.Client, name, record)
     return made
+
+
+class Uncopied(torch.nn.Linear):
+    """Copies as itself."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def locked():
+    net = torch.nn.Linear(3, 2)
+    net.lock = threading.Lock()
+    return net
+
+
+def weight_normed():
+    net = torch.nn.utils.weight_norm(torch.nn.Linear(3, 2))
+    net(torch.ones(1, 3))
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize(
+    "make, problem",
+    [
+        (locked, "cannot be copied .TypeError: cannot pickle"),
+        (weight_normed, "cannot be copied .RuntimeError: Only Tensors created explicitly"),
+        (lambda: Uncopied(3, 2), "shares memory with the trained model: weight, bias"),
+    ],
+    ids=["lock", "weight_norm", "itself"],
+)
+def test_a_model_that_cannot_be_copied(server, model, make, problem):
+    net = make()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with ema_client.attach(net, None, server.url(model), half_life="4ba") as ema:
+        ema.after_step()
+        with torch.no_grad():
+            next(net.parameters()).add_(1)
+        ema.after_step()
+        own = {name: value.clone() for name, value in net.state_dict().items()}
+        cure = r"with ema_client.averaged\(model, url\)"
+        with pytest.raises(ema_client.FailedPreconditionError, match=f"{problem}.*{cure}"):
+            ema.ema_model
+        assert all(parameter.requires_grad for parameter in net.parameters())
+        assert_same_bits(own, net.state_dict())
+        with ema_client.averaged(net, server.url(model)):
+            assert any(not torch.equal(own[name], net.state_dict()[name]) for name in before)
+
+
+def test_the_trained_model_is_no_module_for_the_averages(server, model):
+    net = torch.nn.Linear(3, 2)
+    options = {"preset": "ema_pytorch", "ema_model": net}
+    with ema_client.attach(net, None, server.url(model), **options) as ema:
+        ema.after_step()
+        with pytest.raises(ema_client.FailedPreconditionError, match="shares memory with the"):
+            ema.ema_model
 
 
 def test_is_the_average_of_this_very_step(server, model, trainer):

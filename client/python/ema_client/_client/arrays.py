@@ -29,6 +29,7 @@ DTYPES = (
 )
 #: Where the names of a module's tensors and those of the server's are, for `check_names`.
 MODULE_AND_SERVER = ("in the module", "on the server")
+ON_META = "on the meta device; first give the model memory (model.to_empty(device=...)) and values"
 # The most names that a message lists.
 _NAMED = 10
 
@@ -39,11 +40,24 @@ def is_instance(value: object, module: str, name: str) -> bool:
     return framework is not None and isinstance(value, getattr(framework, name))
 
 
+def check_materialized(what: str, value: Any, *, may_be_meta: bool = False) -> None:
+    """InvalidArgumentError: a torch tensor of a lazy module without a shape, or on the meta device."""
+    if is_instance(value, "torch.nn.parameter", "UninitializedTensorMixin"):
+        raise InvalidArgumentError(
+            f"{what}: belongs to a lazy module, and has no shape yet; run a forward first (in training, "
+            "before you create the optimizer)",
+            reason="BAD_LAYOUT",
+        )
+    if not may_be_meta and is_instance(value, "torch", "Tensor") and value.is_meta:
+        raise InvalidArgumentError(f"{what}: {ON_META}", reason="BAD_LAYOUT")
+
+
 def read(name: str, value: Any, boxes: BoxCache | None = None) -> _ema.Array:
     """Reads `value` in place; of a DTensor, this rank's part. It is copied first if it is neither
     in host memory nor on an NVIDIA GPU; if it is not contiguous, unless it is a torch tensor in
     host memory; or if PyTorch has yet to negate it (the `imag` of a `conj()`)."""
     check_text("tensor name", name)
+    check_materialized(f'"{name}"', value)
     dtype = ""
     offsets: tuple[int, ...] | None = None
     if is_dtensor(value):
@@ -116,6 +130,7 @@ def spec_of(
 ) -> _ema.Spec:
     """The spec that the server gets of a tensor; does not read the elements."""
     check_text("tensor name", name)
+    check_materialized(f'"{name}"', value, may_be_meta=True)
     if isinstance(value, TensorSpec):
         return name, value.dtype, value.shape, value.is_buffer, value.aliases
     if hasattr(value, "dtype") and hasattr(value, "shape"):

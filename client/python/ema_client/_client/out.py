@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ema_client._client.arrays import check_names, check_shapes, is_instance
+from ema_client._client.arrays import (
+    ON_META,
+    check_materialized,
+    check_names,
+    check_shapes,
+    is_instance,
+    some,
+)
 from ema_client._client.types import Overflow
 from ema_client._errors import InvalidArgumentError
 
@@ -20,12 +27,15 @@ def check_writable(what: str, targets: Mapping[str, Any]) -> None:
 
     Other types are not checked here: `write_arrays` rejects them.
     """
-    problems = [
-        f"{name}: {problem}" for name, target in targets.items() if (problem := _problem(target))
-    ]
+    problems: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        check_materialized(f'"{name}"', target, may_be_meta=True)
+        if problem := _problem(target):
+            problems.setdefault(problem, []).append(name)
     if problems:
+        texts = [f"{some(names)}: {problem}" for problem, names in problems.items()]
         raise InvalidArgumentError(
-            f"{what}: cannot be written: {'; '.join(problems)}", reason="BAD_LAYOUT"
+            f"{what}: cannot be written: {'; '.join(texts)}", reason="BAD_LAYOUT"
         )
 
 
@@ -187,7 +197,7 @@ def _problem(target: Any) -> str | None:
         if target.layout != torch.strided:
             return f"its layout is {target.layout}"
         if target.is_meta:
-            return "on the meta device, where it has no memory"
+            return ON_META
         strides: Sequence[int] = target.stride()
     elif is_instance(target, "numpy", "ndarray"):
         if not target.flags.writeable:

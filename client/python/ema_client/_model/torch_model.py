@@ -182,9 +182,7 @@ def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
     return found
 
 
-_ON_META = (
-    "they are on the meta device; first give them memory (model.to_empty(device=...)) and values"
-)
+_ON_META = f"they are {arrays.ON_META}"
 _BY_ACCELERATE = (
     "accelerate's hooks keep them and write them back at each forward; do this before you offload the "
     "model, or first call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
@@ -227,7 +225,7 @@ def named_tensors(
     has gathered are sharded again.
 
     Raises:
-        InvalidArgumentError: part of the module is FSDP1's.
+        InvalidArgumentError: part of the module is FSDP1's, or lazy without shapes.
     """
 
     def clean_name(name: str) -> str:
@@ -241,6 +239,8 @@ def named_tensors(
 
     _refuse_fsdp1(module)
     shard_again(module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        arrays.check_materialized(f'"{name}"', tensor, may_be_meta=True)
     parameters = [(clean_name(name), tensor) for name, tensor in module.named_parameters()]
     listed = {id(tensor): tensor for tensor in module.buffers()}
     first_names = {id(tensor): name for name, tensor in parameters}

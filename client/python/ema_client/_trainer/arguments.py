@@ -53,17 +53,11 @@ def check_values(given: Mapping[str, Any]) -> None:
 
 
 def check_module(model: object) -> None:
-    """InvalidArgumentError: not a torch.nn.Module, or a lazy one whose shapes are not known yet."""
+    """InvalidArgumentError: not a torch.nn.Module."""
     import torch
 
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model of type {_type_name(model)}: must be a torch.nn.Module")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise InvalidArgumentError(
-                f'"{name}": belongs to a lazy module, and has no shape yet; run a forward before you create '
-                "the optimizer"
-            )
 
 
 def _count(least: int) -> Callable[[str, object], None]:

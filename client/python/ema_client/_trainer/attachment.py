@@ -260,8 +260,8 @@ class Attachment:
             The version that the copy holds.
 
         Raises:
-            FailedPreconditionError: there is no version yet; the attachment is closed, and `ema_model` had
-                not been accessed; or, with on_error "skip" or after `close`, an update has failed and
+            FailedPreconditionError: there is no version yet; the model cannot be copied; the attachment is
+                closed, and `ema_model` had not been accessed; or, with on_error "skip" or after `close`, an update has failed and
                 left values of two versions.
             NotFoundError: there are several tracks, and none is named "ema".
             EmaError: the push has not ended within `max_wait_s`, or the pull failed. With on_error "skip",

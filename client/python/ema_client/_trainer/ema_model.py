@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._client import arrays
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+_WITHOUT_COPY = (
+    'evaluate in "with ema_client.averaged(model, url):", or call ema_client.load_into(other, url) with '
+    "another module"
+)
+
 
 class AveragedCopy:
     """A module with one track's values.
@@ -61,7 +66,8 @@ class AveragedCopy:
         function that makes one; None: a deep copy of `model`.
 
         Raises:
-            InvalidArgumentError: `given` has other names or shapes; or the model has DTensors.
+            InvalidArgumentError: the model has DTensors, or cannot be copied; or `given` has other names
+                or shapes, no values, or memory of the model.
             EmaError: as `Client.pull`.
         """
         import torch
@@ -78,10 +84,11 @@ class AveragedCopy:
                 given = given()
         if given is not None:
             ours, theirs = names.all(), named_tensors(given).all()
-            check_values_here("ema_model", given, theirs)
             places = ("in ema_model", "in the trained model")
             arrays.check_names("ema_model", expected=ours, given=theirs, places=places)
             arrays.check_shapes("ema_model", expected=ours, given=theirs, places=places)
+            needed = {name: one for name, one in theirs.items() if not ours[name].is_meta}
+            check_values_here("ema_model", given, needed, may_be_meta=False)
         start = time.monotonic()
         self._weights = client.pull(
             model_name, track=track, dtype=half_of(names.all()), framework="torch"
@@ -96,8 +103,12 @@ class AveragedCopy:
             }
             # The first access may be in inference mode, and later ones outside it.
             with torch.inference_mode(False):
-                given = copy.deepcopy(model, memo)
+                given = self._copied(model, memo)
+            copies = named_tensors(given).all()
+            arrays.check_names("ema_model", expected=names.all(), given=copies)
+            self._check_apart(copies)
         else:
+            self._check_apart(named_tensors(given).all())
             for name, parameter in named_tensors(given).parameters.items():
                 if name in self._weights and _may_share(parameter, self._weights[name]):
                     parameter.data = self._weights[name]
@@ -105,6 +116,32 @@ class AveragedCopy:
         self._write()
         self.version = self._weights.version  # The version in the module.
         self.problem = ""  # Why the module cannot be used.
+
+    def _copied(self, model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+        """FailedPreconditionError: the model cannot be copied."""
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as raised:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": ema_model: the model cannot be copied '
+                f"({type(raised).__name__}: {raised}); {_WITHOUT_COPY}",
+                reason="BAD_REQUEST",
+            ) from raised
+
+    def _check_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """FailedPreconditionError: averages would be written into the trained model."""
+        trained = named_tensors(self._model).all()
+        shared = [
+            name
+            for name, tensor in tensors.items()
+            if name in self._weights and tensor.numel() > 0 and _are_one(tensor, trained[name])
+        ]
+        if shared:
+            raise FailedPreconditionError(
+                f'model "{self._model_name}": ema_model: the module for the averages shares memory with the '
+                f"trained model: {arrays.some(shared)}; {_WITHOUT_COPY}",
+                reason="BAD_REQUEST",
+            )
 
     def refresh(self, timeout_s: float | None) -> None:
         """Updates the values to the newest version.
