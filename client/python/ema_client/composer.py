@@ -11,7 +11,10 @@ import contextlib
 import logging
 from typing import Any
 
+import torch
 from composer import algorithms
+from composer.algorithms.ema.ema import EMAParameters
+from composer.callbacks import CheckpointSaver
 from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 
@@ -25,14 +28,15 @@ from ema_client._callbacks import (
     saved_state,
     warn_of_newest,
 )
+from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.types import TrainingTime, Version, VersionLike, Weights
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
-from ema_client._evaluator.averaged import swapped
+from ema_client._evaluator.averaged import OwnValues, swapped, write_average
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import unwrap
+from ema_client._model.torch_model import named_tensors, unwrap, write
 from ema_client._tracks import presets
 from ema_client._tracks.track import Track
 from ema_client._trainer.attach import attach
@@ -45,6 +49,11 @@ _TRACK = "ema"
 # Arguments of `attach` that this class sets itself.
 _OWN = ("preset", "start_step", "time", "resume")
 _CHECKPOINTS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT)
+# Events by which the training has its own weights again after an evaluation or a checkpoint.
+_TRAINING = (
+    *(Event.FIT_START, Event.BATCH_START, Event.EPOCH_END, Event.ITERATION_END),
+    *(Event.EVAL_END, Event.FIT_END),
+)
 
 
 class EMA(Algorithm):
@@ -55,11 +64,12 @@ class EMA(Algorithm):
     differ. After ema_start, evaluations use the averaged weights, also `trainer.eval()` after
     training: all ranks wait for the pending push, and use the same version. If it cannot be read,
     evaluations during training use the training weights, with a warning, if on_error is "skip". The
-    average is in the trainer's memory only during evaluations.
+    average is in the trainer's memory only during evaluations and while a checkpoint is saved.
 
-    Unlike with Composer, the model in a checkpoint has the training weights. The checkpoint also
-    identifies its average, which the server keeps on its disk (without a --data-dir it cannot, and
-    a warning says so). A trainer with `load_path` continues from this average.
+    As with Composer, the model in a checkpoint has the averaged weights after ema_start, and the
+    algorithm's state has the training weights, with which a trainer with `load_path` continues. The
+    checkpoint also identifies its average, which the server keeps on its disk (without a --data-dir
+    it cannot, and a warning says so), and from which the average continues.
 
     Must not be combined with `composer.algorithms.SWA`, which averages the weights and writes them into
     the model itself, nor with Composer's own EMA, which swaps them at the same events.
@@ -67,6 +77,8 @@ class EMA(Algorithm):
     Args:
         half_life, smoothing, ema_start, update_interval: as for `composer.algorithms.EMA`.
         url: "ema://host:port/model".
+        save_average: the model in a checkpoint has the averaged weights, if they can be read; else
+            the training weights, with a warning. False: the training weights.
         options: of `ema_client.attach`, such as tracks (more averages), wire_dtype, on_error, max_wait_s.
 
     Raises:
@@ -86,6 +98,7 @@ class EMA(Algorithm):
         update_interval: str | None = None,
         *,
         url: str,
+        save_average: bool = True,
         **options: Any,
     ) -> None:
         check_options(type(self).__name__, options, own=_OWN)
@@ -101,14 +114,18 @@ class EMA(Algorithm):
             "composer", **{name: self._preset[name] for name in self._preset if name != "preset"}
         )
         check_tracks({**options, "preset": self._preset})
+        #: The share of the average that each update keeps, as Composer's.
+        self.smoothing = track.smoothing
         is_by_epoch = str(track.update_interval).endswith("ep")
         self._update_event = Event.EPOCH_END if is_by_epoch else Event.BATCH_END
         self._start = Time.from_timestring(ema_start)
+        self._saves_average = save_average
         self._address, self._model_name = split_url(url)
         self._url = url
         self._options = options
-        # ema_start has been reached: Composer would evaluate with its average.
-        self._started = False
+        #: ema_start has been reached, as Composer's.
+        self.ema_started = False
+        self._model: torch.nn.Module | None = None
         self._resume: dict[str, Any] | None = None
         self._attachment: Attachment | None = None
         # The last version of the closed attachment, for later evaluations.
@@ -117,6 +134,66 @@ class EMA(Algorithm):
         self._pulled: Weights | None = None
         # Holds the model's own weights while it has the averaged ones.
         self._swap: contextlib.ExitStack | None = None
+        self._own = OwnValues()
+        # From a loaded checkpoint whose averaged weights are still in the model: the training weights.
+        self._training: dict[str, torch.Tensor] | None = None
+
+    @property
+    def ema_weights_active(self) -> bool:
+        """The trainer's model has the averaged weights now, as Composer's."""
+        return self._swap is not None or self._training is not None
+
+    @property
+    def ema_model(self) -> EMAParameters | None:
+        """The averages of the last push in a new object of Composer's class, pulled at each use; before
+        ema_start the training weights. None: no trainer has this algorithm yet."""
+        if self._model is None:
+            return None
+        named = named_tensors(unwrap(self._model))
+        values = named.all() if not self.ema_started else self._pull_alone()
+        result = EMAParameters(None)
+        result.named_parameters_dict = {
+            name: values[name].detach().clone()
+            for name, parameter in named.parameters.items()
+            if parameter.requires_grad and name in values
+        }
+        result.named_buffers_dict = {
+            name: values[name].detach().clone() for name in named.buffers if name in values
+        }
+        return result
+
+    def get_ema_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Writes the averages of the last push into a model of the same names, and returns it. Before
+        ema_start, the training weights.
+
+        Raises:
+            InvalidArgumentError: the trainer's model has the averages now; or the model does not
+                match, and was not changed.
+            EmaError: the pull failed.
+        """
+        if self.ema_weights_active:
+            raise InvalidArgumentError("get_ema_model: the trainer's model has the averages now")
+        if self.ema_started:
+            weights = self._pull_alone()
+            ignored = self._ignored(weights)
+            write_average(model, "model", weights, weights.aliases, ignored=ignored)
+        elif self._model is not None:
+            write_average(model, "model", named_tensors(unwrap(self._model)).all(), {})
+        return model
+
+    def get_training_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Writes the training weights into a model of the same names, and returns it.
+
+        Raises:
+            InvalidArgumentError: the trainer's model has the training weights now; or the model does
+                not match, and was not changed.
+        """
+        if not self.ema_weights_active:
+            raise InvalidArgumentError(
+                "get_training_model: the trainer's model has the training weights now"
+            )
+        write_average(model, "model", self._training_weights(), {})
+        return model
 
     @property
     def attachment(self) -> Attachment | None:
@@ -126,14 +203,15 @@ class EMA(Algorithm):
     def close(self) -> None:
         """Waits for the last push, and closes the attachment. Call it after `trainer.fit`, or not
         at all. A later `fit` attaches again."""
+        self._swap_out()
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.close()
             self._last = attachment.version
 
     def match(self, event: Event, state: State) -> bool:
-        if event in (Event.BATCH_START, Event.EVAL_END, *_CHECKPOINTS):
-            return self._swap is not None
+        if event in _CHECKPOINTS:
+            return self._swap is not None or self._is_saved(event, state)
         if event in (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END):
             return self._pulled is not None
         return event in (
@@ -142,16 +220,19 @@ class EMA(Algorithm):
             self._update_event,
             Event.EVAL_START,
             Event.FIT_END,
-        )
+        ) or (event in _TRAINING and self._swap is not None)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event in _TRAINING:
+            self._swap_out()
         if event == Event.INIT:
             _check_others(state)
+            self._model = state.model
         elif event == Event.FIT_START:
             _check_others(state)
             self._attach(state)
         elif event == self._update_event:
-            self._started = self._started or self._should_start(state)
+            self.ema_started = self.ema_started or self._should_start(state)
             assert self._attachment is not None
             self._attachment._count(state.timestamp.batch.value)
         elif event == Event.EVAL_START:
@@ -160,13 +241,30 @@ class EMA(Algorithm):
             self._end_fit()
         elif event in (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END):
             self._pulled = None
-        else:
-            self._swap_out()
+        elif event in _CHECKPOINTS:
+            self._swap_out()  # After an evaluation that has failed.
+            if self._is_saved(event, state):
+                self._pulled = None
+                self._swap_in(state, doing="saving")
+                self._pulled = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Identifies the average that belongs to the trainer's checkpoint; the server saves it."""
+        """Identifies the average that belongs to the trainer's checkpoint; the server saves it. While the
+        model has the averaged weights, the state has the training weights where Composer's has them.
+        """
         state: dict[str, Any] = super().state_dict()
-        state |= {"started": self._started, "average": self._resume}
+        state |= {
+            "ema_started": self.ema_started,
+            "ema_weights_active": self.ema_weights_active,
+            "average": self._resume,
+        }
+        if self.ema_weights_active:
+            assert self._model is not None
+            weights, buffers = self._training_weights(), named_tensors(unwrap(self._model)).buffers
+            state["ema_model"] = {
+                "named_parameters_dict": {n: weights[n] for n in weights if n not in buffers},
+                "named_buffers_dict": {n: weights[n] for n in weights if n in buffers},
+            }
         if self._attachment is not None:
             state["average"] = saved_state(self._attachment, self._options)
         return state
@@ -177,15 +275,25 @@ class EMA(Algorithm):
         Raises:
             InvalidArgumentError: the state is of Composer's own EMA.
         """
-        if "ema_model" in state:
+        if "average" not in state:
             raise InvalidArgumentError(
                 "the checkpoint is of Composer's own EMA, and its model may have averaged weights: load "
                 "it with composer.algorithms.EMA, and save the training weights"
             )
-        self._started = bool(state.get("started", False))
-        self._resume = state.get("average")
+        self.ema_started = bool(state["ema_started"])
+        self._resume = state["average"]
+        self._training = None
+        if state["ema_weights_active"]:
+            own = state["ema_model"]
+            self._training = {**own["named_parameters_dict"], **own["named_buffers_dict"]}
 
     def _attach(self, state: State) -> None:
+        self._model = state.model
+        if self._training is not None:
+            named = named_tensors(unwrap(state.model)).all()
+            own, self._training = self._training, None
+            arrays.check_names("the training weights in the checkpoint", expected=named, given=own)
+            write((tensor, own[name]) for name, tensor in named.items())
         batch = state.timestamp.batch.value
         attachment = self._attachment
         if attachment is not None and attachment.module is not unwrap(state.model):
@@ -221,6 +329,17 @@ class EMA(Algorithm):
             )
         self._attachment, self._resume = attachment, None
 
+    def _is_saved(self, event: Event, state: State) -> bool:
+        """Whether the averages shall be in a checkpoint that is saved at this event."""
+        return (
+            self._saves_average
+            and self.ema_started
+            and any(
+                isinstance(saver, CheckpointSaver) and saver.save_interval(state, event)
+                for saver in state.callbacks
+            )
+        )
+
     def _should_start(self, state: State) -> bool:
         if self._start.unit == TimeUnit.DURATION:
             elapsed = state.get_elapsed_duration()
@@ -230,8 +349,8 @@ class EMA(Algorithm):
     def _raises(self) -> bool:
         return self._attachment is None or raises(self._options)
 
-    def _swap_in(self, state: State) -> None:
-        if self._swap is not None or not self._started:
+    def _swap_in(self, state: State, *, doing: str = "evaluating") -> None:
+        if self.ema_weights_active or not self.ema_started:
             return
         try:
             if self._pulled is None:
@@ -246,8 +365,9 @@ class EMA(Algorithm):
             if self._raises():
                 raise
             _logger.warning(
-                'model "%s": evaluating the training weights, without the average: %s',
+                'model "%s": %s the training weights, without the average: %s',
                 self._model_name,
+                doing,
                 error,
             )
 
@@ -257,7 +377,15 @@ class EMA(Algorithm):
             failure: EmaError | None = None
             try:
                 what = f'model "{self._model_name}"'
-                stack.enter_context(swapped(state.model, what, weights, weights.aliases))
+                swap = swapped(
+                    state.model,
+                    what,
+                    weights,
+                    weights.aliases,
+                    ignored=self._ignored(weights),
+                    own=self._own,
+                )
+                stack.enter_context(swap)
             except Exception as raised:
                 failure = failure_of(raised)
             self._ranks().gather_or_raise(failure, None)
@@ -282,6 +410,20 @@ class EMA(Algorithm):
         assert weights is not None
         return weights
 
+    def _ignored(self, weights: Weights) -> set[str]:
+        """The model's tensors that the track ignores."""
+        assert self._model is not None
+        names = named_tensors(unwrap(self._model)).all()
+        return {name for name in names if name not in weights and name not in weights.aliases}
+
+    def _pull_alone(self) -> Weights:
+        """The averages of the last push, on this rank."""
+        if self._attachment is None:
+            return self._pull_resumed()
+        version = self._attachment.wait_pushed()
+        with Client(self._address, timeout_s=pull_patience_s(self._options)) as client:
+            return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
+
     def _pull_resumed(self) -> Weights:
         version: VersionLike | None = self._last if self._resume is None else self._resume
         if version is None:
@@ -296,6 +438,15 @@ class EMA(Algorithm):
         if self._swap is not None:
             swap, self._swap = self._swap, None
             swap.close()
+
+    def _training_weights(self) -> dict[str, torch.Tensor]:
+        """REQUIRES: the model has the averaged weights."""
+        assert self._model is not None
+        if self._training is not None:
+            return self._training
+        own = {id(tensor): value for tensor, value in self._own.pairs()}
+        named = named_tensors(unwrap(self._model)).all()
+        return {name: own.get(id(tensor), tensor.detach()) for name, tensor in named.items()}
 
     def _end_fit(self) -> None:
         """Waits for the last push, so that it is committed before the program ends."""

@@ -227,9 +227,16 @@ def test_a_checkpoint_brings_the_average_back(server, client, model, train, tmp_
     average = {name: value.clone() for name, value in client.pull(model, track="ema").items()}
     path = tmp_path / "ep1-ba6-rank0.pt"
     saved = torch.load(path, weights_only=False)["state"]
-    # Not the averaged weights.
-    assert_same_bits(first["trained"][6], saved["model"])
+    # As Composer: the averaged weights in the model, the training weights in the algorithm.
     ((name, state),) = saved["algorithms"]
+    by_epoch = averages(first["trained"], {"half_life": "4ba", "update_interval": "4ba"})[0]
+    assert_same_bits(by_epoch[6], saved["model"])
+    own = {
+        **state["ema_model"]["named_parameters_dict"],
+        **state["ema_model"]["named_buffers_dict"],
+    }
+    assert_same_bits(first["trained"][6], own)
+    assert state["ema_weights_active"]
     assert (name, state["average"]["step"]) == ("EMA", 6)
     steps = {entry.version.number: entry.version.step for entry in client.versions(model)}
     assert steps[state["average"]["version"]] == 4
@@ -249,6 +256,73 @@ def test_a_checkpoint_brings_the_average_back(server, client, model, train, tmp_
     expected, _ = averages(first["trained"], {"half_life": "4ba", "update_interval": "4ba"})
     assert_same_bits(expected[6], evaluated)
     assert_same_bits(average, client.pull(model, track="ema"))
+
+
+@pytest.mark.parametrize(
+    "case", ["as theirs", "before ema_start", "save_average=False", "no server"]
+)
+def test_a_checkpoint_has_the_weights_that_composers_has(model, train, tmp_path, case):
+    """Composer's own EMA, too, continues from such a checkpoint."""
+    options = {"half_life": "4ba", "ema_start": "9ba" if case == "before ema_start" else "2ba"}
+    folders = {kind: tmp_path / kind for kind in ("theirs", "ours")}
+    job = {"save_interval": "3ba"}
+    theirs = train("theirs", options=options, save_folder=str(folders["theirs"]), **job)
+    with ServerProcess(tmp_path / "server", data_dir=tmp_path / "data") as server:
+        ours = train(
+            "ours",
+            options={
+                "url": server.url(model),
+                **options,
+                **({"save_average": False} if case == "save_average=False" else {}),
+                "max_wait_s": 2,
+            },
+            save_folder=str(folders["ours"]),
+            **({"kills": [5, server.pid]} if case == "no server" else {}),
+            **job,
+        )
+        server.kill()
+    assert "error" not in ours, ours["error"]
+    # After the training, the trainer's model has its own weights.
+    assert_same_bits(ours["trained"][12], ours["model"])
+    saved = {
+        kind: (
+            torch.load(folder / "ep0-ba6-rank0.pt", weights_only=False)["state"]
+            if (folder / "ep0-ba6-rank0.pt").exists()
+            else torch.load(folder / "ep1-ba6-rank0.pt", weights_only=False)["state"]
+        )
+        for kind, folder in folders.items()
+    }
+    (_, state), (_, their_state) = (saved[kind]["algorithms"][0] for kind in ("ours", "theirs"))
+    if case != "as theirs":
+        assert_same_bits(ours["trained"][6], saved["ours"]["model"])
+        assert not state["ema_weights_active"] and "ema_model" not in state
+    if case in ("as theirs", "before ema_start"):
+        assert largest_ulps(saved["ours"]["model"], saved["theirs"]["model"]) <= 6
+        assert state["ema_weights_active"] == their_state["ema_weights_active"]
+        assert state["ema_started"] == their_state["ema_started"]
+    if case != "as theirs":
+        return
+    for part in ("named_parameters_dict", "named_buffers_dict"):
+        own = {name: state["ema_model"][part][name] for name in their_state["ema_model"][part]}
+        assert_same_bits(their_state["ema_model"][part], own)
+    (path,) = folders["ours"].glob("ep*-ba6-rank0.pt")
+    resumed = train("theirs", options=options, load_path=str(path))
+    assert "error" not in resumed, resumed["error"]
+    assert_same_bits(theirs["trained"][12], resumed["trained"][12])
+
+
+def test_models_with_the_average(server, client, model, train):
+    options = {"url": server.url(model), "half_life": "4ba"}
+    before = train("ours", options=options, calls=["models"])
+    assert "error" not in before, before["error"]
+    for tensors in before["models"].values():  # The trainer's own.
+        assert_same_bits({n: before["model"][n] for n in tensors}, tensors)
+    ours = train("ours", options=options, calls=["fit", "models"])
+    assert "error" not in ours, ours["error"]
+    expected = averages(ours["trained"], {"half_life": "4ba"})[1]
+    assert_same_bits(expected, ours["models"]["ema"])
+    assert set(expected) - set(ours["models"]["of"]) == {"scale"}  # Frozen, as with Composer.
+    assert_same_bits({n: expected[n] for n in ours["models"]["of"]}, ours["models"]["of"])
 
 
 def test_a_start_that_was_not_pushed_comes_with_the_next_push(server, client, model, train):

@@ -90,6 +90,14 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Of a module, or of Composer's EMAParameters."""
+    return {
+        name: value.detach().clone()
+        for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
 def no_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("no memory")
 
@@ -125,6 +133,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         run_name="run",
     )
     swapped = ema_composer.swapped
+    models: dict[str, Any] = {}
     try:
         if job.get("starves"):
             ema_composer.swapped = no_memory
@@ -133,9 +142,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
                 trainer.fit(duration="3ba")
             elif call == "close":
                 algorithm.close()
+            elif call == "models":
+                models = {"of": algorithm.ema_model, "ema": algorithm.get_ema_model(Model())}
             else:
                 getattr(trainer, call)(*([loader()] if call == "eval" else []))
         result = {"trained": recorder.trained, "evaluated": recorder.evaluated}
+        result["model"] = weights_of(model)
+        result["models"] = {name: tensors_of(one) for name, one in models.items()}
         if job["kind"] == "ours":
             result["stats"] = vars(algorithm.attachment.stats) if algorithm.attachment else None
             algorithm.close()

@@ -124,6 +124,10 @@ class OwnValues:
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The model's tensors, each with its own value."""
+        return list(self._values)
+
     def put_back(self) -> None:
         values, self._values = self._values, []
         write(values)
