@@ -292,7 +292,8 @@ class EMA(Algorithm):
         if self._training is not None:
             named = named_tensors(unwrap(state.model)).all()
             own, self._training = self._training, None
-            arrays.check_names("the training weights in the checkpoint", expected=named, given=own)
+            places = ("in the checkpoint", "in the model")
+            arrays.check_names("training weights", expected=named, given=own, places=places)
             write((tensor, own[name]) for name, tensor in named.items())
         batch = state.timestamp.batch.value
         attachment = self._attachment

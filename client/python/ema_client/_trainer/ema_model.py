@@ -105,7 +105,8 @@ class AveragedCopy:
             with torch.inference_mode(False):
                 given = self._copied(model, memo)
             copies = named_tensors(given).all()
-            arrays.check_names("ema_model", expected=names.all(), given=copies)
+            places = ("in its copy", "in the trained model")
+            arrays.check_names("ema_model", expected=names.all(), given=copies, places=places)
             self._check_apart(copies)
         else:
             self._check_apart(named_tensors(given).all())
