@@ -10,6 +10,7 @@ import ema_client
 import pytest
 import torch
 from ema_client._callbacks import averaged_or_own
+from ema_client._client.first_weights import share_of_first_weights
 from ema_client._evaluator.averaged import read_average
 from ema_client._evaluator.reading import WhichAverage
 from ema_client._model.torch_model import write
@@ -186,7 +187,7 @@ def test_which_track_must_be_clear(server, client, model):
         ({"half_life": "4ba", "ema_start": "3ba"}, False),
         ({"smoothing": 0.9, "ema_start": "3ba", "before_start": "hold", "buffers": "copy"}, False),
         ({"smoothing": 0.9, "ema_start": "3ba", "before_start": "copy"}, True),
-        ({"half_life": "4ba", "tensor_rules": {"1.*": "half_life=2ba, ema_start=3ba"}}, True),
+        ({"smoothing": 0.05, "tensor_rules": {"1.*": "half_life=2ba, ema_start=3ba"}}, True),
     ],
     ids=["reinit", "hold", "copy", "of a rule"],
 )
@@ -224,6 +225,71 @@ IGNORING = {
         "ignore_startswith_names": ["head."],
     },
 }
+
+
+SHARES = {
+    "half_life": {"half_life": "100ba"},
+    "interval": {"half_life": "100ba", "update_interval": "7ba"},
+    "smoothing": {"decay": 0.99, "update_interval": "3ba"},
+    "start": {"half_life": "100ba", "ema_start": "20ba"},
+    "hold": {"smoothing": 0.98, "ema_start": "20ba", "before_start": "hold"},
+    "ramp_ratio": {"half_life": "100ba", "ramp_ratio": 2.0},
+    "ramp": {"ramp": 500, "min_decay": 0.95, "update_interval": "4ba"},
+    "inv_gamma": {"inv_gamma": 1, "power": 0.9, "update_interval": "15ba"},
+    "epochs": {"half_life": "2ep", "update_interval": "1ba"},
+}
+
+
+@pytest.mark.parametrize("fields", SHARES.values(), ids=SHARES.keys())
+def test_the_share_of_the_first_weights(client, model, fields):
+    client.create_model(model, {"w": torch.ones(1)}, tracks={"ema": fields})
+    start = 20 if "ema_start" in fields and "before_start" not in fields else 1
+    with client.open_run(model) as run:
+        for step in range(1, 61):
+            time = {"batch": step, "ep": step // 10}
+            # Nothing but the first weights adds to the average.
+            value = torch.full((1,), float(step <= start))
+            version = run.push(step=step, weights={"w": value}, time=time)
+            if step in (30, 60):
+                real = client.pull(model, framework="torch")["w"].item()
+                share = share_of_first_weights(version.tracks["ema"], version.time)
+                assert share == pytest.approx(real, rel=0.02) or max(share, real) < 0.1
+
+
+@pytest.mark.parametrize("count_from", [0, 10_000], ids=["from 0", "from step 10000"])
+def test_a_short_run_is_told_once_how_much_are_first_weights(
+    server, client, model, caplog, count_from
+):
+    net = torch.nn.Linear(2, 2)
+    url = server.url(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with ema_client.attach(
+        net, optimizer, url, half_life="500ba", update_interval="10ba", start_step=count_from
+    ) as ema:
+        optimizer.step()
+        with ema_client.averaged(net, url):
+            assert not caplog.records  # It does not lag behind yet.
+        for _ in range(249):
+            optimizer.step()
+        for _ in range(2):
+            with ema_client.averaged(net, url):
+                pass
+        ema_client.load_into(net, url)
+        assert ema.ema_model is not None
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f'model "{model}": track "ema": at step {count_from + 250}, 71 % of the average' in told
+    assert 'half_life="500ba", ramp_ratio=0.1' in told
+
+    caplog.clear()
+    with ema_client.attach(
+        net, optimizer, server.url(f"{model}-cured"), half_life="500ba", ramp_ratio=0.1
+    ):
+        for _ in range(250):
+            optimizer.step()
+        with ema_client.averaged(net, server.url(f"{model}-cured")):
+            assert not caplog.records
 
 
 @pytest.mark.parametrize("arguments", IGNORING.values(), ids=IGNORING)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
+from ema_client._client.first_weights import warn_of_first_weights
 from ema_client._client.out import check_castable, check_writable
 from ema_client._client.pieces import Piece, pieces_of, selected
 from ema_client._client.types import ModelInfo, Version, VersionLike, Weights
@@ -53,7 +54,8 @@ def averaged(
     ignores keep the model's own values. The average of tied tensors goes to each of their names
     that the model has. The model's own values are restored bit for bit, also after an exception;
     with several such blocks, when the last of them has ended. Keeps a copy of the model's values
-    until then. Warns if the track has not reached its ema_start and still holds its first weights.
+    until then. Warns if the track has not reached its ema_start and still holds its first weights,
+    and once if these have more than 10 % of the weight in the average.
 
     Waits, with a warning, until the model exists and has a version, unless `must_exist`, `version` or
     `step` is given, or this thread trains the model.
@@ -236,6 +238,8 @@ def read_average(model: torch.nn.Module, which: WhichAverage) -> Average:
 
     with reading(model, which, match) as (asked, (ignored, wanted, pieces)):
         weights, pulled = asked.pull(wanted, pieces)
+    if asked.ranks.rank == 0:
+        warn_of_first_weights(asked.info.name, pulled, asked.track)
     return Average(
         asked.info.name,
         asked.track,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
+from ema_client._client.first_weights import warn_of_first_weights
 from ema_client._client.out import check_castable, check_writable, saturated
 from ema_client._client.pieces import Piece, local_of, pieces_of
 from ema_client._client.pull_arguments import check_device
@@ -79,7 +80,7 @@ def load_into(
     the track ignores are left as they are. For a model of DTensors each rank reads its own pieces,
     as with `averaged`; all ranks must call this together. With `rename` or `process_group` the
     model may also be a part of the server's, such as a pipeline stage: then the track may have
-    other tensors, too. Warns like `averaged` if the track has not started.
+    other tensors, too. Warns like `averaged` if the track has not started, or has just done so.
 
     Args:
         model: the module; DistributedDataParallel and torch.compile are unwrapped.
@@ -154,6 +155,7 @@ def load_into(
                 del match.names[name]
     if ranks.rank == 0:
         warn_of_no_average(info.name, pulled, asked.track)
+        warn_of_first_weights(info.name, pulled, asked.track)
     module = unwrap(model)
     failure: Exception | None = None
     made: dict[int, torch.Tensor] = {}

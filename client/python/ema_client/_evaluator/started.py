@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 
+from ema_client._client.first_weights import schedule_of
 from ema_client._client.types import Version
 
 _logger = logging.getLogger(__name__)
@@ -36,6 +37,4 @@ def _schedule(version: Version, track: str) -> dict[str, str]:
     record = version.tracks.get(track)
     if record is None or record.averaged_count > 0:
         return {}
-    # The text begins with the schedule; options and tensor rules follow.
-    fields = record.config.partition("; ")[0].split(", ")
-    return {name: value for name, _, value in (field.partition("=") for field in fields)}
+    return schedule_of(record)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ema_client._client import arrays
 from ema_client._client.client import Client
+from ema_client._client.first_weights import warn_of_first_weights
 from ema_client._client.state import version_id
 from ema_client._client.types import Version
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
@@ -319,6 +320,8 @@ class EmaModel:
                 )
             else:
                 copied.refresh(timeout_s)
+            assert self._copy is not None
+            warn_of_first_weights(model_name, self._copy.version, self.average_name())
         except EmaError as error:
             if raises or self._copy is None:
                 raise
