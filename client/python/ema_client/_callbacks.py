@@ -20,7 +20,9 @@ from ema_client._evaluator.reading import WhichAverage
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import write
-from ema_client._trainer.arguments import MAX_OUTAGE_S, check_values
+from ema_client._tracks.preset_arguments import FURTHER_NAMES
+from ema_client._tracks.typed_arguments import CallbackTrackArguments
+from ema_client._trainer.arguments import MAX_OUTAGE_S, RunArguments, check_values
 from ema_client._trainer.attach import KEYWORDS, options_and_tracks
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.resume import warn_of_no_state
@@ -31,17 +33,23 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
+class CallbackArguments(CallbackTrackArguments, RunArguments, total=False):
+    """The options of a callback that passes them to `attach`, and has `decay`, `device` and
+    `use_buffers` itself."""
+
+
 def check_options(
     caller: str, given: Mapping[str, Any], *, own: Collection[str] = ("resume",)
 ) -> None:
     """Checks the options of a callback. With a preset, unknown names may be the preset's:
-    `check_tracks` checks them.
+    `check_tracks` checks them. A callback that sets the preset itself takes no schedule.
 
     Raises:
         TypeError: `attach` does not have the option, or the callback sets it itself (`own`).
         InvalidArgumentError: a bad value.
     """
-    known = [name for name in KEYWORDS if name not in own]
+    of_schedule = () if "preset" in own else FURTHER_NAMES
+    known = [name for name in (*KEYWORDS, *of_schedule) if name not in own]
     has_preset = given.get("preset") is not None and "preset" not in own
     for name in given:
         if name not in known and (name in own or not has_preset):

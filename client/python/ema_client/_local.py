@@ -28,6 +28,7 @@ from ema_client._model.torch_model import (
 )
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike, only_average
+from ema_client._tracks.typed_arguments import TrackArguments
 from ema_client._trainer.arguments import check_module
 from ema_client._trainer.buffers import (
     AveragedBuffers,
@@ -40,6 +41,7 @@ from ema_client._trainer.joining import check_dtypes, ignored_by_all, of_known_d
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
 # The unit roundoff of float32, which has 24 significant bits.
 _FLOAT_UNIT = 2.0**-24
@@ -210,7 +212,8 @@ class LocalEMA:
         tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema", as for `attach`.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore may have any
             dtype.
-        preset_arguments: the preset's own arguments, as for `attach`.
+        track_arguments: `decay` for `smoothing`, other fields of a `Track`, or the preset's own arguments,
+            as for `attach`.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -240,7 +243,7 @@ class LocalEMA:
         paused: bool | None = None,
         snapshot_interval: str | None = None,
         tracks: Mapping[str, TrackLike] | None = None,
-        **preset_arguments: Any,
+        **track_arguments: Unpack[TrackArguments],
     ) -> None:
         rule = EmaRule(
             preset=preset,
@@ -253,7 +256,7 @@ class LocalEMA:
             compensated=compensated,
             paused=paused,
             snapshot_interval=snapshot_interval,
-        ).with_arguments(preset_arguments, inspect.signature(LocalEMA).parameters)
+        ).with_arguments(track_arguments, inspect.signature(LocalEMA).parameters)
         check_module(model)
         self._module = unwrap(model)
         check_no_dtensor(self._module)

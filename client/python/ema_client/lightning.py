@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import (
+    CallbackArguments,
     averaged_or_own,
     check_options,
     check_tracks,
@@ -37,7 +38,7 @@ from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues
 from ema_client._tracks.presets import check_count, refuse
-from ema_client._tracks.track import WHOLE_TRACK, Track
+from ema_client._tracks.track import SCHEDULE_NAMES, WHOLE_TRACK, Track
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 
@@ -50,7 +51,7 @@ _AVERAGE = "average_in_state_dict"
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Arguments of `attach` for the track "ema", in place of Lightning's.
-_SCHEDULE = ("half_life", "smoothing", "update_interval", "ema_start", "preset")
+_SCHEDULE = (*SCHEDULE_NAMES, "preset")
 
 
 def _callback_class() -> type:
@@ -64,6 +65,8 @@ def _callback_class() -> type:
 
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     _Callback = object
 else:
     _Callback = _callback_class()
@@ -112,7 +115,7 @@ class EMAWeightAveraging(_Callback):
         copy_at_end: after the fit the model has averaged weights, as with Lightning's callback, if
             the average has started. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
-        options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
+        arguments: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
             on_error "skip", the default, an unreachable server causes a warning: the model then is
             validated with its own weights.
 
@@ -144,9 +147,10 @@ class EMAWeightAveraging(_Callback):
         save_average: bool | None = None,
         copy_at_end: bool = True,
         track: str | None = None,
-        **options: Any,
+        **arguments: Unpack[CallbackArguments],
     ) -> None:
         super().__init__()
+        options: dict[str, Any] = dict(arguments)
         check_options(type(self).__name__, options)
         theirs = _given(
             decay=(decay, None),

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import (
+    CallbackArguments,
     averaged_or_own,
     check_options,
     check_tracks,
@@ -44,6 +45,8 @@ from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     _TrainerCallback = object
 else:
     from transformers import TrainerCallback as _TrainerCallback
@@ -56,6 +59,12 @@ STATE_FILE = "ema_state.json"
 # checkpoints. Not directly in the checkpoint, where Trainer takes a folder with a PEFT adapter for a
 # further adapter of the model.
 TRACKS_FOLDER = "tracks"
+
+
+class _Arguments(CallbackArguments, total=False):
+    decay: float | None
+    device: Any
+    use_buffers: bool
 
 
 class EmaCallback(_TrainerCallback):
@@ -88,7 +97,7 @@ class EmaCallback(_TrainerCallback):
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         resume_from_checkpoint: the folder that the trainer resumes from, if that is neither
             args.resume_from_checkpoint nor in args.output_dir.
-        options: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
+        arguments: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
             files={}, the server's checkpoints have no files beside the weights. With on_error
             "skip", the default, an unreachable server causes a warning: the model is then evaluated
             with its own weights.
@@ -115,8 +124,9 @@ class EmaCallback(_TrainerCallback):
         copy_at_end: bool = False,
         track: str | None = None,
         resume_from_checkpoint: str | os.PathLike[str] | None = None,
-        **options: Any,
+        **arguments: Unpack[_Arguments],
     ) -> None:
+        options: dict[str, Any] = dict(arguments)
         check_options(type(self).__name__, options)
         check_tracks(options)
         self._model_name = split_url(url)[1]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ema_client
@@ -107,6 +108,15 @@ def test_what_is_no_schedules_goes_with_a_preset():
     assert track_from(track_of("ema", kept)).snapshot_interval == "9sp"
 
 
+def test_decay_is_another_name_of_smoothing():
+    track = Track(decay=0.9)
+    assert track == Track(smoothing=0.9) and track.smoothing == 0.9
+    assert dataclasses.replace(track, update_interval="5ba").smoothing == 0.9
+    assert track_of("ema", {"decay": 0.9}) == track_of("ema", track)
+    rules = Track(half_life="5ba", tensor_rules={"a": {"decay": 0.9}}).tensor_rules
+    assert rules == Track(half_life="5ba", tensor_rules={"a": {"smoothing": 0.9}}).tensor_rules
+
+
 def test_tracks_are_values():
     rules = {"head.*": "ignore", "bn.*": "copy"}
     a = Track(half_life="5ba", tensor_rules=rules)
@@ -120,11 +130,12 @@ BAD = {
     "two": (Track(half_life="5ba", smoothing=0.5), "half_life and smoothing"),
     "copy-too": ({"half_life": "5ba", "copy": True}, "half_life and copy"),
     "field": ({"halflife": "5ba"}, '"halflife".*"half_life"'),
-    "decay": (
-        {"decay": 0.9},
-        '"decay"; did you mean "smoothing", the share.*"timm", "decay": 0.999',
+    "ema_decay": (
+        {"ema_decay": 0.9},
+        '"ema_decay"; did you mean "decay", the share.*"timm", "decay": 0.999',
     ),
-    "ema_decay": ({"ema_decay": 0.9}, '"ema_decay"; did you mean "smoothing"'),
+    "both": ({"decay": 0.9, "smoothing": 0.8}, "smoothing 0.8 and decay 0.9 are both given"),
+    "decay-range": ({"decay": 1.5}, "smoothing 1.5"),
     "strange": ({"zzz": 1}, '"zzz".*smoothing'),
     "other-rule": (Track(half_life="5ba", power=0.5), "power.*inv_gamma"),
     "alone": (Track(power=0.5), "power.*inv_gamma"),

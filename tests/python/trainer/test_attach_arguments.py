@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import pathlib
 
 import ema_client
 import pytest
 import torch
+from ema_client._tracks.track import track_from, track_of
 
 BAD_VALUES = [
     ({"max_wait_s": -1}, r"max_wait_s -1: must be seconds, 0 or more"),
@@ -291,6 +293,79 @@ def test_what_is_of_no_track_is_refused(server, name, value):
             make()
 
 
+FIELDS = [
+    {"half_life": "500ba", "ramp_ratio": 0.1},
+    {"ramp_ratio": 0.1},
+    {"half_life": "500ba", "debias": True, "ema_end": "900ba"},
+    {"decay": 0.9, "zero_init": "debias"},
+    {"inv_gamma": 2.0, "power": 0.75, "min_decay": 0.1, "max_decay": 0.99},
+    {"ramp": 10, "interval_phase": 1, "update_interval": "4ba"},
+    {"sigma_rel": 0.1, "age_offset": 1},
+    {"uniform": True, "ema_start": "3ba", "before_start": "copy"},
+    {"copy": True},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_a_tracks_fields_are_arguments(server, client, model, fields):
+    net, optimizer = make_trainer()
+    tracks = {"slow": "1000ba"}
+    ema_client.attach(net, optimizer, server.url(model), tracks=tracks, **fields).close()
+    expected = track_from(track_of("ema", ema_client.Track(**fields)))
+    assert client.model(model).tracks == {
+        "ema": expected,
+        "slow": track_from(
+            track_of("slow", "1000ba", update_interval=fields.get("update_interval"))
+        ),
+    }
+    local = ema_client.LocalEMA(net, tracks=tracks, **fields)
+    assert str(local._tracks["ema"].track) == str(track_of("ema", ema_client.Track(**fields)))
+
+
+BOTH = [
+    (
+        {"ramp_ratio": 0.1, "tracks": {"ema": "5ba"}},
+        'ramp_ratio: for the track "ema", which is in tracks, too; give all of it there, such as '
+        r'tracks=\{"ema": \{"ramp_ratio": 0.1\}\}',
+    ),
+    (
+        {"debias": True, "tracks": {"fast": "5ba", "raw": "copy"}},
+        'debias: for the track "ema".*, such as '
+        r'tracks=\{"fast": \{"half_life": "5ba", "debias": True\}\}',
+    ),
+    ({"preset": "torch", "tracks": {"ema": "5ba"}}, 'preset: .*"ema": .*"preset": "torch"'),
+    ({"decay": 0.9, "smoothing": 0.8}, "smoothing 0.8 and decay 0.9 are both given.*give one"),
+    ({"decay": 0.9, "half_life": "5ba"}, "half_life and smoothing"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BOTH)
+def test_what_is_given_twice_is_named_with_the_cure(server, client, model, arguments, message):
+    net, optimizer = make_trainer()
+    for make in (
+        lambda: ema_client.attach(net, optimizer, server.url(model), **arguments),
+        lambda: ema_client.LocalEMA(net, **arguments),
+    ):
+        with pytest.raises(ema_client.InvalidArgumentError, match=message):
+            make()
+    with pytest.raises(ema_client.NotFoundError):
+        client.model(model)
+
+
+def test_the_lines_to_copy_work_as_they_are(server, client, model):
+    page = (pathlib.Path(__file__).parents[3] / "client/docs/schedules.md").read_text()
+    lines = page.partition("in one minute")[2].partition("```python")[2].partition("```")[0]
+    lines = [line for line in lines.splitlines() if line.startswith("ema =")]
+    assert len(lines) == 5
+    for number, line in enumerate(lines):
+        net, optimizer = make_trainer()
+        names = {"model": net, "optimizer": optimizer, "url": server.url(f"{model}-{number}")}
+        exec(line, {"ema_client": ema_client}, names)
+        with names["ema"]:
+            optimizer.step()
+        assert client.model(f"{model}-{number}").tracks.keys() == {"ema"}
+
+
 def test_the_line_of_an_ema_pytorch_user(server, client, model):
     net, optimizer = make_trainer()
     kept = torch.nn.Linear(3, 2)
@@ -323,8 +398,8 @@ UNKNOWN = [
     ({"preset": {"preset": "composer", "half_life": "2ba"}, "half_life": "3ba"}, '"half_life" is'),
     ({"preset": {"preset": "timm", "compensated": True}, "compensated": True}, '"compensated" is'),
     ({"haf_life": "3ba"}, '"haf_life"; did you mean "half_life"'),
-    ({"beta": 0.9}, '"beta"; did you mean "smoothing", the share .* preset="ema_pytorch"'),
-    ({"decay": 0.9}, '"decay"; did you mean "smoothing", the share .* preset="ema_pytorch"'),
+    ({"ramp_ration": 0.1}, '"ramp_ration"; did you mean "ramp_ratio"'),
+    ({"beta": 0.9}, '"beta"; did you mean "decay", the share .* preset="ema_pytorch"'),
     ({"preset": "ema_pytorch", "decay": 0.9}, '"decay"; did you mean "beta", the share'),
     ({"preset": "karras", "ema_decay": 0.9}, '"ema_decay"; the preset "karras" has '),
 ]

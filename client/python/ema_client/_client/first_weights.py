@@ -69,7 +69,7 @@ def _decay(fields: dict[str, str], half_life: float, step: float, age: float) ->
     if "ramp_ratio" in fields:
         length = min(half_life, float(fields["ramp_ratio"]) * age)
         return float(2 ** (-step / length)) if length > 0 else 0.0
-    position = age - 1
+    position = age - 1 + float(fields.get("count_offset", 0))
     if position <= 0:
         return 0.0
     if "ramp" in fields:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets `attach` and `LocalEMA` take a preset's own arguments as keyword arguments."""
+"""Lets `attach` and `LocalEMA` take a track's fields and a preset's own arguments as keyword arguments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ema_client._errors import InvalidArgumentError
 from ema_client._given import nearest_name
 from ema_client._tracks.presets import argument_names
 from ema_client._tracks.track import (
+    SCHEDULE_NAMES,
     WHOLE_TRACK,
     TensorRules,
     TrackLike,
@@ -22,11 +23,22 @@ from ema_client._tracks.track import (
 # Arguments that `attach` and `LocalEMA` have, too. If the preset has one of the same name, it has
 # the same meaning, and the preset gets it.
 _SHARED = ("half_life", "smoothing", "update_interval", "ema_start")
+#: Further fields of a schedule, which `attach` and `LocalEMA` take as keyword arguments, too.
+FURTHER_NAMES = tuple(name for name in SCHEDULE_NAMES if name not in _SHARED)
+# Of these, the ones that choose no rule.
+_OPTIONS_OF_RULES = (
+    *("before_start", "ema_end", "interval_phase", "debias", "zero_init", "power"),
+    *("min_decay", "max_decay", "age_offset"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class EmaRule:
-    """How the track "ema" averages: the arguments of `attach` with these names."""
+    """How the track "ema" averages: the arguments of `attach` with these names.
+
+    Attributes:
+        further: those of FURTHER_NAMES that are given, without a preset.
+    """
 
     preset: str | Mapping[str, Any] | None
     half_life: str | None
@@ -38,23 +50,27 @@ class EmaRule:
     compensated: bool | None = None
     paused: bool | None = None
     snapshot_interval: str | None = None
+    further: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> EmaRule:
-        """A copy with `extra` added to the preset's arguments.
+        """A copy with `extra` added to the preset's arguments, or without a preset to the schedule.
 
         Args:
             extra: keyword arguments that the calling function does not have itself.
             own_names: the names of those that it has.
 
         Raises:
-            TypeError: an argument that the preset does not have either, or that is given twice.
+            TypeError: an argument that neither the preset nor a schedule has, or that is given twice.
             InvalidArgumentError: there is no such preset.
         """
         preset, in_preset = self._split()
-        names = set() if preset is None else argument_names(preset)
+        names: Collection[str] = FURTHER_NAMES if preset is None else argument_names(preset)
         for name in extra:
             if name not in names:
                 raise TypeError(_unknown(name, preset, names, own_names))
+        if preset is None:
+            further = {name: value for name, value in extra.items() if value is not None}
+            return dataclasses.replace(self, further=further)
         shared = {name: getattr(self, name) for name in _SHARED if name in names}
         shared = {name: value for name, value in shared.items() if value is not None}
         twice = sorted(in_preset.keys() & (extra.keys() | shared.keys() | self._whole().keys()))
@@ -63,7 +79,7 @@ class EmaRule:
         if not extra and not shared:
             return self
         # update_interval also applies to the other tracks without their own.
-        moved = {name: None for name in shared if name != "update_interval"}
+        moved: dict[str, Any] = {name: None for name in shared if name != "update_interval"}
         return dataclasses.replace(
             self, preset={"preset": preset, **in_preset, **shared, **extra}, **moved
         )
@@ -79,6 +95,7 @@ class EmaRule:
             "half_life": self.half_life,
             "smoothing": self.smoothing,
             "ema_start": self.ema_start,
+            **self.further,
         }
         given = {name: value for name, value in own.items() if value is not None}
         whole = self._whole()
@@ -94,18 +111,20 @@ class EmaRule:
                 )
             preset = {"preset": self.preset} if isinstance(self.preset, str) else self.preset
             all_tracks["ema"] = {**preset, **whole}
-        elif given or not others:
+        elif not others or not given.keys() <= set(_OPTIONS_OF_RULES):
             all_tracks["ema"] = {**given, **whole}
-        elif whole:
+        elif whole or given:
+            name = next(iter(others))
             raise InvalidArgumentError(
-                f"{' and '.join(whole)}: for the track that half_life, smoothing, ema_start or preset make; "
-                "with tracks alone, give each of these its own, such as "
-                'tracks={"ema": {"half_life": "1000ba", "compensated": True}}',
+                f"{' and '.join([*given, *whole])}: for the track \"ema\", which half_life, another rule, "
+                "ema_start or preset make; with tracks alone, give each of these its own, such as "
+                f"tracks={{{_text(name, others[name], {**given, **whole})}}}",
                 reason="BAD_SCHEDULE",
             )
         if "ema" in all_tracks and others is not None and "ema" in others:
             raise InvalidArgumentError(
-                f'{", ".join(given) or "preset"} is for the track "ema", which is in tracks too',
+                f"{' and '.join(given) or 'preset'}: for the track \"ema\", which is in tracks, too; give "
+                f"all of it there, such as tracks={{{_text('ema', all_tracks['ema'], {})}}}",
                 reason="BAD_SCHEDULE",
             )
         all_tracks.update(others or {})
@@ -127,6 +146,19 @@ class EmaRule:
             return self.preset, {}
         arguments = dict(self.preset)
         return arguments.pop("preset", None), arguments
+
+
+def _text(name: str, track: TrackLike, more: Mapping[str, Any]) -> str:
+    """An entry of a dict of tracks, as Python code, with `more` added to the track."""
+    fields = dict(track) if isinstance(track, Mapping) else {"half_life": "1000ba"}
+    if isinstance(track, str):
+        fields = {"copy": True} if track == "copy" else {"half_life": track}
+    items = ", ".join(f'"{key}": {_literal(value)}' for key, value in {**fields, **more}.items())
+    return f'"{name}": {{{items}}}'
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _unknown(

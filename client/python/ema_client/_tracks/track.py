@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
 from ema_client._given import DECAY_NAMES, check_by_name, nearest_name, without_underscores
 from ema_client._tracks import presets
+from ema_client._tracks.typed_arguments import PresetArguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: A tensor rule: "average", "copy", "ignore", or a schedule: a half-life such as "200ba", a
 #: schedule's text ("smoothing=0.9"), or a Track's fields as a dict.
@@ -33,7 +37,7 @@ class Track:
 
     - half_life, ramp_ratio, or both: `d = 2^(-elapsed / h)`, where `h` is the smaller of half_life
       and ramp_ratio * age.
-    - smoothing: `d = smoothing` at every update.
+    - smoothing, or by its other name decay: `d = smoothing` at every update.
     - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, where `s` is the time since the start, in the
       unit of the interval, minus one, plus count_offset.
     - ramp: `d = (1 + s) / (ramp + s)`.
@@ -47,7 +51,8 @@ class Track:
         half_life: training time until a contribution halves, such as "200ba" or "2ep".
         ramp_ratio: keeps the half-life short while training is young, such as 0.09 (EDM2).
         debias: with half_life: the average begins with zeros, and their share is removed.
-        smoothing: share of the old average kept in each update, in [0, 1); never rescaled.
+        smoothing: share of the old average kept in each update, in [0, 1); never rescaled. The
+            argument `decay` sets it, too.
         zero_init: with smoothing: the average begins with zeros: "plain", or "debias" (their share
             is removed).
         inv_gamma, power: of the warm-up by inv_gamma; power's default is 2/3.
@@ -112,11 +117,19 @@ class Track:
     compensated: bool = False
     paused: bool = False
     snapshot_interval: str | None = None
+    decay: dataclasses.InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, decay: float | None) -> None:
+        if decay is not None:
+            if self.smoothing is not None:
+                raise _bad(
+                    f"smoothing {self.smoothing!r} and decay {decay!r} are both given, and are two names "
+                    f"of one field: give one, such as decay={decay!r}"
+                )
+            object.__setattr__(self, "smoothing", decay)
         # One form of the decays and the rules: equal tracks compare equal, and have a hash.
         if isinstance(self.decays, Mapping):
-            points = (f"{time}:{decay}" for time, decay in self.decays.items())
+            points = (f"{time}:{value}" for time, value in self.decays.items())
             object.__setattr__(self, "decays", " ".join(points))
         object.__setattr__(self, "tensor_rules", _rules(self.tensor_rules))
 
@@ -125,7 +138,7 @@ class Track:
         return bool(self.copy)
 
     @classmethod
-    def preset(cls, name: str, /, **arguments: Any) -> Track:
+    def preset(cls, name: str, /, **arguments: Unpack[PresetArguments]) -> Track:
         """The track that averages as a library does, from that library's own arguments.
 
         With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third
@@ -262,7 +275,9 @@ _OTHER_RULES = frozenset(_NUMBERS) | {
     "uniform",
     "copy",
 }
-_FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Track))
+_FIELD_NAMES = (*(field.name for field in dataclasses.fields(Track)), "decay")
+#: The arguments of a Track that are part of its schedule.
+SCHEDULE_NAMES = tuple(name for name in _FIELD_NAMES if name not in WHOLE_TRACK)
 _DEFAULT_TRACK = Track()
 
 

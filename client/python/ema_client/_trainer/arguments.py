@@ -7,15 +7,17 @@ import dataclasses
 import operator
 import os.path
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from ema_client import _ema
 from ema_client._client.arrays import some
+from ema_client._client.files import FilesLike
 from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import check_seconds, check_timeout
 from ema_client._client.types import NonFinite, TimeLike, WireDtype
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.torch_model import NamedTensors
+from ema_client._tracks.track import TensorRules, TrackLike
 from ema_client._trainer.buffers import AveragedBuffers
 
 #: The default of `attach(max_outage_s=)`.
@@ -23,6 +25,34 @@ MAX_OUTAGE_S = 120.0
 
 OnError = Literal["skip", "wait", "raise"]
 Existing = Literal["error", "new", "continue"]
+
+
+class RunArguments(TypedDict, total=False):
+    """The arguments of `attach` that do not belong to the schedule, for functions that pass them on.
+    `attach` itself lists them with their defaults."""
+
+    tracks: Mapping[str, TrackLike] | None
+    time: Callable[[int], TimeLike] | None
+    tensor_rules: TensorRules | None
+    buffers: str | None
+    compensated: bool | None
+    paused: bool | None
+    snapshot_interval: str | None
+    non_finite: NonFinite
+    wire_dtype: WireDtype
+    rename: Callable[[str], str] | None
+    max_staging_bytes: int
+    max_pinned_versions: int | None
+    check: bool
+    process_group: Any
+    on_error: OnError
+    timeout_s: float | None
+    max_wait_s: float
+    max_outage_s: float
+    existing: Existing | None
+    start_step: int | None
+    keep_resumable: int
+    files: FilesLike | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from ema_client._model.torch_model import (
 )
 from ema_client._tracks.preset_arguments import EmaRule
 from ema_client._tracks.track import TensorRules, TrackLike
+from ema_client._tracks.typed_arguments import TrackArguments
 from ema_client._trainer.arguments import (
     MAX_OUTAGE_S,
     Arguments,
@@ -52,6 +53,7 @@ from ema_client._trainer.switch import PresetOptions
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
 _logger = logging.getLogger(__name__)
 
@@ -69,30 +71,30 @@ def attach(
     update_interval: str | None = None,
     ema_start: str | None = None,
     preset: str | Mapping[str, Any] | None = None,
+    tracks: Mapping[str, TrackLike] | None = None,
+    time: Callable[[int], TimeLike] | None = None,
     tensor_rules: TensorRules | None = None,
     buffers: str | None = None,
     compensated: bool | None = None,
     paused: bool | None = None,
     snapshot_interval: str | None = None,
-    tracks: Mapping[str, TrackLike] | None = None,
     non_finite: NonFinite = "reject",
     wire_dtype: WireDtype = "as pushed",
-    max_staging_bytes: int = STAGING_BYTES,
-    start_step: int | None = None,
-    time: Callable[[int], TimeLike] | None = None,
     rename: Callable[[str], str] | None = None,
-    process_group: Any = None,
+    max_staging_bytes: int = STAGING_BYTES,
     max_pinned_versions: int | None = None,
-    max_wait_s: float = 30.0,
-    timeout_s: float | None = None,
+    check: bool = False,
+    process_group: Any = None,
     on_error: OnError = "skip",
+    timeout_s: float | None = None,
+    max_wait_s: float = 30.0,
     max_outage_s: float = MAX_OUTAGE_S,
     existing: Existing | None = None,
     resume: Mapping[str, Any] | None = None,
+    start_step: int | None = None,
     keep_resumable: int = 5,
     files: FilesLike | None = None,
-    check: bool = False,
-    **preset_arguments: Any,
+    **track_arguments: Unpack[TrackArguments],
 ) -> Attachment:
     """Streams a model's weights to an EMA Server while it trains.
 
@@ -120,62 +122,82 @@ def attach(
             `after_step()` after each step. Needed for optimizers that train copies of the parameters, such
             as DeepSpeed's.
         url: "ema://host:port/model".
-        half_life: of the track "ema", such as "200ba". Without half_life, smoothing, preset and tracks:
-            "1000ba".
-        smoothing: of the track "ema", instead of a half-life: the share of the old average that each
-            update keeps, never rescaled.
-        update_interval: how often to update, such as "5ba"; for all tracks without their own.
-        ema_start: when the track "ema" starts to average, such as "0.1dur".
-        preset: the track "ema" averages as a library does: its name ("diffusers"), with `preset_arguments`,
-            or a dict of all: {"preset": "diffusers", "decay": 0.999}; see `Track.preset`. With ema_pytorch's
-            `update_model_with_ema_every`, the averages are written back into the model (Switch-EMA).
-        tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema"; see `Track`.
-            None: its defaults, or the preset's. If only `tracks` are given, each of them has its own.
-        tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore are not sent, and
-            may have any dtype, or consist of other tensors, as torchao's float8 weights do.
-        non_finite: as for `Client.create_model`. Unless "allow" is given, tracks ignore buffers that hold
-            NaN or infinity now, with a warning.
-        wire_dtype: as for `Client.open_run`: "bfloat16" halves the sent bytes.
-        max_staging_bytes: of this rank, as for `Client.open_run`.
-        start_step: the number of optimizer steps already made. None: continues after the model's newest
-            version, if there is one.
+
+    Args, the schedule (how the track "ema" averages; client/docs/schedules.md):
+        half_life: training time until a contribution halves, such as "200ba" (200 optimizer steps).
+            Default: "1000ba", unless another rule, a preset or only `tracks` are given.
+        smoothing, decay: instead of a half-life, under either name: the share of the old average that each
+            update keeps, such as 0.999, never rescaled.
+        update_interval: how often to update, such as "5ba"; for all tracks without their own. Default: one
+            unit of the half-life, such as "1ba".
+        ema_start: when averaging starts, such as "0.1dur". Default: at once.
+        ramp_ratio, debias, inv_gamma, power, ramp, min_decay, max_decay, sigma_rel, age_offset, uniform,
+            copy, zero_init, before_start, ema_end, interval_phase: other rules and their options, as for
+            `Track`. For a short training, ramp_ratio=0.1 shortens the half-life while training is young.
+        preset: averages as a library does: its name ("diffusers"), with the library's own arguments under
+            their names (beta=0.9999), or a dict of all: {"preset": "diffusers", "decay": 0.999}; see
+            `Track.preset`. A name that `attach` has, too, keeps its meaning here. The preset "composer" is
+            also given half_life, smoothing, update_interval and ema_start; the other tracks follow
+            update_interval all the same. With ema_pytorch's `update_model_with_ema_every`, the averages are
+            written back into the model (Switch-EMA). Default: None.
+        tracks: more tracks by name, as for `Client.create_model`, such as {"raw": "copy"}. If only
+            `tracks` are given, there is no track "ema" beside them. Default: None.
         time: a function that returns the training time after a number of steps, such as
             `lambda step: {"epoch": step // steps_per_epoch}`, equal on all ranks (for seconds, rank 0's time
             is broadcast). Needed for tracks in units other than batches. Unless it returns "batch", the
-            batches are the steps.
+            batches are the steps. Default: None.
+
+    Args, the tensors:
+        tensor_rules: of the track "ema": what to do with tensors by name or glob, as for `Track`, such as
+            {"head.*": "ignore"}. Default: all tensors are averaged. Tensors that all tracks ignore are not
+            sent, and may have any dtype, or consist of other tensors, as torchao's float8 weights do.
+        buffers, compensated, paused, snapshot_interval: of the track "ema", as for `Track`. Default: those of
+            `Track`, or the preset's.
+        non_finite: how a step is handled if a pushed float is NaN or infinity: "reject" (the default) the
+            step, "skip" the tensor, or "allow" the value. Unless "allow" is given, tracks ignore buffers that
+            hold NaN or infinity now, with a warning.
+        wire_dtype: as for `Client.open_run`: "as pushed" (the default), or "bfloat16", which halves the sent
+            bytes.
         rename: returns the name of a tensor on the server, for parts of a model whose tensors have the
-            same names on several ranks, such as experts. Without it, tensors of one name with equal
-            values at the start are taken for replicas, which must stay equal.
-        process_group: of torch.distributed: all ranks that train the model. None: the default group.
-        max_pinned_versions: as for `Client.create_model`.
-        max_wait_s: the most seconds that the hooks delay one step of the training. Does not apply to
-            on_error "wait", where a push has all of `timeout_s`.
-        timeout_s: seconds for a push, other ranks' included, and for each call of the set-up; None: 60.
+            same names on several ranks, such as experts. Without it (the default), tensors of one name with
+            equal values at the start are taken for replicas, which must stay equal.
+        max_staging_bytes: of this rank, as for `Client.open_run`. Default: 64 MiB.
+        max_pinned_versions: as for `Client.create_model`. Default: the server's.
+        check: a debugging aid: compares checksums of the weights before and after a push, and raises in the
+            next `optimizer.step()` if other code has written them in between; after the last push, `close`
+            warns. Reads the weights twice more. Default: False.
+
+    Args, distributed training:
+        process_group: of torch.distributed: all ranks that train the model. Default: the default group.
+
+    Args, failures (client/docs/outages.md):
+        on_error: how to treat a step that cannot be pushed: "skip" (the default) omits it, with a warning;
+            "raise" raises in the next `optimizer.step()`, before it changes anything; with "wait", each
+            `optimizer.step()` waits until the step before it is a version, even during an outage.
+        timeout_s: seconds for a push, other ranks' included, and for each call of the set-up. Default: 60.
             As long this function waits until every rank has called it. Also for each pull of the averages;
-            None: 600.
-        on_error: how to treat a step that cannot be pushed: "skip" omits it, with a warning; "raise" raises
-            in the next `optimizer.step()`, before it changes anything; with "wait", each `optimizer.step()`
-            waits until the step before it is a version, even during an outage. See client/docs/outages.md.
+            default there: 600.
+        max_wait_s: the most seconds that the hooks delay one step of the training. Does not apply to
+            on_error "wait", where a push has all of `timeout_s`. Default: 30.
         max_outage_s: for on_error "wait": the seconds after the first failed push until it raises.
+            Default: 120.
+
+    Args, resuming (client/docs/checkpoints.md):
         existing: how to treat a model that has an average of an earlier training. "error" raises, and
             changes nothing. "new" starts a new average: it deletes the model, which needs an admin's token
             where the server has tokens, and keeps its checkpoints on the server's disk. "continue" averages
             this training's weights into the old average: give it, too, where `load_state_dict` will resume.
-            None: "continue" with `resume`, else "error". An import (`Client.import_weights`) is continued
+            Default: "continue" with `resume`, else "error". An import (`Client.import_weights`) is continued
             unless this is "new". A model that has no version yet is used if it has the same tensors and
             tracks, else "error" and "new" create it again.
         resume: the result of `Attachment.state_dict` in the trainer's checkpoint, equal on all ranks: the
-            server restores the model to that state, and counting continues from there. None: no resume.
+            server restores the model to that state, and counting continues from there. Default: None.
+        start_step: the number of optimizer steps already made. Default: continues after the model's newest
+            version, if there is one.
         keep_resumable: how many versions saved by `Attachment.state_dict` the server keeps. If the trainer
-            keeps as many checkpoints, each finds its average.
+            keeps as many checkpoints, each finds its average. Default: 5.
         files: small files to put into the server's checkpoints, as for `Client.attach_files`; rank 0's are
-            used.
-        check: a debugging aid: compares checksums of the weights before and after a push, and raises in the
-            next `optimizer.step()` if other code has written them in between; after the last push, `close`
-            warns. Reads the weights twice more.
-        preset_arguments: the library's own arguments, under their names, such as beta=0.9999. A name that
-            `attach` has, too, keeps its meaning here. The preset "composer" is also given half_life,
-            smoothing, update_interval and ema_start; the other tracks follow update_interval all the same.
+            used. Default: None.
 
     Returns:
         The attachment. Call its `close()` when training ends, or use it in a `with` statement.
@@ -184,7 +206,7 @@ def attach(
         InvalidArgumentError (a ValueError): an argument is wrong, or differs between ranks where it must
             not (tracks, steps, policies); the ranks' parameters do not fit together, hold NaN or infinity,
             or have their values elsewhere (DeepSpeed ZeRO-3); or `resume` is of another model or format.
-        TypeError: an argument that neither `attach` nor the preset has.
+        TypeError: an argument that neither `attach` nor the preset or a `Track` has.
         FailedPreconditionError: RESUME_MISMATCH: the model has an average of an earlier training, and
             `existing` is "error"; or the server has no average for the state in `resume`, and the
             message lists the existing ones. The model is unchanged. ALL_CHECKPOINTS_CORRUPT: the server
@@ -224,7 +246,7 @@ def attach(
                 f'existing "{existing}" and resume are both given: give only resume, which continues the '
                 "average of its state"
             )
-        options, track_list, undecided = options_and_tracks(given, preset_arguments)
+        options, track_list, undecided = options_and_tracks(given, track_arguments)
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
@@ -252,6 +274,7 @@ def attach(
                 "paused": paused,
                 "snapshot_interval": snapshot_interval,
                 "tracks": tracks,
+                **(track_arguments if preset is None else {}),
                 **(
                     options.preset
                     if isinstance(options.preset, Mapping)
@@ -387,7 +410,7 @@ KEYWORDS = [
 
 
 def options_and_tracks(
-    given: Mapping[str, Any], preset_arguments: Mapping[str, Any]
+    given: Mapping[str, Any], track_arguments: Mapping[str, Any]
 ) -> tuple[PresetOptions, list[_ema.Track], frozenset[str]]:
     """The options and tracks that arguments of `attach` describe, and the names of the tracks that
     do not say what to do with buffers.
@@ -395,8 +418,9 @@ def options_and_tracks(
     Raises:
         InvalidArgumentError, TypeError: as `attach` for its tracks and its preset.
     """
-    own = {field.name: given.get(field.name) for field in dataclasses.fields(EmaRule)}
-    rule = EmaRule(**own).with_arguments(preset_arguments, KEYWORDS)
+    names = {field.name for field in dataclasses.fields(EmaRule)} - {"further"}
+    own: dict[str, Any] = {name: given.get(name) for name in names}
+    rule = EmaRule(**own).with_arguments(track_arguments, KEYWORDS)
     options = PresetOptions.of(rule.preset)
     tracks, undecided = dataclasses.replace(rule, preset=options.preset).tracks(given.get("tracks"))
     return options, tracks, undecided
