@@ -34,6 +34,7 @@ from ema_client._trainer.buffers import (
     AveragedBuffers,
     default_actions,
     ignored_by_default,
+    warn_of_base,
     warn_of_ignored,
     with_default_actions,
 )
@@ -274,6 +275,8 @@ class LocalEMA:
         if ignored_too := ignored_by_default(actions, specs):
             warn_of_ignored("LocalEMA", ignored_too)
         made = with_default_actions(made, actions, undecided, specs)
+        if count := len(ignored_by_all(specs, made) - ignored - set(ignored_too)):
+            warn_of_base("LocalEMA", count, len(specs) - len(ignored) - len(ignored_too))
         self._averaged_buffers = AveragedBuffers("LocalEMA", named, made, undecided, specs)
         self._tracks = {track.name: _Track.of(track, specs) for track in made}
         self._batch = 0

@@ -149,8 +149,9 @@ def attach(
 
     Args, the tensors:
         tensor_rules: of the track "ema": what to do with tensors by name or glob, as for `Track`, such as
-            {"head.*": "ignore"}. Default: all tensors are averaged. Tensors that all tracks ignore are not
-            sent, and may have any dtype, or consist of other tensors, as torchao's float8 weights do.
+            {"head.*": "ignore"}. Default: all tensors are averaged, but of a model with PEFT's adapters not
+            the frozen base. Tensors that all tracks ignore are not sent, and may have any dtype, or consist
+            of other tensors, as torchao's float8 weights do.
         buffers, compensated, paused, snapshot_interval: of the track "ema", as for `Track`. Default: those of
             `Track`, or the preset's.
         non_finite: how a step is handled if a pushed float is NaN or infinity: "reject" (the default) the

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens by default to buffers that should not be averaged.
+"""What happens by default to tensors that should not be averaged.
 
 Buffers that hold NaN or infinity (attention masks) are ignored, because the server would reject every
 step. For others, a track's `buffers` and `tensor_rules` come first. Without them, buffers that a module
 derives from its weights (the vectors of spectral norm, masks of pruning, ranges of quantization) are
 copied. Other buffers are averaged; if they change in training, and are no running statistics, a warning
-names them.
+names them. Of a model with PEFT's adapters, the frozen parameters of the base are ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ema_client._client import arrays
 from ema_client._client.pieces import local_of
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.torch_model import NamedTensors, checksums, non_finite
+from ema_client._trainer.adapters import frozen_base
 from ema_client._trainer.frozen import mark
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-#: "": a buffer has no action of its own by default.
+#: "": a tensor has no action of its own by default.
 DefaultAction = Literal["", "copy", "ignore"]
 
 # Buffers whose names begin so are statistics, as in BatchNorm, whose mean makes sense.
@@ -38,14 +39,15 @@ _STATISTICS = "running_"
 def default_actions(
     module: torch.nn.Module, tensors: NamedTensors, *, allows_non_finite: bool = False
 ) -> dict[str, DefaultAction]:
-    """The actions for the module's buffers: "copy" where no rule of a track decides, and "ignore"
-    in all tracks."""
+    """The actions for buffers: "copy" where no rule of a track decides, and "ignore" in all tracks;
+    and for parameters: "ignore" where no rule decides."""
     derived = _ids_of_derived(module)
     actions: dict[str, DefaultAction] = {
         name: "copy" for name, buffer in tensors.buffers.items() if id(buffer) in derived
     }
     if not allows_non_finite:
         actions |= dict.fromkeys(non_finite(tensors.buffers), "ignore")
+    actions |= dict.fromkeys(frozen_base(module, tensors), "ignore")
     return actions
 
 
@@ -91,18 +93,19 @@ def with_default_actions(
     undecided: Collection[str],
     specs: list[_ema.Spec],
 ) -> list[_ema.Track]:
-    """The tracks with rules for the buffers among `specs` that have an action by default.
+    """The tracks with rules for the tensors among `specs` that have an action by default.
 
     `undecided`: the names of the tracks whose `buffers` was not given, by the user or a preset.
     """
     ignoring = _rules(ignored_by_default(actions, specs), actions, "ignore")
+    of_base = _rules((spec[0] for spec in specs if not spec[3]), actions, "ignore")
     result = []
     for track in tracks:
         copying: list[_ema.RuleTuple] = []
         if track.name in undecided:
             copying = _rules(averaged_by_default(track, specs), actions, "copy")
-        if ignoring or copying:
-            track = _with_rules(track, [*ignoring, *track.tensor_rules, *copying])
+        if ignoring or copying or of_base:
+            track = _with_rules(track, [*ignoring, *track.tensor_rules, *copying, *of_base])
         result.append(track)
     return result
 
@@ -115,7 +118,19 @@ def _rules(
 
 def ignored_by_default(actions: Mapping[str, DefaultAction], specs: list[_ema.Spec]) -> list[str]:
     """The buffers among `specs` that `with_default_actions` lets all tracks ignore."""
-    return [spec[0] for spec in specs if actions.get(spec[0]) == "ignore"]
+    return [spec[0] for spec in specs if spec[3] and actions.get(spec[0]) == "ignore"]
+
+
+def warn_of_base(what: str, count: int, of: int) -> None:
+    """Says that `count` of the `of` tensors are the frozen base of a PEFT model."""
+    _logger.warning(
+        "%s: of a model with PEFT's adapters, the average has the %d tensors of the adapters, and not the "
+        'base, %d frozen tensors. To average the base, too: tensor_rules={"*": "average"}; to end this '
+        'warning: tensor_rules={"*lora_*": "average", "*": "ignore"}, or the names of your adapters',
+        what,
+        of - count,
+        count,
+    )
 
 
 def warn_of_ignored(what: str, names: list[str]) -> None:

@@ -29,7 +29,7 @@ class Kind:
     Attributes:
         spec: of the whole tensor.
         is_frozen: it is not trained.
-        default_action: of a buffer. May differ between ranks.
+        default_action: may differ between ranks.
     """
 
     spec: _ema.Spec
@@ -113,7 +113,7 @@ class Layout:
         frozen: names of those that are not trained.
         groups: for each set of ranks that hold the same boxes and include this rank: these boxes.
             Each box is in one group.
-        default_actions: of the buffers that have one on any rank.
+        default_actions: of the tensors that have one on any rank.
     """
 
     specs: list[_ema.Spec]

@@ -29,6 +29,7 @@ from ema_client._trainer.arguments import Existing
 from ema_client._trainer.buffers import (
     AveragedBuffers,
     ignored_by_default,
+    warn_of_base,
     warn_of_ignored,
     with_default_actions,
 )
@@ -143,12 +144,17 @@ class Plan:
         address, self.model_name = split_url(url)
         self.client = Client(address, timeout_s=timeout_s)
         layout = layout.without(ignored_by_all(layout.specs, tracks))
-        check_dtypes(layout.specs)
-        tracks = with_default_actions(tracks, layout.default_actions, undecided, layout.specs)
-        ignored = ignored_by_default(layout.default_actions, layout.specs)
-        if ignored and ranks.rank == 0:
-            warn_of_ignored(f'model "{self.model_name}"', ignored)
-        self.layout = layout.without(set(ignored))
+        specs = of_known_dtypes(layout.specs)
+        tracks = with_default_actions(tracks, layout.default_actions, undecided, specs)
+        ignored = _ignored_by_each(specs, tracks)
+        self.layout = layout.without(ignored)
+        check_dtypes(self.layout.specs)
+        if ranks.rank == 0:
+            what = f'model "{self.model_name}"'
+            if buffers := ignored_by_default(layout.default_actions, specs):
+                warn_of_ignored(what, buffers)
+            if count := len(ignored) - len(buffers):
+                warn_of_base(what, count, len(specs) - len(buffers))
         self._undecided = undecided
         self._ranks = ranks
         self._shards = self.layout.shards(ranks.rank)
@@ -377,6 +383,10 @@ def ignored_by_all(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]
     specs = of_known_dtypes(specs)
     for track in tracks:
         track.check(specs)
+    return _ignored_by_each(specs, tracks)
+
+
+def _ignored_by_each(specs: list[_ema.Spec], tracks: list[_ema.Track]) -> set[str]:
     actions = [track.actions(specs) for track in tracks]
     return {
         spec[0]
