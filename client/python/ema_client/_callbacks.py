@@ -20,7 +20,8 @@ from ema_client._evaluator.reading import WhichAverage
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import write
-from ema_client._tracks.preset_arguments import FURTHER_NAMES
+from ema_client._tracks.preset_arguments import FURTHER_NAMES, RULE_NAMES
+from ema_client._tracks.track import Track
 from ema_client._tracks.typed_arguments import CallbackTrackArguments
 from ema_client._trainer.arguments import MAX_OUTAGE_S, RunArguments, check_values
 from ema_client._trainer.attach import KEYWORDS, options_and_tracks
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     import torch
 
 _logger = logging.getLogger(__name__)
+
+# The copy track that `log_statistics` adds.
+_RAW = "raw"
 
 
 class CallbackArguments(CallbackTrackArguments, RunArguments, total=False):
@@ -135,6 +139,59 @@ def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str,
             raise
         warn_of_no_state(attachment.step, error)
         return None
+
+
+def with_copy_track(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with a copy track, if they have none: the server computes distances from it. It is
+    updated as often as the track "ema", or else the first one.
+
+    InvalidArgumentError: an average has its name.
+    """
+    tracks = {track.name: track for track in _tracks_in(options)}
+    if any(track.schedule.is_copy for track in tracks.values()):
+        return dict(options)
+    if _RAW in tracks:
+        raise InvalidArgumentError(
+            f'log_statistics adds a copy track "{_RAW}", and tracks has an average of this name: give it '
+            'another name, or add a copy track of your own, such as "copy": "copy"',
+            reason="BAD_SCHEDULE",
+        )
+    schedule = (tracks["ema"] if "ema" in tracks else next(iter(tracks.values()))).schedule
+    phase = schedule.to_fields().get("interval_phase")
+    raw = Track(
+        copy=True,
+        update_interval=schedule.update_interval or None,
+        interval_phase=None if phase is None else int(phase),
+    )
+    # Tracks alone make no track "ema".
+    is_default = not options.get("tracks") and all(options.get(n) is None for n in RULE_NAMES)
+    return {
+        **options,
+        **({"half_life": tracks["ema"].schedule.to_fields()["half_life"]} if is_default else {}),
+        "tracks": {**(options.get("tracks") or {}), _RAW: raw},
+    }
+
+
+def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, float]:
+    """The norm of each average, and its distance from the raw weights, as the server has them now,
+    by the names for a logger. {}: there are none yet, or the server cannot be reached."""
+    if attachment._pusher.is_away:
+        return {}
+    try:
+        record = attachment._client.statistics(
+            attachment._model_name, timeout_s=max(0.001, float(options.get("max_wait_s", 30.0)))
+        )
+    except FailedPreconditionError:  # Before the first version, or the first update of a track.
+        return {}
+    except EmaError as error:
+        _logger.warning("log_statistics: nothing is logged at this step: %s", error)
+        return {}
+    values: dict[str, float] = {}
+    for track, numbers in record.statistics.items():
+        values[f"{track}_norm"] = numbers.norm
+        if numbers.distance is not None:
+            values[f"{track}_distance"] = numbers.distance
+    return values
 
 
 @contextlib.contextmanager

@@ -31,7 +31,9 @@ from ema_client._callbacks import (
     needs_only_batches,
     options_of_start,
     saved_state,
+    statistics,
     warn_of_newest,
+    with_copy_track,
 )
 from ema_client._client.url import split_url
 from ema_client._client.types import Version
@@ -115,6 +117,9 @@ class EMAWeightAveraging(_Callback):
         copy_at_end: after the fit the model has averaged weights, as with Lightning's callback, if
             the average has started. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
+        log_statistics: in a fit, logs for each track the norm of its average ("ema_norm") and that of
+            the difference between the raw weights and the average ("ema_distance"), by the trainer's
+            loggers, at every log_every_n_steps. Adds a copy track "raw", if there is no copy track.
         arguments: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
             on_error "skip", the default, an unreachable server causes a warning: the model then is
             validated with its own weights.
@@ -147,6 +152,7 @@ class EMAWeightAveraging(_Callback):
         save_average: bool | None = None,
         copy_at_end: bool = True,
         track: str | None = None,
+        log_statistics: bool = False,
         **arguments: Unpack[CallbackArguments],
     ) -> None:
         super().__init__()
@@ -181,6 +187,11 @@ class EMAWeightAveraging(_Callback):
             options = {name: value for name, value in options.items() if name not in whole}
             options["tracks"] = {"ema": dataclasses.replace(ema, **whole), **tracks}
         check_tracks(options)
+        if log_statistics:
+            options = with_copy_track(options)
+        self._logs_statistics = log_statistics
+        # The step of the last statistics.
+        self._logged_step = 0
         self._model_name = split_url(url)[1]
         self._url = url
         self._options = options
@@ -236,6 +247,21 @@ class EMAWeightAveraging(_Callback):
             self._url,
             **options,
         )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if not self._logs_statistics or self._attachment is None or every == 0:
+            return
+        # Batches that only accumulate gradients do not change the step.
+        if step % every != 0 or step == self._logged_step or not trainer.is_global_zero:
+            return
+        self._logged_step = step
+        values = statistics(self._attachment, self._options)
+        if not values:
+            return
+        for logger in trainer.loggers:
+            # Lightning counts the steps of its own metrics from 0.
+            logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=step - 1)
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         # The sanity check comes before the first push.

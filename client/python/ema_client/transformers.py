@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import logging
 import math
@@ -32,6 +33,8 @@ from ema_client._callbacks import (
     options_of_start,
     pull_patience_s,
     saved_state,
+    statistics,
+    with_copy_track,
 )
 from ema_client._client.files import small_files
 from ema_client._client.state import State
@@ -97,6 +100,10 @@ class EmaCallback(_TrainerCallback):
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         resume_from_checkpoint: the folder that the trainer resumes from, if that is neither
             args.resume_from_checkpoint nor in args.output_dir.
+        log_statistics: logs for each track the norm of its average ("ema_norm") and that of the
+            difference between the raw weights and the average ("ema_distance"), by `Trainer.log`, at
+            each step at which the trainer logs something in the training. Adds a copy track "raw", if
+            there is no copy track.
         arguments: of `ema_client.attach`, such as half_life, tracks, wire_dtype or on_error. With
             files={}, the server's checkpoints have no files beside the weights. With on_error
             "skip", the default, an unreachable server causes a warning: the model is then evaluated
@@ -124,11 +131,17 @@ class EmaCallback(_TrainerCallback):
         copy_at_end: bool = False,
         track: str | None = None,
         resume_from_checkpoint: str | os.PathLike[str] | None = None,
+        log_statistics: bool = False,
         **arguments: Unpack[_Arguments],
     ) -> None:
         options: dict[str, Any] = dict(arguments)
         check_options(type(self).__name__, options)
         check_tracks(options)
+        if log_statistics:
+            options = with_copy_track(options)
+        self._logs_statistics = log_statistics
+        # The step of the last statistics.
+        self._logged_step = 0
         self._model_name = split_url(url)[1]
         self._url = url
         self._options = options
@@ -227,6 +240,16 @@ class EmaCallback(_TrainerCallback):
         if self._evaluates:
             self._has_evaluated = False
             self._hook(kwargs["optimizer"])
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = state.global_step
+        if not self._logs_statistics or self._attachment is None or step == self._logged_step:
+            return
+        self._logged_step = step  # Before `log`, which calls this.
+        if state.is_world_process_zero:
+            values = statistics(self._attachment, self._options)
+            if values:
+                _trainer_that_calls().log(values)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After an evaluation that has raised an exception.
@@ -403,6 +426,19 @@ class EmaCallback(_TrainerCallback):
             " or ".join(map(str, folders)),
         )
         return None
+
+
+def _trainer_that_calls() -> Any:
+    """The trainer that has called a callback. It passes itself to none of them, and those of
+    TensorBoard and W&B come before others, which cannot add to what these log."""
+    from transformers import Trainer
+
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    if frame is None:
+        raise FailedPreconditionError("log_statistics: only Trainer.log may call on_log")
+    return frame.f_locals["self"]
 
 
 def _checkpoint_folder(args: Any, state: Any) -> pathlib.Path:

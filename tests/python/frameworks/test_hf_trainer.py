@@ -596,6 +596,47 @@ def test_epochs_and_shares_of_the_training_are_times(server, client, model, tmp_
     assert starts == [1, 6]
 
 
+@pytest.mark.parametrize("schedule", [{}, {"tracks": {"b": "9ba", "copy": "copy"}}], ids=str)
+def test_the_distance_between_raw_and_averaged_weights_is_logged(
+    server, client, model, tmp_path, schedule
+):
+    class Reporter(transformers.TrainerCallback):
+        """Called before ours, as those of TensorBoard and W&B."""
+
+        def __init__(self) -> None:
+            self.logged = []
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            self.logged.append((state.global_step, dict(logs)))
+
+    reporter = Reporter()
+    callback = EmaCallback(server.url(model), **schedule, log_statistics=True, on_error="wait")
+    trainer = make_trainer(
+        tmp_path, reporter, callback, logging_steps=5, eval_strategy="steps", eval_steps=5
+    )
+    trainer.train()
+    track = "b" if schedule else "ema"
+    logged = [(step, logs) for step, logs in reporter.logged if f"{track}_distance" in logs]
+    assert [step for step, _ in logged] == [5, 10, 15, 20]
+    computed = {
+        (version.version.statistics[track].norm, version.version.statistics[track].distance)
+        for version in client.versions(model)
+        if track in version.version.statistics
+    }
+    assert {(logs[f"{track}_norm"], logs[f"{track}_distance"]) for _, logs in logged} <= computed
+    assert all(logs[f"{track}_distance"] > 0 for _, logs in logged)
+    kept = [entry for entry in trainer.state.log_history if f"{track}_distance" in entry]
+    assert [entry["step"] for entry in kept] == [5, 10, 15, 20]
+    assert client.model(model).tracks.keys() == ({"b", "copy"} if schedule else {"ema", "raw"})
+    if not schedule:
+        assert client.model(model).tracks["ema"].half_life == "1000ba"
+
+
+def test_the_name_of_the_copy_track_that_is_added():
+    with pytest.raises(ema_client.InvalidArgumentError, match='copy track "raw".*another name'):
+        EmaCallback("ema://h/m", tracks={"raw": "5ba"}, log_statistics=True)
+
+
 def test_a_server_without_a_disk(tmp_path, model, caplog):
     with ServerProcess(tmp_path / "server") as server:
         saving = {"save_strategy": "epoch", "num_train_epochs": 1}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import logging
 import subprocess
@@ -651,6 +652,39 @@ def test_forward_and_backward_run_while_a_push_reads_the_weights(server, client,
 
     make_trainer(callback, Watcher(), max_steps=3).fit(module, loader())
     assert order == ["forward", "wait"] * 3
+
+
+@pytest.mark.parametrize(
+    "schedule", [{"decay": 0.9}, {"half_life": "4ba", "update_interval": "3ba"}], ids=str
+)
+def test_the_distance_between_raw_and_averaged_weights_is_logged(
+    server, client, model, tmp_path, schedule
+):
+    logger = lightning.loggers.CSVLogger(tmp_path)
+    callback = EMAWeightAveraging(
+        server.url(model), **schedule, log_statistics=True, on_error="wait", tracks={"b": "9ba"}
+    )
+    trainer = make_trainer(
+        callback, logger=logger, log_every_n_steps=5, accumulate_grad_batches=2, max_epochs=6
+    )
+    trainer.fit(make_module(), loader(), loader(2))
+    with open(logger.experiment.metrics_file_path) as file:
+        rows = [row for row in csv.DictReader(file) if row["ema_distance"]]
+    # Lightning counts from 0.
+    assert [int(row["step"]) + 1 for row in rows] == list(range(5, 31, 5))
+    made = [entry.version for entry in client.versions(model)]
+    assert ("b" in made[-1].tracks) and made[-1].tracks["raw"].updated
+    # The copy track makes no further pushes.
+    interval = schedule.get("update_interval")  # None: "1ba".
+    assert client.model(model).tracks["raw"].update_interval == interval
+    computed = {
+        (numbers.norm, numbers.distance)
+        for version in made
+        for track, numbers in version.statistics.items()
+        if track == "ema"
+    }
+    assert {(float(row["ema_norm"]), float(row["ema_distance"])) for row in rows} <= computed
+    assert all(float(row["b_distance"]) > 0 for row in rows)
 
 
 def test_several_optimizers_are_refused(server, model):

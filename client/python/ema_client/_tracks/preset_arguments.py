@@ -30,6 +30,10 @@ _OPTIONS_OF_RULES = (
     *("before_start", "ema_end", "interval_phase", "debias", "zero_init", "power"),
     *("min_decay", "max_decay", "age_offset"),
 )
+#: Arguments that make the track "ema" beside other tracks.
+RULE_NAMES = ("half_life", "smoothing", "ema_start", "preset") + tuple(
+    name for name in FURTHER_NAMES if name not in _OPTIONS_OF_RULES
+)
 
 
 @dataclasses.dataclass(frozen=True)
