@@ -429,11 +429,8 @@ def _edm2_traditional(
     )
 
 
-def _ultralytics(
-    *, decay: float = 0.9999, tau: float = 2000, updates: int = 0, model: Any = None
-) -> dict[str, Any]:
+def _ultralytics(*, decay: float = 0.9999, tau: float = 2000, updates: int = 0) -> dict[str, Any]:
     """ultralytics.utils.torch_utils.ModelEMA: decay * (1 - exp(-n / tau))."""
-    _at_default(model=(model, None))
     return dict(
         exp_ramp=_above_zero("tau", tau, "2000"),
         max_decay=check_number("decay", decay, "0.9999"),

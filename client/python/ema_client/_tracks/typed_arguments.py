@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 
@@ -12,12 +12,14 @@ class _OfPresets(TypedDict, total=False):
     accumulator_dtype: Any
     allow_different_devices: bool
     avg_fn: Any
+    base_decay: float
     beta: float
     coerce_dtype: bool
     debias: bool
     dtype: Any
     ema_model: Any
     exclude_buffers: bool
+    final_decay: float
     foreach: bool
     forward_method_names: Iterable[str]
     frozen: bool
@@ -26,6 +28,7 @@ class _OfPresets(TypedDict, total=False):
     ignore_names: Iterable[str]
     ignore_startswith_names: Iterable[str]
     include_online_model: bool
+    interval: int
     inv_gamma: float
     kind: str
     lazy_init_ema: bool
@@ -34,6 +37,7 @@ class _OfPresets(TypedDict, total=False):
     min_value: float | None
     model_cls: Any
     model_config: Any
+    momentum: float
     move_ema_to_online_device: bool
     multi_avg_fn: Any
     param_or_buffer_names_no_ema: Iterable[str]
@@ -46,13 +50,17 @@ class _OfPresets(TypedDict, total=False):
     step_size: float | None
     stochastic_rounding: bool
     stochastic_rounding_seed: int
+    tau: float
     update_after_step: int
+    update_buffers: bool
     update_every: int
     update_model_with_ema_beta: float
     update_model_with_ema_every: int | None
     update_period: int | None
+    updates: int
     use_ema_warmup: bool
     use_foreach: bool
+    use_num_updates: bool
     use_warmup: bool
     version: str
     warmup_gamma: float
@@ -64,6 +72,10 @@ class _OfTracks(_OfPresets, total=False):
     age_offset: float | None
     before_start: str | None
     copy: bool | None
+    count_offset: float | None
+    decays: Mapping[str, float] | str | None
+    decays_shape: str | None
+    exp_ramp: float | None
     ema_end: str | None
     interval_phase: int | None
     max_decay: float | None
