@@ -175,7 +175,7 @@ def with_copy_track(options: Mapping[str, Any]) -> dict[str, Any]:
 def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, float]:
     """The norm of each average, and its distance from the raw weights, as the server has them now,
     by the names for a logger. {}: there are none yet, or the server cannot be reached."""
-    if attachment._pusher.is_away:
+    if attachment._pusher.away_error() is not None:
         return {}
     try:
         record = attachment._client.statistics(
@@ -187,7 +187,7 @@ def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, 
         _logger.warning("log_statistics: nothing is logged at this step: %s", error)
         return {}
     values: dict[str, float] = {}
-    for track, numbers in record.statistics.items():
+    for track, numbers in record.tracks.items():
         values[f"{track}_norm"] = numbers.norm
         if numbers.distance is not None:
             values[f"{track}_distance"] = numbers.distance
