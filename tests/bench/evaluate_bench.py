@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast K averages of one model are evaluated at once on the same input.
+"""How fast K averages of one model are evaluated at once on the same inputs.
 
-A loop over K models, torch.func.vmap over stacked weights, and einsum or bmm over stacked weights,
-for a linear and a small convolutional model. Prints a table: median and range over rounds, in which
-the ways take turns.
+A loop over K models, torch.func.vmap over stacked weights, and einsum, bmm or a broadcast `@` over
+stacked weights, for a linear and a small convolutional model. Prints a table: the median time of a
+call, and the median and range of its share of the loop's time in the same round. In a round the ways
+take turns.
 
-    python tests/bench/evaluate_bench.py [--quick] [--threads N] [--rounds N]
+    python tests/bench/evaluate_bench.py [--quick] [--threads N ...] [--rounds N]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,8 +22,9 @@ import torch.nn.functional as F
 
 BATCH = 16
 DIMENSION = 512
+INPUTS = 13
 
-Evaluate = Callable[[], torch.Tensor]  # [K, batch, outputs]
+Evaluate = Callable[[], torch.Tensor]  # [K, ..., batch, outputs]
 
 
 class Stacked:
@@ -45,25 +48,37 @@ class Stacked:
 
 
 class StackedLinear(Stacked):
-    """One layer of DIMENSION to DIMENSION."""
+    """One layer of DIMENSION to DIMENSION, on `inputs` batches."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, inputs: int = 1) -> None:
         models: list[torch.nn.Module] = [
             torch.nn.Linear(DIMENSION, DIMENSION) for _ in range(count)
         ]
-        super().__init__(models, torch.randn(BATCH, DIMENSION))
+        super().__init__(models, torch.randn(inputs, BATCH, DIMENSION))
 
     def einsum(self) -> torch.Tensor:
-        product = torch.einsum("bi,koi->kbo", self.data, self.weights["weight"])
-        return product + self.weights["bias"][:, None]
+        product = torch.einsum("nbi,koi->knbo", self.data, self.weights["weight"])
+        return product + self.weights["bias"][:, None, None]
 
     def bmm(self) -> torch.Tensor:
-        data = self.data.expand(self.count, -1, -1)
+        data = self.data.flatten(0, 1).expand(self.count, -1, -1)
         weight = self.weights["weight"].transpose(1, 2)
-        return torch.baddbmm(self.weights["bias"][:, None], data, weight)
+        product = torch.baddbmm(self.weights["bias"][:, None], data, weight)
+        return product.unflatten(1, self.data.shape[:2])
+
+    def broadcast(self) -> torch.Tensor:
+        """[inputs, 1, batch, in] @ [K, in, out]: matmul copies the K weights for each input."""
+        product = self.data[:, None] @ self.weights["weight"].transpose(1, 2)
+        return (product + self.weights["bias"][:, None]).transpose(0, 1)
 
     def ways(self) -> dict[str, Evaluate]:
-        return {"loop": self.loop, "vmap": self.vmap, "einsum": self.einsum, "bmm": self.bmm}
+        return {
+            "loop": self.loop,
+            "vmap": self.vmap,
+            "einsum": self.einsum,
+            "bmm": self.bmm,
+            "broadcast @": self.broadcast,
+        }
 
 
 class StackedConvolutional(Stacked):
@@ -114,44 +129,56 @@ class StackedConvolutional(Stacked):
 
 
 def measure(ways: dict[str, Evaluate], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Seconds of one call, for each round the mean of `calls`."""
+    """Seconds of one call, for each round the mean of `calls`. With one thread, they are its CPU time,
+    which other processes hardly change."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     expected = ways["loop"]()
     for name, way in ways.items():
         torch.testing.assert_close(way(), expected, rtol=1e-4, atol=1e-4, msg=f"{name} differs")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 way()
-            seconds[name].append((time.perf_counter() - start) / calls)
+            seconds[name].append((clock() - start) / calls)
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="one tiny round: does it run?")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=51)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rounds, calls = (1, 1) if options.quick else (options.rounds, 20)
-    print(f"batch {BATCH}, dimension {DIMENSION}, {options.threads} threads, {rounds} rounds\n")
-    print("| model         |  K | way             | us per call | range, us         | of loop |")
-    print("|---------------|---:|-----------------|------------:|------------------:|--------:|")
-    with torch.inference_mode():
-        for model, kind in (("linear", StackedLinear), ("convolutional", StackedConvolutional)):
-            for count in (1, 2) if options.quick else (1, 4, 12):
-                seconds = measure(kind(count).ways(), rounds, calls)
-                loop = statistics.median(seconds["loop"])
-                for name, values in seconds.items():
-                    median = statistics.median(values)
-                    span = f"{min(values) * 1e6:.0f} - {max(values) * 1e6:.0f}"
-                    print(
-                        f"| {model:13} | {count:2} | {name:15} | {median * 1e6:11.0f} "
-                        f"| {span:>17} | {median / loop:7.2f} |"
-                    )
+    rounds, calls = (1, 1) if options.quick else (options.rounds, 3)
+    counts = (1, 2) if options.quick else (1, 4, 12)
+    models: dict[str, Callable[[int], StackedLinear | StackedConvolutional]] = {
+        "linear": StackedLinear,
+        f"linear, {INPUTS} inputs": lambda count: StackedLinear(count, INPUTS),
+        "convolutional": StackedConvolutional,
+    }
+    print(f"batch {BATCH}, dimension {DIMENSION}, {rounds} rounds\n")
+    print(
+        "| threads | model             |  K | way             | us per call | of loop | range         |"
+    )
+    print(
+        "|--------:|-------------------|---:|-----------------|------------:|--------:|--------------:|"
+    )
+    for threads, (model, make), count in itertools.product(options.threads, models.items(), counts):
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            seconds = measure(make(count).ways(), rounds, calls)
+        for name, values in seconds.items():
+            shares = [value / loop for value, loop in zip(values, seconds["loop"])]
+            span = f"{min(shares):.2f} - {max(shares):.2f}"
+            print(
+                f"| {threads:7} | {model:17} | {count:2} | {name:15} "
+                f"| {statistics.median(values) * 1e6:11.0f} | {statistics.median(shares):7.2f} "
+                f"| {span:>13} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -327,3 +327,24 @@ def test_weights_of_all_presets_are_shares():
     for n in range(1, 2000):
         for record in ema.update({"batch": n, "sample": n}).values():
             assert 0 <= record.update_weight <= 1
+
+
+@pytest.mark.parametrize(
+    "options, batches_per_epoch, batch, plain, composer",
+    [
+        ({"half_life": "10ba", "update_interval": "3ba"}, 1, 3, 1.2589, 1.3755),
+        ({"half_life": "2ep"}, 4, 4, 1.8787, 4.0),
+    ],
+    ids=["batches", "epochs"],
+)
+def test_the_composer_preset_starts_otherwise_than_no_preset(
+    options, batches_per_epoch, batch, plain, composer
+):
+    """The table in schedules.md; its last column is also what Composer gives."""
+    for preset, expected in ((None, plain), ("composer", composer)):
+        model = torch.nn.Linear(1, 1, bias=False)
+        local = ema_client.LocalEMA(model, preset=preset, **options)
+        for n in range(1, batch + 1):
+            torch.nn.init.constant_(model.weight, n)
+            local.update({"batch": n, "epoch": n // batches_per_epoch})
+        assert local.weights()["weight"].item() == pytest.approx(expected, abs=5e-5)
