@@ -255,6 +255,7 @@ def test_watch_yields_every_commit_in_order(client, model):
     replayed.close()
 
 
+@pytest.mark.slow
 def test_a_slow_watcher_gets_the_newest_records(client, model):
     """As many as the server keeps, behind those that were on their way: 4 MiB, too."""
     weights = {"w": np.zeros(4, np.float32)}

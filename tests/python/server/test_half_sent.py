@@ -45,6 +45,7 @@ def server(tmp_path: pathlib.Path) -> Iterator[ServerProcess]:
         yield process
 
 
+@pytest.mark.slow
 def test_requests_that_never_end_take_a_bounded_memory(tmp_path):
     """Nobody knows whose they are yet, so gRPC's quota bounds them: 27 MiB a push, and 512 MiB."""
     with ServerProcess(tmp_path, *LISTEN, "--max-push-streams", "1") as server:

@@ -41,6 +41,7 @@ def test_train_bench_runs() -> None:
     assert "| ours, four tracks, every 10 |" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_train_gpu_bench_runs(tmp_path: pathlib.Path) -> None:
     table = tmp_path / "table.md"

@@ -452,6 +452,7 @@ def test_all_that_close_waits_for_has_one_deadline(server, model, monkeypatch):
     assert waits == [("push", 10), ("copy", 1), ("leave", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["state_dict", "close"])
 @pytest.mark.parametrize("fault", ["server is gone", "server hangs"])
 def test_a_signal_handler_may_use_the_attachment_while_it_waits(tmp_path, model, fault, call):

@@ -189,6 +189,7 @@ def test_a_newer_run_ends_the_wait(server, client, model, tmp_path):
         end_all([rank])
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_cut_off_is_waited_for_by_all(tmp_path, model):
     """The server and the other rank see nothing but that rank's silence."""
     folder = tmp_path / "ranks"
@@ -216,6 +217,7 @@ def test_one_rank_that_is_cut_off_is_waited_for_by_all(tmp_path, model):
     check_average(versions, logged(folder), average)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["skip", "wait"])
 def test_a_step_whose_reply_is_lost_counts_as_pushed(tmp_path, model, on_error):
     """With frozen tensors: who does not know that the server has them would push them again, alone."""
@@ -256,6 +258,7 @@ def test_a_step_whose_reply_is_lost_counts_as_pushed(tmp_path, model, on_error):
     check_average(versions, logged(folder), average)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_push_does_not_keep_the_others(server, client, model, tmp_path):
     folder = tmp_path / "ranks"
     with running("ddp", [server.url(model)] * 2, folder, on_error="wait") as ranks:
@@ -280,6 +283,7 @@ def test_a_rank_that_cannot_push_does_not_keep_the_others(server, client, model,
     check_average(versions, logged(folder), average)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["skip", "wait", "raise"])
 def test_a_write_on_one_rank_costs_the_step_that_it_pushed(
     server, client, model, tmp_path, on_error
@@ -312,6 +316,7 @@ def test_a_write_on_one_rank_costs_the_step_that_it_pushed(
     assert [version.step for version in versions_of(client, model)] == [1, 2, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, world_size, options",
     [

@@ -12,6 +12,7 @@ from commanded import check_average, do_all, end_all, logged, running
 from server_process import ServerProcess
 
 
+@pytest.mark.slow
 def test_an_old_trainer_that_wakes_up_cannot_push(server, client, model, tmp_path):
     url, folder = server.url(model), tmp_path / "ranks"
     with running("apart", [url], folder) as (old,):
@@ -118,6 +119,7 @@ def test_however_a_trainer_ends(server, client, model, tmp_path, how, code, forg
             assert run.push(step=100, weights=dict(weights)).step == 100
 
 
+@pytest.mark.slow
 def test_ranks_that_are_interrupted_in_mid_step(server, client, model, tmp_path):
     """One has pushed, and the other will not."""
     with running("apart", [server.url(model)] * 2, tmp_path / "ranks") as ranks:
@@ -131,6 +133,7 @@ def test_ranks_that_are_interrupted_in_mid_step(server, client, model, tmp_path)
     assert client.model(model).latest.step == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_is_waited_for_by_the_session_alone(tmp_path, model):
     folder = tmp_path / "ranks"
     with ServerProcess(tmp_path) as server, ema_client.Client(server.address) as client:
@@ -159,6 +162,7 @@ def test_a_rank_that_is_slow_is_waited_for_by_the_session_alone(tmp_path, model)
     check_average(versions, logged(folder), average)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_dead_is_named_and_the_others_go_on(server, client, model, tmp_path):
     options = {"update_interval": "4ba"}
     with running("apart", [server.url(model)] * 2, tmp_path / "ranks", **options) as (alive, dead):

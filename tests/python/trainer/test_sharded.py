@@ -109,6 +109,7 @@ def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, wor
             assert_same_bits(fast, loaded)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(450)  # Four times what run_ranks() gives one training.
 def test_trained_on_two_ranks_resumed_on_four_evaluated_on_one_and_three(tmp_path, model):
     folder = tmp_path / "ranks"
