@@ -129,7 +129,7 @@ TEST(ExplainTest, HasAnOptionForEveryField) {
     EXPECT_THAT(schedule, StatusIs(absl::StatusCode::kInvalidArgument,
                                    testing::Not(HasSubstr("unknown field"))));
   }
-  EXPECT_THAT(ScheduleOptions(), SizeIs(19));
+  EXPECT_THAT(ScheduleOptions(), SizeIs(23));
 }
 
 TEST(ExplainTest, PrintsTablesAndJson) {

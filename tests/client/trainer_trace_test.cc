@@ -112,8 +112,7 @@ TEST_F(TrainerTraceTest, RestartedServerIsRejoinedAndAskedForTheLostStep) {
   EXPECT_GT(opened[1].last_run_epoch(), 0);
   EXPECT_EQ(pusher_->stats().pushes, 2);
   EXPECT_EQ(pusher_->stats().skipped, 1);
-  EXPECT_THAT(warnings(), ElementsAre(HasSubstr("push of step 2 skipped"),
-                                      HasSubstr("pushing again, 1 steps were lost")));
+  EXPECT_THAT(warnings(), ElementsAre(HasSubstr("pushing again, 1 steps were lost")));
 }
 
 TEST_F(TrainerTraceTest, WaitPushesTheSameStepAgain) {
@@ -166,8 +165,7 @@ TEST_F(TrainerTraceTest, ErrorThatNeedsAPersonIsWarnedOfOnce) {
   while (server_.open_run_count() < 4 && absl::Now() < give_up) {
     absl::SleepFor(absl::Milliseconds(5));
   }
-  EXPECT_THAT(warnings(), ElementsAre(HasSubstr("push of step 2 skipped"),
-                                      AllOf(HasSubstr("until this is fixed"),
+  EXPECT_THAT(warnings(), ElementsAre(AllOf(HasSubstr("until this is fixed"),
                                             HasSubstr("the token may not push"))));
   // Training ends without waiting for the next try.
   pusher_ = nullptr;

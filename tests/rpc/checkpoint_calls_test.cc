@@ -276,7 +276,7 @@ TEST_F(CheckpointCallsTest, ARollbackFencesWhoeverPushed) {
   EXPECT_EQ(response.restored_from().version(), 1);
   v1::PushResponse pushed;
   ExpectError(PushFilled(4, 4, &pushed), grpc::StatusCode::ABORTED, v1::ERROR_REASON_FENCED,
-              "epoch");
+              "is not open");
   EXPECT_EQ(Pull("raw").data, Filled(1));
 }
 

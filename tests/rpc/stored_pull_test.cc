@@ -385,7 +385,7 @@ TEST_F(StoredPullTest, WithoutADataDirectoryThereAreNoLabels) {
   const CallResult result = Pull(request).result;
   EXPECT_EQ(result.status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
   EXPECT_EQ(result.detail.reason(), v1::ERROR_REASON_NO_DATA_DIR);
-  EXPECT_THAT(result.status.error_message(), HasSubstr("\"best\""));
+  EXPECT_THAT(result.status.error_message(), HasSubstr("--data-dir"));
 }
 
 }  // namespace

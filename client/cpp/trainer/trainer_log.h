@@ -43,7 +43,8 @@ class TrainerLog {
 
   // Logs a skipped step. Of several with the same cause the 1st, 2nd, 4th, 8th, ... is a warning,
   // the others are debug lines. An outage is always a warning: while it lasts nothing is tried;
-  // but FENCED is a debug line, because the Rejoiner finds out why, and logs that.
+  // but FENCED is a debug line: the Rejoiner finds out who has taken over and logs that, or the run
+  // is joined again and the next push says how many steps were lost.
   void SkippedStep(int64_t step, const absl::Status& error);
   // To be called when a push has succeeded: restarts the counts of causes that are over.
   void PushSucceeded();

@@ -155,12 +155,12 @@ def test_another_model_is_refused_and_unchanged(server, model, pushed):
     assert_same_bits(own, other.state_dict())
     wider = network()
     wider[0] = torch.nn.Linear(6, 5)
-    shapes = r"shapes do not match; 0.weight: \(5, 6\) in the module, \(5, 4\) on the server"
+    shapes = r"shapes do not match; 0.weight: \(5, 6\) in the module, \(5, 4\) in the average"
     for module, rename, problem in (
         (wider, None, shapes),
         # Parts of the model.
         (wider, str, shapes),
-        (other, "x.{}".format, "names do not match; not on the server: x.0.bias, x.0.weight"),
+        (other, "x.{}".format, "names do not match; not in the average: x.0.bias, x.0.weight"),
     ):
         with pytest.raises(ema_client.InvalidArgumentError, match=f'^model "{model}": {problem} '):
             with ema_client.averaged(module, server.url(model), rename=rename):

@@ -211,7 +211,9 @@ def test_averaged_and_back():
     with ema.averaged(other):
         assert torch.equal(other.conv.weight, weights["conv.weight"])
     assert_same_bits(own, widened(model))
-    with pytest.raises(ema_client.InvalidArgumentError, match="missing.*unexpected"):
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match="not in the module.*not in the average"
+    ):
         ema.copy_to(torch.nn.Linear(3, 3))
 
 
@@ -408,7 +410,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
         other.state_dict(),
         LocalEMA(model, tracks={"x": "5ba"}).state_dict(),
     ):
-        with pytest.raises(ema_client.InvalidArgumentError, match="missing"):
+        with pytest.raises(ema_client.InvalidArgumentError, match="not in the state"):
             ema.load_state_dict(state)
     assert_same_bits(weights, ema.weights())
 

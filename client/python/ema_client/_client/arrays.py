@@ -27,8 +27,6 @@ DTYPES = (
     *("float32", "float16", "bfloat16", "float64"),
     *("int8", "int16", "int32", "int64", "uint8", "bool"),
 )
-#: Where the names of a module's tensors and those of the server's are, for `check_names`.
-MODULE_AND_SERVER = ("in the module", "on the server")
 ON_META = "on the meta device; first give the model memory (model.to_empty(device=...)) and values"
 # The most names that a message lists.
 _NAMED = 10

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Where names and shapes are that do not match.
+_PLACES = ("in the module", "in the average")
+
+
 @contextlib.contextmanager
 def averaged(
     model: torch.nn.Module,
@@ -332,7 +336,7 @@ def _targets(
             f"{what}: tied to others here, with averages of their own there: {arrays.some(lost)}",
             reason="BAD_LAYOUT",
         )
-    places = arrays.MODULE_AND_SERVER
+    places = _PLACES
     arrays.check_names(what, expected=first_names.values(), given=given, places=places)
     values = {name: weights[names[name]] for name in tensors}
     arrays.check_shapes(what, expected=values, given=tensors, places=places)
@@ -351,6 +355,6 @@ def _check_pieces(info: ModelInfo, pieces: Mapping[str, Piece]) -> None:
     into a larger tensor."""
     what = f'model "{info.name}"'
     specs = {spec.name: spec for spec in info.tensors}
-    places = arrays.MODULE_AND_SERVER
+    places = _PLACES
     arrays.check_names(what, expected=specs.keys() & pieces.keys(), given=pieces, places=places)
     arrays.check_shapes(what, expected=specs, given=pieces, places=places)

@@ -345,7 +345,7 @@ class Plan:
             f'model "{self.model_name}"',
             expected=[spec.name for spec in run.tensors],
             given=[spec[0] for spec in self.layout.specs],
-            places=arrays.MODULE_AND_SERVER,
+            places=("in the module", "on the server"),
         )
         return run
 
