@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 #include <utility>
@@ -17,7 +18,6 @@
 #include "server/base/crc32c.h"
 #include "server/checkpoint/pacer.h"
 #include "server/format/checkpoint_files.h"
-#include "server/format/record_json.h"
 #include "server/format/safetensors.h"
 #include "server/format/tensor_reader.h"
 
@@ -175,15 +175,16 @@ absl::Status WriteFile(const Job& job, const Source& source, const std::vector<i
 std::string IndexText(const Manifest& manifest, const StorageLayout& layout,
                       const TensorFiles& files, const std::vector<std::vector<int64_t>>& dealt) {
   int64_t total_bytes = 0;
-  Json places = Json::object();
+  // With sorted keys: adding a member to an ordered_json searches all members.
+  nlohmann::json places = nlohmann::json::object();
   for (size_t f = 0; f < dealt.size(); ++f) {
     for (const int64_t i : dealt[f]) {
       places[manifest.tensor(i).name] = files.files[f].name;
       total_bytes += layout.entry(i).length_bytes;
     }
   }
-  const Json index = {{"metadata", {{"total_size", total_bytes}}},
-                      {"weight_map", std::move(places)}};
+  const nlohmann::json index = {{"metadata", {{"total_size", total_bytes}}},
+                                {"weight_map", std::move(places)}};
   return absl::StrCat(index.dump(2), "\n");
 }
 
