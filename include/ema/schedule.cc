@@ -265,6 +265,10 @@ absl::StatusOr<Schedule::Update> Schedule::Plan(const State& state, const Traini
                        Measure(RuleClock(options_, update_interval_), state, now));
   EMA_ASSIGN_OR_RETURN(const Passage intervals,
                        Measure({"update_interval", update_interval_}, state, now));
+  if (const auto* decays = std::get_if<DecaysRule>(&options_.rule)) {
+    // Before any update needs it: attach() asks whether the trainer counts all units.
+    EMA_RETURN_IF_ERROR(Read({"decays", decays->points.back().time}, now).status());
+  }
   EMA_ASSIGN_OR_RETURN(const bool has_started, HasStarted(state, now));
   bool has_ended = false;
   if (options_.end.has_value()) {

@@ -24,6 +24,12 @@ using testing::Pointwise;
 
 constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
 
+TEST(DecaysTest, TheUnitOfThePointsIsNeededFromTheFirstPushOn) {
+  EMA_ASSERT_OK_AND_ASSIGN(const Schedule schedule, Schedule::Parse("decays=0dur:0.9 1dur:1"));
+  EXPECT_THAT(schedule.Plan({}, TrainingTime::AtBatch(1)),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("\"dur\"")));
+}
+
 // An average that has begun, with its last update at `time`.
 Schedule::State After(const TrainingTime& time) { return {1, 1, time, time}; }
 

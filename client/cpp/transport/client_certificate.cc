@@ -23,10 +23,10 @@ std::string NameOf(const X509_NAME* name) {
   return {text, static_cast<size_t>(size)};
 }
 
-absl::Time TimeOf(const ASN1_TIME* time) {
+// `absent`: it is malformed.
+absl::Time TimeOf(const ASN1_TIME* time, absl::Time absent) {
   std::tm utc{};
-  ASN1_TIME_to_tm(time, &utc);  // Cannot fail: the certificate has been parsed.
-  return absl::FromTM(utc, absl::UTCTimeZone());
+  return ASN1_TIME_to_tm(time, &utc) == 1 ? absl::FromTM(utc, absl::UTCTimeZone()) : absent;
 }
 
 std::string Text(absl::Time time) {
@@ -46,18 +46,13 @@ absl::StatusOr<std::string> CheckClientCertificate(const std::string& path, cons
     return BadRequest(
         absl::StrCat("tls.certificate_file \"", path, "\": expected a certificate in PEM format"));
   }
-  const absl::Time start = TimeOf(X509_get0_notBefore(certificate.get()));
-  const absl::Time end = TimeOf(X509_get0_notAfter(certificate.get()));
+  const absl::Time start = TimeOf(X509_get0_notBefore(certificate.get()), absl::InfinitePast());
+  const absl::Time end = TimeOf(X509_get0_notAfter(certificate.get()), absl::InfiniteFuture());
   const std::string text = absl::StrCat(
       "the client certificate \"", path, "\" (", NameOf(X509_get_subject_name(certificate.get())),
       ", issued by ", NameOf(X509_get_issuer_name(certificate.get())), ")");
-  if (now < start) {
-    return absl::UnauthenticatedError(
-        absl::StrCat(text, " is not valid before ", Text(start), "; it is ", Text(now), " now"));
-  }
-  if (now > end)
-    return absl::UnauthenticatedError(absl::StrCat(text, " has expired at ", Text(end)));
-  return absl::StrCat(text, ", valid until ", Text(end));
+  if (now > end) return absl::UnavailableError(absl::StrCat(text, " has expired at ", Text(end)));
+  return absl::StrCat(text, ", valid from ", Text(start), " to ", Text(end));
 }
 
 }  // namespace ema::client_internal

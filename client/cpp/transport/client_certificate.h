@@ -12,8 +12,8 @@ namespace ema::client_internal {
 // Checks the certificate that a client shows to a server: `pem` is the text of the file `path`.
 // Returns its description for messages: its file, subject, issuer and dates.
 //
-// INVALID_ARGUMENT, BAD_REQUEST: there is no certificate in the text. UNAUTHENTICATED: it is not
-// valid at `now`; a server would close the connection without saying why.
+// INVALID_ARGUMENT, BAD_REQUEST: there is no certificate in the text. UNAVAILABLE: it has expired
+// at `now`, so that a server would close the connection without saying why; its file may be renewed.
 absl::StatusOr<std::string> CheckClientCertificate(const std::string& path, const std::string& pem,
                                                    absl::Time now);
 

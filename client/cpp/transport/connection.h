@@ -36,7 +36,7 @@ class Connection {
  public:
   // `tls`: used if the dialer's address says so. `token`: sent with all calls. Errors as
   // Dialer::Dial(), and INVALID_ARGUMENT, BAD_REQUEST: a file of `tls` cannot be read;
-  // UNAUTHENTICATED: the client's certificate is not valid now. If a TLS handshake fails, the first
+  // UNAVAILABLE: the client's certificate has expired. If a TLS handshake fails, the first
   // call returns the error.
   static absl::StatusOr<std::shared_ptr<Connection>> Open(Dialer& dialer, const Client::Tls& tls,
                                                           const Token& token, SteadyTime deadline,

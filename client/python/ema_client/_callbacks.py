@@ -179,7 +179,7 @@ def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, 
         return {}
     try:
         record = attachment._client.statistics(
-            attachment._model_name, timeout_s=max(0.001, float(options.get("max_wait_s", 30.0)))
+            attachment._model_name, timeout_s=max(1.0, float(options.get("max_wait_s", 30.0)))
         )
     except FailedPreconditionError:  # Before the first version, or the first update of a track.
         return {}

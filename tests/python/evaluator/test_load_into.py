@@ -151,7 +151,7 @@ def test_strict_names_all_that_differs_and_changes_nothing(server, model, averag
     tensors = dict(net.named_parameters())
     with pytest.raises(ema_client.InvalidArgumentError) as error:
         ema_client.load_into(net, server.url(model))
-    for name in ("not in the average: extra.weight, extra.bias", "not in the module: head.weight"):
+    for name in ("not on the server: extra.weight, extra.bias", "not in the module: head.weight"):
         assert name in str(error.value)
     assert all(net.get_parameter(name) is tensor for name, tensor in tensors.items())
     if place == "cpu":
@@ -254,7 +254,7 @@ def test_tensors_that_the_track_ignores_are_left(
         with pytest.raises(ema_client.InvalidArgumentError) as error:
             ema_client.load_into(net, url, rename=rename)
         missing = ", ".join(map(key, ["other.weight", "other.bias", "header.weight"]))
-        assert f"not in the average: {missing}, {key('header.bias')} " in f"{error.value.args[0]} "
+        assert f"not on the server: {missing}, {key('header.bias')} " in f"{error.value.args[0]} "
 
 
 def test_a_mask_of_integers_becomes_one_of_bools(server, client, model):
@@ -319,7 +319,7 @@ def test_a_part_of_the_model_by_other_names(server, model, average, place):
     assert loaded.missing_keys == loaded.meta_buffers == ()
     names = {name: f"body.{name}" for name in stage.state_dict()}
     assert_same_bits({n: average[names[n]] for n in names}, stage.state_dict())
-    with pytest.raises(ema_client.InvalidArgumentError, match="not in the average: stage.0.weight"):
+    with pytest.raises(ema_client.InvalidArgumentError, match="not on the server: stage.0.weight"):
         ema_client.load_into(stage, server.url(model), rename=lambda name: f"stage.{name}")
 
 

@@ -13,12 +13,14 @@ class Connection(Protocol):
     imports them.
 
     Attributes:
-        _client: the extension module's client.
+        _client: the extension module's client, with errors that say more.
+        _raw: the extension module's client itself.
         _timeout_s: seconds for calls that move no weights.
         _transfer_timeout_s: seconds for calls that move weights, or wait for the server's disk.
     """
 
     _client: _ema.Client
+    _raw: _ema.Client
     _timeout_s: float
     _transfer_timeout_s: float
 

@@ -212,7 +212,7 @@ def pull(
         track = only_average_of(model(client, name, timeout_s=timeout_s))
     label = version if isinstance(version, str) else ""
     number, incarnation = (0, 0) if isinstance(version, str) else version_id(version, of=name)
-    with listing_kept_versions(client, name, number):
+    with listing_kept_versions(client, name):
         pulled = client._client.pull(
             name,
             track,

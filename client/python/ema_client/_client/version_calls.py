@@ -15,7 +15,6 @@ from collections.abc import Collection, Generator, Iterator
 
 from ema_client import _ema
 from ema_client._client.connection import Connection
-from ema_client._client.model_calls import model
 from ema_client._client.timeouts import check_seconds
 from ema_client._client.state import version_id
 from ema_client._client.types import (
@@ -27,6 +26,7 @@ from ema_client._client.types import (
     SynthesisSource,
     Version,
     is_after,
+    model_from,
     version_from,
 )
 from ema_client._errors import (
@@ -89,15 +89,18 @@ def awaited_model(
     """
     deadline = time.monotonic() + timeout_s
     # A timeout of 0 must leave time for one call.
-    call_timeout_s = timeout_s or None
+    call_timeout_s = min(timeout_s or math.inf, client._timeout(None))
     pause_s = _FIRST_PAUSE_S
+    # The first error lists the models that there are; to look for these each time would take longer.
+    fields = client._client.get_model
     while True:
         try:
-            return model(client, name, timeout_s=call_timeout_s)
+            return model_from(fields(name, call_timeout_s))
         except NotFoundError as error:
             if must_exist or error.reason != "MODEL_NOT_FOUND":
                 raise
             problem = error.args[0]
+        fields = client._raw.get_model
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceededError(
@@ -110,7 +113,7 @@ def awaited_model(
             )
         threading.Event().wait(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-        call_timeout_s = max(left_s, _FIRST_PAUSE_S)
+        call_timeout_s = min(max(left_s, _FIRST_PAUSE_S), client._timeout(None))
 
 
 def watch(
@@ -304,7 +307,7 @@ def statistics(
     """
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
-    with listing_kept_versions(client, name, number):
+    with listing_kept_versions(client, name):
         record = version_from(
             client._client.get_statistics(
                 name, number, incarnation, names_from("tracks", tracks), timeout
@@ -400,7 +403,7 @@ def synthesize(
 
 
 @contextlib.contextmanager
-def listing_kept_versions(client: Connection, name: str, number: int) -> Iterator[None]:
+def listing_kept_versions(client: Connection, name: str) -> Iterator[None]:
     """Adds the versions in the server's memory to the error of one that is gone, unless the server
     has listed those on its disk, too."""
     try:
@@ -408,7 +411,7 @@ def listing_kept_versions(client: Connection, name: str, number: int) -> Iterato
     except OutOfRangeError as error:
         if error.reason == "VERSION_NOT_KEPT" and "there are" not in error.args[0]:
             with contextlib.suppress(EmaError):
-                listed = versions(client, name, after=number)
+                listed = versions(client, name)
                 kept = [str(one.version.number) for one in listed if one.available]
                 text = f"{error.args[0]}; versions in memory: {', '.join(kept) or 'none'}"
                 error.args = (text, *error.args[1:])

@@ -28,7 +28,7 @@ FURTHER_NAMES = tuple(name for name in SCHEDULE_NAMES if name not in _SHARED)
 # Of these, the ones that choose no rule.
 _OPTIONS_OF_RULES = (
     *("before_start", "ema_end", "interval_phase", "debias", "zero_init", "power"),
-    *("min_decay", "max_decay", "age_offset"),
+    *("min_decay", "max_decay", "age_offset", "count_offset", "decays_shape"),
 )
 #: Arguments that make the track "ema" beside other tracks.
 RULE_NAMES = ("half_life", "smoothing", "ema_start", "preset") + tuple(

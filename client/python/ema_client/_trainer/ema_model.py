@@ -121,8 +121,12 @@ class AveragedCopy:
 
     def _copied(self, model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
         """FailedPreconditionError: the model cannot be copied."""
+        import torch
+
         try:
             return copy.deepcopy(model, memo)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as raised:
             raise FailedPreconditionError(
                 f'model "{self._model_name}": ema_model: the model cannot be copied '
