@@ -27,7 +27,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that keeps its checkpoints in a folder of the module's own."""
     folder = tmp_path_factory.mktemp("server")
     with ServerProcess(
-        folder, "--session-timeout", f"{SESSION_TIMEOUT_S}s", data_dir=folder / "data"
+        folder,
+        *("--session-timeout", f"{SESSION_TIMEOUT_S}s", "--max-models", "1000"),
+        data_dir=folder / "data",
     ) as process:
         yield process
         assert process.is_running(), process.log()

@@ -14,7 +14,8 @@ from ema_client._tracks.typed_arguments import PresetArguments, TrackArguments
 from ema_client._trainer.arguments import RunArguments
 from ema_client._trainer.attach import KEYWORDS
 
-PACKAGE = pathlib.Path(presets.__file__).parents[1]
+# The source: mypy does not take the folder of installed packages.
+PACKAGE = pathlib.Path(__file__).parents[3] / "client/python"
 OF_EMA = {"half_life", "smoothing", "update_interval", "ema_start", "preset"}
 
 # Without the frameworks, which take mypy minutes.
@@ -69,7 +70,7 @@ def test_a_type_checker_finds_misspelled_names(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "user.py"],
         **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 280},
-        env={"MYPYPATH": str(PACKAGE.parent)},
+        env={"MYPYPATH": str(PACKAGE)},
     )
     problems = done.stdout.splitlines()[:-1]
     problems = [line for line in problems if ": note: " not in line]

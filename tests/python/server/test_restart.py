@@ -100,16 +100,17 @@ def test_who_waits_hears_of_versions_counted_anew(tmp_path, model, rng, monkeypa
             client.create_checkpoint(model)
             lost = push_steps(client, model, rng, [2, 3])[-1][0]
             has_looked = threading.Event()
-            watch = version_calls.watch
+            commits_of = version_calls._commits_of
 
-            def signalling_watch(*args, **kwargs):
+            def signalling_commits(*args, **kwargs):
                 has_looked.set()
-                return watch(*args, **kwargs)
+                return commits_of(*args, **kwargs)
 
-            monkeypatch.setattr(version_calls, "watch", signalling_watch)
+            monkeypatch.setattr(version_calls, "_commits_of", signalling_commits)
             with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as end:
                 end.callback(client.delete_model, model)  # Which ends every wait.
-                waiting = pool.submit(client.wait_for, model, step=5, timeout_s=timeout_s)
+                options = {"timeout_s": timeout_s, "must_exist": True}
+                waiting = pool.submit(client.wait_for, model, step=5, **options)
                 assert has_looked.wait(60)
                 server.kill()
                 server.start(port=server.port)

@@ -10,8 +10,8 @@ import subprocess
 SYSTEM = {"ld-linux-x86-64", "libc", "libgcc_s", "libm", "libstdc++"}
 # Checksums, and kernels for the processor at hand.
 OURS = {"libhwy", "libisal"}
-# Of the Python extension: Debian's gRPC, and RE2, which gRPC needs, too. No LibTorch, and no Python: the interpreter brings its own.
-EXTENSION = {"libabsl", "libgpr", "libgrpc", "libgrpc++", "libprotobuf", "libre2"}
+# Of the Python extension: Debian's gRPC, and RE2 and OpenSSL, which gRPC needs, too. No LibTorch, and no Python: the interpreter brings its own.
+EXTENSION = {"libabsl", "libcrypto", "libgpr", "libgrpc", "libgrpc++", "libprotobuf", "libre2"}
 
 
 def linked(path: pathlib.Path) -> set[str]:
