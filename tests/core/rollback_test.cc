@@ -534,8 +534,9 @@ TEST_F(RollbackTest, ARunThatIsToGoOnFromAVersionFindsNoOther) {
                   newest)
         .status();
   };
-  const auto is_busy = AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("version 1 was committed")),
-                             ReasonIs(ErrorReason::kSessionBusy));
+  const auto is_busy =
+      AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("version 1 was committed")),
+            ReasonIs(ErrorReason::kSessionBusy));
   const auto rank = OpenRun(model_, "old");
   Train(*rank, 1, 1);
   EXPECT_THAT(join("new", {}), is_busy);

@@ -13,7 +13,8 @@ namespace ema::client_internal {
 // Returns its description for messages: its file, subject, issuer and dates.
 //
 // INVALID_ARGUMENT, BAD_REQUEST: there is no certificate in the text. UNAVAILABLE: it has expired
-// at `now`, so that a server would close the connection without saying why; its file may be renewed.
+// at `now`, so that a server would close the connection without saying why; its file may be
+// renewed.
 absl::StatusOr<std::string> CheckClientCertificate(const std::string& path, const std::string& pem,
                                                    absl::Time now);
 
