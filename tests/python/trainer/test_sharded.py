@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import sys
 import threading
+from collections.abc import Iterator
 
 import ema_client
 import numpy as np
@@ -24,6 +25,15 @@ from testing import SUPPORT, Weights, assert_same_bits, exit_codes, replay, star
 STEPS = 26
 # At the first step, and when an update is due.
 DUE = [1, *range(3, STEPS + 1, 3)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One that waits for ranks as long as it does by default: four of them share two processors."""
+    folder = tmp_path_factory.mktemp("server")
+    with ServerProcess(folder, data_dir=folder / "data") as process:
+        yield process
+        assert process.stop() == 0, process.log()
 
 
 def run_ranks(
