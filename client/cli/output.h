@@ -13,7 +13,7 @@
 
 namespace ema {
 
-// Those of other records: server/format/record_json.h.
+// server/format/record_json.h has the functions for the other records.
 void to_json(Json& json, const Client::ListedVersion& entry);
 void to_json(Json& json, const CheckpointInfo& checkpoint);
 // Without tensors and tensor rules if the manifest is empty, as in lists.

@@ -177,7 +177,7 @@ absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfini
 
 absl::StatusOr<PushProgress> Run::GiveUp(int64_t step, std::string_view why,
                                          absl::Duration timeout) {
-  constexpr size_t kMaxBytes = 1024;  // As QueryPushRequest.give_up_reason.
+  constexpr size_t kMaxBytes = 1024;  // The limit of QueryPushRequest.give_up_reason.
   EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
   // Not in the middle of a character.
   size_t length = std::min(why.size(), kMaxBytes);

@@ -59,7 +59,7 @@ absl::StatusOr<std::string> ReadPem(const char* field, const std::string& path) 
 
 struct TlsChannel {
   std::shared_ptr<grpc::Channel> channel;
-  // What the server may object to, if it closes the connection in the handshake.
+  // For the error if the server closes the connection during the handshake: the likely cause.
   std::string objection;
 };
 

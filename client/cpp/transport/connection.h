@@ -75,7 +75,8 @@ class Connection {
   // A duplicate of the socket's descriptor, which stays valid when gRPC has closed its own. -1:
   // gRPC owns the socket.
   const int fd_;
-  // What the server may object to if it closes the connection in the handshake. Empty: without TLS.
+  // For the error if the server closes the connection during the TLS handshake: the likely cause.
+  // Empty: without TLS.
   const std::string tls_objection_;
   const std::shared_ptr<grpc::Channel> channel_;
   v1::EmaService::Stub stub_;

@@ -92,16 +92,16 @@ def awaited_model(
     call_timeout_s = min(timeout_s or math.inf, client._timeout(None))
     pause_s = _FIRST_PAUSE_S
     # The first error lists the models that there are; to look for these each time would take longer.
-    fields = client._client.get_model
+    get_model = client._client.get_model
     problem = ""
     while True:
         try:
-            return model_from(fields(name, call_timeout_s))
+            return model_from(get_model(name, call_timeout_s))
         except NotFoundError as error:
             if must_exist or error.reason != "MODEL_NOT_FOUND":
                 raise
             problem = problem or error.args[0]
-        fields = client._raw.get_model
+        get_model = client._raw.get_model
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceededError(

@@ -28,9 +28,9 @@ def absent_ranks(
     """Waits until all ranks of the group have called this with an equal `call`.
 
     Returns:
-        Nothing if they have. Otherwise, on all ranks that wait, the ranks that had not when one of those
-        that wait had waited for `timeout_s`, each with its own `call`, or "". Such a rank comes to the next
-        meeting.
+        The absent ranks: those that had not called it when the first of the others had waited for
+        `timeout_s`; each with the `call` that it made instead, or "". Empty: all ranks are here. All that
+        wait get the same. An absent rank that calls this later takes part in the next meeting.
     """
     import torch.distributed as dist
 

@@ -300,7 +300,7 @@ class ModelTensors:
         self._module = module
         self._rename = rename
         self._found: NamedTensors | None = None
-        self._parts: list[object] = []  # As of when the tensors were found.
+        self._parts: list[object] = []  # The module's parts when `_found` was set.
 
     def __call__(self) -> NamedTensors:
         """The same object as before if nothing has changed. Raises as `named_tensors`."""

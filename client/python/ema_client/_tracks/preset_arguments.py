@@ -25,7 +25,7 @@ from ema_client._tracks.track import (
 _SHARED = ("half_life", "smoothing", "update_interval", "ema_start")
 #: Further fields of a schedule, which `attach` and `LocalEMA` take as keyword arguments, too.
 FURTHER_NAMES = tuple(name for name in SCHEDULE_NAMES if name not in _SHARED)
-# Of these, the ones that choose no rule.
+# Those of FURTHER_NAMES that do not choose the rule.
 _OPTIONS_OF_RULES = (
     *("before_start", "ema_end", "interval_phase", "debias", "zero_init", "power"),
     *("min_decay", "max_decay", "age_offset", "count_offset", "decays_shape"),

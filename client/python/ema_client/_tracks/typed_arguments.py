@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 
 class _OfPresets(TypedDict, total=False):
-    # Those that every function with a preset passes on.
+    # The arguments of presets that are parameters of no function that passes presets on.
     accumulator_dtype: Any
     allow_different_devices: bool
     avg_fn: Any

@@ -262,9 +262,7 @@ class Pusher:
         self, trained: bool, frozen: bool
     ) -> tuple[Sequence[_ema.Array], Sequence[tuple[int, int]]]:
         names = self._pushed_names if frozen else self._pushed_names - self._frozen.names
-        tensors = (
-            self._tensors
-        )  # As `_frozen_changed`, which the engine calls before, has found them.
+        tensors = self._tensors  # The engine has called `_frozen_changed`, which finds them.
         self.options.averaged_buffers.warn_of_changes(tensors, self._pushed_names)
         # Everything that the push reads, even if a part was read before.
         weights = self.weights.take(tensors, names)
