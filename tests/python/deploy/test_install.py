@@ -18,7 +18,14 @@ from server_process import ROOT
 CLIENT = ROOT / "client/python"
 
 USE = """
+import hashlib  # Brings the interpreter's own OpenSSL.
 import sys
+
+def libraries():
+    with open("/proc/self/maps") as maps:
+        return {line.split()[-1] for line in maps if ".so" in line}
+
+before = libraries()
 import ema_client
 import numpy
 
@@ -30,8 +37,7 @@ with ema_client.Client(address) as client:
     with client.open_run(model) as run:
         run.push(step=1, weights=weights)
     assert client.pull(model, track="raw")["w"].tolist() == [0, 1, 2]
-with open("/proc/self/maps") as maps:
-    print(*{line.split()[-1] for line in maps if ".so" in line}, sep="\\n")
+print(*libraries() - before, sep="\\n")
 """
 
 
