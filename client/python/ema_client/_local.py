@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
 from ema_client._client import arrays
+from ema_client._client.out import writing
 from ema_client._client.types import TimeLike, TrackVersion, time_dict
 from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
@@ -107,8 +108,7 @@ def compute_ema(
         for name, ema in pairs
         if ema.is_floating_point() and name not in not_float32
     ]
-    # Outside inference mode, PyTorch does not write tensors that were created in it.
-    with torch.inference_mode():
+    with writing():
         emas = [_on_host(ema).float() for ema, _ in averaged]
         _ema.fold_many(emas, [param for _, param in averaged], 1.0 - smoothing)
         for (ema, _), folded in zip(averaged, emas):

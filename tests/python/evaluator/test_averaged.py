@@ -59,6 +59,26 @@ def test_values_are_swapped_in_and_back(server, model, pushed):
     assert_same_bits(own, net.state_dict())
 
 
+def test_autocast_uses_the_values_that_were_written(server, client, model, pushed):
+    net, average = pushed
+    inputs = torch.ones(2, 4)
+    expected = {
+        name: torch.nn.functional.linear(inputs, values["0.weight"], values["0.bias"])
+        for name, values in (("average", average), ("own", state_of(net)))
+    }
+
+    def check(values):
+        torch.testing.assert_close(net[0](inputs).float(), expected[values], atol=0.02, rtol=0.02)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        check("own")  # Autocast keeps the casts of the weights.
+        with ema_client.averaged(net, server.url(model), track="fast"):
+            check("average")
+        check("own")
+        client.pull(model, track="fast", out=net)
+        check("average")
+
+
 def test_values_come_back_after_an_exception(server, model, pushed):
     net, average = pushed
     own = state_of(net)

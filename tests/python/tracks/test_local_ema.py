@@ -217,6 +217,23 @@ def test_averaged_and_back():
         ema.copy_to(torch.nn.Linear(3, 3))
 
 
+def test_parametrizations_cache_no_values_of_other_weights():
+    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3))
+    ema = LocalEMA(model, smoothing=0.5)
+    for n in range(3):
+        shake(model, n)
+        ema.update()
+    inputs = torch.ones(1, 3)
+    with torch.no_grad(), ema.averaged():
+        expected = model(inputs)
+    with torch.no_grad(), torch.nn.utils.parametrize.cached():
+        own = model(inputs)
+        assert not torch.equal(own, expected)
+        with ema.averaged():
+            assert torch.equal(model(inputs), expected)
+        assert torch.equal(model(inputs), own)
+
+
 class Tied(torch.nn.Module):
     """Two pairs of layers, the second of each with the weight of the first or with its own."""
 

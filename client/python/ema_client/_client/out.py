@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from ema_client._client.arrays import (
@@ -62,6 +63,23 @@ def check_castable(
             check_fits(what, name, values[name], target)
 
 
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """For a block that writes torch tensors of the caller, who may have any grad mode, and may have
+    created the tensors in any. Drops what `torch.autocast` and `torch.nn.utils.parametrize.cached` have
+    computed from the previous values.
+    """
+    import torch
+
+    try:
+        # Outside inference mode, PyTorch does not write tensors that were created in it.
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        getattr(torch.nn.utils.parametrize, "_cache", {}).clear()
+
+
 def write_arrays(
     out: Mapping[str, Any],
     tensors: Mapping[str, Any],
@@ -97,10 +115,7 @@ def write_arrays(
         if overflow == "saturate":
             tensor = saturated(tensor, out[name])
         if is_torch:
-            import torch
-
-            # Outside inference mode, PyTorch does not write tensors that were created in it.
-            with torch.inference_mode():
+            with writing():
                 out[name].copy_(tensor)
         else:
             import numpy

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ema_client import _ema
 from ema_client._client import arrays
+from ema_client._client.out import writing
 from ema_client._client.pieces import is_dtensor, local_of
 from ema_client._errors import InvalidArgumentError
 
@@ -334,12 +335,8 @@ def _are_same(some: list[object], others: list[object]) -> bool:
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Writes the second tensor of each pair into the first, cast to its dtype. The caller may have any
-    grad mode, and a tensor may have been created in any."""
-    import torch
-
-    # Outside inference mode, PyTorch does not write tensors that were created in it.
-    with torch.inference_mode():
+    """Writes the second tensor of each pair into the first, cast to its dtype; see `writing`."""
+    with writing():
         for tensor, values in pairs:
             tensor.copy_(values)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ema_client._client.out import writing
 from ema_client._errors import EmaError, InvalidArgumentError, failure_of
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import check_no_dtensor
@@ -204,8 +205,6 @@ class Switch:
             attachment._pusher.other_wait_seconds += time.monotonic() - start
 
     def _write(self, batch: int, failure: EmaError | None) -> None:
-        import torch
-
         weights = pull_on_all_ranks(
             self._attachment,
             self._ranks,
@@ -224,7 +223,7 @@ class Switch:
             failure = failure_of(raised)
         # All ranks must have the memory before the first one writes.
         self._ranks.gather_or_raise(failure, None)
-        with torch.no_grad():
+        with writing():
             for tensor, value, is_copied in written:
                 if is_copied:
                     tensor.copy_(value)
