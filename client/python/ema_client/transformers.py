@@ -218,6 +218,7 @@ class EmaCallback(_TrainerCallback):
         if state.global_step > 0:
             # The trainer has loaded a checkpoint's weights over those of a failed training.
             self._own.drop()
+        is_retry = self._attachment is not None and self._model is kwargs["model"]
         self.close()
         if self._evaluates and args.load_best_model_at_end and not self._copies_at_end:
             _logger.warning(
@@ -234,6 +235,9 @@ class EmaCallback(_TrainerCallback):
         options = options_of_start(
             self._options, step=state.global_step, resume=self._saved(args, state)
         )
+        if is_retry and options.get("existing") is None:
+            # The trainer keeps the weights of the failed training, as auto_find_batch_size does.
+            options["existing"] = "continue"
         self._attachment = attach(
             self._model, kwargs["optimizer"], self._url, **{**defaults, **options}
         )

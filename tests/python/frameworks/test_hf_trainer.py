@@ -665,6 +665,24 @@ def test_an_exception_in_an_evaluation(server, model, tmp_path):
     assert_same_bits(recorder.own[5], trainer.model.state_dict())
 
 
+def test_a_training_that_begins_again_with_smaller_batches_goes_on(server, client, model, tmp_path):
+    class OutOfMemory(transformers.TrainerCallback):
+        tries = 0
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.tries += 1
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if self.tries == 1 and state.global_step == 2:
+                raise RuntimeError("CUDA out of memory.")
+
+    callback = EmaCallback(server.url(model), half_life="4ba", tracks={"raw": "copy"})
+    trainer = make_trainer(tmp_path, OutOfMemory(), callback, auto_find_batch_size=True)
+    trainer.train()
+    assert steps_of(client, model) == [*range(1, 2 + trainer.state.global_step + 1)]
+    assert_same_bits(weights_of(trainer.model), client.pull(model, track="raw"))
+
+
 def test_a_training_resumes_after_an_exception_in_an_evaluation(server, model, tmp_path):
     """From the weights of its checkpoint, not from those that the training before put aside."""
 
