@@ -85,6 +85,15 @@ def test_an_optimizer_that_was_made_anew_is_said_at_close(server, model, caplog)
     assert "no step was counted" in warning
 
 
+def test_an_optimizer_that_replaces_the_attached_one_is_said_at_close(server, model, caplog):
+    net, optimizer = trainer_of()
+    with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
+        step(net, optimizer)
+        step(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    (warning,) = warnings_of(caplog)
+    assert "its steps are not averaged: call attach() again with it" in warning
+
+
 def test_a_resumed_run_may_have_nothing_left_to_train(server, model, caplog):
     net, optimizer = trainer_of()
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:

@@ -28,7 +28,8 @@ _COPY_BYTES = 64 << 20
 WRITTEN_HINT = (
     "; from now on they are copied before each push, or the step waits. The average holds the weights as "
     "optimizer.step() left them. To average what is written after it (clipping), attach with None as the "
-    "optimizer, and call after_step() after the write"
+    "optimizer, and call after_step() after the write. If an optimizer that attach() did not get has written "
+    "them, its steps are not averaged: call attach() again with it"
 )
 
 
