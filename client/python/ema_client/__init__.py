@@ -39,7 +39,6 @@ ones.
 from ema_client._client.client import Client
 from ema_client._client.read import pull, watch
 from ema_client._client.run import PendingPush, Run
-from ema_client._client.server_info import ServerInfo, ServerLimit
 from ema_client._client.types import (
     Checkpoint,
     CheckpointInfo,
@@ -49,6 +48,8 @@ from ema_client._client.types import (
     ModelInfo,
     PushStats,
     ResumePoint,
+    ServerInfo,
+    ServerLimit,
     Shard,
     Statistics,
     Stats,

@@ -117,10 +117,9 @@ class PyVersionWatch {
     watch_.reset();
   }
 
-  // (version, skipped)
-  nb::tuple Next() {
+  nb::object Next() {
     const VersionWatch::Item item = CallWithoutGil([this] { return watch_->Next(); });
-    return nb::make_tuple(FromVersion(item.version), item.skipped);
+    return ToRecord(item.version, item.skipped);
   }
 
  private:
@@ -128,7 +127,7 @@ class PyVersionWatch {
 };
 
 class PyClient {
- private:  // First, as what Call() returns is deduced.
+ public:
   // What `method`, which takes a client, `arguments` and a time-out, gives. The client stays alive
   // as long, also where another thread closes it.
   template <class Method, class... Arguments>
@@ -138,7 +137,6 @@ class PyClient {
     return CallWithoutGil([&] { return std::invoke(method, *client, arguments..., timeout); });
   }
 
- public:
   std::shared_ptr<Client> Get() const {
     if (client_ == nullptr) {
       ThrowStatus(MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
@@ -171,44 +169,24 @@ class PyClient {
     client.reset();
   }
 
-  nb::dict CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
-                       const std::vector<TrackConfig>& tracks, int64_t max_pinned_versions,
-                       const std::string& non_finite, double timeout_s) {
+  ModelInfo CreateModel(const std::string& model, const std::vector<SpecTuple>& specs,
+                        const std::vector<TrackConfig>& tracks, int64_t max_pinned_versions,
+                        const std::string& non_finite, double timeout_s) {
     const Manifest manifest = ToManifest(specs);
     const Client::ModelOptions options{.max_pinned_versions = max_pinned_versions,
                                        .non_finite = ToNonFinite(non_finite)};
     const auto create = [&](Client& client, absl::Duration timeout) {
       return client.CreateModel(model, manifest, tracks, options, timeout);
     };
-    return FromModel(Call(create, timeout_s).model);
+    return Call(create, timeout_s).model;
   }
 
-  nb::dict UpdateModel(const std::string& model, const std::vector<TrackConfig>& put,
-                       const std::vector<std::string>& remove,
-                       const std::vector<std::string>& pause,
-                       const std::vector<std::string>& resume, double timeout_s) {
+  ModelInfo UpdateModel(const std::string& model, const std::vector<TrackConfig>& put,
+                        const std::vector<std::string>& remove,
+                        const std::vector<std::string>& pause,
+                        const std::vector<std::string>& resume, double timeout_s) {
     const Client::ModelChanges changes{put, remove, pause, resume};
-    return FromModel(Call(&Client::UpdateModel, timeout_s, model, changes));
-  }
-
-  nb::dict GetServerInfo(double timeout_s) {
-    return FromServerInfo(Call(&Client::GetServerInfo, timeout_s));
-  }
-
-  nb::dict GetModel(const std::string& model, double timeout_s) {
-    return FromModel(Call(&Client::GetModel, timeout_s, model));
-  }
-
-  nb::list ListModels(double timeout_s) {
-    nb::list result;
-    for (const ModelInfo& model : Call(&Client::ListModels, timeout_s)) {
-      result.append(FromModel(model));
-    }
-    return result;
-  }
-
-  void DeleteModel(const std::string& model, bool purge, double timeout_s) {
-    Call(&Client::DeleteModel, timeout_s, model, purge);
+    return Call(&Client::UpdateModel, timeout_s, model, changes);
   }
 
   void AttachFile(const std::string& model, const std::string& name, const nb::bytes& data,
@@ -222,31 +200,19 @@ class PyClient {
     return nb::bytes(bytes.data(), bytes.size());
   }
 
-  void RemoveFile(const std::string& model, const std::string& name, double timeout_s) {
-    Call(&Client::RemoveFile, timeout_s, model, name);
-  }
-
-  nb::list ListVersions(const std::string& model, int64_t after, double timeout_s) {
-    nb::list result;
-    for (const auto& [version, available] : Call(&Client::ListVersions, timeout_s, model, after)) {
-      result.append(nb::make_tuple(FromVersion(version), available));
-    }
-    return result;
-  }
-
-  nb::dict GetStatistics(const std::string& model, int64_t version, int64_t incarnation,
-                         const std::vector<std::string>& tracks, double timeout_s) {
+  Version GetStatistics(const std::string& model, int64_t version, int64_t incarnation,
+                        const std::vector<std::string>& tracks, double timeout_s) {
     const Client::StatisticsOptions options{.id = {version, incarnation}, .tracks = tracks};
     const auto get = [&](Client& client, absl::Duration timeout) {
       return client.GetStatistics(model, options, timeout);
     };
-    return FromVersion(Call(get, timeout_s));
+    return Call(get, timeout_s);
   }
 
-  // (version, checkpoint, bytes, state)
-  nb::tuple CreateCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
-                             const std::vector<std::string>& tracks, const std::string& label,
-                             bool wait, double timeout_s) {
+  Client::CheckpointResult CreateCheckpoint(const std::string& model, int64_t version,
+                                            int64_t incarnation,
+                                            const std::vector<std::string>& tracks,
+                                            const std::string& label, bool wait, double timeout_s) {
     const Client::CheckpointOptions options{.version = version,
                                             .incarnation = incarnation,
                                             .tracks = tracks,
@@ -255,65 +221,42 @@ class PyClient {
     const auto create = [&](Client& client, absl::Duration timeout) {
       return client.CreateCheckpoint(model, options, timeout);
     };
-    const auto result = Call(create, timeout_s);
-    return nb::make_tuple(FromVersion(result.version), nb::cast(result.checkpoint),
-                          result.total_bytes, std::string(CheckpointStateName(result.state)));
+    return Call(create, timeout_s);
   }
 
-  nb::dict GetCheckpoint(const std::string& model, const std::string& checkpoint,
-                         double timeout_s) {
-    return FromCheckpoint(Call(&Client::GetCheckpoint, timeout_s, model, checkpoint));
-  }
-
-  // ([checkpoint], [label])
-  nb::tuple ListCheckpoints(const std::string& model, double timeout_s) {
-    const auto list = Call(&Client::ListCheckpoints, timeout_s, model);
-    nb::list checkpoints;
-    for (const auto& checkpoint : list.checkpoints) checkpoints.append(FromCheckpoint(checkpoint));
-    nb::list labels;
-    for (const auto& label : list.labels) labels.append(FromLabel(label));
-    return nb::make_tuple(checkpoints, labels);
-  }
-
-  void DeleteCheckpoint(const std::string& model, const std::string& checkpoint, double timeout_s) {
-    Call(&Client::DeleteCheckpoint, timeout_s, model, checkpoint);
+  std::tuple<std::vector<CheckpointInfo>, std::vector<CheckpointLabel>> ListCheckpoints(
+      const std::string& model, double timeout_s) {
+    CheckpointList list = Call(&Client::ListCheckpoints, timeout_s, model);
+    return {std::move(list.checkpoints), std::move(list.labels)};
   }
 
   // By `label` if there is one.
-  nb::dict RestoreCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
-                             const std::string& label, double timeout_s) {
+  Version RestoreCheckpoint(const std::string& model, int64_t version, int64_t incarnation,
+                            const std::string& label, double timeout_s) {
     const auto restore = [&](Client& client, absl::Duration timeout) {
       return label.empty()
                  ? client.RestoreCheckpoint(model, VersionId{version, incarnation}, timeout)
                  : client.RestoreCheckpoint(model, label, timeout);
     };
-    return FromVersion(Call(restore, timeout_s));
+    return Call(restore, timeout_s);
   }
 
-  nb::dict SetLabel(const std::string& model, const std::string& label, int64_t version,
-                    int64_t incarnation, double timeout_s) {
-    return FromLabel(
-        Call(&Client::SetLabel, timeout_s, model, label, VersionId{version, incarnation}));
+  CheckpointLabel SetLabel(const std::string& model, const std::string& label, int64_t version,
+                           int64_t incarnation, double timeout_s) {
+    return Call(&Client::SetLabel, timeout_s, model, label, VersionId{version, incarnation});
   }
 
-  void RemoveLabel(const std::string& model, const std::string& label, double timeout_s) {
-    Call(&Client::RemoveLabel, timeout_s, model, label);
-  }
-
-  // (label, moved)
-  nb::tuple ReportMetric(const std::string& model, int64_t version, int64_t incarnation,
-                         double value, bool lower_is_better, const std::string& label,
-                         double timeout_s) {
+  MetricResult ReportMetric(const std::string& model, int64_t version, int64_t incarnation,
+                            double value, bool lower_is_better, const std::string& label,
+                            double timeout_s) {
     const Client::Metric metric{.id = {version, incarnation},
                                 .value = value,
                                 .lower_is_better = lower_is_better,
                                 .label = label};
-    const auto result = Call(&Client::ReportMetric, timeout_s, model, metric);
-    return nb::make_tuple(FromLabel(result.label), result.moved);
+    return Call(&Client::ReportMetric, timeout_s, model, metric);
   }
 
-  // (version, residual, [(track, step, weight)])
-  nb::tuple Synthesize(const std::string& model, const std::string& result,
+  Synthesis Synthesize(const std::string& model, const std::string& result,
                        const std::optional<double>& sigma_rel, const std::string& half_life,
                        int64_t step, const std::vector<std::string>& tracks, double timeout_s) {
     const Client::SynthesizeOptions options{.name = result,
@@ -321,12 +264,7 @@ class PyClient {
                                             .half_life = half_life,
                                             .step = step,
                                             .tracks = tracks};
-    const auto made = Call(&Client::Synthesize, timeout_s, model, options);
-    nb::list sources;
-    for (const auto& source : made.sources) {
-      sources.append(nb::make_tuple(nb::cast(source.track), source.step, source.weight));
-    }
-    return nb::make_tuple(FromVersion(made.version), made.residual, sources);
+    return Call(&Client::Synthesize, timeout_s, model, options);
   }
 
   nb::object OpenRun(const std::string& model, const std::string& launch_id, int64_t rank,
@@ -444,6 +382,21 @@ class PyClient {
   std::shared_ptr<Client> client_;  // Under the GIL; null when closed.
 };
 
+// A call whose arguments are those of Client's.
+template <auto kMethod, class... Arguments>
+struct Forward {
+  static auto Call(const PyClient& self, const Arguments&... arguments, double timeout_s) {
+    return self.Call(kMethod, timeout_s, arguments...);
+  }
+};
+
+// By name: sizes in bytes.
+nb::dict FilesOf(const ModelInfo& model) {
+  nb::dict files;
+  for (const auto& [name, total_bytes] : model.attached_files) files[nb::cast(name)] = total_bytes;
+  return files;
+}
+
 }  // namespace
 
 std::shared_ptr<Client> ClientOf(nb::handle client) { return nb::cast<PyClient&>(client).Get(); }
@@ -452,7 +405,7 @@ void BindClient(nb::module_& module) {
   nb::class_<PyVersionWatch>(module, "VersionWatch").def("next", &PyVersionWatch::Next);
 
   nb::class_<Pulled>(module, "Pulled")
-      .def_prop_ro("version", [](const Pulled& pulled) { return FromVersion(pulled.info.version); })
+      .def_prop_ro("version", [](const Pulled& pulled) { return pulled.info.version; })
       .def_prop_ro("tensors", &TensorsOf)
       .def_prop_ro("aliases", &AliasesOf)
       .def_prop_ro("bytes", &BytesOf)
@@ -461,6 +414,21 @@ void BindClient(nb::module_& module) {
                    [](const Pulled& pulled) { return pulled.info.received_bytes; })
       .def_prop_ro("lane",
                    [](const Pulled& pulled) { return std::string(LaneName(pulled.info.lane)); });
+
+  nb::class_<ModelInfo>(module, "ModelInfo")
+      .def_ro("name", &ModelInfo::name)
+      .def_prop_ro("tensors", [](const ModelInfo& model) { return SpecsOf(model.manifest); })
+      .def_ro("tracks", &ModelInfo::tracks)
+      .def_ro("pending_tracks", &ModelInfo::pending_tracks)
+      .def_ro("plan_revision", &ModelInfo::plan_revision)
+      .def_ro("max_pinned_versions", &ModelInfo::max_pinned_versions)
+      .def_prop_ro(
+          "non_finite",
+          [](const ModelInfo& model) { return std::string(NonFinitePolicyName(model.non_finite)); })
+      .def_ro("reserved_bytes", &ModelInfo::reserved_bytes)
+      .def_ro("latest", &ModelInfo::latest)
+      .def_ro("run_epoch", &ModelInfo::run_epoch)
+      .def_prop_ro("attached_files", &FilesOf);
 
   nb::class_<PyClient>(module, "Client")
       .def(nb::init<const std::string&, double, bool, int64_t,
@@ -473,27 +441,32 @@ void BindClient(nb::module_& module) {
            "max_pinned_versions"_a, "non_finite"_a, "timeout_s"_a)
       .def("update_model", &PyClient::UpdateModel, "model"_a, "put"_a, "remove"_a, "pause"_a,
            "resume"_a, "timeout_s"_a)
-      .def("get_server_info", &PyClient::GetServerInfo, "timeout_s"_a)
-      .def("get_model", &PyClient::GetModel, "model"_a, "timeout_s"_a)
-      .def("list_models", &PyClient::ListModels, "timeout_s"_a)
-      .def("delete_model", &PyClient::DeleteModel, "model"_a, "purge"_a, "timeout_s"_a)
+      .def("get_server_info", &Forward<&Client::GetServerInfo>::Call, "timeout_s"_a)
+      .def("get_model", &Forward<&Client::GetModel, std::string>::Call, "model"_a, "timeout_s"_a)
+      .def("list_models", &Forward<&Client::ListModels>::Call, "timeout_s"_a)
+      .def("delete_model", &Forward<&Client::DeleteModel, std::string, bool>::Call, "model"_a,
+           "purge"_a, "timeout_s"_a)
       .def("attach_file", &PyClient::AttachFile, "model"_a, "name"_a, "data"_a, "timeout_s"_a)
       .def("get_attached_file", &PyClient::GetAttachedFile, "model"_a, "name"_a, "timeout_s"_a)
-      .def("remove_file", &PyClient::RemoveFile, "model"_a, "name"_a, "timeout_s"_a)
-      .def("list_versions", &PyClient::ListVersions, "model"_a, "after"_a, "timeout_s"_a)
+      .def("remove_file", &Forward<&Client::RemoveFile, std::string, std::string>::Call, "model"_a,
+           "name"_a, "timeout_s"_a)
+      .def("list_versions", &Forward<&Client::ListVersions, std::string, int64_t>::Call, "model"_a,
+           "after"_a, "timeout_s"_a)
       .def("get_statistics", &PyClient::GetStatistics, "model"_a, "version"_a, "incarnation"_a,
            "tracks"_a, "timeout_s"_a)
       .def("create_checkpoint", &PyClient::CreateCheckpoint, "model"_a, "version"_a,
            "incarnation"_a, "tracks"_a, "label"_a, "wait"_a, "timeout_s"_a)
-      .def("get_checkpoint", &PyClient::GetCheckpoint, "model"_a, "checkpoint"_a, "timeout_s"_a)
+      .def("get_checkpoint", &Forward<&Client::GetCheckpoint, std::string, std::string>::Call,
+           "model"_a, "checkpoint"_a, "timeout_s"_a)
       .def("list_checkpoints", &PyClient::ListCheckpoints, "model"_a, "timeout_s"_a)
-      .def("delete_checkpoint", &PyClient::DeleteCheckpoint, "model"_a, "checkpoint"_a,
-           "timeout_s"_a)
+      .def("delete_checkpoint", &Forward<&Client::DeleteCheckpoint, std::string, std::string>::Call,
+           "model"_a, "checkpoint"_a, "timeout_s"_a)
       .def("restore_checkpoint", &PyClient::RestoreCheckpoint, "model"_a, "version"_a,
            "incarnation"_a, "label"_a, "timeout_s"_a)
       .def("set_label", &PyClient::SetLabel, "model"_a, "label"_a, "version"_a, "incarnation"_a,
            "timeout_s"_a)
-      .def("remove_label", &PyClient::RemoveLabel, "model"_a, "label"_a, "timeout_s"_a)
+      .def("remove_label", &Forward<&Client::RemoveLabel, std::string, std::string>::Call,
+           "model"_a, "label"_a, "timeout_s"_a)
       .def("report_metric", &PyClient::ReportMetric, "model"_a, "version"_a, "incarnation"_a,
            "value"_a, "lower_is_better"_a, "label"_a, "timeout_s"_a)
       .def("synthesize", &PyClient::Synthesize, "model"_a, "result"_a, "sigma_rel"_a.none(),

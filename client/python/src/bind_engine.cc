@@ -251,12 +251,6 @@ nb::dict StatsOf(const PyPushEngine& self) {
   return result;
 }
 
-nb::object VersionOf(const PyPushEngine& self) {
-  const std::optional<Version> version = self.engine().progress().version;
-  if (!version.has_value()) return nb::none();
-  return FromVersion(*version);
-}
-
 std::vector<TrackConfig> TracksOf(const PyPushEngine& self) {
   std::vector<TrackConfig> tracks;
   for (const RunPlan::Entry& entry : self.engine().tracks()) tracks.push_back(entry.track);
@@ -294,7 +288,8 @@ void BindEngine(nb::module_& module) {
       .def_prop_ro("run_epoch", [](const PyPushEngine& self) { return self.engine().run_epoch(); })
       .def_prop_ro("step", [](const PyPushEngine& self) { return self.engine().step(); })
       .def_prop_ro("stats", &StatsOf)
-      .def_prop_ro("version", &VersionOf)
+      .def_prop_ro("version",
+                   [](const PyPushEngine& self) { return self.engine().progress().version; })
       .def_prop_ro("tracks", &TracksOf);
 }
 

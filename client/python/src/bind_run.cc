@@ -68,10 +68,10 @@ class PyPendingPush {
     return done;
   }
 
-  nb::dict Wait() {
-    const Version version = CallWithoutGil([&] { return push_->Wait(); });
+  Version Wait() {
+    Version version = CallWithoutGil([&] { return push_->Wait(); });
     LetArraysGo();
-    return FromVersion(version);
+    return version;
   }
 
   void Abandon() {
@@ -84,26 +84,7 @@ class PyPendingPush {
 
   bool done() const { return push_->done(); }
 
-  nb::dict stats() const {
-    const PendingPush::Stats stats = push_->stats();
-    nb::dict result;
-    result["total_bytes"] = stats.total_bytes;
-    result["sent_bytes"] = stats.sent_bytes;
-    result["stream_count"] = stats.stream_count;
-    result["connection_count"] = stats.connection_count;
-    result["send_seconds"] = absl::ToDoubleSeconds(stats.send_time);
-    result["lane"] = std::string(LaneName(stats.lane));
-    result["server_seconds"] = nb::none();
-    if (stats.server_time.has_value()) {
-      nb::dict seconds;
-      seconds["receive"] = absl::ToDoubleSeconds(stats.server_time->receive);
-      seconds["fold"] = absl::ToDoubleSeconds(stats.server_time->fold);
-      seconds["wait"] = absl::ToDoubleSeconds(stats.server_time->wait);
-      seconds["commit"] = absl::ToDoubleSeconds(stats.server_time->commit);
-      result["server_seconds"] = seconds;
-    }
-    return result;
-  }
+  PendingPush::Stats stats() const { return push_->stats(); }
 
  private:
   // To destroy an array runs its framework's code, PyTorch's among it that lets other threads have
@@ -167,18 +148,6 @@ class PyRun {
   std::unique_ptr<Run> run_;
 };
 
-nb::object Latest(const PyRun& self) {
-  const auto latest = self.run().latest();
-  if (!latest.has_value()) return nb::none();
-  return FromVersion(*latest);
-}
-
-std::vector<SpecTuple> Tensors(const PyRun& self) {
-  std::vector<SpecTuple> result;
-  for (const TensorSpec& spec : self.run().manifest().tensors()) result.push_back(FromSpec(spec));
-  return result;
-}
-
 std::vector<ShardTuple> Shards(const PyRun& self) {
   std::vector<ShardTuple> result;
   for (const Shard& shard : self.run().layout().shards()) {
@@ -236,13 +205,13 @@ void BindRun(nb::module_& module) {
       .def_prop_ro("may_omit_frozen",
                    [](const PyRun& self) { return self.run().plan().may_omit_frozen; })
       .def_prop_ro("frozen", &Frozen)
-      .def_prop_ro("tensors", &Tensors)
+      .def_prop_ro("tensors", [](const PyRun& self) { return SpecsOf(self.run().manifest()); })
       .def_prop_ro("shards", &Shards)
       .def_prop_ro("total_bytes",
                    [](const PyRun& self) { return self.run().layout().total_bytes(); })
       .def_prop_ro("run_epoch", [](const PyRun& self) { return self.run().run_epoch(); })
       .def_prop_ro("rank", [](const PyRun& self) { return self.run().rank(); })
-      .def_prop_ro("latest", &Latest);
+      .def_prop_ro("latest", [](const PyRun& self) { return self.run().latest(); });
 }
 
 }  // namespace ema::python

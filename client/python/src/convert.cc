@@ -11,11 +11,30 @@
 #include "ema/error_reason.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT: the only way to "name"_a.
 
 namespace ema::python {
 namespace {
 
 nb::str FromText(std::string_view text) { return nb::str(text.data(), text.size()); }
+
+double UnixSeconds(absl::Time time) { return absl::ToDoubleSeconds(time - absl::UnixEpoch()); }
+
+// A dataclass of ema_client/_client/types.py.
+nb::object RecordClass(const char* name) {
+  return nb::module_::import_("ema_client._client.types").attr(name);
+}
+
+// By name; of tensor rules by pattern.
+nb::dict FromTrackVersions(const std::vector<TrackVersion>& tracks) {
+  nb::dict result;
+  for (const TrackVersion& track : tracks) {
+    result[FromText(track.track)] = RecordClass("TrackVersion")(
+        track.update_weight, track.elapsed, track.update_count, track.updated, track.averaged_count,
+        track.window_steps, track.config, track.stall_gap, FromTrackVersions(track.rules));
+  }
+  return result;
+}
 
 }  // namespace
 
@@ -59,112 +78,88 @@ TrainingTime ToTime(const nb::dict& time) {
   return result;
 }
 
-// By name; of tensor rules by pattern.
-nb::dict FromTrackVersions(const std::vector<TrackVersion>& tracks) {
-  nb::dict result;
-  for (const TrackVersion& track : tracks) {
-    result[FromText(track.track)] =
-        nb::make_tuple(track.updated, track.update_weight, track.elapsed, track.update_count,
-                       track.averaged_count, track.window_steps, FromText(track.config),
-                       track.stall_gap, FromTrackVersions(track.rules));
-  }
-  return result;
-}
-
-nb::dict FromVersion(const Version& version) {
-  nb::dict result;
-  result["incarnation"] = version.incarnation;
-  result["number"] = version.number;
-  result["step"] = version.step;
-  result["time"] = FromTime(version.time);
-  result["run_epoch"] = version.run_epoch;
-  result["tracks"] = FromTrackVersions(version.tracks);
-  result["commit_time"] = absl::ToDoubleSeconds(version.commit_time - absl::UnixEpoch());
-  result["skipped_tensor_count"] = version.skipped_tensor_count;
-  result["skipped_tensors"] = nb::cast(version.skipped_tensors);
-  result["wire_dtype"] = std::string(WireDtypeName(version.wire_dtype));
-  result["restored_from"] =
-      version.restored_from.has_value() ? FromVersionId(*version.restored_from) : nb::none();
+nb::object ToRecord(const Version& version, int64_t skipped) {
   nb::dict statistics;
   for (const TrackStatistics& track : version.statistics) {
-    statistics[FromText(track.track)] = nb::make_tuple(track.norm, track.distance);
+    statistics[FromText(track.track)] = RecordClass("TrackStatistics")(track.norm, track.distance);
   }
-  result["statistics"] = statistics;
-  return result;
+  nb::object restored_from = nb::none();
+  if (const auto& id = version.restored_from) {
+    restored_from = nb::make_tuple(id->version, id->incarnation);
+  }
+  return RecordClass("Version")(
+      "number"_a = version.number, "step"_a = version.step, "incarnation"_a = version.incarnation,
+      "time"_a = RecordClass("TrainingTime")(**FromTime(version.time)),
+      "tracks"_a = FromTrackVersions(version.tracks), "run_epoch"_a = version.run_epoch,
+      "commit_time"_a = UnixSeconds(version.commit_time), "skipped"_a = skipped,
+      "skipped_tensor_count"_a = version.skipped_tensor_count,
+      "skipped_tensors"_a = nb::tuple(nb::cast(version.skipped_tensors)),
+      "wire_dtype"_a = FromText(WireDtypeName(version.wire_dtype)),
+      "restored_from"_a = restored_from, "statistics"_a = statistics);
 }
 
-nb::object FromVersionId(const VersionId& id) { return nb::make_tuple(id.version, id.incarnation); }
-
-nb::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint) {
-  nb::dict result;
-  result["name"] = FromText(checkpoint.name);
-  result["state"] = FromText(CheckpointStateName(checkpoint.state));
-  result["number"] = checkpoint.id.version;
-  result["incarnation"] = checkpoint.id.incarnation;
-  result["step"] = checkpoint.step;
-  result["commit_time"] = absl::ToDoubleSeconds(checkpoint.commit_time - absl::UnixEpoch());
-  result["tracks"] = nb::tuple(nb::cast(checkpoint.tracks));
-  result["is_partial"] = checkpoint.is_partial;
-  result["total_bytes"] = checkpoint.total_bytes;
-  result["labels"] = nb::tuple(nb::cast(checkpoint.labels));
-  result["problem"] = FromText(checkpoint.problem);
-  return result;
+nb::object ToRecord(const Client::ListedVersion& listed) {
+  return RecordClass("ListedVersion")(listed.version, listed.available);
 }
 
-nb::dict FromServerInfo(const Client::ServerInfo& info) {
-  nb::dict result;
-  result["version"] = FromText(info.version);
-  result["device"] = FromText(info.device);
-  result["incarnation"] = info.incarnation;
-  result["start_time"] = absl::ToDoubleSeconds(info.start_time - absl::UnixEpoch());
-  result["not_serving"] = FromText(info.not_serving);
-  result["memory_budget_bytes"] = info.memory_budget_bytes;
-  result["memory_reserved_bytes"] = info.memory_reserved_bytes;
-  result["memory_used_bytes"] = info.memory_used_bytes;
+nb::object ToRecord(const Client::ServerInfo& info) {
   nb::dict limits;
   for (const Client::ServerInfo::Limit& limit : info.limits) {
-    limits[FromText(limit.name)] = nb::make_tuple(limit.in_use, limit.limit);
+    limits[FromText(limit.name)] = RecordClass("ServerLimit")(limit.in_use, limit.limit);
   }
-  result["limits"] = limits;
-  return result;
+  return RecordClass("ServerInfo")(
+      "version"_a = info.version, "device"_a = info.device, "incarnation"_a = info.incarnation,
+      "start_time"_a = UnixSeconds(info.start_time), "not_serving"_a = info.not_serving,
+      "memory_budget_bytes"_a = info.memory_budget_bytes,
+      "memory_reserved_bytes"_a = info.memory_reserved_bytes,
+      "memory_used_bytes"_a = info.memory_used_bytes, "limits"_a = limits);
 }
 
-nb::dict FromLabel(const Client::Label& label) {
-  nb::dict result;
-  result["name"] = FromText(label.name);
-  result["number"] = label.id.version;
-  result["incarnation"] = label.id.incarnation;
-  result["step"] = label.step;
-  result["metric"] = label.metric.has_value() ? nb::object(nb::float_(*label.metric)) : nb::none();
-  result["lower_is_better"] = label.lower_is_better;
-  return result;
+nb::object ToRecord(const Client::CheckpointResult& result) {
+  return RecordClass("Checkpoint")(result.version, result.checkpoint, result.total_bytes,
+                                   FromText(CheckpointStateName(result.state)));
 }
 
-nb::dict FromModel(const ModelInfo& model) {
-  nb::list tensors;
-  for (const TensorSpec& spec : model.manifest.tensors()) tensors.append(nb::cast(FromSpec(spec)));
-  const auto from_tracks = [](const std::vector<TrackConfig>& tracks) {
-    nb::list result;
-    for (const TrackConfig& track : tracks) result.append(nb::cast(track));
-    return result;
-  };
-  nb::dict result;
-  result["name"] = FromText(model.name);
-  result["tensors"] = tensors;
-  result["tracks"] = from_tracks(model.tracks);
-  result["pending_tracks"] = from_tracks(model.pending_tracks.value_or(std::vector<TrackConfig>()));
-  result["plan_revision"] = model.plan_revision;
-  result["non_finite"] = FromText(NonFinitePolicyName(model.non_finite));
-  result["max_pinned_versions"] = model.max_pinned_versions;
-  result["reserved_bytes"] = model.reserved_bytes;
-  result["latest"] = model.latest.has_value() ? nb::object(FromVersion(*model.latest)) : nb::none();
-  result["run_epoch"] = model.run_epoch;
-  nb::dict files;
-  for (const ModelInfo::AttachedFile& file : model.attached_files) {
-    files[FromText(file.name)] = file.total_bytes;
+nb::object ToRecord(const CheckpointInfo& checkpoint) {
+  return RecordClass("CheckpointInfo")(
+      "name"_a = checkpoint.name, "state"_a = FromText(CheckpointStateName(checkpoint.state)),
+      "number"_a = checkpoint.id.version, "incarnation"_a = checkpoint.id.incarnation,
+      "step"_a = checkpoint.step, "commit_time"_a = UnixSeconds(checkpoint.commit_time),
+      "tracks"_a = nb::tuple(nb::cast(checkpoint.tracks)), "is_partial"_a = checkpoint.is_partial,
+      "total_bytes"_a = checkpoint.total_bytes, "labels"_a = nb::tuple(nb::cast(checkpoint.labels)),
+      "problem"_a = checkpoint.problem);
+}
+
+nb::object ToRecord(const CheckpointLabel& label) {
+  return RecordClass("Label")(label.name, label.id.version, label.id.incarnation, label.step,
+                              label.metric, label.lower_is_better);
+}
+
+nb::object ToRecord(const MetricResult& result) {
+  return RecordClass("MetricResult")(result.label, result.moved);
+}
+
+nb::object ToRecord(const Synthesis& synthesis) {
+  nb::list sources;
+  for (const Synthesis::Source& source : synthesis.sources) {
+    sources.append(RecordClass("SynthesisSource")(source.track, source.step, source.weight));
   }
-  result["attached_files"] = files;
-  return result;
+  return RecordClass("Synthesis")(synthesis.version, synthesis.residual, nb::tuple(sources));
+}
+
+nb::object ToRecord(const PendingPush::Stats& stats) {
+  nb::object server_seconds = nb::none();
+  if (const auto& time = stats.server_time) {
+    nb::dict seconds;
+    seconds["receive"] = absl::ToDoubleSeconds(time->receive);
+    seconds["fold"] = absl::ToDoubleSeconds(time->fold);
+    seconds["wait"] = absl::ToDoubleSeconds(time->wait);
+    seconds["commit"] = absl::ToDoubleSeconds(time->commit);
+    server_seconds = seconds;
+  }
+  return RecordClass("PushStats")(stats.total_bytes, stats.sent_bytes, stats.stream_count,
+                                  stats.connection_count, absl::ToDoubleSeconds(stats.send_time),
+                                  FromText(LaneName(stats.lane)), server_seconds);
 }
 
 NonFinitePolicy ToNonFinite(const std::string& name) {
@@ -183,6 +178,12 @@ WireDtype ToWireDtype(const std::string& name) {
 
 SpecTuple FromSpec(const TensorSpec& spec) {
   return {spec.name, std::string(DtypeName(spec.dtype)), spec.shape, spec.is_buffer, spec.aliases};
+}
+
+std::vector<SpecTuple> SpecsOf(const Manifest& manifest) {
+  std::vector<SpecTuple> result;
+  for (const TensorSpec& spec : manifest.tensors()) result.push_back(FromSpec(spec));
+  return result;
 }
 
 Manifest ToManifest(const std::vector<SpecTuple>& specs) {

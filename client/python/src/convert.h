@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The library's values as plain Python ones (dict, list, tuple, str, number), and back.
-// ema_client/_client/types.py makes its dataclasses of them. All of it needs the GIL.
+// The library's values as Python's, and back. All of it needs the GIL.
 #ifndef EMA_CLIENT_PYTHON_SRC_CONVERT_H_
 #define EMA_CLIENT_PYTHON_SRC_CONVERT_H_
 
@@ -11,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -32,20 +32,22 @@ nanobind::dict FromTime(const TrainingTime& time);
 // Throws InvalidArgumentError, BAD_TIME: an unknown unit or a value that is not a number.
 TrainingTime ToTime(const nanobind::dict& time);
 
-nanobind::dict FromVersion(const Version& version);
-nanobind::dict FromModel(const ModelInfo& model);
-// (version, incarnation)
-nanobind::object FromVersionId(const VersionId& id);
-// As the dataclasses CheckpointInfo and Label of ema_client/_client/types.py take them.
-nanobind::dict FromCheckpoint(const Client::CheckpointInfo& checkpoint);
-nanobind::dict FromLabel(const Client::Label& label);
-// As ServerInfo of ema_client/_client/server_info.py takes it.
-nanobind::dict FromServerInfo(const Client::ServerInfo& info);
+// The record as the dataclass of ema_client/_client/types.py.
+nanobind::object ToRecord(const Version& version, int64_t skipped = 0);
+nanobind::object ToRecord(const Client::ListedVersion& listed);
+nanobind::object ToRecord(const Client::ServerInfo& info);
+nanobind::object ToRecord(const Client::CheckpointResult& result);
+nanobind::object ToRecord(const CheckpointInfo& checkpoint);
+nanobind::object ToRecord(const CheckpointLabel& label);
+nanobind::object ToRecord(const MetricResult& result);
+nanobind::object ToRecord(const Synthesis& synthesis);
+nanobind::object ToRecord(const PendingPush::Stats& stats);
 // Throws InvalidArgumentError: not "reject", "skip" or "allow".
 NonFinitePolicy ToNonFinite(const std::string& name);
 // Throws InvalidArgumentError: not "as pushed" or "bfloat16".
 WireDtype ToWireDtype(const std::string& name);
 SpecTuple FromSpec(const TensorSpec& spec);
+std::vector<SpecTuple> SpecsOf(const Manifest& manifest);
 // Throws InvalidArgumentError, BAD_MANIFEST.
 Manifest ToManifest(const std::vector<SpecTuple>& specs);
 
@@ -53,5 +55,23 @@ Manifest ToManifest(const std::vector<SpecTuple>& specs);
 absl::Duration ToDuration(double seconds);
 
 }  // namespace ema::python
+
+// Bound functions return such records as they are.
+template <class T>
+requires requires(const T& value) { ema::python::ToRecord(value); }
+struct nanobind::detail::type_caster<T> {
+  static constexpr auto Name = const_name("object");
+
+  static handle from_cpp(const T& value, rv_policy /*policy*/, cleanup_list* /*list*/) noexcept {
+    try {
+      return ema::python::ToRecord(value).release();
+    } catch (python_error& error) {
+      error.restore();
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return {};
+  }
+};
 
 #endif  // EMA_CLIENT_PYTHON_SRC_CONVERT_H_

@@ -15,7 +15,6 @@ from ema_client._client.types import (
     MetricResult,
     SavedState,
     Version,
-    version_from,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._given import check_name, names_from
@@ -61,7 +60,7 @@ def create_checkpoint(
         'saving'
     """
     number, incarnation = version_id(version, of=name)
-    record, checkpoint, total_bytes, state = client._client.create_checkpoint(
+    return client._client.create_checkpoint(
         name,
         number,
         incarnation,
@@ -70,21 +69,13 @@ def create_checkpoint(
         wait,
         client._timeout(timeout_s, is_transfer=True),
     )
-    return Checkpoint(
-        version_from(record),
-        checkpoint,
-        total_bytes,
-        "saving" if state == "saving" else "complete",
-    )
 
 
 def checkpoint(
     client: Connection, name: str, checkpoint: str, *, timeout_s: float | None = None
 ) -> CheckpointInfo:
     """One checkpoint, even if it is being written or has failed. NotFoundError: no such checkpoint."""
-    return CheckpointInfo(
-        **client._client.get_checkpoint(name, checkpoint, client._timeout(timeout_s))
-    )
+    return client._client.get_checkpoint(name, checkpoint, client._timeout(timeout_s))
 
 
 def checkpoints(
@@ -92,7 +83,7 @@ def checkpoints(
 ) -> tuple[CheckpointInfo, ...]:
     """All checkpoints, even those that are being written or have failed; newest first."""
     checkpoints, _ = client._client.list_checkpoints(name, client._timeout(timeout_s))
-    return tuple(CheckpointInfo(**checkpoint) for checkpoint in checkpoints)
+    return tuple(checkpoints)
 
 
 def delete_checkpoint(
@@ -111,7 +102,7 @@ def delete_checkpoint(
 def labels(client: Connection, name: str, *, timeout_s: float | None = None) -> dict[str, Label]:
     """The labels of a model's versions, by name."""
     _, labels = client._client.list_checkpoints(name, client._timeout(timeout_s))
-    return {label["name"]: Label(**label) for label in labels}
+    return {label.name: label for label in labels}
 
 
 def set_label(
@@ -137,7 +128,7 @@ def set_label(
     """
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
-    return Label(**client._client.set_label(name, label, number, incarnation, timeout))
+    return client._client.set_label(name, label, number, incarnation, timeout)
 
 
 def remove_label(
@@ -193,7 +184,7 @@ def report_metric(
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     try:
-        fields, moved = client._client.report_metric(
+        return client._client.report_metric(
             name, number, incarnation, value, lower_is_better, label, timeout
         )
     except FailedPreconditionError as error:
@@ -201,7 +192,6 @@ def report_metric(
             raise
         _logger.warning('model "%s": the score %s has no effect: %s', name, value, error)
         return MetricResult(None, False)
-    return MetricResult(Label(**fields), moved)
 
 
 def restore(
@@ -242,6 +232,4 @@ def restore(
         check_name("label", label)
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
-    return version_from(
-        client._client.restore_checkpoint(name, number, incarnation, label or "", timeout)
-    )
+    return client._client.restore_checkpoint(name, number, incarnation, label or "", timeout)

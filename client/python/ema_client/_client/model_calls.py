@@ -14,15 +14,14 @@ from ema_client._client.arrays import some, spec_of
 from ema_client._client.connection import Connection
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.run import join_run
-from ema_client._client.server_info import ServerInfo, server_info_from
 from ema_client._client.types import (
     ModelInfo,
     NonFinite,
+    ServerInfo,
     TimeLike,
     Version,
     model_from,
     time_dict,
-    version_from,
 )
 from ema_client._errors import AlreadyExistsError, EmaError
 from ema_client._given import check_by_name, check_name, names_from
@@ -43,7 +42,7 @@ def server_info(client: Connection, *, timeout_s: float | None = None) -> Server
         >>> info = client.server_info()
         >>> assert info.is_serving, info.not_serving
     """
-    return server_info_from(client._client.get_server_info(client._timeout(timeout_s)))
+    return client._client.get_server_info(client._timeout(timeout_s))
 
 
 def create_model(
@@ -95,10 +94,10 @@ def create_from_specs(
     non_finite: NonFinite,
     timeout_s: float | None,
 ) -> ModelInfo:
-    fields = client._client.create_model(
+    model = client._client.create_model(
         name, specs, tracks, max_pinned_versions or 0, non_finite, client._timeout(timeout_s)
     )
-    return model_from(fields)
+    return model_from(model)
 
 
 def import_weights(
@@ -170,8 +169,7 @@ def import_weights(
         for tensor in stored
     ]
     with join_run(client, name, imported_updates=updates, timeout_s=timeout_s) as run:
-        push = run._get().start_push(step, now, arrays, timeout_s)
-        return version_from(push.wait())
+        return run._get().start_push(step, now, arrays, timeout_s).wait()
 
 
 def update_model(
@@ -233,7 +231,7 @@ def add_model_names(client: _ema.Client, error: EmaError, args: tuple[Any, ...])
     if error.reason != "MODEL_NOT_FOUND":
         return
     try:
-        names = sorted(fields["name"] for fields in client.list_models(_NAMES_TIMEOUT_S))
+        names = sorted(model.name for model in client.list_models(_NAMES_TIMEOUT_S))
     except EmaError:
         return  # The first error counts.
     near = difflib.get_close_matches(args[0], names) if isinstance(args[0], str) else []
@@ -296,7 +294,7 @@ def attached_files(
         AbortedError: another client keeps replacing a file.
     """
     timeout = client._timeout(timeout_s)
-    names: dict[str, int] = client._client.get_model(name, timeout)["attached_files"]
+    names = client._client.get_model(name, timeout).attached_files
     return {file: client._client.get_attached_file(name, file, timeout) for file in names}
 
 

@@ -41,7 +41,6 @@ from ema_client._client.types import (
     Version,
     VersionLike,
     Weights,
-    version_from,
 )
 from ema_client._client.unread import wait_unread
 from ema_client._client.version_calls import listing_kept_versions
@@ -114,7 +113,7 @@ class Destination:
 
     def put(self, pulled: _ema.Pulled, track: str, overflow: Overflow) -> Weights:
         """Writes or wraps the pulled values, and returns the arrays."""
-        version = version_from(pulled.version)
+        version = pulled.version
         aliases = pulled.aliases
         if self.is_empty:
             return Weights({}, version=version, track=track, aliases={})
@@ -262,7 +261,7 @@ def refresh(client: Connection, weights: Weights, *, timeout_s: float | None = N
     timeout = client._timeout(timeout_s, is_transfer=True)
     is_newer = client._client.refresh(pulled, timeout)
     if is_newer:
-        weights.version = version_from(pulled.version)
+        weights.version = pulled.version
         weights.received_bytes = pulled.received_bytes
         weights.lane = pulled.lane
     return is_newer

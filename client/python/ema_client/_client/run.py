@@ -25,7 +25,6 @@ from ema_client._client.types import (
     resume_tuple,
     specs_from,
     time_dict,
-    version_from,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._given import check_int64, names_from
@@ -50,7 +49,7 @@ class PendingPush:
 
     @property
     def stats(self) -> PushStats:
-        return PushStats(**self._push.stats)
+        return self._push.stats
 
     def wait_released(self, *, max_wait_s: float) -> bool:
         """Waits until all bytes of the arrays have been read; then the arrays may change.
@@ -82,7 +81,7 @@ class PendingPush:
         Raises:
             EmaError: the step did not commit; the average is unchanged.
         """
-        return version_from(self._push.wait())
+        return self._push.wait()
 
     def abandon(self) -> None:
         """Drops the step unless it has committed. After this, nothing reads the arrays."""
@@ -164,8 +163,7 @@ class Run:
     @property
     def latest(self) -> Version | None:
         """The version of the last push; before it, the newest version when the run was opened."""
-        latest = self._get().latest
-        return None if latest is None else version_from(latest)
+        return self._get().latest
 
     def wait_ready(self, *, timeout_s: float | None = None) -> None:
         """Waits until all ranks have joined. DeadlineExceededError names those that have not."""
@@ -334,7 +332,7 @@ def join_run(
     tuples: list[_ema.ShardTuple] | None = None
     frozen_count = 0
     if shards is not None or world_size != 1 or frozen:
-        specs: list[_ema.Spec] = client._client.get_model(name, timeout)["tensors"]
+        specs = client._client.get_model(name, timeout).tensors
         index = {spec[0]: i for i, spec in enumerate(specs)}
         unknown = sorted({*frozen, *(shard.name for shard in shards or ())} - index.keys())
         if unknown:

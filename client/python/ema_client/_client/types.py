@@ -257,6 +257,50 @@ class ModelInfo:
 
 
 @dataclasses.dataclass(frozen=True)
+class ServerLimit:
+    """A limit on the number of some resource.
+
+    Attributes:
+        in_use: the present number; None: it is not counted for the whole server.
+        limit: the largest number; 0: unlimited.
+    """
+
+    in_use: int | None
+    limit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerInfo:
+    """A server's version, device, memory and limits, and whether it serves.
+
+    Attributes:
+        version: of the program, such as "0.1.0".
+        device: the device that holds the averages: "cpu", or the name of a GPU.
+        incarnation: number of this life of the server; another one after each start.
+        start_time: seconds since 1970, by the server's clock.
+        not_serving: why health checks say NOT_SERVING; empty: they say SERVING.
+        memory_budget_bytes: memory for models.
+        memory_reserved_bytes: the part of it that is reserved for models.
+        memory_used_bytes: the part of it that is in use.
+        limits: by name, such as "models" or "pull_streams".
+    """
+
+    version: str
+    device: str
+    incarnation: int
+    start_time: float
+    not_serving: str
+    memory_budget_bytes: int
+    memory_reserved_bytes: int
+    memory_used_bytes: int
+    limits: Mapping[str, ServerLimit] = dataclasses.field(hash=False)
+
+    @property
+    def is_serving(self) -> bool:
+        return not self.not_serving
+
+
+@dataclasses.dataclass(frozen=True)
 class ListedVersion:
     """A version's record, and whether its weights can still be pulled."""
 
@@ -484,68 +528,20 @@ class Weights(dict[str, Any]):
         return super().__reduce_ex__(protocol)
 
 
-def _track_versions(fields: dict[str, tuple[Any, ...]]) -> dict[str, TrackVersion]:
-    return {
-        name: TrackVersion(
-            update_weight=update_weight,
-            elapsed=elapsed,
-            update_count=update_count,
-            averaged_count=averaged_count,
-            updated=updated,
-            window_steps=window_steps,
-            config=config,
-            stall_gap=stall_gap,
-            rules=_track_versions(rules),
-        )
-        for name, (
-            updated,
-            update_weight,
-            elapsed,
-            update_count,
-            averaged_count,
-            window_steps,
-            config,
-            stall_gap,
-            rules,
-        ) in fields.items()
-    }
-
-
-def version_from(fields: dict[str, Any], *, skipped: int = 0) -> Version:
-    return Version(
-        number=fields["number"],
-        step=fields["step"],
-        incarnation=fields["incarnation"],
-        time=TrainingTime(**fields["time"]),
-        tracks=_track_versions(fields["tracks"]),
-        run_epoch=fields["run_epoch"],
-        commit_time=fields["commit_time"],
-        skipped=skipped,
-        skipped_tensor_count=fields["skipped_tensor_count"],
-        skipped_tensors=tuple(fields["skipped_tensors"]),
-        wire_dtype=fields["wire_dtype"],
-        restored_from=fields["restored_from"],
-        statistics={
-            track: TrackStatistics(*numbers) for track, numbers in fields["statistics"].items()
-        },
-    )
-
-
-def model_from(fields: dict[str, Any]) -> ModelInfo:
-    pending = fields["pending_tracks"]
-    latest = fields["latest"]
+def model_from(model: _ema.ModelInfo) -> ModelInfo:
+    pending = model.pending_tracks
     return ModelInfo(
-        name=fields["name"],
-        tensors=tuple(specs_from(fields["tensors"])),
-        tracks={track.name: track_from(track) for track in fields["tracks"]},
-        max_pinned_versions=fields["max_pinned_versions"],
-        reserved_bytes=fields["reserved_bytes"],
-        latest=None if latest is None else version_from(latest),
-        run_epoch=fields["run_epoch"],
-        non_finite=fields["non_finite"],
-        plan_revision=fields["plan_revision"],
+        name=model.name,
+        tensors=tuple(specs_from(model.tensors)),
+        tracks={track.name: track_from(track) for track in model.tracks},
+        max_pinned_versions=model.max_pinned_versions,
+        reserved_bytes=model.reserved_bytes,
+        latest=model.latest,
+        run_epoch=model.run_epoch,
+        non_finite=model.non_finite,
+        plan_revision=model.plan_revision,
         pending_tracks={track.name: track_from(track) for track in pending} if pending else None,
-        attached_files=fields["attached_files"],
+        attached_files=model.attached_files,
     )
 
 

@@ -23,11 +23,9 @@ from ema_client._client.types import (
     SavedState,
     Statistics,
     Synthesis,
-    SynthesisSource,
     Version,
     is_after,
     model_from,
-    version_from,
 )
 from ema_client._errors import (
     DeadlineExceededError,
@@ -64,12 +62,7 @@ def versions(
         raise InvalidArgumentError(f"after {after}: must be a whole number or a Version")
     # A later incarnation may have continued from a lower number.
     number = 0 if isinstance(after, Version) else version_id(after, "after")[0]
-    listed = [
-        ListedVersion(version_from(version), available)
-        for version, available in client._client.list_versions(
-            name, number, client._timeout(timeout_s)
-        )
-    ]
+    listed = client._client.list_versions(name, number, client._timeout(timeout_s))
     return tuple(one for one in listed if is_after(one.version, after))
 
 
@@ -175,14 +168,14 @@ def _commits_of(
                 if watch is None:
                     awaited_model(client, name, timeout_s=timeout_s, must_exist=must_exist)
                     watch = client._client.watch(name, since, timeout_s)
-                version, skipped = watch.next()
+                version = watch.next()
             except NotFoundError as error:
                 if must_exist or error.reason != "MODEL_NOT_FOUND":
                     raise
                 watch = None
                 continue
-            since = version["number"], version["incarnation"]
-            yield version_from(version, skipped=skipped)
+            since = version.number, version.incarnation
+            yield version
     finally:
         # A raised error may keep this frame alive for long.
         del watch
@@ -309,10 +302,8 @@ def statistics(
     number, incarnation = version_id(version, of=name)
     timeout = client._timeout(timeout_s, is_transfer=True)
     with listing_kept_versions(client, name):
-        record = version_from(
-            client._client.get_statistics(
-                name, number, incarnation, names_from("tracks", tracks), timeout
-            )
+        record = client._client.get_statistics(
+            name, number, incarnation, names_from("tracks", tracks), timeout
         )
     return Statistics(record, record.statistics)
 
@@ -365,7 +356,7 @@ def synthesize(
     """
     if half_life is not None:
         check_name("half_life", str(half_life))
-    version, residual, sources = client._client.synthesize(
+    made = client._client.synthesize(
         name,
         result,
         sigma_rel,
@@ -373,11 +364,6 @@ def synthesize(
         step,
         names_from("tracks", tracks),
         client._timeout(timeout_s, is_transfer=True),
-    )
-    made = Synthesis(
-        version_from(version),
-        residual,
-        tuple(SynthesisSource(*source) for source in sources),
     )
     amplification = sum(abs(source.weight) for source in made.sources)
     if made.residual > _MOST_RESIDUAL:

@@ -15,7 +15,7 @@ from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.run import Run
 from ema_client._client.state import State
-from ema_client._client.types import NonFinite, Version, WireDtype, model_from
+from ema_client._client.types import NonFinite, Version, WireDtype
 from ema_client._client.url import split_url
 from ema_client._errors import (
     AlreadyExistsError,
@@ -179,33 +179,32 @@ class Plan:
             self.client.model(self.model_name, timeout_s=timeout_s)
         difference: AlreadyExistsError | None = None
         try:
-            fields = self._create_or_match(timeout_s)
+            there = self._create_or_match(timeout_s)
         except AlreadyExistsError as raised:
             difference = raised
-            fields = self.client._client.get_model(self.model_name, timeout_s)
+            there = self.client._client.get_model(self.model_name, timeout_s)
         # Not inside `except`: the traceback would show both errors.
         existing = self._existing if state is None else "continue"
-        latest = model_from(fields).latest
+        latest = there.latest
         # Version 1 may be an import, from which a training is meant to continue.
         if existing == "error" and latest is not None and latest.number > 1:
             raise self._exists_error(latest)
         if existing == "new" and latest is not None:
-            fields = self._create_again(timeout_s)
+            there = self._create_again(timeout_s)
         elif existing != "continue" and latest is None and difference is not None:
             _logger.warning(
                 'model "%s": created again, since it has other tensors, tracks or options, and no version '
                 "yet",
                 self.model_name,
             )
-            fields = self._create_again(timeout_s)
+            there = self._create_again(timeout_s)
         elif difference is not None:
             raise difference
         if state is not None:
-            state.check_fresh(model_from(fields).latest)
+            state.check_fresh(there.latest)
         if self._files:
             self.client.attach_files(self.model_name, self._files, timeout_s=timeout_s)
-        there_now: list[_ema.Track] = fields["pending_tracks"] or fields["tracks"]
-        return there_now
+        return there.pending_tracks or there.tracks
 
     def warn_of_changes(self, tracks: list[_ema.Track]) -> None:
         """Warns, once, of tracks that differ from the requested ones: the server accepts the tracks
@@ -228,8 +227,8 @@ class Plan:
                 continue
             _logger.warning('model "%s": track "%s": %s', self.model_name, track.name, change)
 
-    def _create_or_match(self, timeout_s: float) -> dict[str, Any]:
-        """The fields of the model, which is created unless it exists. AlreadyExistsError: it exists,
+    def _create_or_match(self, timeout_s: float) -> _ema.ModelInfo:
+        """The model, which is created unless it exists. AlreadyExistsError: it exists,
         and differs."""
         try:
             return self._create(self.layout.specs, self._tracks, timeout_s)
@@ -237,15 +236,15 @@ class Plan:
             refused = raised  # Python deletes `raised` at the end of the block.
         # Not inside `except`: the traceback would show both errors.
         there = self.client._client.get_model(self.model_name, timeout_s)
-        if not self._may_go_on_with(there["tensors"]):
+        if not self._may_go_on_with(there.tensors):
             raise refused
-        self._check_actions(there["tensors"])
+        self._check_actions(there.tensors)
         # The server compares the tracks, since it also accepts those that the model was created with.
-        places = {track.name: place for place, track in enumerate(there["tracks"])}
+        places = {track.name: place for place, track in enumerate(there.tracks)}
         tracks = sorted(self._tracks, key=lambda track: places.get(track.name, len(places)))
-        return self._create(there["tensors"], tracks, timeout_s)
+        return self._create(there.tensors, tracks, timeout_s)
 
-    def _create_again(self, timeout_s: float) -> dict[str, Any]:
+    def _create_again(self, timeout_s: float) -> _ema.ModelInfo:
         """Deletes the model, whose checkpoints stay on the disk, and creates it."""
         try:
             self.client.delete_model(self.model_name, timeout_s=timeout_s)
@@ -269,10 +268,10 @@ class Plan:
 
     def _create(
         self, specs: list[_ema.Spec], tracks: list[_ema.Track], timeout_s: float
-    ) -> dict[str, Any]:
+    ) -> _ema.ModelInfo:
         options = (self._max_pinned_versions, self._non_finite)
         try:
-            fields = self.client._client.create_model(
+            return self.client._client.create_model(
                 self.model_name, specs, tracks, *options, timeout_s
             )
         except AlreadyExistsError as raised:
@@ -282,7 +281,6 @@ class Plan:
                 "or another name",
                 reason=raised.reason,
             ) from None
-        return fields
 
     def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
         """Whether these are our tensors in another order (of other pipeline stages), or from a

@@ -14,7 +14,7 @@ from ema_client import _ema
 from ema_client._client.arrays import read_all, some
 from ema_client._client.gpu import current_streams, is_capturing
 from ema_client._client.pieces import BoxCache, HeldWeights
-from ema_client._client.types import Stats, Version, time_after, version_from
+from ema_client._client.types import Stats, Version, time_after
 from ema_client._errors import EmaError, failure_of
 from ema_client._model.torch_model import NamedTensors
 from ema_client._trainer.arguments import PushOptions
@@ -101,8 +101,7 @@ class Pusher:
     @property
     def version(self) -> Version | None:
         self.look()
-        fields = self.engine.version
-        version = None if fields is None else version_from(fields)
+        version = self.engine.version
         # The same object for the same version.
         known = self._version
         if known is not None and known == version:
@@ -222,11 +221,11 @@ class Pusher:
         """Counts those of the last push, and warns of each once."""
         if self.options.non_finite != "skip":
             return
-        fields, counted = self.engine.version, self._counted
-        self._counted = fields
-        if fields is None or fields == counted:
+        version, counted = self.engine.version, self._counted
+        self._counted = version
+        if version is None or version == counted:
             return
-        names = fields["skipped_tensors"]
+        names = version.skipped_tensors
         new = [name for name in names if name not in self._skipped_tensors]
         for name in names:
             self._skipped_tensors[name] = self._skipped_tensors.get(name, 0) + 1
@@ -235,8 +234,8 @@ class Pusher:
                 'model "%s": step %d has NaN or infinity in %d tensors, which keep their averages '
                 '(non_finite="skip"): %s; stats.skipped_tensors counts such pushes',
                 self.options.model_name,
-                fields["step"],
-                fields["skipped_tensor_count"],
+                version.step,
+                version.skipped_tensor_count,
                 some(new),
             )
 
