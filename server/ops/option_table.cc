@@ -9,11 +9,13 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <system_error>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -224,12 +226,12 @@ class Table {
 
   CLI::Option* Add(const std::string& name, const std::string& type, const std::string& help,
                    Check set, std::function<std::string()> get) {
-    const CLI::callback_t callback = [&problems = problems_, name,
+    const CLI::callback_t callback = [&app = app_, &problems = problems_, name,
                                       set = std::move(set)](const CLI::results_t& given) {
       const absl::Status status = set(absl::StrJoin(given, ","));
       if (!status.ok()) {
-        problems.texts.push_back(
-            absl::StrCat(problems.place, name, ": ", std::string(status.message())));
+        problems.texts.push_back(absl::StrCat(NameWhereSet(app, name, problems.file), ": ",
+                                              std::string(status.message())));
       }
       return true;
     };
@@ -422,6 +424,19 @@ bool IsLocal(const std::string& listen) {
 
 }  // namespace
 
+std::string SourceOf(const CLI::App& app, const CLI::Option& option) {
+  if (option.empty()) return "default";
+  if (absl::c_linear_search(app.parse_order(), &option)) return "flag";
+  const char* const variable = std::getenv(option.get_envname().c_str());
+  return variable == nullptr || *variable == '\0' ? "file" : option.get_envname();
+}
+
+std::string NameWhereSet(const CLI::App& app, const std::string& name, const std::string& file) {
+  const std::string source = SourceOf(app, *app.get_option("--" + name));
+  if (source == "file") return absl::StrCat(file, ": ", name);
+  return source == "flag" || source == "default" ? "--" + name : source;
+}
+
 std::vector<std::string> EmaVariables() {
   std::vector<std::string> names;
   for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
@@ -459,27 +474,31 @@ std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
   return doubts;
 }
 
-std::vector<std::string> OptionConflicts(const ServerOptions& options) {
-  std::vector<std::string> problems;
+std::vector<OptionConflict> OptionConflicts(const ServerOptions& options) {
+  std::vector<OptionConflict> problems;
   if (options.tls_cert.empty() != options.tls_key.empty()) {
-    problems.emplace_back("--tls-cert and --tls-key: only one of them is given, expected both");
+    problems.push_back(options.tls_key.empty()
+                           ? OptionConflict{"tls-cert", "given without --tls-key"}
+                           : OptionConflict{"tls-key", "given without --tls-cert"});
   }
   if (!options.tls_client_ca.empty() && options.tls_cert.empty()) {
-    problems.emplace_back("--tls-client-ca: given without --tls-cert and --tls-key");
+    problems.push_back({"tls-client-ca", "given without --tls-cert and --tls-key"});
   }
   if (options.block_bytes % kBlockGranule != 0) {
     problems.push_back(
-        absl::StrCat("--block-bytes: ", options.block_bytes, " is no multiple of ", kBlockGranule));
+        {"block-bytes", absl::StrCat(options.block_bytes, " is no multiple of ", kBlockGranule)});
   }
   if (HasAuthentication(options) || options.allow_unauthenticated) return problems;
   for (const std::string& listen : options.listen) {
     if (IsLocal(listen)) continue;
-    problems.push_back(absl::StrCat(
-        "--listen: \"", listen,
-        "\" can be reached from other hosts, but clients do not have to authenticate. Set "
-        "--auth-tokens or --tls-client-ca (with --tls-cert and --tls-key); or "
-        "--allow-unauthenticated, to serve everybody who can reach the server; or listen on a "
-        "loopback address, such as 127.0.0.1:50051"));
+    problems.push_back(
+        {"listen",
+         absl::StrCat(
+             "\"", listen,
+             "\" can be reached from other hosts, but clients do not have to authenticate. Set "
+             "--auth-tokens or --tls-client-ca (with --tls-cert and --tls-key); or "
+             "--allow-unauthenticated, to serve everybody who can reach the server; or listen on a "
+             "loopback address, such as 127.0.0.1:50051")});
   }
   return problems;
 }

@@ -14,13 +14,15 @@
 
 namespace CLI {  // NOLINT(readability-identifier-naming): CLI11 calls it that.
 class App;
+class Option;
 }  // namespace CLI
 
 namespace ema {
 
-// What is wrong with values, each with the option, the value, and what is expected.
+// What is wrong with values, each with the option as NameWhereSet() writes it, the value, and what
+// is expected.
 struct OptionProblems {
-  std::string place = "--";  // Precedes the option's name: as a flag, or "FILE:LINE: ".
+  std::string file;  // "FILE:LINE", of the value that is read from a file.
   std::vector<std::string> texts;
 };
 
@@ -33,6 +35,13 @@ inline constexpr std::string_view kTimeLimits = "Time limits";
 // (capture_default_str()) is the present value. Both arguments must outlive `app`.
 void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems);
 
+// "default", "flag", "file", or the name of the environment variable. REQUIRES: `app` has parsed.
+// Not safe against a concurrent setenv().
+std::string SourceOf(const CLI::App& app, const CLI::Option& option);
+
+// An option as the operator has set it: "--max-models", "EMA_MAX_MODELS" or "`file`: max-models".
+std::string NameWhereSet(const CLI::App& app, const std::string& name, const std::string& file);
+
 // The names of the variables that begin with EMA_ and are not empty, sorted. Left out are those
 // that Kubernetes makes for a service whose name is, or begins with, "ema" (EMA_SERVICE_HOST,
 // EMA_PORT, EMA_PORT_50051_TCP, ...). Not safe against a concurrent setenv().
@@ -41,8 +50,12 @@ std::vector<std::string> EmaVariables();
 // Warnings, for the log, about settings that are valid but probably not intended.
 std::vector<LogEvent> OptionWarnings(const ServerOptions& options);
 
-// Errors of options that contradict each other, each with what to do. Empty: there are none.
-std::vector<std::string> OptionConflicts(const ServerOptions& options);
+// An option that contradicts another one, and what to do.
+struct OptionConflict {
+  std::string name;
+  std::string problem;
+};
+std::vector<OptionConflict> OptionConflicts(const ServerOptions& options);
 
 }  // namespace ema
 

@@ -101,7 +101,8 @@ void ReadFile(const std::string& path, CLI::App& app, OptionProblems& problems) 
   constexpr int64_t kMaxBytes = 1 << 20;
   const absl::StatusOr<std::string> content = ReadSmallFile(path, kMaxBytes);
   if (!content.ok()) {
-    problems.texts.push_back(absl::StrCat(path, ": ", content.status().message()));
+    problems.texts.push_back(absl::StrCat(NameWhereSet(app, "config", ""), ": ", path, ": ",
+                                          std::string(content.status().message())));
     return;
   }
   const toml::parse_result parsed = toml::parse(*content, path);
@@ -114,29 +115,21 @@ void ReadFile(const std::string& path, CLI::App& app, OptionProblems& problems) 
   const std::vector<CLI::Option*> settings = Settings(app);
   for (const auto& [toml_key, node] : parsed.table()) {
     const std::string key(toml_key.str());
-    problems.place = absl::StrCat(path, ":", toml_key.source().begin.line, ": ");
+    problems.file = absl::StrCat(path, ":", toml_key.source().begin.line);
     const auto option = absl::c_find_if(
         settings, [&key](const CLI::Option* other) { return other->get_single_name() == key; });
     if (option == settings.end()) {
-      problems.texts.push_back(absl::StrCat(problems.place, NotAnOption(key, "", settings)));
+      problems.texts.push_back(absl::StrCat(problems.file, ": ", NotAnOption(key, "", settings)));
       continue;
     }
     const absl::StatusOr<std::string> text = FlagText(node);
     if (!text.ok()) {
       problems.texts.push_back(
-          absl::StrCat(problems.place, key, ": ", std::string(text.status().message())));
+          absl::StrCat(problems.file, ": ", key, ": ", std::string(text.status().message())));
     } else if ((*option)->empty()) {
       (*option)->add_result(*text)->run_callback();
     }
   }
-}
-
-// "flag", "environment", "file" or "default".
-std::string_view SourceOf(const CLI::App& app, const CLI::Option& option) {
-  if (option.empty()) return "default";
-  if (absl::c_linear_search(app.parse_order(), &option)) return "flag";
-  const char* const variable = std::getenv(option.get_envname().c_str());
-  return variable == nullptr || *variable == '\0' ? "file" : "environment";
 }
 
 std::string TomlString(const std::string& text) {
@@ -164,8 +157,8 @@ std::string ToToml(CLI::App& app) {
     if (group != option->get_group()) absl::StrAppend(&text, "\n# ", option->get_group(), "\n");
     group = option->get_group();
     absl::StrAppend(&text, option->get_single_name(), " = ",
-                    TomlValue(*option->capture_default_str()), "  # ",
-                    std::string(SourceOf(app, *option)), "\n");
+                    TomlValue(*option->capture_default_str()), "  # ", SourceOf(app, *option),
+                    "\n");
   }
   return text;
 }
@@ -233,7 +226,12 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
             : absl::StrCat("unexpected argument ", Quoted(others[0]), "; options begin with --"));
   }
   if (!parsed.config_file.empty()) ReadFile(parsed.config_file, app, problems);
-  if (problems.texts.empty()) problems.texts = OptionConflicts(parsed.options);
+  if (problems.texts.empty()) {
+    for (const OptionConflict& conflict : OptionConflicts(parsed.options)) {
+      problems.texts.push_back(absl::StrCat(NameWhereSet(app, conflict.name, parsed.config_file),
+                                            ": ", conflict.problem));
+    }
+  }
   parsed.warnings = UnknownVariables(app);
   absl::c_move(OptionWarnings(parsed.options), std::back_inserter(parsed.warnings));
   if (!problems.texts.empty()) {

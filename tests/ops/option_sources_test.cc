@@ -25,6 +25,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+using ::testing::StartsWith;
 
 using Values = std::map<std::string, std::string>;
 
@@ -212,7 +213,7 @@ TEST_F(OptionSourcesTest, PrintConfigSaysWhereEachValueComesFrom) {
   const ParsedOptions parsed =
       Parse({File("keep-last = 9\nmax-models = 6\n"), "--device=cpu", "--print-config"});
   EXPECT_THAT(parsed.text, AllOf(HasSubstr("device = \"cpu\"  # flag\n"),
-                                 HasSubstr("max-models = 5  # environment\n"),
+                                 HasSubstr("max-models = 5  # EMA_MAX_MODELS\n"),
                                  HasSubstr("keep-last = 9  # file\n"),
                                  HasSubstr("listen = [\"127.0.0.1:50051\"]  # default\n")));
 }
@@ -308,8 +309,20 @@ TEST_F(OptionSourcesTest, AllErrorsAreSaidAtOnceWithTheirPlace) {
       Parse({File("max-modles = 1\nmax-models = -1\n"), "--device=tpu", "--bogus=1"});
   EXPECT_THAT(parsed.text,
               AllOf(HasSubstr("\"max-modles\""), HasSubstr(":2: max-models: \"-1\""),
-                    HasSubstr("--keep-last: \"few\" is not an integer"),
+                    HasSubstr("EMA_KEEP_LAST: \"few\" is not an integer"),
                     HasSubstr("--device: \"tpu\" is not auto"), HasSubstr("\"--bogus\"")));
+}
+
+TEST_F(OptionSourcesTest, ErrorsNameTheVariableOrFileThatHasTheValue) {
+  Setenv("EMA_LISTEN", "0.0.0.0:1");
+  EXPECT_THAT(Parse({}).text, StartsWith("EMA_LISTEN: \"0.0.0.0:1\" can be reached"));
+  Setenv("EMA_TLS_CERT", "/c");
+  const ParsedOptions parsed = Parse({File("tls-client-ca = '/ca'"), "--tls-cert="});
+  EXPECT_THAT(parsed.text, StartsWith(path() + ": tls-client-ca: given without --tls-cert"));
+  EXPECT_THAT(Parse({"--listen=[::1]:0"}).text,
+              StartsWith("EMA_TLS_CERT: given without --tls-key\n"));
+  Setenv("EMA_CONFIG", "/no/such.toml");
+  EXPECT_THAT(Parse({}).text, StartsWith("EMA_CONFIG: /no/such.toml: cannot be read"));
 }
 
 TEST_F(OptionSourcesTest, AFileThatCannotBeReadIsRefused) {

@@ -51,7 +51,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
     printed = run_server("--max-connections=5", "--print-config")
     assert printed.returncode == 0, printed.stderr
     assert "max-connections = 5  # flag\n" in printed.stdout
-    assert "keep-last = 7  # environment\n" in printed.stdout
+    assert "keep-last = 7  # EMA_KEEP_LAST\n" in printed.stdout
     assert "max-models = 2  # file\n" in printed.stdout
     assert tomllib.loads(printed.stdout)["listen"] == ["127.0.0.1:50051"]
 
