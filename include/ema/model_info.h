@@ -4,6 +4,7 @@
 #ifndef EMA_MODEL_INFO_H_
 #define EMA_MODEL_INFO_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -40,6 +41,8 @@ struct TrackStatistics {
 
 // The record of one commit; ema.v1.VersionRecord says what each field means.
 struct Version {
+  static constexpr size_t kMaxNamedTensors = 16;
+
   int64_t incarnation = 0;
   int64_t number = 0;
   int64_t step = 0;
@@ -47,8 +50,8 @@ struct Version {
   int64_t run_epoch = 0;
   std::vector<TrackVersion> tracks;
   absl::Time commit_time;
-  // The number, and some of the names, of tensors that kept their values because pushed ones were
-  // not finite.
+  // The number, and the first kMaxNamedTensors names, of tensors that kept their values because
+  // pushed ones were not finite.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
   WireDtype wire_dtype = WireDtype::kAsPushed;  // Of the step's weights.

@@ -197,7 +197,6 @@ absl::StatusOr<std::shared_ptr<Snapshot>> NextSnapshot::Finish(
 }
 
 Version NextSnapshot::NewRecord(const absl::btree_set<int64_t>& skipped) const {
-  constexpr size_t kNamedTensors = 16;
   Version record;
   // Nothing is committed between a session's start and its end.
   record.number = base_ != nullptr ? base_->record.number + 1 : 1;
@@ -207,7 +206,7 @@ Version NextSnapshot::NewRecord(const absl::btree_set<int64_t>& skipped) const {
   record.wire_dtype = run_.layout(0)->wire_dtype();
   record.skipped_tensor_count = static_cast<int64_t>(skipped.size());
   for (const int64_t tensor : skipped) {
-    if (record.skipped_tensors.size() == kNamedTensors) break;
+    if (record.skipped_tensors.size() == Version::kMaxNamedTensors) break;
     record.skipped_tensors.push_back(model_.manifest->tensor(tensor).name);
   }
   return record;
