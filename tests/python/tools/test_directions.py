@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "server/kernel": VALUES,
     "server/device": VALUES | {"server/kernel"},
     "server/core": VALUES | {"server/kernel", "server/device"},
+    "server/group": VALUES,
     "server/format": VALUES | {"server/core"},
     "server/checkpoint": VALUES | {"server/format", "server/core"},
     "server/rpc": VALUES | {"proto", "server/wire", "server/core"},

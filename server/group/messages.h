@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Messages by which the servers of a group commit a model's steps together.
+//
+// Each partition of a model is on a server of its own; the server of partition 0 is the model's
+// home. A step is committed in two phases. Each partition sends the home a Prepare when it has
+// received the step, and cannot fail any more. When all partitions have, the home commits the step,
+// and its GroupState makes them publish it.
+//
+// The home counts rounds. A round ends with one commit or one abort, and then the next one begins.
+// An incarnation of the model ends when a partition has lost its memory; the registry names the
+// next one. Messages may be lost, repeated, late and in any order.
+#ifndef EMA_SERVER_GROUP_MESSAGES_H_
+#define EMA_SERVER_GROUP_MESSAGES_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace ema::group {
+
+// A partition repeats its Prepare when it has had no answer for this long.
+inline constexpr absl::Duration kPrepareInterval = absl::Seconds(10);
+// A partition sends its Sync at this interval, and at once when a push needs a newer state.
+inline constexpr absl::Duration kSyncInterval = absl::Seconds(1);
+
+// The sender of a partition's messages, which has loaded the base of the incarnation.
+struct PartId {
+  int64_t incarnation = 0;
+  int64_t partition = 0;
+  std::string boot;  // Identifies one life of the process.
+};
+
+// A step that all ranks have pushed, as one partition, or all of them, can publish it.
+struct PreparedStep {
+  int64_t step = 0;
+  int64_t run_epoch = 0;
+  // Of everything else in the version's record that does not depend on the partition: training
+  // time, tracks, update weights, wire dtype, and whether frozen tensors were omitted.
+  int64_t plan_digest = 0;
+  // As in the version's record.
+  int64_t skipped_tensor_count = 0;
+  std::vector<std::string> skipped_tensors;
+  bool may_omit_frozen = false;  // See RunPlan.
+};
+
+// From a partition to the home, which holds its answer, a GroupState, until the round has ended.
+struct Prepare {
+  PartId from;
+  int64_t round = 0;
+  // An error: the partition refuses the round's step.
+  absl::StatusOr<PreparedStep> step = PreparedStep();
+};
+
+// From a partition to the home; the answer is a GroupState.
+struct Sync {
+  PartId from;
+  int64_t round = 0;
+  // Of the step that the partition is receiving.
+  int64_t received_bytes = 0;
+  std::vector<int64_t> missing_ranks;
+};
+
+// What every partition publishes at the end of a round.
+struct GroupCommit {
+  int64_t round = 0;
+  int64_t version = 0;
+  PreparedStep step;  // Of all partitions together.
+  absl::Time commit_time;
+};
+
+struct GroupAbort {
+  int64_t round = 0;
+  absl::Status why;
+};
+
+// From the home to a partition: the answer to its messages, and sent to all when a round has ended.
+// A newer one has a higher round, or only the last two fields are newer.
+struct GroupState {
+  int64_t incarnation = 0;
+  int64_t round = 0;    // 0: some partitions have not joined, so there are no pushes.
+  bool frozen = false;  // No pushes in this round.
+  // The last commit and the last abort of the incarnation.
+  std::optional<GroupCommit> last_commit;
+  std::optional<GroupAbort> last_abort;
+  // The open run; epoch 0: there is none.
+  int64_t run_epoch = 0;
+  std::string launch_id;
+  int64_t settings_revision = 0;  // In force since the round began.
+  // Versions that readers have pinned at the home, so that partitions evict others first.
+  std::vector<int64_t> held_versions;
+  int64_t durable_step = 0;  // Grows only.
+};
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_MESSAGES_H_

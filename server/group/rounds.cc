@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/rounds.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "ema/error_reason.h"
+#include "ema/model_info.h"
+
+namespace ema::group {
+
+Rounds::Rounds(Options options, SteadyTime now)
+    : options_(std::move(options)),
+      partitions_(options_.members.size()),
+      version_(options_.base_version),
+      next_settings_revision_(options_.settings_revision),
+      registry_reached_(now) {
+  state_.incarnation = options_.incarnation;
+  state_.settings_revision = options_.settings_revision;
+}
+
+std::string Rounds::NameOf(size_t partition) const {
+  return absl::StrCat("partition ", partition, " (", options_.members[partition].name, ")");
+}
+
+Rounds::Result Rounds::Receive(const PartId& from) {
+  const auto partition = static_cast<size_t>(from.partition);
+  if (from.incarnation != options_.incarnation || partition >= partitions_.size() ||
+      from.boot != options_.members[partition].boot) {
+    return {Answer::kFenced};
+  }
+  if (std::exchange(partitions_[partition].has_joined, true)) return {};
+  if (++joined_count_ < partitions_.size()) return {};
+  BeginNextRound();
+  return {Answer::kState, true};
+}
+
+Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
+  const Result result = Receive(sync.from);
+  if (result.answer == Answer::kFenced || sync.round != state_.round) return result;
+  Partition& partition = partitions_[static_cast<size_t>(sync.from.partition)];
+  partition.missing_ranks = sync.missing_ranks;
+  if (sync.received_bytes > partition.received_bytes) {
+    partition.received_bytes = sync.received_bytes;
+    last_progress_ = now;
+  }
+  return result;
+}
+
+Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time) {
+  const Result result = Receive(prepare.from);
+  if (result.answer == Answer::kFenced || prepare.round != state_.round) return result;
+  const auto partition = static_cast<size_t>(prepare.from.partition);
+  if (!prepare.step.ok()) {
+    Abort(state_.round, WithPlace(prepare.step.status(), absl::StrCat(NameOf(partition), ": ")));
+    return {Answer::kState, true};
+  }
+  std::optional<PreparedStep>& prepared = partitions_[partition].prepared;
+  if (prepared.has_value()) return {Answer::kHold};
+  prepared = *prepare.step;
+  last_progress_ = now;
+  if (const absl::Status status = CheckAgreement(partition); !status.ok()) {
+    Abort(state_.round, status);
+    return {Answer::kState, true};
+  }
+  if (++prepared_count_ < partitions_.size()) return {Answer::kHold};
+  const absl::Duration registry_age = absl::FromChrono(now - registry_reached_);
+  if (registry_age > options_.registry_patience) {
+    Abort(state_.round,
+          absl::UnavailableError(absl::StrCat(
+              "the home, ", NameOf(0), ", has not reached the registry for ",
+              absl::FormatDuration(registry_age), " (limit ",
+              absl::FormatDuration(options_.registry_patience), ", --etcd-patience)")));
+  } else {
+    Commit(commit_time);
+  }
+  return {Answer::kState, true};
+}
+
+absl::Status Rounds::CheckAgreement(size_t partition) const {
+  const PreparedStep& step = *partitions_[partition].prepared;
+  if (step.run_epoch != state_.run_epoch) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                     absl::StrCat(NameOf(partition), ": step ", step.step, " is of run epoch ",
+                                  step.run_epoch, ", but epoch ", state_.run_epoch, " is open"));
+  }
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    if (i == partition || !partitions_[i].prepared.has_value()) continue;
+    const PreparedStep& other = *partitions_[i].prepared;  // All others agree with it.
+    if (step.step != other.step) {
+      return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                       absl::StrCat(NameOf(partition), " has step ", step.step, ", but ", NameOf(i),
+                                    " has step ", other.step));
+    }
+    if (step.plan_digest != other.plan_digest) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanMismatch,
+                       absl::StrCat("step ", step.step, ": the plan of ", NameOf(partition),
+                                    " differs from that of ", NameOf(i)));
+    }
+    break;
+  }
+  return absl::OkStatus();
+}
+
+void Rounds::Commit(absl::Time commit_time) {
+  PreparedStep all = *partitions_[0].prepared;
+  for (size_t i = 1; i < partitions_.size(); ++i) {
+    PreparedStep& part = *partitions_[i].prepared;
+    all.may_omit_frozen = all.may_omit_frozen && part.may_omit_frozen;
+    all.skipped_tensor_count += part.skipped_tensor_count;
+    for (std::string& name : part.skipped_tensors) {
+      if (all.skipped_tensors.size() == Version::kMaxNamedTensors) break;
+      all.skipped_tensors.push_back(std::move(name));
+    }
+  }
+  state_.last_commit = GroupCommit{state_.round, ++version_, std::move(all), commit_time};
+  BeginNextRound();
+}
+
+bool Rounds::Abort(int64_t round, const absl::Status& why) {
+  if (round != state_.round || round == 0) return false;
+  state_.last_abort = GroupAbort{round, why};
+  BeginNextRound();
+  return true;
+}
+
+bool Rounds::Expire(SteadyTime now) {
+  constexpr size_t kNamedPartitions = 4;
+  constexpr size_t kNamedRanks = 16;
+  if (!last_progress_.has_value()) return false;
+  const absl::Duration idle = absl::FromChrono(now - *last_progress_);
+  if (idle < options_.session_timeout) return false;
+  std::vector<std::string> waiting;
+  for (size_t i = 0; i < partitions_.size() && waiting.size() < kNamedPartitions; ++i) {
+    if (partitions_[i].prepared.has_value()) continue;
+    const std::vector<int64_t>& ranks = partitions_[i].missing_ranks;
+    const auto end =
+        ranks.begin() + static_cast<std::ptrdiff_t>(std::min(ranks.size(), kNamedRanks));
+    waiting.push_back(ranks.empty() ? NameOf(i)
+                                    : absl::StrCat(NameOf(i), " without ranks ",
+                                                   absl::StrJoin(ranks.begin(), end, ", ")));
+  }
+  return Abort(
+      state_.round,
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kSessionExpired,
+                absl::StrCat("no push progress for ", absl::FormatDuration(idle), " (limit ",
+                             absl::FormatDuration(options_.session_timeout),
+                             ", --session-timeout); incomplete: ", absl::StrJoin(waiting, "; "))));
+}
+
+bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
+  const absl::Status why =
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                absl::StrCat("run epoch ", run_epoch, " has replaced epoch ", state_.run_epoch));
+  state_.run_epoch = run_epoch;
+  state_.launch_id = launch_id;
+  return Abort(state_.round, why);
+}
+
+bool Rounds::Freeze(const absl::Status& why) {
+  will_be_frozen_ = true;
+  return Abort(state_.round, why);
+}
+
+bool Rounds::Unfreeze() {
+  will_be_frozen_ = false;
+  return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
+}
+
+bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
+  next_settings_revision_ = revision;
+  return is_urgent &&
+         Abort(state_.round, MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                                       "the model's settings have changed"));
+}
+
+void Rounds::BeginNextRound() {
+  for (Partition& partition : partitions_) {
+    partition.prepared.reset();
+    partition.received_bytes = 0;
+    partition.missing_ranks.clear();
+  }
+  prepared_count_ = 0;
+  last_progress_.reset();
+  ++state_.round;
+  state_.frozen = will_be_frozen_;
+  state_.settings_revision = next_settings_revision_;
+}
+
+}  // namespace ema::group

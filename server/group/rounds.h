@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The home's side of a group's commits.
+#ifndef EMA_SERVER_GROUP_ROUNDS_H_
+#define EMA_SERVER_GROUP_ROUNDS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/base/steady_wait.h"
+#include "server/group/messages.h"
+
+namespace ema::group {
+
+// Decides the rounds of one incarnation of a model.
+//
+// Invariants: a round ends once; it ends with a commit only when every partition has prepared the
+// same step of the open run in that round; each commit has the next version. Decisions are in
+// memory only: a home that loses it begins a new incarnation.
+//
+// When a call says that a round has ended, the caller applies state() to the home's own partition,
+// answers every held Prepare with it, and sends it once to the other partitions. If it is lost,
+// the next Sync returns it. Not thread-safe.
+class Rounds {
+ public:
+  struct Member {
+    std::string name;  // In error messages.
+    std::string boot;
+  };
+  struct Options {
+    int64_t incarnation = 0;
+    std::vector<Member> members;  // By partition, as the registry has them.
+    int64_t base_version = 0;     // The number of the version that the incarnation begins with.
+    int64_t settings_revision = 0;
+    absl::Duration session_timeout = absl::Seconds(30);
+    absl::Duration registry_patience = absl::Minutes(10);
+  };
+  // `now`: when the registry was asked for the options.
+  Rounds(Options options, SteadyTime now);
+
+  const GroupState& state() const { return state_; }
+
+  enum class Answer {
+    kState,   // state(), now.
+    kHold,    // state(), when the round has ended. A call that is held for the partition already is
+              // answered now.
+    kFenced,  // ABORTED, FENCED, with the home's incarnation: the sender reads the registry. The
+              // home does, too, if the sender's incarnation is higher.
+  };
+  struct Result {
+    Answer answer = Answer::kState;
+    bool round_ended = false;
+  };
+  // Each message also joins its sender. Round 0 ends when all partitions have joined.
+  // `commit_time`: for the version's record, if the round ends with a commit.
+  Result OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time);
+  Result OnSync(const Sync& sync, SteadyTime now);
+
+  // The other ends of a round. They return whether it has ended: in round 0 nothing does.
+
+  // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
+  // open run again and may push other bytes. False, and no change, if it is not the current round:
+  // then its step was committed, or has been aborted before.
+  bool Abort(int64_t round, const absl::Status& why);
+  // Aborts a round in which something has arrived, but nothing more for Options::session_timeout.
+  // To be called at kSyncInterval.
+  bool Expire(SteadyTime now);
+  // Fences the open run. `run_epoch` is higher than its epoch.
+  bool OpenRun(int64_t run_epoch, std::string_view launch_id);
+  // Ends pushes, with `why`, and permits them again.
+  bool Freeze(const absl::Status& why);
+  bool Unfreeze();
+  // Every partition has the settings of that revision ready. They come into force when the round
+  // ends; `is_urgent` ends it now.
+  bool SetSettings(int64_t revision, bool is_urgent);
+
+  // The registry has answered. The home commits nothing if that is longer ago than
+  // Options::registry_patience: then it may have been replaced.
+  void NoteRegistryReached(SteadyTime now) { registry_reached_ = now; }
+  // Values for the partitions, as in GroupState.
+  void SetHeldVersions(std::vector<int64_t> versions) {
+    state_.held_versions = std::move(versions);
+  }
+  void SetDurableStep(int64_t step) { state_.durable_step = step; }
+
+ private:
+  struct Partition {
+    bool has_joined = false;
+    // Of the current round.
+    std::optional<PreparedStep> prepared;
+    int64_t received_bytes = 0;
+    std::vector<int64_t> missing_ranks;
+  };
+
+  Result Receive(const PartId& from);
+  // "partition 2 (ema-2)"
+  std::string NameOf(size_t partition) const;
+  // Why the step that `partition` has prepared cannot be committed with those of the others.
+  absl::Status CheckAgreement(size_t partition) const;
+  void Commit(absl::Time commit_time);
+  void BeginNextRound();
+
+  const Options options_;
+  GroupState state_;
+  std::vector<Partition> partitions_;
+  size_t joined_count_ = 0;
+  size_t prepared_count_ = 0;
+  std::optional<SteadyTime> last_progress_;  // Nullopt: nothing has arrived in the round.
+  int64_t version_;                          // The newest one.
+  bool will_be_frozen_ = false;
+  int64_t next_settings_revision_;
+  SteadyTime registry_reached_;
+};
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_ROUNDS_H_

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/part.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::group {
+namespace {
+
+using Answer = Part::HeaderAnswer;
+using Kind = Part::Action::Kind;
+using Phase = Part::Phase;
+
+constexpr int64_t kIncarnation = 7;
+constexpr int64_t kBaseVersion = 40;
+constexpr int64_t kEpoch = 3;
+
+GroupState StateOf(int64_t round) {
+  return {.incarnation = kIncarnation, .round = round, .run_epoch = kEpoch};
+}
+
+GroupState Committed(int64_t round, int64_t version, int64_t next_round) {
+  GroupState state = StateOf(next_round);
+  state.last_commit = GroupCommit{.round = round, .version = version};
+  return state;
+}
+
+// A partition in round 1.
+class PartTest : public testing::Test {
+ protected:
+  PartTest() { part_.OnState(StateOf(1)); }
+
+  static Part::Header HeaderOf(int64_t round, int64_t step = 100) {
+    return {.incarnation = kIncarnation, .round = round, .run_epoch = kEpoch, .step = step};
+  }
+  void Receive(int64_t round) { ASSERT_EQ(part_.OnHeader(HeaderOf(round)), Answer::kAccept); }
+  void Prepare(int64_t round) {
+    Receive(round);
+    ASSERT_TRUE(part_.EndReceiving(round, PreparedStep{.step = 100, .run_epoch = kEpoch}));
+  }
+
+  Part part_{{.incarnation = kIncarnation, .partition = 1, .boot = "b"}, kBaseVersion};
+};
+
+TEST_F(PartTest, MessagesOfAnotherIncarnationChangeNothing) {
+  Prepare(1);
+  Part::Header header = HeaderOf(1);
+  header.incarnation = kIncarnation - 1;
+  EXPECT_EQ(part_.OnHeader(header), Answer::kFenced);
+  header.incarnation = kIncarnation + 1;
+  EXPECT_EQ(part_.OnHeader(header), Answer::kReadRegistry);
+
+  GroupState state = Committed(1, kBaseVersion + 1, 2);
+  state.incarnation = kIncarnation - 1;
+  EXPECT_EQ(part_.OnState(state).kind, Kind::kNothing);
+  state.incarnation = kIncarnation + 1;
+  EXPECT_EQ(part_.OnState(state).kind, Kind::kReadRegistry);
+  EXPECT_EQ(part_.phase(), Phase::kPrepared);
+}
+
+TEST_F(PartTest, NoPushUntilAllPartitionsHaveJoined) {
+  Part joining({.incarnation = kIncarnation, .partition = 1, .boot = "b"}, kBaseVersion);
+  EXPECT_EQ(joining.OnHeader(HeaderOf(0)), Answer::kSync);
+  EXPECT_EQ(joining.OnHeader(HeaderOf(1)), Answer::kSync);
+}
+
+TEST_F(PartTest, AcceptsOnlyPushesOfItsRound) {
+  part_.OnState(StateOf(5));
+  EXPECT_EQ(part_.OnHeader(HeaderOf(4)), Answer::kStaleRound);
+  EXPECT_EQ(part_.OnHeader(HeaderOf(6)), Answer::kSync);
+  EXPECT_EQ(part_.phase(), Phase::kNone);
+  EXPECT_EQ(part_.OnHeader(HeaderOf(5)), Answer::kAccept);
+  EXPECT_EQ(part_.phase(), Phase::kReceiving);
+  EXPECT_EQ(part_.OnHeader(HeaderOf(5)), Answer::kAccept);
+}
+
+TEST_F(PartTest, AcceptsOnlyPushesOfTheOpenRun) {
+  Part::Header header = HeaderOf(1);
+  header.run_epoch = kEpoch - 1;
+  EXPECT_EQ(part_.OnHeader(header), Answer::kFenced);
+  header.run_epoch = kEpoch + 1;
+  EXPECT_EQ(part_.OnHeader(header), Answer::kSync);
+}
+
+TEST_F(PartTest, AcceptsNoPushWhileFrozen) {
+  GroupState state = StateOf(2);
+  state.frozen = true;
+  part_.OnState(state);
+  EXPECT_EQ(part_.OnHeader(HeaderOf(2)), Answer::kFrozen);
+  part_.OnState(StateOf(3));
+  EXPECT_EQ(part_.OnHeader(HeaderOf(3)), Answer::kAccept);
+}
+
+TEST_F(PartTest, PreparedStepCannotBeRefused) {
+  Prepare(1);
+  EXPECT_FALSE(part_.EndReceiving(1, absl::AbortedError("expired")));
+  EXPECT_EQ(part_.phase(), Phase::kPrepared);
+  ASSERT_NE(part_.to_send(), nullptr);
+  EXPECT_THAT(part_.to_send()->step, IsOk());
+}
+
+TEST_F(PartTest, PreparedSessionTakesItsRanksAgainAndNoOtherStep) {
+  Prepare(1);
+  EXPECT_EQ(part_.OnHeader(HeaderOf(1, 100)), Answer::kAccept);
+  EXPECT_EQ(part_.OnHeader(HeaderOf(1, 101)), Answer::kSync);
+  EXPECT_EQ(part_.phase(), Phase::kPrepared);
+}
+
+TEST_F(PartTest, PreparedStepIsPublishedByTheCommitOfItsRound) {
+  Prepare(1);
+  EXPECT_EQ(part_.OnState(StateOf(1)).kind, Kind::kNothing);
+  EXPECT_EQ(part_.OnState(Committed(1, kBaseVersion + 1, 2)).kind, Kind::kPublish);
+  EXPECT_EQ(part_.version(), kBaseVersion + 1);
+  EXPECT_EQ(part_.round(), 2);
+  EXPECT_EQ(part_.phase(), Phase::kNone);
+  EXPECT_EQ(part_.to_send(), nullptr);
+  EXPECT_EQ(part_.OnState(Committed(1, kBaseVersion + 1, 2)).kind, Kind::kNothing);
+}
+
+// The state of the next round was lost, and that round has been aborted meanwhile.
+TEST_F(PartTest, CommitIsPublishedRoundsLater) {
+  Prepare(1);
+  EXPECT_EQ(part_.OnState(Committed(1, kBaseVersion + 1, 4)).kind, Kind::kPublish);
+  EXPECT_EQ(part_.round(), 4);
+}
+
+TEST_F(PartTest, StepIsDroppedByTheAbortOfItsRound) {
+  for (const int64_t round : {1, 2}) {
+    if (round == 1) {
+      Receive(round);
+    } else {
+      Prepare(round);
+    }
+    GroupState state = StateOf(round + 1);
+    state.last_abort = GroupAbort{round, absl::DataLossError("NaN")};
+    const Part::Action action = part_.OnState(state);
+    EXPECT_EQ(action.kind, Kind::kDrop);
+    EXPECT_THAT(action.why, StatusIs(absl::StatusCode::kDataLoss, "NaN"));
+    EXPECT_EQ(part_.phase(), Phase::kNone);
+  }
+  Prepare(3);
+  EXPECT_THAT(part_.OnState(StateOf(5)).why, ReasonIs(ErrorReason::kStepAbandoned));
+}
+
+TEST_F(PartTest, RefusalIsSentUntilTheRoundEnds) {
+  Receive(1);
+  ASSERT_TRUE(part_.EndReceiving(1, absl::DataLossError("NaN")));
+  EXPECT_EQ(part_.phase(), Phase::kRefused);
+  EXPECT_THAT(part_.to_send()->step, StatusIs(absl::StatusCode::kDataLoss, "NaN"));
+  EXPECT_EQ(part_.OnHeader(HeaderOf(1)), Answer::kSync);
+  EXPECT_EQ(part_.OnState(StateOf(2)).kind, Kind::kNothing);  // It has been dropped already.
+  EXPECT_EQ(part_.to_send(), nullptr);
+}
+
+TEST_F(PartTest, SessionOfAnEarlierRoundCannotPrepare) {
+  Receive(1);
+  part_.OnState(StateOf(2));
+  EXPECT_FALSE(part_.EndReceiving(1, PreparedStep{}));
+  Receive(2);
+  EXPECT_FALSE(part_.EndReceiving(1, PreparedStep{}));
+  EXPECT_EQ(part_.phase(), Phase::kReceiving);
+}
+
+TEST_F(PartTest, LateStatesOfEarlierRoundsChangeNothing) {
+  part_.OnState(StateOf(3));
+  Prepare(3);
+  EXPECT_EQ(part_.OnState(StateOf(2)).kind, Kind::kNothing);
+  EXPECT_EQ(part_.phase(), Phase::kPrepared);
+}
+
+TEST_F(PartTest, MissedVersionIsReported) {
+  EXPECT_EQ(part_.OnState(Committed(1, kBaseVersion + 1, 2)).kind, Kind::kDiverged);
+  Prepare(1);
+  EXPECT_EQ(part_.OnState(Committed(1, kBaseVersion + 2, 2)).kind, Kind::kDiverged);
+  EXPECT_EQ(part_.phase(), Phase::kPrepared);
+}
+
+}  // namespace
+}  // namespace ema::group

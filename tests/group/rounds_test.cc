@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/rounds.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "ema/model_info.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::group {
+namespace {
+
+using Answer = Rounds::Answer;
+using std::chrono::minutes;
+using std::chrono::seconds;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+constexpr int64_t kIncarnation = 7;
+constexpr int64_t kBaseVersion = 40;
+constexpr int64_t kEpoch = 3;
+constexpr int64_t kPartitions = 3;
+
+// The rounds of a model with three partitions, in round 2, with an open run.
+class RoundsTest : public testing::Test {
+ protected:
+  RoundsTest() {
+    for (int64_t p = 0; p < kPartitions; ++p) rounds_.OnSync({.from = IdOf(p)}, now_);
+    rounds_.OpenRun(kEpoch, "launch");
+  }
+
+  static PartId IdOf(int64_t partition) {
+    return {kIncarnation, partition, absl::StrCat("boot-", partition)};
+  }
+  static Rounds::Options OptionsOf() {
+    Rounds::Options options{.incarnation = kIncarnation, .base_version = kBaseVersion};
+    for (int64_t p = 0; p < kPartitions; ++p) {
+      options.members.push_back({absl::StrCat("ema-", p), IdOf(p).boot});
+    }
+    return options;
+  }
+  static PreparedStep StepOf(int64_t step) {
+    return {.step = step, .run_epoch = kEpoch, .plan_digest = 5, .may_omit_frozen = true};
+  }
+  int64_t round() const { return rounds_.state().round; }
+  // Sends a Prepare of the current round.
+  Rounds::Result Prepare(int64_t partition, absl::StatusOr<PreparedStep> step = StepOf(100)) {
+    return rounds_.OnPrepare({IdOf(partition), round(), std::move(step)}, now_, kCommitTime);
+  }
+  void ExpectAbort(const Rounds::Result& result, int64_t round, ErrorReason reason,
+                   const std::string& message) {
+    EXPECT_TRUE(result.round_ended);
+    EXPECT_EQ(result.answer, Answer::kState);
+    ExpectAbort(round, reason, message);
+  }
+  void ExpectAbort(int64_t round, ErrorReason reason, const std::string& message) {
+    ASSERT_TRUE(rounds_.state().last_abort.has_value());
+    EXPECT_EQ(rounds_.state().last_abort->round, round);
+    EXPECT_EQ(rounds_.state().round, round + 1);
+    EXPECT_THAT(rounds_.state().last_abort->why, ReasonIs(reason));
+    EXPECT_THAT(rounds_.state().last_abort->why.message(), HasSubstr(message));
+    EXPECT_FALSE(rounds_.state().last_commit.has_value());
+  }
+
+  const absl::Time kCommitTime = absl::FromUnixSeconds(1000);
+  SteadyTime now_{std::chrono::hours(1)};
+  Rounds rounds_{OptionsOf(), now_};
+};
+
+TEST_F(RoundsTest, FirstRoundBeginsWhenAllPartitionsHaveJoined) {
+  Rounds rounds(OptionsOf(), now_);
+  EXPECT_FALSE(rounds.OnSync({.from = IdOf(0)}, now_).round_ended);
+  EXPECT_FALSE(rounds.OnSync({.from = IdOf(2)}, now_).round_ended);
+  EXPECT_FALSE(rounds.OnSync({.from = IdOf(2)}, now_).round_ended);
+  EXPECT_FALSE(rounds.Abort(0, absl::AbortedError("abandoned")));
+  EXPECT_EQ(rounds.state().round, 0);
+  EXPECT_TRUE(rounds.OnSync({.from = IdOf(1)}, now_).round_ended);
+  EXPECT_EQ(rounds.state().round, 1);
+}
+
+TEST_F(RoundsTest, MessagesOfAnotherIncarnationOrBootAreFenced) {
+  for (const int64_t incarnation : {kIncarnation - 1, kIncarnation + 1}) {
+    EXPECT_EQ(rounds_.OnSync({.from = {incarnation, 1, IdOf(1).boot}}, now_).answer,
+              Answer::kFenced);
+  }
+  EXPECT_EQ(rounds_.OnSync({.from = {kIncarnation, 1, "other"}}, now_).answer, Answer::kFenced);
+  for (const int64_t partition : {int64_t{-1}, kPartitions}) {
+    EXPECT_EQ(rounds_.OnSync({.from = {kIncarnation, partition, "boot-1"}}, now_).answer,
+              Answer::kFenced);
+  }
+  EXPECT_EQ(rounds_.OnPrepare({{kIncarnation, 1, "other"}, round(), StepOf(100)}, now_, kCommitTime)
+                .answer,
+            Answer::kFenced);
+  EXPECT_EQ(rounds_.OnSync({.from = IdOf(1)}, now_).answer, Answer::kState);
+}
+
+TEST_F(RoundsTest, CommitsWhenAllPartitionsHavePrepared) {
+  const int64_t ended = round();
+  EXPECT_EQ(Prepare(0).answer, Answer::kHold);
+  EXPECT_EQ(Prepare(2).answer, Answer::kHold);
+  EXPECT_EQ(Prepare(2).answer, Answer::kHold);
+  const Rounds::Result result = Prepare(1);
+  EXPECT_EQ(result.answer, Answer::kState);
+  EXPECT_TRUE(result.round_ended);
+
+  const GroupState& state = rounds_.state();
+  EXPECT_EQ(state.round, ended + 1);
+  ASSERT_TRUE(state.last_commit.has_value());
+  EXPECT_EQ(state.last_commit->round, ended);
+  EXPECT_EQ(state.last_commit->version, kBaseVersion + 1);
+  EXPECT_EQ(state.last_commit->step.step, 100);
+  EXPECT_EQ(state.last_commit->commit_time, kCommitTime);
+
+  // A repeated Prepare of the round is answered at once.
+  EXPECT_EQ(rounds_.OnPrepare({IdOf(2), ended, StepOf(100)}, now_, kCommitTime).answer,
+            Answer::kState);
+  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p, StepOf(101));
+  EXPECT_EQ(rounds_.state().last_commit->version, kBaseVersion + 2);
+}
+
+TEST_F(RoundsTest, CommitMergesWhatPartitionsHaveSkipped) {
+  PreparedStep step = StepOf(100);
+  step.skipped_tensor_count = 20;
+  for (int i = 0; i < 10; ++i) step.skipped_tensors.push_back(absl::StrCat("b", i));
+  Prepare(2, step);
+  step.skipped_tensor_count = 10;
+  for (std::string& name : step.skipped_tensors) name[0] = 'a';
+  step.may_omit_frozen = false;
+  Prepare(1, step);
+  Prepare(0);
+  const PreparedStep& all = rounds_.state().last_commit->step;
+  EXPECT_EQ(all.skipped_tensor_count, 30);
+  EXPECT_THAT(all.skipped_tensors, SizeIs(Version::kMaxNamedTensors));
+  EXPECT_EQ(all.skipped_tensors.front(), "a0");
+  EXPECT_EQ(all.skipped_tensors.back(), "b5");
+  EXPECT_FALSE(all.may_omit_frozen);
+}
+
+TEST_F(RoundsTest, RefusalAborts) {
+  Prepare(0);
+  const absl::Status why =
+      MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite, "tensor \"w\": NaN");
+  ExpectAbort(Prepare(2, why), 2, ErrorReason::kNonFinite,
+              "partition 2 (ema-2): tensor \"w\": NaN");
+}
+
+TEST_F(RoundsTest, DifferentStepsAbort) {
+  Prepare(0);
+  ExpectAbort(Prepare(1, StepOf(101)), 2, ErrorReason::kStepAbandoned,
+              "partition 1 (ema-1) has step 101, but partition 0 (ema-0) has step 100");
+}
+
+TEST_F(RoundsTest, DifferentPlansAbort) {
+  Prepare(0);
+  PreparedStep step = StepOf(100);
+  step.plan_digest = 6;
+  ExpectAbort(Prepare(1, step), 2, ErrorReason::kPlanMismatch,
+              "step 100: the plan of partition 1 (ema-1) differs from that of partition 0");
+}
+
+TEST_F(RoundsTest, NewRunFencesTheStepsOfTheOldOne) {
+  Prepare(0);
+  Prepare(1);
+  EXPECT_TRUE(rounds_.OpenRun(kEpoch + 1, "next"));
+  ExpectAbort(2, ErrorReason::kFenced, "run epoch 4 has replaced epoch 3");
+  EXPECT_EQ(rounds_.state().run_epoch, kEpoch + 1);
+  EXPECT_EQ(rounds_.state().launch_id, "next");
+  ExpectAbort(Prepare(0), 3, ErrorReason::kFenced, "step 100 is of run epoch 3, but epoch 4");
+}
+
+// The answer of Abort() is the only one about an abandoned step, for all partitions.
+TEST_F(RoundsTest, AbandonedStepIsAbortedUnlessItsRoundHasEnded) {
+  Prepare(0);
+  Prepare(1);
+  const absl::Status why =
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned, "abandoned by rank 4");
+  EXPECT_TRUE(rounds_.Abort(2, why));
+  ExpectAbort(2, ErrorReason::kStepAbandoned, "rank 4");
+  EXPECT_EQ(rounds_.OnPrepare({IdOf(2), 2, StepOf(100)}, now_, kCommitTime).answer, Answer::kState);
+
+  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  EXPECT_EQ(rounds_.state().last_commit->round, 3);
+  EXPECT_FALSE(rounds_.Abort(3, why));
+  EXPECT_EQ(round(), 4);
+}
+
+TEST_F(RoundsTest, RoundWithoutProgressExpires) {
+  now_ += seconds(100);
+  EXPECT_FALSE(rounds_.Expire(now_));  // Nothing has arrived.
+  Prepare(0);
+  now_ += seconds(29);
+  Prepare(0);  // This is no progress.
+  EXPECT_FALSE(rounds_.Expire(now_));
+  rounds_.OnSync({.from = IdOf(1), .round = 2, .received_bytes = 10, .missing_ranks = {4, 5}},
+                 now_);
+  now_ += seconds(29);
+  rounds_.OnSync({.from = IdOf(1), .round = 2, .received_bytes = 10, .missing_ranks = {5}}, now_);
+  EXPECT_FALSE(rounds_.Expire(now_));
+  now_ += seconds(1);
+  EXPECT_TRUE(rounds_.Expire(now_));
+  ExpectAbort(2, ErrorReason::kSessionExpired,
+              "no push progress for 30s (limit 30s, --session-timeout); incomplete: partition 1 "
+              "(ema-1) without ranks 5; partition 2 (ema-2)");
+  now_ += seconds(100);
+  EXPECT_FALSE(rounds_.Expire(now_));
+}
+
+TEST_F(RoundsTest, FrozenRoundsFollowFreeze) {
+  Prepare(0);
+  EXPECT_TRUE(rounds_.Freeze(
+      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "ema-1 stops")));
+  ExpectAbort(2, ErrorReason::kDraining, "ema-1 stops");
+  EXPECT_TRUE(rounds_.state().frozen);
+  EXPECT_TRUE(rounds_.Unfreeze());
+  EXPECT_FALSE(rounds_.state().frozen);
+  EXPECT_EQ(round(), 4);
+}
+
+TEST_F(RoundsTest, SettingsComeIntoForceBetweenRounds) {
+  EXPECT_FALSE(rounds_.SetSettings(1, false));
+  EXPECT_EQ(rounds_.state().settings_revision, 0);
+  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  EXPECT_EQ(rounds_.state().settings_revision, 1);
+  EXPECT_TRUE(rounds_.SetSettings(2, true));
+  EXPECT_EQ(rounds_.state().settings_revision, 2);
+}
+
+TEST_F(RoundsTest, NothingIsCommittedLongAfterTheRegistryHasAnswered) {
+  now_ += minutes(10);
+  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  EXPECT_EQ(rounds_.state().last_commit->round, 2);
+  now_ += seconds(1);
+  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  EXPECT_EQ(rounds_.state().last_commit->round, 2);
+  EXPECT_THAT(rounds_.state().last_abort->why,
+              StatusIs(absl::StatusCode::kUnavailable,
+                       HasSubstr("has not reached the registry for 10m1s (limit 10m, "
+                                 "--etcd-patience)")));
+  rounds_.NoteRegistryReached(now_);
+  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  EXPECT_EQ(rounds_.state().last_commit->round, 4);
+}
+
+TEST_F(RoundsTest, StateHasWhatPartitionsKeepForReaders) {
+  rounds_.SetHeldVersions({41, 43});
+  rounds_.SetDurableStep(90);
+  EXPECT_THAT(rounds_.state().held_versions, ElementsAre(41, 43));
+  EXPECT_EQ(rounds_.state().durable_step, 90);
+  EXPECT_EQ(round(), 2);
+}
+
+}  // namespace
+}  // namespace ema::group
