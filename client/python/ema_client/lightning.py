@@ -209,6 +209,14 @@ class EMAWeightAveraging(_Callback):
         self._swapped = contextlib.ExitStack()
         self._own = OwnValues()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # For the processes of ddp_spawn. A WeakKeyDictionary cannot be pickled.
+        return {name: value for name, value in vars(self).items() if name != "_held"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._held = weakref.WeakKeyDictionary()
+
     @property
     def attachment(self) -> Attachment | None:
         """The attachment, while a fit runs: its `stats`, its newest `version`."""

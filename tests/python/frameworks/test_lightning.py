@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import importlib
 import logging
+import pickle
 import subprocess
 import sys
 
@@ -723,6 +724,13 @@ def test_arguments_that_attach_has_not_are_refused_at_once():
         EMAWeightAveraging("ema://localhost/m", halflife="20ba")
     with pytest.raises(ema_client.InvalidArgumentError, match="must be like ema://"):
         EMAWeightAveraging("localhost", decay=0.9)
+
+
+def test_a_pickled_callback_averages(server, client, model):
+    """As in the processes of ddp_spawn."""
+    averaging = pickle.loads(pickle.dumps(EMAWeightAveraging(server.url(model), decay=0.5)))
+    make_trainer(averaging).fit(make_module(), loader())
+    assert steps_of(client, model) == [*range(1, 3 * BATCHES + 1)]
 
 
 def test_each_model_has_its_own_state():
