@@ -97,6 +97,7 @@ absl::Status RunRegistry::CheckRank(int64_t run_epoch, int64_t rank, const Snaps
 absl::Status RunRegistry::CheckMayPush(const PushStart& start, const Snapshot* newest) const {
   EMA_RETURN_IF_ERROR(CheckNotRollingBack());
   EMA_RETURN_IF_ERROR(CheckRank(start.run_epoch, start.rank, newest));
+  EMA_RETURN_IF_ERROR(run_->failure());
   if (!run_->ready()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kRunIncomplete,
                      absl::StrCat("ranks ", absl::StrJoin(run_->MissingRanks(kNamedRanks), ", "),

@@ -59,7 +59,7 @@ class RunRegistry {
   // ABORTED, FENCED: the open run has another epoch; the message names the rollback that made
   // `newest`, if one did. INVALID_ARGUMENT: the run has no such rank.
   absl::Status CheckRank(int64_t run_epoch, int64_t rank, const Snapshot* newest) const;
-  // CheckRank(), and FAILED_PRECONDITION, RUN_INCOMPLETE or LAYOUT_MISMATCH.
+  // CheckRank(), TrainerRun::failure(), and FAILED_PRECONDITION, RUN_INCOMPLETE or LAYOUT_MISMATCH.
   absl::Status CheckMayPush(const PushStart& start, const Snapshot* newest) const;
 
   // All later pushes of the run must contain its frozen tensors: a step was lost because some ranks

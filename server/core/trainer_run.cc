@@ -99,12 +99,21 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     return BadRequest(absl::StrCat("rank: ", rank, " given, expected 0 to ", world_size - 1));
   }
   if (const RankLayout* joined = this->layout(rank); joined != nullptr) {
-    if (joined->digest() == layout.digest()) return absl::OkStatus();
+    if (joined->digest() == layout.digest()) return failure_;
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
                      absl::StrCat("rank ", rank,
                                   " has joined this run with another layout; to "
                                   "change it, all ranks open a run with a new launch_id"));
   }
+  const absl::Status added = Add(rank, std::move(layout));
+  if (failure_.ok() || rank == failed_rank_) {
+    failure_ = added;
+    failed_rank_ = rank;
+  }
+  return added;
+}
+
+absl::Status TrainerRun::Add(int64_t rank, RankLayout layout) {
   if (joined_count_ > 0 && layouts_[first_joined_]->wire_dtype() != layout.wire_dtype()) {
     const WireDtype joined = layouts_[first_joined_]->wire_dtype();
     return MakeError(
@@ -120,7 +129,7 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
     EMA_ASSIGN_OR_RETURN(reserved,
                          memory_->Reserve(absl::StrCat("rank ", rank, "'s layout"), bytes));
   }
-  if (joined_count_ + 1 == world_size) {
+  if (joined_count_ + 1 == world_size()) {
     std::vector<std::shared_ptr<const RankLayout>> layouts = layouts_;
     layouts[rank] = joining;
     EMA_ASSIGN_OR_RETURN(frozen_, CheckLayouts(*manifest_, layouts));
@@ -136,7 +145,7 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
   layout_bytes_ += bytes;
   if (reserved != nullptr) reserved_.push_back(std::move(reserved));
   ++joined_count_;
-  while (first_missing_ < world_size && layouts_[first_missing_] != nullptr) ++first_missing_;
+  while (first_missing_ < world_size() && layouts_[first_missing_] != nullptr) ++first_missing_;
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/shard.h"
@@ -34,13 +35,16 @@ class TrainerRun {
   // the last rank joins, the layouts of all ranks are compared: LAYOUT_OVERLAP, two ranks hold an
   // element; LAYOUT_HOLE, no rank holds it; BAD_LAYOUT, a tensor is frozen on one rank, but not on
   // another, or is cut too irregularly to be compared. The message names the tensor and, if two
-  // conflict, both ranks. RESOURCE_EXHAUSTED, MEMORY_BUDGET. On an error nothing changes.
+  // conflict, both ranks. RESOURCE_EXHAUSTED, MEMORY_BUDGET. On an error the rank has not joined,
+  // and the ranks that have get the same error, until it joins.
   absl::Status Join(int64_t rank, int64_t world_size, RankLayout layout);
 
   const std::string& launch_id() const { return launch_id_; }
   int64_t epoch() const { return epoch_; }
   int64_t world_size() const { return static_cast<int64_t>(layouts_.size()); }
   bool ready() const { return joined_count_ == world_size(); }
+  // Why a rank could not join. OK: none failed, or it has joined since.
+  const absl::Status& failure() const { return failure_; }
   // Ranks that have not joined, at most `limit`.
   std::vector<int64_t> MissingRanks(int64_t limit) const;
   // Null before the rank has joined.
@@ -55,6 +59,9 @@ class TrainerRun {
   TrainerRun(const Manifest* manifest, std::string launch_id, int64_t epoch, int64_t world_size,
              std::shared_ptr<MemoryBudget> memory);
 
+  // Joins a rank that has not joined.
+  absl::Status Add(int64_t rank, RankLayout layout);
+
   const Manifest* const manifest_;
   const std::string launch_id_;
   const int64_t epoch_;
@@ -64,6 +71,8 @@ class TrainerRun {
   std::vector<std::unique_ptr<MemoryBudget::Reservation>> reserved_;  // For layouts_.
   std::vector<bool> frozen_;  // By tensor, once ready; empty: none.
   uint32_t frozen_set_digest_ = 0;
+  absl::Status failure_;
+  int64_t failed_rank_ = 0;  // The rank of `failure_`.
   int64_t joined_count_ = 0;
   int64_t first_joined_ = 0;   // The first rank that joined, if any has.
   int64_t first_missing_ = 0;  // The lowest missing rank; kept, as a search of many ranks is slow.

@@ -121,11 +121,18 @@ TEST(RunLayoutsTest, ARefusalNamesTensorAndRanksAndJoinsNothing) {
   EXPECT_THAT(overlap, StatusIs(kInvalid, StartsWith("tensor \"w\": [0:4, 0:3] of rank 0 and "
                                                      "[3:4, 2:6] of rank 1 share elements")));
   EXPECT_THAT(overlap, ReasonIs(ErrorReason::kLayoutOverlap));
-  const absl::Status hole = JoinAll(*run, manifest, {first, {{1, {0, 3}, {4, 3}}}});
+  const auto join = [&](int64_t rank, const std::vector<Shard>& shards) {
+    return run->Join(rank, 2, *RankLayout::Create(manifest, shards));
+  };
+  // The rank that waits for the other.
+  EXPECT_EQ(join(0, first), overlap);
+  const absl::Status hole = join(1, {{1, {0, 3}, {4, 3}}});
   EXPECT_THAT(hole, StatusIs(kInvalid, "tensor \"a\": 4 of its 4 elements are in no shard"));
   EXPECT_THAT(hole, ReasonIs(ErrorReason::kLayoutHole));
-  EXPECT_THAT(JoinAll(*run, manifest, {first, {a, {1, {0, 3}, {4, 3}}}}), IsOk());
+  EXPECT_EQ(join(0, first), hole);
+  EXPECT_THAT(join(1, {a, {1, {0, 3}, {4, 3}}}), IsOk());
   EXPECT_TRUE(run->ready());
+  EXPECT_THAT(join(0, first), IsOk());
 }
 
 TEST(RunLayoutsTest, AnyPartitionIsCompleteAndAnyHoleIsFound) {

@@ -222,7 +222,7 @@ def test_ranks_that_have_not_joined(client, model, rng):
 def test_shards_that_overlap(client, run, model):
     bias = ema_client.Shard("conv.bias", (0,), (5,))
     with unchanged(client, model, "ema"):
-        client.open_run(model, launch_id="x", rank=0, world_size=2, shards=[bias])
+        first = client.open_run(model, launch_id="x", rank=0, world_size=2, shards=[bias])
         with pytest.raises(ema_client.InvalidArgumentError, match="conv.bias") as error:
             client.open_run(
                 model,
@@ -231,6 +231,10 @@ def test_shards_that_overlap(client, run, model):
                 world_size=2,
                 shards=[ema_client.Shard("conv.bias", (4,), (3,))],
             )
+        check(error, "INVALID_ARGUMENT", "LAYOUT_OVERLAP")
+        # The other rank need not wait for its time-out.
+        with pytest.raises(ema_client.InvalidArgumentError, match="conv.bias") as error:
+            first.push(step=1, weights={"conv.bias": np.zeros(5, np.float32)})
         check(error, "INVALID_ARGUMENT", "LAYOUT_OVERLAP")
         with pytest.raises(ema_client.InvalidArgumentError) as error:
             client.open_run(model, launch_id="y", shards=[bias, bias])
