@@ -10,6 +10,7 @@ import ema_client
 import pytest
 import torch
 from ema_client._model.ranks import Ranks
+from server_process import ServerProcess
 from testing import started
 
 HEAD = """
@@ -269,6 +270,20 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     ema.after_step()
     print(ema.wait_pushed().step)
 """
+# In attach(), only rank 0 learns that the server has no data directory.
+NO_STATES = """
+labels = ema_client.Client.labels
+
+def fails(*_, **__):
+    raise ema_client.UnavailableError("away")
+
+net = torch.nn.Linear(3, 2)
+ema_client.Client.labels = fails if rank == 1 else labels
+with ema_client.attach(net, None, url, half_life="4ba") as ema:
+    ema_client.Client.labels = labels
+    ema.after_step()
+    print(ema.state_dict())
+"""
 # Each rank's optimizer steps its share of the parameters, and then gets the others.
 SHARED_STEPS = """
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -382,6 +397,11 @@ def test_a_rank_that_fails_alone_does_not_keep_the_others(server, model, tmp_pat
 
 def test_a_rank_without_the_state_that_others_load(server, model, tmp_path):
     assert run(OTHER_STATES, 2, server.url(model), tmp_path) == [["True True"] * 2 + ["2"]] * 2
+
+
+def test_no_rank_has_a_state_of_a_server_without_a_data_directory(model, tmp_path):
+    with ServerProcess(tmp_path) as server:
+        assert run(NO_STATES, 2, server.url(model), tmp_path) == [["None"]] * 2
 
 
 def test_a_clock_that_is_broadcast_where_one_rank_has_a_wrong_argument(server, model, tmp_path):

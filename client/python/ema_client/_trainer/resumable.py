@@ -43,29 +43,21 @@ class ResumableState:
         self._model_name = pusher.options.model_name
         # The label of a state saved before the first step, on rank 0.
         self._template: str | None = None
-        # The error of calls that need the server's data directory; None: it has one.
-        self._no_disk: FailedPreconditionError | None = None
 
     def check_disk(self) -> None:
-        """Finds out whether the server keeps checkpoints; a warning on rank 0 says if it does not."""
-        self._find_disk()
-        if self._no_disk is not None and self._pusher.engine.rank == 0:
-            _logger.warning(
-                'model "%s": %s: state_dict() returns None, report_metric() moves no label, and after a '
-                "restart of the server the average begins again; start it with --data-dir DIRECTORY",
-                self._model_name,
-                self._no_disk.args[0],
-            )
-
-    def _find_disk(self) -> None:
-        self._no_disk = None
+        """Warns on rank 0 if the server keeps no checkpoints."""
+        if self._pusher.engine.rank != 0:
+            return
         try:
             self._client.labels(self._model_name)
-        except FailedPreconditionError as error:
+        except EmaError as error:  # If another one lasts, state_dict() says so.
             if error.reason == "NO_DATA_DIR":
-                self._no_disk = error
-        except EmaError:
-            pass  # A call that needs the disk fails likewise.
+                _logger.warning(
+                    'model "%s": %s: state_dict() returns None, report_metric() moves no label, and after '
+                    "a restart of the server the average begins again; start it with --data-dir DIRECTORY",
+                    self._model_name,
+                    error.args[0],
+                )
 
     def save(self, timeout_s: float | None) -> dict[str, int | str] | None:
         """As `Attachment.state_dict`."""
@@ -126,17 +118,17 @@ class ResumableState:
             version=0 if latest is None else latest.number,
             incarnation=0 if latest is None else latest.incarnation,
         )
-        if latest is not None and self._no_disk is not None:
-            self._find_disk()  # Again: the server may have been restarted.
-            if self._no_disk is not None:
-                raise self._no_disk
-        if latest is not None and pusher.engine.rank == 0:
+        if latest is None:
+            return state
+        # On all ranks, so that none has a state if the server keeps no checkpoints.
+        labels = self._client.labels(self._model_name, timeout_s=timeout_s or None)
+        if pusher.engine.rank == 0:
             if pusher.has_stepped:
                 save(self._client, state, latest)
                 trim(self._client, self._model_name, keep=self._keep)
             else:
                 # dcp.load may use this only as a template, so no older label is removed.
-                is_new = state.label not in self._client.labels(self._model_name)
+                is_new = state.label not in labels
                 save(self._client, state, latest)
                 self._template = state.label if is_new else self._template
         return state
