@@ -31,6 +31,16 @@ constexpr std::array<UnitNames, kTimeUnitCount> kUnits = {{{"ba", "batch"},
                                                            {"dur", "progress"},
                                                            {"sec", "seconds"}}};
 
+// As Python reads numbers: "1_000ba" is "1000ba".
+std::string WithoutUnderscores(std::string text) {
+  for (size_t i = 1; i + 1 < text.size(); ++i) {
+    if (text[i] == '_' && absl::ascii_isdigit(text[i - 1]) && absl::ascii_isdigit(text[i + 1])) {
+      text.erase(i, 1);
+    }
+  }
+  return text;
+}
+
 bool IsWhole(double value) { return value == std::floor(value); }
 
 std::optional<TimeUnit> FindUnit(std::string_view suffix) {
@@ -103,7 +113,7 @@ std::string_view TimeUnitField(TimeUnit unit) { return kUnits[static_cast<int>(u
 absl::StatusOr<TrainingDuration> TrainingDuration::Parse(std::string_view text) {
   const absl::string_view stripped =
       absl::StripAsciiWhitespace(absl::string_view(text.data(), text.size()));
-  const std::string lower = absl::AsciiStrToLower(stripped);
+  const std::string lower = WithoutUnderscores(absl::AsciiStrToLower(stripped));
   if (lower.empty()) return BadDuration(text, "a time is needed, such as \"1000ba\"");
   if (lower[0] == '-') {
     return BadDuration(text, "a time must not be negative; a right one is \"1000ba\"");

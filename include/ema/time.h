@@ -42,10 +42,10 @@ struct TrainingDuration {
   TimeUnit unit = TimeUnit::kBatch;
 
   // Reads "200ba", "2ep", "5000sp", "3e9tok", "7iter", "0.1dur", "30sec", or hours, minutes and
-  // seconds ("1h30m", "90m", "2h"). Ignores case and surrounding spaces. Counted units (ba, ep, sp,
-  // tok, iter) must be whole numbers up to 2^53; "dur" at most 1. INVALID_ARGUMENT, BAD_SCHEDULE:
-  // anything else (a bare number, a sign, NaN, infinity, an unknown unit); the message quotes
-  // `text` and shows a valid one.
+  // seconds ("1h30m", "90m", "2h"). Ignores case, surrounding spaces, and an underscore between two
+  // digits ("1_000ba"). Counted units (ba, ep, sp, tok, iter) must be whole numbers up to 2^53;
+  // "dur" at most 1. INVALID_ARGUMENT, BAD_SCHEDULE: anything else (a bare number, a sign, NaN,
+  // infinity, an unknown unit); the message quotes `text` and shows a valid one.
   static absl::StatusOr<TrainingDuration> Parse(std::string_view text);
 
   // A short text that Parse() reads back to the same value, such as "200ba".

@@ -7,7 +7,6 @@ import difflib
 import operator
 import os
 import pathlib
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -32,11 +31,6 @@ def path_from(what: str, value: str | os.PathLike[str]) -> pathlib.Path:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise InvalidArgumentError(f"{what} {value!r}: must be the path of a file or folder")
     return pathlib.Path(value)
-
-
-def without_underscores(text: str) -> str:
-    """The text of a time, such as "1_000ba", without the underscores that Python allows in numbers."""
-    return re.sub(r"(?<=\d)_(?=\d)", "", text)
 
 
 def is_whole(value: Any) -> bool:

@@ -34,7 +34,7 @@ from ema_client._errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from ema_client._given import check_int64, check_name, names_from, without_underscores
+from ema_client._given import check_int64, check_name, names_from
 
 _logger = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ def synthesize(
         name,
         result,
         sigma_rel,
-        "" if half_life is None else without_underscores(str(half_life)),
+        "" if half_life is None else str(half_life),
         step,
         names_from("tracks", tracks),
         client._timeout(timeout_s, is_transfer=True),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._given import DECAY_NAMES, check_by_name, nearest_name, without_underscores
+from ema_client._given import DECAY_NAMES, check_by_name, nearest_name
 from ema_client._tracks import presets
 from ema_client._tracks.typed_arguments import PresetArguments
 
@@ -237,7 +237,7 @@ def _rule_tuple(pattern: str, rule: str) -> _ema.RuleTuple:
     if not any(sign.isdigit() or sign == "=" for sign in rule):
         return pattern, rule, None
     try:
-        return pattern, "average", _ema.Schedule.parse(without_underscores(rule))
+        return pattern, "average", _ema.Schedule.parse(rule)
     except InvalidArgumentError as error:
         raise _bad(f"tensor_rules: {pattern}: {error.args[0]}") from None
 
@@ -337,11 +337,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         full.buffers,
         full.compensated,
         full.paused,
-        (
-            None
-            if full.snapshot_interval is None
-            else without_underscores(str(full.snapshot_interval))
-        ),
+        (None if full.snapshot_interval is None else str(full.snapshot_interval)),
     )
 
 
@@ -405,7 +401,7 @@ def _text(field: str, value: Any) -> str:
             return "true"
         raise _bad(f"{field} {value!r}: must be True or False")
     if field not in _NUMBERS and field != "interval_phase":
-        return without_underscores(str(value))
+        return str(value)
     kind, what = (float, "a number") if field in _NUMBERS else (int, "a whole number")
     try:
         if not isinstance(value, (str, bool)) and kind(value) == value:
