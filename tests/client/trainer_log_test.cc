@@ -76,7 +76,7 @@ TEST(OutlookTest, SaysWhetherTheNextStepIsAnyBetter) {
   EXPECT_EQ(OutlookAfter(absl::UnavailableError("away")),
             std::string("the average continues with the next"));
   EXPECT_THAT(outlook(ErrorReason::kPlanMismatch, "time"),
-              HasSubstr("attach(time=) gives the same"));
+              HasSubstr("all ranks give the same training time"));
   EXPECT_THAT(outlook(ErrorReason::kBadLayout, "shape"), HasSubstr("no step can be pushed until"));
 }
 

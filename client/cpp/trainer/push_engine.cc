@@ -29,12 +29,12 @@ constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
 
 constexpr const char* kBadTimeHint =
     ". The training time must continue from that of the average: give half_life and "
-    "update_interval in batches, or pass an attach(time=) that continues from there";
+    "update_interval in batches, or a time (in Python attach(time=)) that continues from there";
 
 absl::Status WrittenError(const std::string& model, int64_t step, std::string_view names) {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
                    absl::StrCat("model \"", model, "\": written since the push of step ", step,
-                                " began, without wait_released(): ",
+                                " began, without WaitReleased() (in Python wait_released()): ",
                                 names.empty() ? "some tensors, which have been restored since"
                                               : std::string(names)));
 }

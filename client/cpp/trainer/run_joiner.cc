@@ -49,8 +49,8 @@ absl::Status RunJoiner::FencedError(absl::Duration timeout) const {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                    is_rolled_back
                        ? absl::StrCat("Model \"", options_.model, "\" was rolled back to step ",
-                                      info->latest->step, "; this attach() no longer pushes.")
-                       : absl::StrCat("Another attach() to model \"", options_.model,
+                                      info->latest->step, "; this trainer no longer pushes.")
+                       : absl::StrCat("Another trainer of model \"", options_.model,
                                       "\" has taken over; this one no longer pushes."));
 }
 

@@ -23,11 +23,12 @@ std::string ErrorText(const absl::Status& error) {
 const char* OutlookAfter(const absl::Status& error) {
   switch (GetErrorReason(error)) {
     case ErrorReason::kBadLayout:
-      return "and no step can be pushed until the model is as it was at attach() (to continue with "
-             "the changed one, call attach() again with another name)";
+      return "and no step can be pushed until the model is as it was at the start (to continue "
+             "with "
+             "the changed one, start an average of another name)";
     case ErrorReason::kPlanMismatch:
-      return "the average continues when attach(time=) gives the same on all ranks, and frozen "
-             "tensors change on all ranks at the same step";
+      return "the average continues when all ranks give the same training time (in Python "
+             "attach(time=)), and frozen tensors change on all ranks at the same step";
     default:
       return "the average continues with the next";
   }

@@ -385,7 +385,7 @@ def test_a_fenced_trainer_stays_fenced(server, client, model, trainer, caplog):
     assert newer.run_epoch == client.model(model).run_epoch
     told = [record for record in caplog.records if record.levelname == "WARNING"]
     assert [record.getMessage() for record in told] == [
-        f'Another attach() to model "{model}" has taken over; this one no longer pushes.'
+        f'Another trainer of model "{model}" has taken over; this one no longer pushes.'
     ]
 
 

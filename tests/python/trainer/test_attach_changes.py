@@ -118,7 +118,10 @@ def test_a_model_that_fits_no_more_is_not_said_to_go_on(server, model, caplog, h
             del net[0].bias
         step(net, optimizer)
     (warning,) = warnings_of(caplog)
-    assert "step 2 skipped, and no step can be pushed until the model is as it was at" in warning
+    assert (
+        "step 2 skipped, and no step can be pushed until the model is as it was at the start"
+        in warning
+    )
 
 
 @pytest.mark.parametrize(

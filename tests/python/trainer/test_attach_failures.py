@@ -110,7 +110,10 @@ def test_a_write_while_weights_are_pushed_costs_that_step(server, client, model,
         optimizer.step()
         ema.wait_pushed()
         assert (ema.step, ema.stats.pushes, ema.stats.skipped) == (4, 3, 1)
-    assert "written since the push of step 2 began, without wait_released(): weight" in caplog.text
+    assert (
+        "written since the push of step 2 began, without WaitReleased() (in Python wait_released()): weight"
+        in caplog.text
+    )
     assert "attach with None as the optimizer, and call after_step()" in caplog.text
     assert "rejoined the run" not in caplog.text and "pushing again" not in caplog.text
     assert [entry.version.step for entry in client.versions(model)] == [1, 3, 4]

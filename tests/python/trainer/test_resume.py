@@ -281,7 +281,7 @@ def test_a_time_that_a_track_cannot_go_on_from_is_explained(
     with trainer.attach(server, model, time=before, **options) as ema:
         trainer.step(5)
         state = ema.state_dict()
-    message = f'track "ema": training time {problem}.*batches, or pass an attach\\(time=\\)'
+    message = f'track "ema": training time {problem}.*batches, or a time \\(in Python attach\\(time=\\)\\)'
     for resume in ({"resume": state}, {"existing": "continue"}):
         caplog.clear()
         with trainer.attach(server, model, time=after, **options, **resume) as ema:
@@ -659,7 +659,7 @@ def test_a_trainer_that_was_overtaken_has_no_average(server, model, trainer):
         with other.attach(server, model):
             other.step()
         with pytest.raises(
-            ema_client.AbortedError, match="Another attach.. to .* has taken over"
+            ema_client.AbortedError, match="Another trainer of .* has taken over"
         ) as error:
             ema.state_dict()
         assert error.value.reason == "FENCED"

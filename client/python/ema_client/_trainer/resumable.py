@@ -102,7 +102,7 @@ class ResumableState:
             is_fenced, run_epoch = pusher.engine.is_fenced, pusher.engine.run_epoch
         if is_fenced or (latest is not None and latest.run_epoch > run_epoch):
             raise AbortedError(
-                f'Another attach() to model "{self._model_name}" has taken over, or the model was rolled '
+                f'Another trainer of model "{self._model_name}" has taken over, or the model was rolled '
                 "back; this one no longer pushes",
                 reason="FENCED",
             )
