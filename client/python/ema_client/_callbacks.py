@@ -184,8 +184,21 @@ def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, 
     except FailedPreconditionError:  # Before the first version, or the first update of a track.
         return {}
     except EmaError as error:
-        _logger.warning("log_statistics: nothing is logged at this step: %s", error)
+        cause = (type(error), error.reason)
+        attachment._statistics_failures[cause] += 1
+        count = attachment._statistics_failures[cause]
+        if count & (count - 1) == 0:
+            _logger.warning(
+                "log_statistics: nothing is logged at this step: %s%s",
+                error,
+                (
+                    ""
+                    if count == 1
+                    else f" ({count} times by now; the next warning is at {2 * count})"
+                ),
+            )
         return {}
+    attachment._statistics_failures.clear()
     values: dict[str, float] = {}
     for track, numbers in record.tracks.items():
         values[f"{track}_norm"] = numbers.norm

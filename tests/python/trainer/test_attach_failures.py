@@ -14,6 +14,7 @@ import types
 import ema_client
 import pytest
 import torch
+from ema_client import _callbacks
 from ema_client._trainer import attachment, switch
 from server_process import ServerProcess
 from testing import step_until, wait_for
@@ -27,6 +28,18 @@ def trainer_of(count: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     net.others = torch.nn.Parameter(torch.ones(count))
     net.weight.grad = torch.ones(3)
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def test_a_lasting_error_of_log_statistics_is_warned_of_ever_more_rarely(tmp_path, model, caplog):
+    net, optimizer = trainer_of()
+    with ServerProcess(tmp_path) as server:
+        with ema_client.attach(net, optimizer, server.url(model)) as ema:
+            server.kill()
+            caplog.clear()
+            for _ in range(5):
+                assert _callbacks.statistics(ema, {"max_wait_s": 1}) == {}
+        said = [record.getMessage() for record in caplog.records if "log_stat" in record.msg]
+    assert len(said) == 3 and "(4 times by now; the next warning is at 8)" in said[2]
 
 
 def test_attach_says_at_once_that_it_waits_for_the_server(tmp_path, model, caplog):
