@@ -77,6 +77,7 @@ def main(address: str, model: str) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = services.EmaServiceStub(channel)
         manifest = types.Manifest(tensors=specs)
+        stub.DeleteModel(ema.DeleteModelRequest(model=model, confirm_model=model))
         made = stub.CreateModel(
             ema.CreateModelRequest(model=model, manifest=manifest, tracks=tracks)
         )

@@ -46,6 +46,8 @@ def main() -> None:
         return optax.apply_updates(params, updates), state
 
     with ema_client.Client(address) as client:
+        # As existing="new" of attach(): a second training starts a new average.
+        client.delete_model(model)
         client.create_model(model, named_leaves(params), tracks={"ema": "50ba"})
         with client.open_run(model) as run:
             for n in range(1, STEPS + 1):
