@@ -11,6 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "ema/attached_file.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -26,6 +28,25 @@ constexpr const char* kFolderFiles[] = {"model.safetensors", "diffusion_pytorch_
 
 absl::Status Malformed(const std::string& path, const std::string& problem) {
   return BadRequest(absl::StrCat(path, ": ", problem));
+}
+
+// Gives the tensors the names that attach() has, without what torch.compile, activation
+// checkpointing and DistributedDataParallel add to those of a state_dict.
+void Unwrap(std::vector<TensorSpec>& specs) {
+  constexpr std::string_view kDataParallel = "module.";
+  for (TensorSpec& spec : specs) {
+    std::vector<std::string> parts = absl::StrSplit(spec.name, '.');
+    std::erase_if(parts, [](const std::string& part) {
+      return part == "_orig_mod" || part == "_checkpoint_wrapped_module";
+    });
+    spec.name = absl::StrJoin(parts, ".");
+  }
+  const auto is_wrapped = [&](const TensorSpec& spec) {
+    return spec.name.starts_with(kDataParallel);
+  };
+  while (!specs.empty() && std::all_of(specs.begin(), specs.end(), is_wrapped)) {
+    for (TensorSpec& spec : specs) spec.name.erase(0, kDataParallel.size());
+  }
 }
 
 bool IsThere(const std::string& path) {
@@ -86,6 +107,7 @@ absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {
                                               kFolderFiles[1], ", whole or with .index.json"));
     }
   }
+  Unwrap(result.specs_);
   absl::StatusOr<Manifest> manifest = Manifest::Create(std::move(result.specs_));
   if (!manifest.ok()) return FileError(path, manifest.status());
   result.manifest_ = *std::move(manifest);

@@ -42,7 +42,8 @@ class WeightsFile {
   // names it.
   static absl::StatusOr<WeightsFile> Open(const std::string& path);
 
-  // In the order of the files.
+  // In the order of the files; names are without the prefixes of wrappers ("_orig_mod.",
+  // "module."), as attach() has them.
   const Manifest& manifest() const { return manifest_; }
 
   // The tensors' bytes in the manifest's order.

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client import arrays, safetensors
 from ema_client._errors import EmaError, InvalidArgumentError
 from ema_client._given import path_from
-from ema_client._model.torch_model import unwrapped_name
 
 if TYPE_CHECKING:
     import torch
@@ -130,14 +129,11 @@ def _with_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _unwrapped(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors by the names that `attach` gives them."""
-    tensors: dict[str, Any] = {}
-    for name, value in state.items():
-        own = unwrapped_name(name)
-        if tensors.setdefault(own, value) is not value:
-            raise _refused(f'"{name}" is named "{own}" without wrappers, and so is another tensor')
-    if tensors and all(name.startswith("module.") for name in tensors):
-        return _unwrapped(_with_prefix(tensors, "module."))
-    return _checked(tensors)
+    try:
+        names = safetensors.unwrapped_names(state)
+    except InvalidArgumentError as error:
+        raise _refused(error.args[0]) from None
+    return _checked(dict(zip(names, state.values())))
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

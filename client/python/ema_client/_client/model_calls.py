@@ -116,7 +116,8 @@ def import_weights(
     """Creates a model whose averages start with the weights of a file.
 
     `python -m ema_client.convert` makes such files from other libraries' averages. `attach` continues
-    such a model if its tensors have the same names, dtypes and shapes. A file does not say which
+    such a model if its tensors have the same names, dtypes and shapes. Names lose what wrappers have added
+    (DistributedDataParallel, torch.compile, activation checkpointing), as with `attach`. A file does not say which
     tensors are buffers: for tracks that copy buffers (`buffers="copy"`, as the preset "torch" has it),
     give `tensor_rules` that copy them by name, here and in `attach`.
 

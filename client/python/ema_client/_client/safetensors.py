@@ -39,8 +39,31 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The file names of transformers, and of diffusers, whose config.json has one of the keys below.
 _FOLDER_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _OF_DIFFUSERS = {"_diffusers_version", "_class_name"}
+# Parts of names that torch.compile and activation checkpointing add to what they wrap.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # As in the reference implementation.
 _MAX_HEADER_BYTES = 100_000_000
+
+
+def unwrapped_name(name: str) -> str:
+    """The name without the parts that wrappers add anywhere in it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped_names(names: Iterable[str]) -> list[str]:
+    """All names of a state_dict, as `attach` has them. InvalidArgumentError: two become the same."""
+    given = list(names)
+    own = [unwrapped_name(name) for name in given]
+    # DistributedDataParallel and DataParallel.
+    while own and all(name.startswith("module.") for name in own):
+        own = [name.removeprefix("module.") for name in own]
+    first: dict[str, str] = {}
+    for name, its_own in zip(given, own):
+        if (other := first.setdefault(its_own, name)) != name:
+            raise InvalidArgumentError(
+                f'"{name}" and "{other}" are both named "{its_own}" without wrappers'
+            )
+    return own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +88,26 @@ class StoredTensor:
 
 
 def open_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
-    """The tensors of a file, or of a Hugging Face folder, in one file or in those that its index lists.
+    """The tensors of a file, or of a Hugging Face folder, in one file or in those that its index lists,
+    by the names that `attach` gives them.
 
     Raises:
         NotFoundError: the folder has no weights.
         InvalidArgumentError: a file is malformed, or the path is empty.
     """
     root = path_from("path", path)
+    stored = _open_weights(root)
+    try:
+        names = unwrapped_names(tensor.spec.name for tensor in stored)
+    except InvalidArgumentError as error:
+        raise _malformed(root, error.args[0]) from None
+    return [
+        dataclasses.replace(tensor, spec=dataclasses.replace(tensor.spec, name=name))
+        for tensor, name in zip(stored, names)
+    ]
+
+
+def _open_weights(root: pathlib.Path) -> list[StoredTensor]:
     if not root.is_dir():
         return _read_header(root)
     # First the file that `from_pretrained` of the folder's library looks for.

@@ -13,13 +13,11 @@ from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.out import writing
 from ema_client._client.pieces import is_dtensor, local_of
+from ema_client._client.safetensors import unwrapped_name
 from ema_client._errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
-
-# Parts of names that torch.compile and activation checkpointing add to what they wrap.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 # Modules of PyTorch that have FSDPModule, the class that `fully_shard` gives modules; PyTorch 2.5
 # has only the second.
@@ -262,11 +260,6 @@ def named_tensors(
             f"tensors of one name, after `rename`: {', '.join(twice)}", reason="BAD_LAYOUT"
         )
     return NamedTensors(dict(parameters), dict(buffers), aliases)
-
-
-def unwrapped_name(name: str) -> str:
-    """The name without the parts that wrappers add anywhere in it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _saved_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
