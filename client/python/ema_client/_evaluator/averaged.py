@@ -95,7 +95,7 @@ def averaged(
 
     Raises:
         InvalidArgumentError: names or shapes do not match; averages cannot be cast to a tensor's
-            dtype (int8); or a tensor cannot be written (on the meta device, such as those that
+            dtype (int8), or a value is too large for it (`load_into` has `overflow`); or a tensor cannot be written (on the meta device, such as those that
             accelerate has offloaded); nothing was changed. Or the loader is empty.
         FailedPreconditionError: averages from another thread are in the model now.
         DeadlineExceededError: the model has no version within `timeout_s`.
