@@ -57,7 +57,7 @@ int main(int argc, char** argv) {
   const std::unique_ptr<ema::Client> client = Get(ema::Client::Create(argv[1]));
   ema::Attachment::Options options;
   options.tracks = {{.name = "ema", .schedule = Get(ema::Schedule::Parse("half_life=20ba"))}};
-  options.existing = ema::Attachment::Options::Existing::kNew;  // A second training starts anew.
+  options.existing = ema::StepPusher::Existing::kNew;  // A second training starts anew.
   const auto ema = Get(ema::Attachment::Create(*client, argv[2], mlp, options));
 
   for (int step = 0; step < kSteps; ++step) {

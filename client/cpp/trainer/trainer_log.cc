@@ -24,8 +24,7 @@ const char* OutlookAfter(const absl::Status& error) {
   switch (GetErrorReason(error)) {
     case ErrorReason::kBadLayout:
       return "and no step can be pushed until the model is as it was at the start (to continue "
-             "with "
-             "the changed one, start an average of another name)";
+             "with the changed one, start an average of another name)";
     case ErrorReason::kPlanMismatch:
       return "the average continues when all ranks give the same training time (in Python "
              "attach(time=)), and frozen tensors change on all ranks at the same step";
@@ -75,11 +74,12 @@ void TrainerLog::WarnOfStalledTracks(const Version& version) {
     if (record.stall_gap < kStallGap) return;
     if (!stalled_.emplace(track, pattern, record.config).second) return;
     Write(LogLevel::kWarning,
-          absl::StrFormat("track \"%s\"%s: an update has the weight %.3g, below what float32 can "
-                          "resolve: values stall within %.2g of their size short of the average. "
-                          "With compensated=True, at twice the server's memory, they do not",
-                          track, pattern.empty() ? "" : absl::StrCat(", \"", pattern, "\""),
-                          record.update_weight, record.stall_gap));
+          absl::StrFormat(
+              "track \"%s\"%s: an update has the weight %.3g, below what the track's "
+              "dtype can resolve: values stall within %.2g of their size short of the "
+              "average. dtype=\"float64\" resolves far more, at twice the server's memory",
+              track, pattern.empty() ? "" : absl::StrCat(", \"", pattern, "\""),
+              record.update_weight, record.stall_gap));
   };
   for (const TrackVersion& track : version.tracks) {
     check(track.track, "", track);

@@ -164,7 +164,7 @@ def test_many_names_that_were_written_are_not_all_named(server, model, caplog):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.clamp_(-0.5, 0.5)
-    assert re.search(r"without wait_released\(\): 0, 1, .* and 20 more; from now on", caplog.text)
+    assert re.search(r"without WaitReleased\(\) .*: 0, 1, .* and 20 more; from now on", caplog.text)
 
 
 def test_a_step_that_counts_by_itself_is_not_counted_by_hand(server, model):

@@ -19,7 +19,7 @@ from ema_client._trainer import attachment, switch
 from server_process import ServerProcess
 from testing import step_until, wait_for
 
-MOVED = "written since the push of step 1 began, without wait_released(): weight"
+MOVED = "written since the push of step 1 began, without WaitReleased() (in Python wait_released()): weight"
 
 
 def trainer_of(count: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
