@@ -107,7 +107,6 @@ absl::Status NothingFound(const std::string& directory) {
 int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
   size_t count = checkpoint.attached_files.size() + track.weights->files.size();
   if (track.weights->index.has_value()) ++count;
-  if (track.low_parts.has_value()) count += track.low_parts->files.size();
   return static_cast<int64_t>(count);
 }
 

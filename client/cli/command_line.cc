@@ -19,7 +19,7 @@ namespace {
 constexpr char kTrackHelp[] =
     "NAME=copy, NAME=HALFLIFE such as fast=200ba, or NAME=RULE=VALUE such as old=smoothing=0.99. "
     "Further fields follow after commas: those of the schedule, such as update_interval=10ba "
-    "(emactl explain --help lists them); compensated=true; snapshot_interval=1000ba (with "
+    "(emactl explain --help lists them); dtype=float64; snapshot_interval=1000ba (with "
     "sigma_rel); buffers=copy (a weights file does not say which tensors are buffers); and, once "
     "or more, 'tensor_rule=PATTERN:ACTION', such as 'tensor_rule=head.*:ignore', whose action may "
     "be a half-life";

@@ -180,7 +180,7 @@ void WarnOfStall(const std::vector<double>& weights, Explanation& explanation) {
   }
   explanation.warnings.push_back(absl::StrFormat(
       "from update %d on the weight is 1e-4 or less, down to %.4g: a float32 average stalls at a "
-      "relative gap of 2^-24 / weight = %.2g; a compensated track does not",
+      "relative gap of 2^-24 / weight = %.2g; with dtype=float64 at 2^-53 / weight",
       first - weights.begin() + 1, least, std::exp2(-24) / least));
 }
 

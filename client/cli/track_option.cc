@@ -46,11 +46,12 @@ absl::Status SetBuffers(absl::string_view text, TrackOption& option) {
   return Set<TensorAction>(*action, option.buffers);
 }
 
-absl::Status SetCompensated(absl::string_view text, TrackOption& option) {
-  if (text != "true" && text != "false") {
-    return absl::InvalidArgumentError(absl::StrCat("\"", text, "\" given, expected true or false"));
+absl::Status SetDtype(absl::string_view text, TrackOption& option) {
+  if (text != "float32" && text != "float64") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", text, "\" given, expected float32 or float64"));
   }
-  return Set<bool>(text == "true", option.compensated);
+  return Set(ParseDtype(AsStd(text)), option.dtype);
 }
 
 absl::Status SetSnapshotInterval(absl::string_view text, TrackOption& option) {
@@ -86,7 +87,7 @@ struct Field {
   absl::Status (*take)(absl::string_view text, TrackOption& option);
 };
 constexpr Field kFields[] = {{"buffers", &SetBuffers},
-                             {"compensated", &SetCompensated},
+                             {"dtype", &SetDtype},
                              {"snapshot_interval", &SetSnapshotInterval},
                              {"tensor_rule", &AddTensorRule}};
 
@@ -116,7 +117,7 @@ TrackConfig TrackOption::On(const TrackConfig* before) const {
   TrackConfig track = before != nullptr ? *before : TrackConfig{.name = name, .schedule = schedule};
   track.schedule = schedule;
   if (buffers.has_value()) track.buffers = *buffers;
-  if (compensated.has_value()) track.compensated = *compensated;
+  if (dtype.has_value()) track.dtype = *dtype;
   if (snapshot_interval.has_value()) track.snapshot_interval = snapshot_interval;
   if (!tensor_rules.empty()) track.tensor_rules = tensor_rules;
   return track;

@@ -19,7 +19,7 @@ struct TrackOption {
   std::string name;
   Schedule schedule;
   std::optional<TensorAction> buffers;
-  std::optional<bool> compensated;
+  std::optional<Dtype> dtype;
   std::optional<TrainingDuration> snapshot_interval;
   std::vector<TensorRule> tensor_rules;
 
@@ -29,7 +29,7 @@ struct TrackOption {
 
 // Parses "NAME=" and a schedule as Schedule::Parse() does: "NAME=copy", "NAME=200ba" (a half-life),
 // "NAME=200ba,update_interval=10ba", "NAME=smoothing=0.99". Fields of TrackConfig may follow:
-// snapshot_interval=1000ba, buffers=copy, compensated=true, and any number of
+// snapshot_interval=1000ba, buffers=copy, dtype=float64, and any number of
 // tensor_rule=PATTERN:ACTION, such as tensor_rule=head.*:ignore, or with its own schedule
 // tensor_rule=head.*:50ba; the last ':' separates. INVALID_ARGUMENT: another form; the message
 // quotes `text` and shows a valid one.

@@ -31,7 +31,7 @@ const TrackConfig* Find(const std::vector<TrackConfig>& tracks, const std::strin
 
 std::string KeptAs(const TrackConfig& track) {
   if (track.schedule.is_copy()) return "as pushed";
-  return track.compensated ? "2 x float32" : "float32";
+  return std::string(DtypeName(track.dtype));
 }
 
 // A track that is there now, if `pending` is what the next commit makes of all.

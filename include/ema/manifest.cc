@@ -36,7 +36,7 @@ bool IsNameByte(char c) { return IsNameStart(c) || c == '.' || c == '_' || c == 
 
 // What `spec` takes at most in any storage layout, with the padding before it.
 bool AddStoredBytes(const TensorSpec& spec, int64_t& sum) {
-  const int64_t size = std::max(DtypeSize(spec.dtype), DtypeSize(AverageDtype(spec.dtype)));
+  const int64_t size = DtypeSize(IsFloat(spec.dtype) ? Dtype::kFloat64 : spec.dtype);
   int64_t bytes = 0;
   return !__builtin_mul_overflow(spec.element_count(), size, &bytes) &&
          !__builtin_add_overflow(bytes, size - 1, &bytes) &&
@@ -205,7 +205,8 @@ std::string Manifest::DifferenceFrom(const Manifest& there) const {
   return "";
 }
 
-StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions) {
+StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions,
+                             Dtype average_dtype) {
   entries_.reserve(manifest.tensors().size());
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
     const TensorSpec& spec = manifest.tensor(i);
@@ -214,8 +215,8 @@ StorageLayout::StorageLayout(const Manifest& manifest, absl::Span<const TensorAc
       entries_.push_back({spec.dtype, total_bytes_, 0, /*is_stored=*/false});
       continue;
     }
-    const Dtype dtype =
-        actions[i] == TensorAction::kAverage ? AverageDtype(spec.dtype) : spec.dtype;
+    const bool is_averaged = actions[i] == TensorAction::kAverage && IsFloat(spec.dtype);
+    const Dtype dtype = is_averaged ? average_dtype : spec.dtype;
     // Manifest::Create has checked that these sums fit.
     Append(dtype, spec.element_count() * DtypeSize(dtype));
   }

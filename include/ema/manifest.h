@@ -82,8 +82,10 @@ class StorageLayout {
   };
 
   StorageLayout() = default;
-  // Copied tensors have the manifest's dtypes, averaged ones float32. `actions`: by tensor.
-  StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions);
+  // Copied tensors have the manifest's dtypes. `actions`: by tensor. `average_dtype`: of averaged
+  // ones, TrackConfig::dtype.
+  StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions,
+                Dtype average_dtype);
 
   // Adds a tensor at the end. REQUIRES: the sum of all bytes does not overflow.
   void Append(Dtype dtype, int64_t length_bytes);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Schedules: pure functions from (config, update count, training time) to the weight of an update.
-// Other parts of averaging, such as compensation and which tensors are copied or ignored, belong to
+// Other parts of averaging, such as their dtype and which tensors are copied or ignored, belong to
 // the track (ema/track.h).
 #ifndef EMA_SCHEDULE_H_
 #define EMA_SCHEDULE_H_

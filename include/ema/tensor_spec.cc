@@ -112,8 +112,6 @@ absl::StatusOr<Dtype> ParseDtype(std::string_view name) {
                    absl::StrCat("dtype ", Quoted(name), ": must be one of ", names));
 }
 
-Dtype AverageDtype(Dtype pushed) { return IsFloat(pushed) ? Dtype::kFloat32 : pushed; }
-
 std::string_view WireDtypeName(WireDtype wire_dtype) {
   return wire_dtype == WireDtype::kBFloat16 ? "bfloat16" : "as pushed";
 }

@@ -36,8 +36,6 @@ bool IsFloat(Dtype dtype);
 std::string_view DtypeName(Dtype dtype);
 // INVALID_ARGUMENT, BAD_MANIFEST: no such name; the message lists the valid ones.
 absl::StatusOr<Dtype> ParseDtype(std::string_view name);
-// The dtype that an average of `pushed` is kept in: float32 for floats, else the same.
-Dtype AverageDtype(Dtype pushed);
 
 // The dtype in which a trainer's floats are sent. Numbers are those of ema.v1.WireDtype.
 enum class WireDtype : int {
@@ -63,7 +61,7 @@ absl::StatusOr<OverflowPolicy> ParseOverflowPolicy(std::string_view name);
 
 // What a track does with a tensor.
 enum class TensorAction {
-  kAverage,  // Kept as float32. Only for floats.
+  kAverage,  // Kept in the track's dtype. Only for floats.
   kCopy,     // The latest weights, in the dtype that was pushed.
   kIgnore,   // The track has no such tensor.
 };

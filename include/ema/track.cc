@@ -131,10 +131,14 @@ absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest, G
                                         "\": must be \"average\" or \"copy\"; to ignore some, give "
                                         "a rule, such as \"*.running_mean ignore\""));
   }
-  if (track.compensated && track.schedule.is_copy()) {
+  if (track.dtype != Dtype::kFloat32 && track.dtype != Dtype::kFloat64) {
+    return BadTrack(track, absl::StrCat("dtype \"", std::string(DtypeName(track.dtype)),
+                                        "\": must be \"float32\" or \"float64\""));
+  }
+  if (track.dtype == Dtype::kFloat64 && track.schedule.is_copy()) {
     return BadTrack(track,
-                    "compensated \"true\": has no use with copy, which loses nothing; use it with "
-                    "an average, such as half_life=1000ba");
+                    "dtype \"float64\": has no use with copy, which keeps the dtypes that are "
+                    "pushed; use it with an average, such as half_life=1000ba");
   }
   EMA_RETURN_IF_ERROR(CheckSnapshotInterval(track));
   // Each is tried on every tensor.
@@ -256,7 +260,9 @@ std::string TrackText(const TrackConfig& track) {
   if (track.buffers != TensorAction::kAverage) {
     absl::StrAppend(&text, "; buffers ", std::string(TensorActionName(track.buffers)));
   }
-  if (track.compensated) absl::StrAppend(&text, "; compensated");
+  if (track.dtype != Dtype::kFloat32) {
+    absl::StrAppend(&text, "; dtype ", std::string(DtypeName(track.dtype)));
+  }
   if (track.paused) absl::StrAppend(&text, "; paused");
   if (track.snapshot_interval.has_value()) {
     absl::StrAppend(&text, "; snapshot_interval ", track.snapshot_interval->ToString());

@@ -35,10 +35,9 @@ struct TrackConfig {
   std::vector<TensorRule> tensor_rules;
   // The action for buffers (TensorSpec::is_buffer) that no rule matches: kAverage or kCopy.
   TensorAction buffers = TensorAction::kAverage;
-  // Keeps two float32 per averaged element, whose sum is the average, so that small updates are not
-  // rounded away. Takes twice the memory. Readers get the first, which is the average rounded to
-  // float32.
-  bool compensated = false;
+  // The dtype in which averages are kept and computed: kFloat32, or kFloat64, which does not round
+  // small updates away, but takes twice the memory.
+  Dtype dtype = Dtype::kFloat32;
   // Pushes do not change it.
   bool paused = false;
   // Only for a power function: for each such length of training the server keeps a version on its
@@ -57,7 +56,8 @@ std::string_view NonFinitePolicyName(NonFinitePolicy policy);
 std::optional<NonFinitePolicy> ParseNonFinitePolicy(std::string_view name);
 
 // INVALID_ARGUMENT: BAD_NAME; otherwise BAD_SCHEDULE:
-//  - `buffers` is not kAverage or kCopy, a copy track is compensated, or every tensor is ignored;
+//  - `buffers` is not kAverage or kCopy, `dtype` is not kFloat32 or kFloat64, a copy track has
+//    kFloat64, or every tensor is ignored;
 //  - a rule has an empty pattern or, unless it ignores, matches no tensor of `manifest` (a model
 //    need not have tensors that all tracks ignore, and readers learn from the rule that the track
 //    lacks them);
@@ -103,7 +103,7 @@ TrackState NextState(const TrackConfig& track, const TrackState& state,
 // manifest.
 TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest);
 
-// A text such as "half_life=200ba, update_interval=5ba; compensated; head.* ignore; stem.*
+// A text such as "half_life=200ba, update_interval=5ba; dtype float64; head.* ignore; stem.*
 // (half_life=10ba, update_interval=5ba)": the schedule and the options that are not at their
 // defaults. Many rules are shown as their number.
 std::string TrackText(const TrackConfig& track);

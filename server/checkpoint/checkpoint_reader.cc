@@ -36,12 +36,10 @@ int MaxThreads() {
   return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
 }
 
-absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, TensorKind kind,
-                                     const TensorFiles& saved) {
-  EMA_ASSIGN_OR_RETURN(
-      const std::unique_ptr<TensorReader> reader,
-      TensorReader::Open(job.file_system, TrackPath(job.path, track.name()), kind, saved,
-                         job.checkpoint.manifest, track.actions(), track.layout()));
+absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, const TensorFiles& saved) {
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TensorReader> reader,
+                       TensorReader::Open(job.file_system, TrackPath(job.path, track.name()), saved,
+                                          job.checkpoint.manifest, track.layout()));
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksWriter> writer,
                        BlocksWriter::Create(job.model.device(), track));
   const auto place = [&](int64_t index, int64_t offset, int64_t length_bytes) {
@@ -63,12 +61,7 @@ absl::StatusOr<TrackSnapshot> RestoreTrack(const Job& job, const CheckpointTrack
                          .state = saved.state,
                          .last_steps = saved.last_steps,
                          .frozen_digest = saved.frozen_digest};
-  EMA_ASSIGN_OR_RETURN(snapshot.blocks,
-                       RestoreBlocks(job, *track, TensorKind::kWeights, *saved.weights));
-  if (saved.low_parts.has_value()) {
-    EMA_ASSIGN_OR_RETURN(snapshot.low_blocks,
-                         RestoreBlocks(job, *track, TensorKind::kLowParts, *saved.low_parts));
-  }
+  EMA_ASSIGN_OR_RETURN(snapshot.blocks, RestoreBlocks(job, *track, *saved.weights));
   return snapshot;
 }
 
@@ -258,8 +251,7 @@ absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(
     std::function<void(const absl::Status& problem)> on_corrupt) {
   EMA_ASSIGN_OR_RETURN(const CheckpointTrack* track, FindTrack(checkpoint, track_name));
   absl::StatusOr<std::unique_ptr<TensorReader>> reader = TensorReader::Open(
-      file_system, TrackPath(path, track_name), TensorKind::kWeights, *track->weights,
-      checkpoint.manifest, ActionsOf(track->config, checkpoint.manifest), layout);
+      file_system, TrackPath(path, track_name), *track->weights, checkpoint.manifest, layout);
   if (absl::IsDataLoss(reader.status())) {
     return WithPlace(reader.status(), absl::StrCat("track \"", track->config.name, "\": "));
   }
@@ -278,7 +270,8 @@ absl::StatusOr<SnapshotRef> OpenStoredVersion(
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<StoredTrack> stored,
                        OpenStoredTrack(file_system, path, checkpoint, track_name,
                                        StorageLayout(checkpoint.manifest,
-                                                     ActionsOf(saved->config, checkpoint.manifest)),
+                                                     ActionsOf(saved->config, checkpoint.manifest),
+                                                     saved->config.dtype),
                                        std::move(on_corrupt)));
   const auto made = std::make_shared<Track>(saved->config, checkpoint.manifest);
   made->CutIntoBlocks(kBlockBytes);

@@ -32,15 +32,6 @@ absl::Status SyncAndClose(WritableFile& file, SyncLatch& latch) {
   return file.Close();
 }
 
-// One kind of a track's tensors, with where its bytes are.
-struct Source {
-  TensorKind kind;
-  const TrackSnapshot& snapshot;
-  const Blocks& blocks;
-
-  const Track& track() const { return *snapshot.track; }
-};
-
 // What is written, and where.
 struct Job {
   FileSystem& file_system;
@@ -54,11 +45,10 @@ struct Job {
 };
 
 // Tensors in the order of the files: by falling element size, so that each is aligned to its own.
-std::vector<int64_t> FileOrder(const Source& source) {
-  const StorageLayout& layout = source.track().layout();
+std::vector<int64_t> FileOrder(const StorageLayout& layout) {
   std::vector<int64_t> order;
   for (int64_t i = 0; i < static_cast<int64_t>(layout.entries().size()); ++i) {
-    if (HasTensors(source.kind, source.track().action(i))) order.push_back(i);
+    if (layout.entry(i).is_stored) order.push_back(i);
   }
   std::stable_sort(order.begin(), order.end(), [&layout](int64_t a, int64_t b) {
     return DtypeSize(layout.entry(a).dtype) > DtypeSize(layout.entry(b).dtype);
@@ -106,9 +96,9 @@ SmallFile Describe(std::string_view name, std::string_view bytes) {
 }
 
 // Appends one tensor's bytes, and puts its checksums into `files`.
-absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_index,
+absl::Status WriteTensor(const Job& job, const TrackSnapshot& source, int64_t tensor_index,
                          WritableFile& file, TensorFiles& files) {
-  const StorageLayout::Entry& entry = source.track().layout().entry(tensor_index);
+  const StorageLayout::Entry& entry = source.track->layout().entry(tensor_index);
   uint32_t crc = 0;
   uint32_t piece_crc = 0;
   int64_t piece_bytes = 0;
@@ -116,7 +106,7 @@ absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_in
     const int64_t n = std::min(kReadBytes, entry.length_bytes - done);
     EMA_ASSIGN_OR_RETURN(
         const std::vector<HostPiece> host_pieces,
-        ReadBlocks(job.model.device(), source.track(), source.blocks, entry.offset + done, n));
+        ReadBlocks(job.model.device(), *source.track, source.blocks, entry.offset + done, n));
     for (const HostPiece& host_piece : host_pieces) {
       // A block may end inside a piece.
       for (auto rest = host_piece.bytes; !rest.empty();) {
@@ -140,9 +130,9 @@ absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_in
 }
 
 // Writes one file of a track, of the tensors `order`.
-absl::Status WriteFile(const Job& job, const Source& source, const std::vector<int64_t>& order,
-                       TensorFile& saved, TensorFiles& files) {
-  const Track& track = source.track();
+absl::Status WriteFile(const Job& job, const TrackSnapshot& source,
+                       const std::vector<int64_t>& order, TensorFile& saved, TensorFiles& files) {
+  const Track& track = *source.track;
   std::vector<TensorSpec> specs;
   specs.reserve(order.size());
   for (const int64_t i : order) {
@@ -188,28 +178,27 @@ std::string IndexText(const Manifest& manifest, const StorageLayout& layout,
   return absl::StrCat(index.dump(2), "\n");
 }
 
-absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
+absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const TrackSnapshot& source) {
   const Manifest& manifest = job.model.manifest();
-  const StorageLayout& layout = source.track().layout();
+  const StorageLayout& layout = source.track->layout();
   const std::vector<std::vector<int64_t>> dealt =
-      DealOut(FileOrder(source), layout, job.options.max_file_bytes);
+      DealOut(FileOrder(layout), layout, job.options.max_file_bytes);
   TensorFiles files;
   files.tensor_crc32c.resize(manifest.tensor_count());
   files.piece_crc32c.resize(manifest.tensor_count());
   for (size_t f = 0; f < dealt.size(); ++f) {
-    files.files.push_back({.name = TensorFileName(source.kind, f, dealt.size())});
+    files.files.push_back({.name = TensorFileName(f, dealt.size())});
     EMA_RETURN_IF_ERROR(WriteFile(job, source, dealt[f], files.files.back(), files));
   }
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
-    if (!HasTensors(source.kind, source.track().action(i))) continue;
     files.digest =
         Crc32cCombine(files.digest, files.tensor_crc32c[i], layout.entry(i).length_bytes);
   }
-  if (source.kind == TensorKind::kLowParts || dealt.size() == 1) return files;
+  if (dealt.size() == 1) return files;
   const std::string index = IndexText(manifest, layout, files, dealt);
   files.index = Describe(kIndexFileName, index);
   EMA_RETURN_IF_ERROR(WriteSmallFile(
-      job, JoinPath(TrackPath(job.path, source.track().name()), kIndexFileName), index));
+      job, JoinPath(TrackPath(job.path, source.track->name()), kIndexFileName), index));
   return files;
 }
 
@@ -220,12 +209,7 @@ absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& 
                          .frozen_digest = snapshot.frozen_digest};
   const std::string directory = TrackPath(job.path, snapshot.track->name());
   EMA_RETURN_IF_ERROR(job.file_system.CreateDirectory(directory));
-  EMA_ASSIGN_OR_RETURN(result.weights,
-                       WriteTensors(job, {TensorKind::kWeights, snapshot, snapshot.blocks}));
-  if (snapshot.track->config().compensated) {
-    EMA_ASSIGN_OR_RETURN(result.low_parts,
-                         WriteTensors(job, {TensorKind::kLowParts, snapshot, snapshot.low_blocks}));
-  }
+  EMA_ASSIGN_OR_RETURN(result.weights, WriteTensors(job, snapshot));
   for (const auto& file : job.attached_files) {
     EMA_RETURN_IF_ERROR(WriteSmallFile(job, JoinPath(directory, file->name), file->bytes));
   }
@@ -275,8 +259,7 @@ int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
   int64_t bytes = 0;
   for (const TrackSnapshot& track : snapshot.tracks) {
     if (!IsChosen(options, track.track->name())) continue;
-    bytes += track.track->layout().total_bytes() * (track.track->config().compensated ? 2 : 1) +
-             attached_bytes;
+    bytes += track.track->layout().total_bytes() + attached_bytes;
   }
   return bytes;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <utility>
@@ -16,88 +17,97 @@
 #include "server/core/known_versions.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/tensor_reader.h"
+#include "server/kernel/cast.h"
 
 namespace ema {
 namespace {
 
-// Blocks of a track into which stored values are folded: two float32 for each average while it is
-// built, so that the sum is as exact as its parts. Not thread-safe.
+// Builds a track from stored values: the averages in float64, so that the sum is as exact as its
+// parts, until Finish() rounds them. Not thread-safe.
 class BlocksMixer {
  public:
   // RESOURCE_EXHAUSTED: no memory.
-  static absl::StatusOr<std::unique_ptr<BlocksMixer>> Create(Device& device, const Track& track) {
-    std::unique_ptr<BlocksMixer> mixer(new BlocksMixer(track));
-    EMA_ASSIGN_OR_RETURN(mixer->blocks_, AllocateBlocks(device, track));
-    EMA_ASSIGN_OR_RETURN(mixer->low_blocks_, AllocateBlocks(device, track));
+  static absl::StatusOr<std::unique_ptr<BlocksMixer>> Create(Device& device, const Track& track,
+                                                             const Track& exact_track) {
+    std::unique_ptr<BlocksMixer> mixer(new BlocksMixer(device, track, exact_track));
+    EMA_ASSIGN_OR_RETURN(mixer->exact_blocks_, AllocateBlocks(device, exact_track));
     EMA_ASSIGN_OR_RETURN(mixer->stream_, device.NewStream());
-    // Between tensors, too: readers get those bytes.
-    for (const std::shared_ptr<Block>& block : mixer->blocks_) {
-      EMA_RETURN_IF_ERROR(mixer->stream_->Zero(block->data(), block->size_bytes()));
-    }
+    EMA_ASSIGN_OR_RETURN(mixer->writer_, BlocksWriter::Create(device, track));
     return mixer;
   }
 
-  // Puts the bytes there as they are.
-  absl::Status Copy(int64_t offset, std::span<const std::byte> bytes) {
-    return ForEachBlock(offset, bytes,
-                        [this](size_t i, int64_t in_block, std::span<const std::byte> piece) {
-                          return stream_->CopyFromHost(blocks_[i]->data() + in_block, piece.data(),
-                                                       static_cast<int64_t>(piece.size()));
-                        });
+  // Puts bytes of a copied tensor there as they are.
+  absl::Status Copy(int64_t tensor, int64_t offset, std::span<const std::byte> bytes) {
+    return writer_->Write(track_.layout().entry(tensor).offset + offset, bytes);
   }
 
-  // Moves float32 averages by `share` of the way to `bytes`; 1: to them, whatever there was.
-  absl::Status Fold(int64_t offset, std::span<const std::byte> bytes, double share) {
-    return ForEachBlock(
-        offset, bytes, [this, share](size_t i, int64_t in_block, std::span<const std::byte> piece) {
-          FoldTarget target;
-          target.kind = share == 1 ? FoldTarget::Kind::kAssignCompensated
-                                   : FoldTarget::Kind::kAverageCompensated;
-          target.update_weight = share;
-          target.next = blocks_[i]->data() + in_block;
-          target.current = target.next;
-          target.next_low = low_blocks_[i]->data() + in_block;
-          target.current_low = target.next_low;
-          // Averages that are not finite are what the model's owner has allowed.
-          return stream_
-              ->Fold({.source_dtype = Dtype::kFloat32,
-                      .source = piece.data(),
-                      .element_count = static_cast<int64_t>(piece.size() / sizeof(float)),
-                      .targets = {&target, 1}})
-              .status();
-        });
+  // Moves averages by `share` of the way to the `elements` of `dtype`, float32 or float64, which
+  // begin at `byte` of the tensor; 1: to them, whatever there was.
+  absl::Status Fold(int64_t tensor, int64_t byte, Dtype dtype, std::span<const std::byte> elements,
+                    double share) {
+    constexpr int64_t kBytes = sizeof(double);
+    int64_t offset = exact_track_.layout().entry(tensor).offset + byte / DtypeSize(dtype) * kBytes;
+    while (!elements.empty()) {
+      const int64_t i = exact_track_.FindBlock(offset);
+      const int64_t in_block = offset - exact_track_.block_start(i);
+      const int64_t count = std::min(static_cast<int64_t>(elements.size()) / DtypeSize(dtype),
+                                     (exact_track_.block_size(i) - in_block) / kBytes);
+      FoldTarget target = {
+          .kind = share == 1 ? FoldKind::kAssignFloat64 : FoldKind::kAverageFloat64,
+          .update_weight = share};
+      target.next = exact_blocks_[i]->data() + in_block;
+      target.current = target.next;
+      // Averages that are not finite are what the model's owner has allowed.
+      EMA_RETURN_IF_ERROR(stream_
+                              ->Fold({.source_dtype = dtype,
+                                      .source = elements.data(),
+                                      .element_count = count,
+                                      .targets = {&target, 1}})
+                              .status());
+      offset += count * kBytes;
+      elements = elements.subspan(count * DtypeSize(dtype));
+    }
+    return absl::OkStatus();
   }
 
   // To be called between folds of the same place, whose order the stream does not keep.
   absl::Status EndSource() { return stream_->Synchronize().status(); }
 
-  // The averages, rounded to float32. Ends the mixer. REQUIRES: EndSource().
+  // Ends the mixer. REQUIRES: EndSource().
   absl::StatusOr<Blocks> Finish() {
-    low_blocks_.clear();
-    return Blocks(blocks_.begin(), blocks_.end());
+    constexpr int64_t kReadBytes = int64_t{4} << 20;  // Exact ones.
+    const Blocks exact_blocks(exact_blocks_.begin(), exact_blocks_.end());
+    std::vector<std::byte> rounded(kReadBytes / 2);
+    for (int64_t tensor = 0; tensor < std::ssize(track_.actions()); ++tensor) {
+      if (track_.action(tensor) != TensorAction::kAverage) continue;
+      const StorageLayout::Entry& entry = exact_track_.layout().entry(tensor);
+      int64_t to = track_.layout().entry(tensor).offset;
+      for (int64_t done = 0; done < entry.length_bytes; done += kReadBytes) {
+        EMA_ASSIGN_OR_RETURN(const std::vector<HostPiece> pieces,
+                             ReadBlocks(device_, exact_track_, exact_blocks, entry.offset + done,
+                                        std::min(kReadBytes, entry.length_bytes - done)));
+        for (const HostPiece& piece : pieces) {
+          const auto bytes = static_cast<int64_t>(piece.bytes.size()) / 2;
+          CastOnCpu(Dtype::kFloat64, piece.bytes.data(), Dtype::kFloat32, rounded.data(),
+                    bytes / DtypeSize(Dtype::kFloat32));
+          EMA_RETURN_IF_ERROR(writer_->Write(to, std::span(rounded).first(bytes)));
+          to += bytes;
+        }
+      }
+    }
+    return writer_->Finish();
   }
 
  private:
-  explicit BlocksMixer(const Track& track) : track_(track) {}
+  BlocksMixer(Device& device, const Track& track, const Track& exact_track)
+      : device_(device), track_(track), exact_track_(exact_track) {}
 
-  template <typename Visit>
-  absl::Status ForEachBlock(int64_t offset, std::span<const std::byte> bytes, const Visit& visit) {
-    while (!bytes.empty()) {
-      const int64_t i = track_.FindBlock(offset);
-      const int64_t in_block = offset - track_.block_start(i);
-      const int64_t n =
-          std::min<int64_t>(static_cast<int64_t>(bytes.size()), track_.block_size(i) - in_block);
-      EMA_RETURN_IF_ERROR(visit(i, in_block, bytes.first(n)));
-      offset += n;
-      bytes = bytes.subspan(n);
-    }
-    return absl::OkStatus();
-  }
-
+  Device& device_;
   const Track& track_;
-  std::vector<std::shared_ptr<Block>> blocks_;
-  std::vector<std::shared_ptr<Block>> low_blocks_;
+  const Track& exact_track_;  // The same track with dtype float64.
+  std::vector<std::shared_ptr<Block>> exact_blocks_;
   std::unique_ptr<DeviceStream> stream_;
+  std::unique_ptr<BlocksWriter> writer_;
 };
 
 // Which checkpoints there are on the branch of `latest`, newest first, and what they say.
@@ -142,22 +152,22 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(FileSystem& file_sys
 absl::Status FoldSource(FileSystem& file_system, const std::string& path, const Model& model,
                         const Track& track, const SynthesisPlan::Source& source, double share,
                         bool gives_rest, BlocksMixer& mixer, ReadErrorHandler on_error) {
-  const StorageLayout& layout = track.layout();
-  const auto is_mixed = [&](int64_t i) {
-    return track.action(i) == TensorAction::kAverage && !model.manifest().tensor(i).is_buffer;
-  };
+  const StorageLayout layout(model.manifest(), track.actions(), source.track->config.dtype);
   const auto fold = [&](int64_t i, int64_t offset,
                         std::span<const std::byte> bytes) -> absl::Status {
     // A server that stops does not wait for this.
     EMA_RETURN_IF_ERROR(model.closed());
-    const int64_t place = layout.entry(i).offset + offset;
-    if (!is_mixed(i)) return gives_rest ? mixer.Copy(place, bytes) : absl::OkStatus();
-    return share != 0 ? mixer.Fold(place, bytes, share) : absl::OkStatus();
+    if (track.action(i) != TensorAction::kAverage) {
+      return gives_rest ? mixer.Copy(i, offset, bytes) : absl::OkStatus();
+    }
+    const double buffer_share = gives_rest ? 1 : 0;
+    const double own_share = model.manifest().tensor(i).is_buffer ? buffer_share : share;
+    return own_share != 0 ? mixer.Fold(i, offset, layout.entry(i).dtype, bytes, own_share)
+                          : absl::OkStatus();
   };
   const std::string& name = source.track->config.name;
-  const absl::StatusOr<std::unique_ptr<TensorReader>> reader =
-      TensorReader::Open(file_system, TrackPath(path, name), TensorKind::kWeights,
-                         *source.track->weights, model.manifest(), track.actions(), layout);
+  const absl::StatusOr<std::unique_ptr<TensorReader>> reader = TensorReader::Open(
+      file_system, TrackPath(path, name), *source.track->weights, model.manifest(), layout);
   absl::Status status = reader.ok() ? (*reader)->ReadAll(fold) : reader.status();
   if (!absl::IsDataLoss(status)) return status;
   return on_error(CheckpointName(source.checkpoint->id),
@@ -167,9 +177,9 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
 // All of the plan's sources in `track`'s blocks.
 absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointFolder::Held& held,
                            const Model& model, const SynthesisPlan& plan, const Track& track,
-                           ReadErrorHandler on_error) {
+                           const Track& exact_track, ReadErrorHandler on_error) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksMixer> mixer,
-                       BlocksMixer::Create(model.device(), track));
+                       BlocksMixer::Create(model.device(), track, exact_track));
   // The positive weights first, the largest first: then every sum on the way is positive, and the
   // share of each source in the average so far is its weight over that sum.
   std::vector<SynthesisPlan::Source> sources = plan.sources;
@@ -218,11 +228,16 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
   EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan, PlanSynthesis(model, request, checkpoints));
 
   EMA_ASSIGN_OR_RETURN(TrackRef track, model.tracks().MakeSynthesizedTrack(plan.config));
-  // The low parts; not used when this ends.
-  EMA_ASSIGN_OR_RETURN(const auto low_parts_memory,
+  TrackConfig exact_config = plan.config;
+  exact_config.dtype = Dtype::kFloat64;
+  Track exact_track(std::move(exact_config), model.manifest());
+  constexpr int64_t kBlockBytes = int64_t{32} << 20;
+  exact_track.CutIntoBlocks(kBlockBytes);
+  // Not used when this ends.
+  EMA_ASSIGN_OR_RETURN(const auto exact_memory,
                        model.memory().Reserve(absl::StrCat("model \"", model.config().name,
                                                            "\": to build \"", request.name, "\""),
-                                              track->layout().total_bytes()));
+                                              exact_track.layout().total_bytes()));
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = plan.record;
   TrackSnapshot& result = snapshot->tracks.emplace_back();
@@ -230,8 +245,8 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
   result.last_steps = {plan.record.step};
   // Another call may have made another of that name and version.
   result.block_versions.assign(track->block_count(), INT64_MAX);
-  EMA_ASSIGN_OR_RETURN(result.blocks,
-                       Mix(folder.file_system(), *held, model, plan, *track, on_error));
+  EMA_ASSIGN_OR_RETURN(
+      result.blocks, Mix(folder.file_system(), *held, model, plan, *track, exact_track, on_error));
   EMA_RETURN_IF_ERROR(model.tracks().AddSynthesized(std::move(snapshot)));
 
   Synthesis synthesis{.version = plan.record, .residual = plan.residual};

@@ -20,11 +20,11 @@ using ReadErrorHandler =
     absl::FunctionRef<absl::Status(const std::string& checkpoint, const absl::Status& status)>;
 
 // Handles Synthesize of ema_service.proto: reads and verifies each checkpoint that has a weight,
-// once, and adds the result by model.tracks().AddSynthesized(). Reads only float32 values: of a
-// compensated track, the rounded average. Averaged buffers and copied tensors come from the newest
-// source. Thread-safe. Blocks on the disk until they are read, but holds no lock of the store
-// meanwhile, so saves and DeleteModel() continue. When the model is closed, fails soon with its
-// error. Takes the memory of two results, plus a few MiB and the checkpoints' manifests.
+// once, and adds the result by model.tracks().AddSynthesized(). The result is float32, whatever the
+// sources' dtype. Averaged buffers and copied tensors come from the newest source. Thread-safe.
+// Blocks on the disk until they are read, but holds no lock of the store meanwhile, so saves and
+// DeleteModel() continue. When the model is closed, fails soon with its error. Takes the memory of
+// three results, plus a few MiB and the checkpoints' manifests.
 absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
                                      const SynthesisRequest& request, ReadErrorHandler on_error);
 

@@ -21,8 +21,7 @@ bool IsContiguousWith(const FoldTarget& before, const FoldTarget& next, int64_t 
     return at == nullptr ? to == nullptr : at + bytes == to;
   };
   return next.kind == before.kind && next.update_weight == before.update_weight &&
-         is_after(before.next, next.next) && is_after(before.current, next.current) &&
-         is_after(before.next_low, next.next_low) && is_after(before.current_low, next.current_low);
+         is_after(before.next, next.next) && is_after(before.current, next.current);
 }
 
 }  // namespace
@@ -31,7 +30,7 @@ ChunkFolder::ChunkFolder(const NextSnapshot& next, DeviceStream& device_stream)
     : next_(next), device_stream_(device_stream) {
   const size_t track_count = next.plan().tracks.size();
   for (size_t t = 0; t < track_count; ++t) {
-    if (!next.next(t).blocks.empty()) changing_tracks_.push_back(t);
+    if (!next.next(t).empty()) changing_tracks_.push_back(t);
   }
   // With kSkipTensor every non-finite tensor must be found, and the device reports only one of a
   // run; and the digest of frozen tensors is taken by tensor.
@@ -175,24 +174,19 @@ int64_t ChunkFolder::SetTarget(size_t t, const Place& place, int64_t end_tensor,
   const StorageLayout::Entry& last = track.layout().entry(end_tensor - 1);
   int64_t bytes = std::min(track.block_start(block + 1), last.offset + last.length_bytes) - byte;
   const Schedule::Update& update = plan.updates[track.schedule_index(tensor_index)];
-  target = {.update_weight = update.update_weight, .next = next.blocks[block]->data() + in_block};
+  target = {.update_weight = update.update_weight, .next = next[block]->data() + in_block};
   if (track.action(tensor_index) == TensorAction::kAverage) {
     using Kind = FoldTarget::Kind;
-    const bool is_compensated = track.config().compensated;
-    if (is_compensated) target.next_low = next.low_blocks[block]->data() + in_block;
+    const bool is_float64 = entry.dtype == Dtype::kFloat64;
     if (NextSnapshot::IsAssigned(plan, tensor_index)) {
-      target.kind = is_compensated ? Kind::kAssignCompensated : Kind::kAssign;
+      target.kind = is_float64 ? Kind::kAssignFloat64 : Kind::kAssign;
     } else {
-      target.kind = is_compensated ? Kind::kAverageCompensated : Kind::kAverage;
+      target.kind = is_float64 ? Kind::kAverageFloat64 : Kind::kAverage;
       if (update.from_zero) {
         target.current = next_.zeros()->data();
         bytes = std::min(bytes, next_.zeros()->size_bytes());
       } else {
         target.current = plan.base->blocks[block]->data() + in_block;
-      }
-      if (is_compensated) {
-        target.current_low =
-            update.from_zero ? target.current : plan.base->low_blocks[block]->data() + in_block;
       }
     }
   } else if (source_dtype != entry.dtype) {

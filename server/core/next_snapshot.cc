@@ -29,6 +29,11 @@ Blocks TakeBlocks(std::vector<std::shared_ptr<Block>>& next, const Blocks* base)
   return blocks;
 }
 
+// The weight in the dtype in which the track's averages are computed.
+double AppliedWeight(const TrackPlan& plan, double weight) {
+  return plan.track->config().dtype == Dtype::kFloat64 ? weight : static_cast<float>(weight);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<NextSnapshot>> NextSnapshot::Create(const ModelView& model,
@@ -52,7 +57,7 @@ bool NextSnapshot::Changes(const TrackPlan& plan, int64_t tensor_index) const {
 bool NextSnapshot::IsAssigned(const TrackPlan& plan, int64_t tensor_index) {
   if (plan.track->action(tensor_index) == TensorAction::kCopy) return true;
   const double weight = plan.updates[plan.track->schedule_index(tensor_index)].update_weight;
-  return plan.track->config().compensated ? weight == 1 : static_cast<float>(weight) == 1;
+  return AppliedWeight(plan, weight) == 1;
 }
 
 NonFiniteElement NextSnapshot::Locate(NonFiniteElement element) const {
@@ -120,14 +125,7 @@ absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, TrackBlocks& nex
   }
   const auto is_null = [](const std::shared_ptr<Block>& block) { return block == nullptr; };
   if (std::all_of(blocks.begin(), blocks.end(), is_null)) return absl::OkStatus();
-  if (track.config().compensated) {
-    for (const std::shared_ptr<Block>& block : blocks) {
-      std::shared_ptr<Block>& low_block = next.low_blocks.emplace_back();
-      if (block == nullptr) continue;
-      EMA_ASSIGN_OR_RETURN(low_block, model_.device->Allocate(block->size_bytes()));
-    }
-  }
-  next.blocks = std::move(blocks);
+  next = std::move(blocks);
   for (const Range& range : kept) EMA_RETURN_IF_ERROR(CopyFromBase(plan, next, range, stream));
 
   // Padding between tensors is served to readers: it must not show what the memory held before.
@@ -136,10 +134,8 @@ absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, TrackBlocks& nex
     while (end < entry.offset) {
       const int64_t block = track.FindBlock(end);
       const int64_t n = std::min(entry.offset, track.block_start(block + 1)) - end;
-      for (const auto* padded : {&next.blocks, &next.low_blocks}) {
-        if (padded->empty() || (*padded)[block] == nullptr) continue;
-        EMA_RETURN_IF_ERROR(
-            stream.Zero((*padded)[block]->data() + end - track.block_start(block), n));
+      if (next[block] != nullptr) {
+        EMA_RETURN_IF_ERROR(stream.Zero(next[block]->data() + end - track.block_start(block), n));
       }
       end += n;
     }
@@ -156,12 +152,9 @@ absl::Status NextSnapshot::CopyFromBase(const TrackPlan& plan, const TrackBlocks
     const int64_t in_block = byte - track.block_start(block);
     const int64_t n = std::min(range.end, track.block_start(block + 1)) - byte;
     byte += n;
-    if (next.blocks[block] == nullptr) continue;
-    EMA_RETURN_IF_ERROR(stream.Copy(next.blocks[block]->data() + in_block,
+    if (next[block] == nullptr) continue;
+    EMA_RETURN_IF_ERROR(stream.Copy(next[block]->data() + in_block,
                                     plan.base->blocks[block]->data() + in_block, n));
-    if (next.low_blocks.empty()) continue;
-    EMA_RETURN_IF_ERROR(stream.Copy(next.low_blocks[block]->data() + in_block,
-                                    plan.base->low_blocks[block]->data() + in_block, n));
   }
   return absl::OkStatus();
 }
@@ -170,7 +163,7 @@ absl::Status NextSnapshot::RestoreTensors(const absl::btree_set<int64_t>& tensor
   if (tensors.empty()) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
-    if (next_[t].blocks.empty()) continue;
+    if (next_[t].empty()) continue;
     for (const int64_t tensor : tensors) {
       const StorageLayout::Entry& entry = plan_.tracks[t].track->layout().entry(tensor);
       const Range range{entry.offset, entry.offset + entry.length_bytes};
@@ -228,13 +221,11 @@ TrackSnapshot NextSnapshot::TakeTrack(size_t t, int64_t version, int64_t frozen_
     if (plan.updates[i].due) track.last_steps[i] = plan_.step;
   }
   track.frozen_digest = FrozenDigestOf(plan, frozen_digest, skipped);
-  track.block_versions.resize(std::max(track.block_versions.size(), next.blocks.size()));
-  for (size_t i = 0; i < next.blocks.size(); ++i) {
-    if (next.blocks[i] != nullptr) track.block_versions[i] = version;
+  track.block_versions.resize(std::max(track.block_versions.size(), next.size()));
+  for (size_t i = 0; i < next.size(); ++i) {
+    if (next[i] != nullptr) track.block_versions[i] = version;
   }
-  track.blocks = TakeBlocks(next.blocks, plan.base != nullptr ? &plan.base->blocks : nullptr);
-  track.low_blocks =
-      TakeBlocks(next.low_blocks, plan.base != nullptr ? &plan.base->low_blocks : nullptr);
+  track.blocks = TakeBlocks(next, plan.base != nullptr ? &plan.base->blocks : nullptr);
   return track;
 }
 
@@ -262,8 +253,8 @@ int64_t NextSnapshot::FrozenDigestOf(const TrackPlan& plan, int64_t pushed,
 }
 
 TrackVersion NextSnapshot::ScheduleRecord(const TrackPlan& plan, size_t i) const {
-  // Bits of a float32's fraction, the hidden one included.
-  constexpr double kFloatUnit = 0x1p-24;
+  // Half of the distance between 1 and the next larger number of the dtype.
+  const double unit = plan.track->config().dtype == Dtype::kFloat64 ? 0x1p-53 : 0x1p-24;
   const Schedule& schedule = *SchedulesOf(plan.track->config())[i];
   const Schedule::Update& update = plan.updates[i];
   const bool has_state = plan.base != nullptr && i < plan.base->state.size();
@@ -276,13 +267,10 @@ TrackVersion NextSnapshot::ScheduleRecord(const TrackPlan& plan, size_t i) const
                       .config = schedule.ToString()};
   const double weight = update.update_weight;
   if (!update.due || weight == 0) return record;
-  const bool is_compensated = plan.track->config().compensated;
-  record.update_weight = is_compensated ? weight : static_cast<float>(weight);
+  record.update_weight = AppliedWeight(plan, weight);
   const int64_t steps = has_state ? plan_.step - plan.base->last_steps[i] : 1;
   record.window_steps = Quotient(static_cast<double>(steps), weight);
-  if (!schedule.is_copy() && !is_compensated && weight < 1) {
-    record.stall_gap = Quotient(kFloatUnit, weight);
-  }
+  if (!schedule.is_copy() && weight < 1) record.stall_gap = Quotient(unit, weight);
   return record;
 }
 

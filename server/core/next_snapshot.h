@@ -52,12 +52,8 @@ struct ModelView {
 // run concurrently; the session calls Finish() after the last one.
 class NextSnapshot {
  public:
-  // The new blocks of one track.
-  struct TrackBlocks {
-    // Null: none of the block's bytes change, so the base's block stays.
-    std::vector<std::shared_ptr<Block>> blocks;
-    std::vector<std::shared_ptr<Block>> low_blocks;  // Of a compensated track.
-  };
+  // The new blocks of one track. Null: none of the block's bytes change, so the base's block stays.
+  using TrackBlocks = std::vector<std::shared_ptr<Block>>;
 
   // Allocates the blocks of the tracks that change. `base`, null before the first commit, is the
   // snapshot that the plan's bases are in. `model`, `run` and `plan` outlive the result.

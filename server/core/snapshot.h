@@ -52,7 +52,6 @@ class StoredTrack {
 struct TrackSnapshot {
   TrackRef track;
   Blocks blocks;
-  Blocks low_blocks;  // Of a compensated track.
   // The bytes of a version that is read from the disk, which has no blocks; else null.
   std::shared_ptr<StoredTrack> stored;
   // At which version each block was made; 0: before the server started.

@@ -22,8 +22,7 @@ namespace ema {
 // A track of a model, shared by the model, its sessions and its snapshots; immutable once it is one
 // of them. Its bytes are its StorageLayout cut into blocks of at most `block_bytes`. A large tensor
 // has blocks of its own, so that versions between which it does not change share them. An element
-// never straddles two blocks. A compensated track has each block twice: the second one holds the
-// low parts.
+// never straddles two blocks.
 //
 // A track is made in two parts, since a request can ask for more bytes than the server has. The
 // constructor makes only tables of one entry for each tensor. AddToModel() makes those of the
@@ -70,7 +69,7 @@ class Track {
     return actions() == other.actions() &&
            tables_->schedule_indices == other.tables_->schedule_indices &&
            SchedulesOf(config_).size() == SchedulesOf(other.config_).size() &&
-           config_.compensated == other.config_.compensated;
+           config_.dtype == other.config_.dtype;
   }
   // The same for the config of a stored track, however that is cut into blocks.
   bool HasFormOf(const TrackConfig& stored, const Manifest& manifest) const {
@@ -96,8 +95,8 @@ class Track {
   // Memory of `version_count` versions at most; INT64_MAX if it overflows.
   int64_t MemoryBytes(int64_t version_count) const {
     int64_t bytes = 0;
-    const int64_t copies = (config_.compensated ? 2 : 1) * version_count;
-    return __builtin_mul_overflow(layout().total_bytes(), copies, &bytes) ? INT64_MAX : bytes;
+    return __builtin_mul_overflow(layout().total_bytes(), version_count, &bytes) ? INT64_MAX
+                                                                                 : bytes;
   }
   // REQUIRES: added to a model.
   int64_t reserved_bytes() const { return reservation_->bytes(); }
@@ -120,7 +119,7 @@ class Track {
         : memory(std::move(memory)),
           actions(ActionsOf(config, manifest)),
           schedule_indices(ScheduleIndicesOf(config, manifest)),
-          layout(manifest, actions),
+          layout(manifest, actions, config.dtype),
           neighbours_ends(FindNeighbours()) {}
 
     std::vector<int32_t> FindNeighbours() const {

@@ -166,7 +166,7 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
     if (before.config() == config) continue;
     if (!before.HasFormOf(*made)) {
       return BadRequest(absl::StrCat("track \"", config.name, "\" (", before.config_text(),
-                                     "): tensor_rules (but their schedules), buffers, compensated "
+                                     "): tensor_rules (but their schedules), buffers, dtype "
                                      "and copy cannot be changed to those of (",
                                      TrackText(config), "); remove it and add another"));
     }
@@ -448,7 +448,7 @@ std::vector<LogEvent> TrackTable::NewWarnings(const Version& record) {
                          const TrackVersion* rule) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const TrackVersion& by = rule != nullptr ? *rule : track;
     if (by.stall_gap < kStallGap) return;
-    LogEvent event{LogLevel::kWarning, "float32 stalls", {{"model", options_.model_name}}};
+    LogEvent event{LogLevel::kWarning, "average stalls", {{"model", options_.model_name}}};
     event.fields.emplace_back("track", track.track);
     if (rule != nullptr) event.fields.emplace_back("tensors", rule->track);
     event.fields.emplace_back("schedule", by.config);
@@ -456,9 +456,9 @@ std::vector<LogEvent> TrackTable::NewWarnings(const Version& record) {
     event.fields.emplace_back("update_weight", by.update_weight);
     event.fields.emplace_back("stall_gap", by.stall_gap);
     event.fields.emplace_back("hint",
-                              "the weight is below what float32 can resolve: values stall within "
-                              "stall_gap of their size short of the average; a compensated track "
-                              "does not");
+                              "the weight is below what the track's dtype can resolve: values "
+                              "stall within stall_gap of their size short of the average; dtype "
+                              "float64 resolves far more, at twice the memory of float32");
     warnings.push_back(std::move(event));
   };
   for (const TrackVersion& track : record.tracks) {

@@ -48,7 +48,8 @@ void AddRuns(const TrackSnapshot& average, const TrackSnapshot* raw, int64_t ten
   for (int64_t done = 0; done < element_count;) {
     const Stretch averages = StretchFrom(average, tensor_index, done);
     SumRun run = {.average = averages.data,
-                  .element_count = std::min(averages.element_count, element_count - done)};
+                  .element_count = std::min(averages.element_count, element_count - done),
+                  .average_dtype = average.track->config().dtype};
     if (raw != nullptr) {
       const Stretch raws = StretchFrom(*raw, tensor_index, done);
       run.raw = raws.data;

@@ -66,9 +66,9 @@ class DeviceStream {
 
   // Folds `op`. When it returns, the source has been read (or copied to pinned memory) and may be
   // freed; the targets are complete after Synchronize(). NaN and infinity are folded like any
-  // value, and reported: returns the index in `op` of the first element whose float value is not
-  // finite, if that is known already. A device that finds it later reports it from Synchronize().
-  // The double of a float64 source is checked before it is rounded to float32, and after. INTERNAL,
+  // value, and reported: returns the index in `op` of the first element that is not finite, if that
+  // is known already. A device that finds it later reports it from Synchronize(). A float64 that is
+  // too large for float32 counts as not finite only if a target keeps float32 averages. INTERNAL,
   // DEVICE: the device has failed; the targets hold anything. RESOURCE_EXHAUSTED, MEMORY_BUDGET:
   // only from a stream's first fold or copy from the host: there is no memory for it, and nothing
   // has been folded.

@@ -69,8 +69,7 @@ std::optional<int64_t> FoldBatch::FindInShared(const FoldOp& op, int64_t first) 
       return from == nullptr ? to == nullptr
                              : AddressOf(to) + first * stored - AddressOf(from) == *shift * stored;
     };
-    if (!is_shifted(was.next, is.next) || !is_shifted(was.current, is.current) ||
-        !is_shifted(was.next_low, is.next_low) || !is_shifted(was.current_low, is.current_low)) {
+    if (!is_shifted(was.next, is.next) || !is_shifted(was.current, is.current)) {
       return std::nullopt;
     }
   }
@@ -92,14 +91,10 @@ void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase) {
     };
     move(target.current);
     move(target.next);
-    move(target.current_low);
-    move(target.next_low);
     targets_.push_back({.current = target.current,
                         .next = target.next,
                         .update_weight = target.update_weight,
-                        .kind = target.kind,
-                        .current_low = target.current_low,
-                        .next_low = target.next_low});
+                        .kind = target.kind});
   }
 }
 
@@ -153,8 +148,8 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes) {
             .element_bytes = static_cast<uint8_t>(element_bytes),
             .is_aligned = shared_.is_aligned};
   }
-  runs_.push_back(
-      {tile.run, op.source_dtype, host_ + source, count, op.source_id, op.first_element + first});
+  runs_.push_back({tile.run, op.source_dtype, op.rounds_to_float32(), host_ + source, count,
+                   op.source_id, op.first_element + first});
   ForEachFoldTile(tile, tiled, [this](const FoldTile& of) { tiles_.push_back(of); });
   used_bytes_ = source + count * element_bytes;
   return count;
@@ -183,9 +178,8 @@ void FoldBatch::ForEachNonFinite(absl::FunctionRef<void(const NonFiniteElement&)
   for (const Run& run : runs_) {
     if (non_finite_[run.note] == 0) continue;
     // The kernel does not say where; the source is still there.
-    const FoldOp op = {
-        .source_dtype = run.dtype, .source = run.source, .element_count = run.element_count};
-    if (const std::optional<int64_t> index = FoldOnCpu(op)) {
+    if (const std::optional<int64_t> index =
+            FindNonFinite(run.dtype, run.source, run.element_count, run.rounds_to_float32)) {
       take({run.source_id, run.first_element + *index});
     }
   }

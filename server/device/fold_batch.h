@@ -47,6 +47,7 @@ class FoldBatch {
   struct Run {
     int32_t note = 0;  // Index of the note for it and for adjacent runs.
     Dtype dtype = Dtype::kFloat32;
+    bool rounds_to_float32 = false;
     const std::byte* source = nullptr;
     int64_t element_count = 0;
     int64_t source_id = 0;

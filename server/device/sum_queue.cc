@@ -16,12 +16,13 @@ int64_t WriteRuns(std::span<const SumRun> runs, std::byte* table) {
   int64_t tile_count = 0;
   for (const SumRun& run : runs) {
     new (table)
-        DeviceSumRun{.average = reinterpret_cast<const float*>(run.average),
+        DeviceSumRun{.average = run.average,
                      .raw = run.raw,
                      .element_count = run.element_count,
                      .first_tile = tile_count,
                      .raw_format = run.raw != nullptr ? static_cast<SourceFormat>(run.raw_dtype)
-                                                      : SourceFormat::kNoFloat};
+                                                      : SourceFormat::kNoFloat,
+                     .is_float64 = run.average_dtype == Dtype::kFloat64};
     table += sizeof(DeviceSumRun);
     tile_count += SumTileCount(run.element_count);
   }

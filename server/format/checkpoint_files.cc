@@ -6,16 +6,9 @@
 #include "ema/error_reason.h"
 
 namespace ema {
-namespace {
-
-constexpr const char* kTensorFileEnd = ".safetensors";
-
-}  // namespace
-
-std::string TensorFileName(TensorKind kind, size_t index, size_t count) {
-  const char* const stem = kind == TensorKind::kWeights ? "model" : "low_parts";
-  if (count == 1) return absl::StrCat(stem, kTensorFileEnd);
-  return absl::StrFormat("%s-%05d-of-%05d%s", stem, index + 1, count, kTensorFileEnd);
+std::string TensorFileName(size_t index, size_t count) {
+  if (count == 1) return "model.safetensors";
+  return absl::StrFormat("model-%05d-of-%05d.safetensors", index + 1, count);
 }
 
 std::string TracksPath(std::string_view checkpoint_path) {

@@ -6,8 +6,6 @@
 //   KEEP                                      maybe; see folder_files.h
 //   tracks/<track>/model.safetensors          or model-00001-of-00003.safetensors, ... and
 //                  model.safetensors.index.json
-//   tracks/<track>/low_parts.safetensors      of a compensated track; or split likewise, without
-//                                             an index
 //   tracks/<track>/<attached>                 small files of the trainer's, such as config.json
 //
 // A track's folder is as Hugging Face's tools write and read one.
@@ -31,15 +29,8 @@ inline constexpr int64_t kMaxManifestFileBytes = int64_t{512} << 20;
 inline constexpr std::string_view kIndexFileName = "model.safetensors.index.json";
 inline constexpr int64_t kMaxIndexFileBytes = int64_t{512} << 20;
 
-// The two kinds of tensors that a track's folder can have.
-enum class TensorKind {
-  kWeights,   // What readers get of each tensor that the track does not ignore.
-  kLowParts,  // What a compensated track adds to its averages.
-};
-
-// "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one;
-// beginning with "low_parts" for kLowParts.
-std::string TensorFileName(TensorKind kind, size_t index, size_t count);
+// "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one.
+std::string TensorFileName(size_t index, size_t count);
 
 std::string TracksPath(std::string_view checkpoint_path);
 std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name);

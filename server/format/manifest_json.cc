@@ -53,7 +53,6 @@ void VisitFields(auto& io, MaybeConst<CheckpointTrack> auto& track) {
   io("last_steps", track.last_steps);
   io("frozen_digest", track.frozen_digest);
   io("weights", track.weights);
-  io("low_parts", track.low_parts);
 }
 
 void VisitFields(auto& io, MaybeConst<CheckpointManifest> auto& checkpoint) {
@@ -72,8 +71,7 @@ void VisitFields(auto& io, MaybeConst<CheckpointManifest> auto& checkpoint) {
 namespace {
 
 // `place`: such as ".tracks[0].weights". As all checks here, returns what is wrong; empty: nothing.
-std::string CheckFiles(const std::string& place, TensorKind kind, const TensorFiles& files,
-                       size_t tensor_count) {
+std::string CheckFiles(const std::string& place, const TensorFiles& files, size_t tensor_count) {
   if (files.tensor_crc32c.size() != tensor_count || files.piece_crc32c.size() != tensor_count) {
     return absl::StrCat(place, " has ", files.tensor_crc32c.size(), " tensor_crc32c and ",
                         files.piece_crc32c.size(), " piece_crc32c, expected ", tensor_count);
@@ -81,12 +79,12 @@ std::string CheckFiles(const std::string& place, TensorKind kind, const TensorFi
   if (files.files.empty()) return absl::StrCat(place, ".files is empty");
   // No other names: they become paths.
   for (size_t i = 0; i < files.files.size(); ++i) {
-    const std::string expected = TensorFileName(kind, i, files.files.size());
+    const std::string expected = TensorFileName(i, files.files.size());
     if (files.files[i].name != expected) {
       return absl::StrCat(place, ".files[", i, "].name is not \"", expected, "\"");
     }
   }
-  const bool needs_index = kind == TensorKind::kWeights && files.files.size() > 1;
+  const bool needs_index = files.files.size() > 1;
   if (files.index.has_value() != needs_index ||
       (needs_index && files.index->name != kIndexFileName)) {
     return absl::StrCat(place, ".index is not ",
@@ -109,19 +107,8 @@ std::string CheckTrack(const std::string& place, const CheckpointTrack& track,
       return absl::StrCat(place, ".states: updates without a last_update");
     }
   }
-  const bool needs_low_parts = track.weights.has_value() && track.config.compensated;
-  if (track.low_parts.has_value() != needs_low_parts) {
-    return absl::StrCat(place, ".low_parts ", needs_low_parts ? "is null" : "is not null");
-  }
-  std::string problem;
-  if (track.weights.has_value()) {
-    problem = CheckFiles(place + ".weights", TensorKind::kWeights, *track.weights, tensor_count);
-  }
-  if (problem.empty() && needs_low_parts) {
-    problem =
-        CheckFiles(place + ".low_parts", TensorKind::kLowParts, *track.low_parts, tensor_count);
-  }
-  return problem;
+  if (!track.weights.has_value()) return "";
+  return CheckFiles(place + ".weights", *track.weights, tensor_count);
 }
 
 std::string CheckAttachedFiles(const std::vector<SmallFile>& files) {
@@ -150,11 +137,8 @@ const CheckpointTrack* CheckpointManifest::Find(std::string_view track_name) con
 int64_t CheckpointManifest::FolderBytes(const CheckpointTrack& track) const {
   if (!track.weights.has_value()) return 0;
   int64_t bytes = 0;
-  for (const std::optional<TensorFiles>* files : {&track.weights, &track.low_parts}) {
-    if (!files->has_value()) continue;
-    for (const TensorFile& file : (*files)->files) bytes += file.file_bytes;
-    if ((*files)->index.has_value()) bytes += (*files)->index->file_bytes;
-  }
+  for (const TensorFile& file : track.weights->files) bytes += file.file_bytes;
+  if (track.weights->index.has_value()) bytes += track.weights->index->file_bytes;
   for (const SmallFile& file : attached_files) bytes += file.file_bytes;
   return bytes;
 }

@@ -22,7 +22,7 @@ namespace ema {
 // The format that this build writes and reads; earlier ones were never released. A later format
 // keeps the checksum as its first member, and its format_version, so that it is rejected by version
 // instead of being taken for damage.
-inline constexpr int64_t kCheckpointFormatVersion = 4;
+inline constexpr int64_t kCheckpointFormatVersion = 5;
 
 // A longer tensor has a checksum for each piece of this size, so that a part of it can be read and
 // verified without the rest.
@@ -46,10 +46,10 @@ struct SmallFile {
   friend bool operator==(const SmallFile&, const SmallFile&) = default;
 };
 
-// Tensors of one kind of a track, in one or more safetensors files; each is in one file only.
+// The tensors of a track, in one or more safetensors files; each is in one file only.
 struct TensorFiles {
   std::vector<TensorFile> files;   // Named by TensorFileName().
-  std::optional<SmallFile> index;  // If there is more than one file of weights.
+  std::optional<SmallFile> index;  // If there is more than one file.
   // CRC32C of each tensor, in the manifest's order; 0 for tensors that are not in the files.
   std::vector<uint32_t> tensor_crc32c;
   // CRC32C of each kPieceBytes of a tensor that is longer than that; else empty.
@@ -68,7 +68,6 @@ struct CheckpointTrack {
   std::vector<int64_t> last_steps;  // Parallel to `state`.
   int64_t frozen_digest = 0;        // See TrackSnapshot.
   std::optional<TensorFiles> weights;
-  std::optional<TensorFiles> low_parts;  // Of a compensated track.
 
   friend bool operator==(const CheckpointTrack&, const CheckpointTrack&) = default;
 };

@@ -264,7 +264,7 @@ void VisitFields(auto& io, MaybeConst<TrackConfig> auto& track) {
   io("schedule", track.schedule);
   io("tensor_rules", track.tensor_rules);
   io("buffers", track.buffers);
-  io("compensated", track.compensated);
+  io("dtype", track.dtype);
   io("paused", track.paused);
   io("snapshot_interval", track.snapshot_interval);
 }

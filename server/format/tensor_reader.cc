@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/catch_exceptions.h"
@@ -61,28 +62,22 @@ absl::StatusOr<SafetensorsHeader> ReadHeader(const RandomAccessFile& file,
 
 }  // namespace
 
-bool HasTensors(TensorKind kind, TensorAction action) {
-  return kind == TensorKind::kWeights ? action != TensorAction::kIgnore
-                                      : action == TensorAction::kAverage;
-}
-
-absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(
-    FileSystem& file_system, const std::string& track_path, TensorKind kind,
-    const TensorFiles& saved, const Manifest& manifest, absl::Span<const TensorAction> actions,
-    const StorageLayout& layout) {
+absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(FileSystem& file_system,
+                                                                 const std::string& track_path,
+                                                                 const TensorFiles& saved,
+                                                                 const Manifest& manifest,
+                                                                 const StorageLayout& layout) {
   std::unique_ptr<TensorReader> reader(new TensorReader);
   reader->tensors_.resize(manifest.tensor_count());
   for (const TensorFile& file : saved.files) {
     absl::StatusOr<std::unique_ptr<RandomAccessFile>> opened =
         file_system.OpenFile(JoinPath(track_path, file.name));
     if (!opened.ok()) return ToCorruptionError(opened.status());
-    const absl::Status status =
-        reader->AddFile(*std::move(opened), kind, file, manifest, actions, layout);
+    const absl::Status status = reader->AddFile(*std::move(opened), file, manifest, layout);
     if (!status.ok()) return WithPlace(status, absl::StrCat("file \"", file.name, "\": "));
   }
-  const auto expected = std::count_if(actions.begin(), actions.end(), [kind](TensorAction action) {
-    return HasTensors(kind, action);
-  });
+  const auto expected = absl::c_count_if(
+      layout.entries(), [](const StorageLayout::Entry& entry) { return entry.is_stored; });
   if (static_cast<int64_t>(reader->order_.size()) != expected) {
     return CorruptCheckpoint(
         absl::StrCat("its files have ", reader->order_.size(), " tensors, expected ", expected));
@@ -94,14 +89,12 @@ absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(
   return reader;
 }
 
-absl::Status TensorReader::AddFile(std::unique_ptr<RandomAccessFile> file, TensorKind kind,
-                                   const TensorFile& saved, const Manifest& manifest,
-                                   absl::Span<const TensorAction> actions,
-                                   const StorageLayout& layout) {
+absl::Status TensorReader::AddFile(std::unique_ptr<RandomAccessFile> file, const TensorFile& saved,
+                                   const Manifest& manifest, const StorageLayout& layout) {
   EMA_ASSIGN_OR_RETURN(const SafetensorsHeader header, ReadHeader(*file, saved));
   for (const SafetensorsTensor& tensor : header.tensors) {
     const std::optional<int64_t> i = manifest.Find(tensor.spec.name);
-    if (!i.has_value() || tensors_[*i].is_there || !HasTensors(kind, actions[*i]) ||
+    if (!i.has_value() || tensors_[*i].is_there || !layout.entry(*i).is_stored ||
         tensor.spec.shape != manifest.tensor(*i).shape ||
         tensor.spec.dtype != layout.entry(*i).dtype) {
       return CorruptCheckpoint(absl::StrCat("tensor \"", tensor.spec.name, "\": its type ",

@@ -14,16 +14,12 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/file_system.h"
 #include "server/format/manifest_json.h"
 
 namespace ema {
-
-// Whether the files of `kind` contain the tensors on which a track performs `action`.
-bool HasTensors(TensorKind kind, TensorAction action);
 
 // Called with the bytes [offset, offset + bytes.size()) of one tensor, which are valid during the
 // call. An offset is a multiple of kPieceBytes. An error ends the reading.
@@ -38,13 +34,13 @@ using TensorPlacer = absl::FunctionRef<std::span<std::byte>(int64_t tensor_index
 class TensorReader {
  public:
   // Opens the files of `saved` in `track_path` and checks their headers: together they must have
-  // each expected tensor once, in the track's dtypes. `actions`, `layout`: of the track. REQUIRES:
-  // `saved` has passed ReadCheckpointManifest(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the
-  // disk failed.
-  static absl::StatusOr<std::unique_ptr<TensorReader>> Open(
-      FileSystem& file_system, const std::string& track_path, TensorKind kind,
-      const TensorFiles& saved, const Manifest& manifest, absl::Span<const TensorAction> actions,
-      const StorageLayout& layout);
+  // each stored tensor of `layout`, the track's, once, in its dtype. REQUIRES: `saved` has passed
+  // ReadCheckpointManifest(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed.
+  static absl::StatusOr<std::unique_ptr<TensorReader>> Open(FileSystem& file_system,
+                                                            const std::string& track_path,
+                                                            const TensorFiles& saved,
+                                                            const Manifest& manifest,
+                                                            const StorageLayout& layout);
 
   // Reads all tensors in the files' order. `visit` gets bytes before the checksum of their tensor
   // is verified: after an error its results must be discarded. DATA_LOSS, CHECKPOINT_CORRUPT: names
@@ -72,9 +68,8 @@ class TensorReader {
   TensorReader() = default;
 
   // Adds one file's tensors to tensors_ and order_.
-  absl::Status AddFile(std::unique_ptr<RandomAccessFile> file, TensorKind kind,
-                       const TensorFile& saved, const Manifest& manifest,
-                       absl::Span<const TensorAction> actions, const StorageLayout& layout);
+  absl::Status AddFile(std::unique_ptr<RandomAccessFile> file, const TensorFile& saved,
+                       const Manifest& manifest, const StorageLayout& layout);
   // The bytes of one read.
   struct Part {
     int64_t tensor = 0;

@@ -21,14 +21,18 @@ namespace {
 
 std::string InTrack(const std::string& name) { return absl::StrCat("track \"", name, "\": "); }
 
-// Checks that the checksums of one kind of tensors fit their sizes and each other.
-absl::Status CheckTensorFiles(const StorageLayout& layout, absl::Span<const TensorAction> actions,
-                              TensorKind kind, const TensorFiles& files) {
+// The places and dtypes of a stored track's tensors.
+StorageLayout LayoutOf(const CheckpointTrack& track, const Manifest& manifest) {
+  return StorageLayout(manifest, ActionsOf(track.config, manifest), track.config.dtype);
+}
+
+// Checks that the checksums of the tensors fit their sizes and each other.
+absl::Status CheckTensorFiles(const StorageLayout& layout, const TensorFiles& files) {
   uint32_t digest = 0;
-  for (size_t i = 0; i < actions.size(); ++i) {
+  for (size_t i = 0; i < layout.entries().size(); ++i) {
     const std::vector<uint32_t>& pieces = files.piece_crc32c[i];
-    const bool is_there = HasTensors(kind, actions[i]);
-    const int64_t bytes = is_there ? layout.entry(static_cast<int64_t>(i)).length_bytes : 0;
+    const bool is_there = layout.entries()[i].is_stored;
+    const int64_t bytes = layout.entries()[i].length_bytes;
     const bool has_pieces = bytes > kPieceBytes;
     const int64_t expected = has_pieces ? (bytes + kPieceBytes - 1) / kPieceBytes : 0;
     if (static_cast<int64_t>(pieces.size()) != expected) {
@@ -52,11 +56,7 @@ absl::Status CheckTensorFiles(const StorageLayout& layout, absl::Span<const Tens
 
 absl::Status CheckTrack(const Manifest& manifest, const CheckpointTrack& track) {
   if (!track.weights.has_value()) return absl::OkStatus();
-  const std::vector<TensorAction> actions = ActionsOf(track.config, manifest);
-  const StorageLayout layout(manifest, actions);
-  EMA_RETURN_IF_ERROR(CheckTensorFiles(layout, actions, TensorKind::kWeights, *track.weights));
-  if (!track.low_parts.has_value()) return absl::OkStatus();
-  return CheckTensorFiles(layout, actions, TensorKind::kLowParts, *track.low_parts);
+  return CheckTensorFiles(LayoutOf(track, manifest), *track.weights);
 }
 
 absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string& track_path,
@@ -73,18 +73,6 @@ absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string
     return CorruptCheckpoint(absl::StrCat(where, "its checksum is wrong"));
   }
   return bytes;
-}
-
-absl::Status VerifyTensors(FileSystem& file_system, const std::string& track_path, TensorKind kind,
-                           const TensorFiles& files, const Manifest& manifest,
-                           absl::Span<const TensorAction> actions, const StorageLayout& layout,
-                           const PauseHook& rest) {
-  EMA_ASSIGN_OR_RETURN(
-      const std::unique_ptr<TensorReader> reader,
-      TensorReader::Open(file_system, track_path, kind, files, manifest, actions, layout));
-  return reader->ReadAll([&rest](int64_t, int64_t, std::span<const std::byte>) {
-    return rest != nullptr ? rest() : absl::OkStatus();
-  });
 }
 
 // Makes what is read of a file from here on come from the disk, where the system can do that.
@@ -149,11 +137,8 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
                               const CheckpointManifest& checkpoint, const CheckpointTrack& track,
                               Others others) {
   Contents contents;
-  for (const std::optional<TensorFiles>* files : {&track.weights, &track.low_parts}) {
-    if (!files->has_value()) continue;
-    for (const TensorFile& file : (*files)->files) contents.files.insert(file.name);
-    if ((*files)->index.has_value()) contents.files.insert((*files)->index->name);
-  }
+  for (const TensorFile& file : track.weights->files) contents.files.insert(file.name);
+  if (track.weights->index.has_value()) contents.files.insert(track.weights->index->name);
   for (const SmallFile& file : checkpoint.attached_files) contents.files.insert(file.name);
   return CheckFolder(file_system, TrackPath(path, track.config.name), std::move(contents), others);
 }
@@ -163,15 +148,13 @@ absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
                          const PauseHook& rest) {
   EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
   EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
-  const Manifest& manifest = checkpoint.manifest;
-  const std::string track_path = TrackPath(path, track.config.name);
-  const std::vector<TensorAction> actions = ActionsOf(track.config, manifest);
-  const StorageLayout layout(manifest, actions);
-  EMA_RETURN_IF_ERROR(VerifyTensors(file_system, track_path, TensorKind::kWeights, *track.weights,
-                                    manifest, actions, layout, rest));
-  if (!track.low_parts.has_value()) return absl::OkStatus();
-  return VerifyTensors(file_system, track_path, TensorKind::kLowParts, *track.low_parts, manifest,
-                       actions, layout, rest);
+  EMA_ASSIGN_OR_RETURN(
+      const std::unique_ptr<TensorReader> reader,
+      TensorReader::Open(file_system, TrackPath(path, track.config.name), *track.weights,
+                         checkpoint.manifest, LayoutOf(track, checkpoint.manifest)));
+  return reader->ReadAll([&rest](int64_t, int64_t, std::span<const std::byte>) {
+    return rest != nullptr ? rest() : absl::OkStatus();
+  });
 }
 
 // A checkpoint that somebody has renamed would be taken for another version.

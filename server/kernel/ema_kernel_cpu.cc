@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// next = fma(w, p - e, e), many elements at a time: in float32, or for compensated averages in
-// float64. Highway compiles the first part of this file once for each family of processors and
-// picks one at run time. Families without a fused multiply-add get the scalar definition: a product
-// that is rounded before the addition gives other bits.
+// next = fma(w, p - e, e), many elements at a time, in float32 or float64. Highway compiles the
+// first part of this file once for each family of processors and picks one at run time. Families
+// without a fused multiply-add get the scalar definition: a product that is rounded before the
+// addition gives other bits.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -54,8 +54,6 @@ using FloatVec = hn::Vec<FloatTag>;
 using HalfTag = hn::Half<FloatTag>;
 using DoubleTag = hn::ScalableTag<double>;
 using DoubleVec = hn::Vec<DoubleTag>;
-using BitsTag = hn::RebindToUnsigned<FloatTag>;
-using BitsVec = hn::Vec<BitsTag>;
 constexpr int64_t kLanes = hn::MaxLanes(FloatTag());
 static_assert(kLineElements % kLanes == 0);
 
@@ -81,14 +79,6 @@ HWY_INLINE Doubles Widened(FloatVec value) {
 HWY_INLINE FloatVec Rounded(const Doubles& value) {
   return hn::Combine(FloatTag(), hn::DemoteTo(HalfTag(), value.upper),
                      hn::DemoteTo(HalfTag(), value.lower));
-}
-
-HWY_INLINE Doubles Sum(const Doubles& a, const Doubles& b) {
-  return {hn::Add(a.lower, b.lower), hn::Add(a.upper, b.upper)};
-}
-
-HWY_INLINE Doubles Difference(const Doubles& a, const Doubles& b) {
-  return {hn::Sub(a.lower, b.lower), hn::Sub(a.upper, b.upper)};
 }
 
 HWY_INLINE Doubles Updated(const Doubles& ema, const Doubles& param, DoubleVec weight) {
@@ -129,147 +119,144 @@ struct Float64Source {
   }
 };
 
-// The largest magnitude bits seen, which tell if a value was not finite. Two instructions per
-// vector, hidden behind the memory.
+template <class Source>
+HWY_INLINE Doubles LoadDoubles(const std::byte* address) {
+  if constexpr (std::is_same_v<Source, Float64Source>) {
+    return Source::LoadDoubles(address);
+  } else {
+    return Widened(Source::Load(address));
+  }
+}
+
+// Remembers whether a value was not finite: the value minus itself is 0, or else NaN. Two
+// instructions per vector, hidden behind the memory.
 class FiniteCheck {
  public:
-  HWY_INLINE FiniteCheck() : largest_(hn::Zero(BitsTag())) {}
+  HWY_INLINE FiniteCheck() : differences_(hn::Zero(FloatTag())) {}
   HWY_INLINE void Add(FloatVec value) {
-    const BitsTag tag;
-    largest_ = hn::Max(largest_, hn::And(hn::BitCast(tag, value), hn::Set(tag, 0x7fffffff)));
+    differences_ = hn::Or(differences_, hn::Sub(value, value));
+  }
+  HWY_INLINE void Add(const Doubles& value) {
+    const DoubleVec difference =
+        hn::Or(hn::Sub(value.lower, value.lower), hn::Sub(value.upper, value.upper));
+    differences_ = hn::Or(differences_, hn::BitCast(FloatTag(), difference));
   }
   HWY_INLINE bool all_finite() const {
-    const BitsTag tag;
-    return hn::AllTrue(tag, hn::Lt(largest_, hn::Set(tag, 0x7f800000)));
+    const hn::RebindToUnsigned<FloatTag> tag;
+    return hn::AllTrue(tag, hn::Eq(hn::BitCast(tag, differences_), hn::Zero(tag)));
   }
 
  private:
-  BitsVec largest_;
+  FloatVec differences_;
 };
 
-constexpr bool IsAverage(Kind kind) {
-  return kind == Kind::kAverage || kind == Kind::kAverageCompensated;
-}
-constexpr bool IsCompensated(Kind kind) {
-  return kind == Kind::kAverageCompensated || kind == Kind::kAssignCompensated;
-}
+template <Kind kKind>
+using StoredAs = std::conditional_t<IsFloat64(kKind), double, float>;
 
-// Where the averages of some elements are and go to. Null: the target's kind has none.
+// Where the averages of some elements are and go to.
+template <Kind kKind>
 struct Places {
-  const float* current;
-  float* next;
-  const float* current_low;
-  float* next_low;
+  const StoredAs<kKind>* current;  // Null: it is not read.
+  StoredAs<kKind>* next;
 
   // No arithmetic on null pointers.
-  template <Kind kKind>
   HWY_INLINE Places At(int64_t i) const {
-    Places result = {};
-    result.next = next + i;
-    if constexpr (IsAverage(kKind)) result.current = current + i;
-    if constexpr (IsCompensated(kKind)) result.next_low = next_low + i;
-    if constexpr (kKind == Kind::kAverageCompensated) result.current_low = current_low + i;
-    return result;
+    return {IsAverage(kKind) ? current + i : nullptr, next + i};
   }
 };
 
-template <bool kStream>
-HWY_INLINE void Store(FloatVec value, float* address) {
+template <bool kStream, class Vec, typename T>
+HWY_INLINE void Store(Vec value, T* address) {
   if constexpr (kStream) {
-    hn::Stream(value, FloatTag(), address);
+    hn::Stream(value, hn::DFromV<Vec>(), address);
   } else {
-    hn::StoreU(value, FloatTag(), address);
+    hn::StoreU(value, hn::DFromV<Vec>(), address);
   }
 }
 
 template <class Source, Kind kKind, bool kStream>
-HWY_INLINE void FoldVector(const std::byte* source, const Places& places, double update_weight,
-                           FiniteCheck& check) {
-  const FloatTag tag;
-  FloatVec value = Source::Load(source);
-  check.Add(value);
-  if constexpr (kKind == Kind::kAverage) {
-    const FloatVec ema = hn::LoadU(tag, places.current);
-    value = hn::MulAdd(hn::Set(tag, static_cast<float>(update_weight)), hn::Sub(value, ema), ema);
-  }
-  if constexpr (IsCompensated(kKind)) {
-    Doubles exact;
-    if constexpr (std::is_same_v<Source, Float64Source>) {
-      exact = Source::LoadDoubles(source);
-    } else {
-      exact = Widened(value);
-    }
+HWY_INLINE void FoldVector(const std::byte* source, const Places<kKind>& places,
+                           double update_weight, FiniteCheck& check) {
+  if constexpr (IsFloat64(kKind)) {
+    const DoubleTag tag;
+    Doubles value = LoadDoubles<Source>(source);
+    check.Add(value);
     if constexpr (IsAverage(kKind)) {
-      const Doubles ema =
-          Sum(Widened(hn::LoadU(tag, places.current)), Widened(hn::LoadU(tag, places.current_low)));
-      exact = Updated(ema, exact, hn::Set(DoubleTag(), update_weight));
-      value = Rounded(exact);
+      value = Updated({hn::LoadU(tag, places.current), hn::LoadU(tag, places.current + kLanes / 2)},
+                      value, hn::Set(tag, update_weight));
     }
-    const FloatVec low = Rounded(Difference(exact, Widened(value)));
-    Store<kStream>(hn::IfThenElseZero(hn::IsFinite(low), low), places.next_low);
+    Store<kStream>(value.lower, places.next);
+    Store<kStream>(value.upper, places.next + kLanes / 2);
+  } else {
+    const FloatTag tag;
+    FloatVec value = Source::Load(source);
+    check.Add(value);
+    if constexpr (IsAverage(kKind)) {
+      const FloatVec ema = hn::LoadU(tag, places.current);
+      value = hn::MulAdd(hn::Set(tag, static_cast<float>(update_weight)), hn::Sub(value, ema), ema);
+    }
+    Store<kStream>(value, places.next);
   }
-  Store<kStream>(value, places.next);
 }
 
 // Sixteen elements. REQUIRES: if kStream, what is stored is aligned to lines.
 template <class Source, Kind kKind, bool kStream>
-HWY_INLINE void FoldLine(const std::byte* source, const Places& places, double update_weight,
+HWY_INLINE void FoldLine(const std::byte* source, const Places<kKind>& places, double update_weight,
                          FiniteCheck& check) {
   for (int64_t i = 0; i < kLineElements; i += kLanes) {
-    FoldVector<Source, kKind, kStream>(source + i * Source::kElementBytes, places.At<kKind>(i),
+    FoldVector<Source, kKind, kStream>(source + i * Source::kElementBytes, places.At(i),
                                        update_weight, check);
   }
 }
 
 // Fewer than sixteen elements, by way of padded copies.
 template <class Source, Kind kKind>
-HWY_INLINE void FoldPartOfLine(const std::byte* source, int64_t count, const Places& places,
+HWY_INLINE void FoldPartOfLine(const std::byte* source, int64_t count, const Places<kKind>& places,
                                double update_weight, FiniteCheck& check) {
   std::byte padded_source[kLineElements * Source::kElementBytes] = {};
-  float current[kLineElements] = {};
-  float current_low[kLineElements] = {};
-  float next[kLineElements];
-  float next_low[kLineElements];
-  const size_t stored_bytes = static_cast<size_t>(count) * sizeof(float);
+  StoredAs<kKind> current[kLineElements] = {};
+  StoredAs<kKind> next[kLineElements];
+  const size_t stored_bytes = static_cast<size_t>(count) * sizeof(next[0]);
   std::memcpy(padded_source, source, count * Source::kElementBytes);
   if constexpr (IsAverage(kKind)) std::memcpy(current, places.current, stored_bytes);
-  if constexpr (kKind == Kind::kAverageCompensated) {
-    std::memcpy(current_low, places.current_low, stored_bytes);
-  }
-  FoldLine<Source, kKind, false>(padded_source, {current, next, current_low, next_low},
-                                 update_weight, check);
+  FoldLine<Source, kKind, false>(padded_source, {current, next}, update_weight, check);
   std::memcpy(places.next, next, stored_bytes);
-  if constexpr (IsCompensated(kKind)) std::memcpy(places.next_low, next_low, stored_bytes);
 }
 
 template <class Source, Kind kKind, bool kStream>
-void FoldRun(const std::byte* source, int64_t count, const Places& places, double update_weight,
-             FiniteCheck& check) {
-  const Places in_registers = places;
+void FoldRun(const std::byte* source, int64_t count, const Places<kKind>& places,
+             double update_weight, FiniteCheck& check) {
+  const Places<kKind> in_registers = places;
   FiniteCheck check_in_register = check;
   int64_t i = 0;
   for (; i + kLineElements <= count; i += kLineElements) {
-    FoldLine<Source, kKind, kStream>(source + i * Source::kElementBytes, in_registers.At<kKind>(i),
+    FoldLine<Source, kKind, kStream>(source + i * Source::kElementBytes, in_registers.At(i),
                                      update_weight, check_in_register);
   }
   if (i < count) {
-    FoldPartOfLine<Source, kKind>(source + i * Source::kElementBytes, count - i,
-                                  in_registers.At<kKind>(i), update_weight, check_in_register);
+    FoldPartOfLine<Source, kKind>(source + i * Source::kElementBytes, count - i, in_registers.At(i),
+                                  update_weight, check_in_register);
   }
   check = check_in_register;
 }
 
+// As the source's dtype, not rounded.
 template <class Source>
 void CheckRun(const std::byte* source, int64_t count, FiniteCheck& check) {
+  const auto add = [&check](const std::byte* elements) {
+    if constexpr (std::is_same_v<Source, Float64Source>) {
+      check.Add(Source::LoadDoubles(elements));
+    } else {
+      check.Add(Source::Load(elements));
+    }
+  };
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    check.Add(Source::Load(source + i * Source::kElementBytes));
-  }
+  for (; i + kLanes <= count; i += kLanes) add(source + i * Source::kElementBytes);
   if (i == count) return;
   std::byte padded_source[kLanes * Source::kElementBytes] = {};
   std::memcpy(padded_source, source + i * Source::kElementBytes,
               (count - i) * Source::kElementBytes);
-  check.Add(Source::Load(padded_source));
+  add(padded_source);
 }
 
 bool IsAlignedToLine(const void* address) {
@@ -286,14 +273,11 @@ struct Tile {
 
 template <class Source, Kind kKind>
 void FoldTile(const FoldTarget& target, const Tile& tile, FiniteCheck& check) {
-  const Places all = {reinterpret_cast<const float*>(target.current),
-                      reinterpret_cast<float*>(target.next),
-                      reinterpret_cast<const float*>(target.current_low),
-                      reinterpret_cast<float*>(target.next_low)};
-  const Places places = all.At<kKind>(tile.begin);
+  const Places<kKind> all = {reinterpret_cast<const StoredAs<kKind>*>(target.current),
+                             reinterpret_cast<StoredAs<kKind>*>(target.next)};
+  const Places<kKind> places = all.At(tile.begin);
   // In place the old lines have been read anyway.
-  const bool stream = tile.stream && target.next != target.current &&
-                      IsAlignedToLine(places.next) && IsAlignedToLine(places.next_low);
+  const bool stream = tile.stream && target.next != target.current && IsAlignedToLine(places.next);
   if (stream) {
     FoldRun<Source, kKind, true>(tile.source, tile.count, places, target.update_weight, check);
   } else {
@@ -330,11 +314,11 @@ bool FoldTileOfFloats(const FoldOp& op, const Tile& tile) {
       case Kind::kAssign:
         FoldTile<Source, Kind::kAssign>(target, tile, check);
         break;
-      case Kind::kAverageCompensated:
-        FoldTile<Source, Kind::kAverageCompensated>(target, tile, check);
+      case Kind::kAverageFloat64:
+        FoldTile<Source, Kind::kAverageFloat64>(target, tile, check);
         break;
-      case Kind::kAssignCompensated:
-        FoldTile<Source, Kind::kAssignCompensated>(target, tile, check);
+      case Kind::kAssignFloat64:
+        FoldTile<Source, Kind::kAssignFloat64>(target, tile, check);
         break;
       case Kind::kCopy:
         CopyTile(target, tile, Source::kElementBytes);
@@ -380,9 +364,9 @@ std::optional<int64_t> FoldSimd(const FoldOp& op) {
     if (count == 0) count = std::min(kTileElements, op.element_count - begin);
     const Tile tile = {op.source + begin * source_bytes, begin, count, stream};
     if (!FoldTileOfAny(op, tile) && !first_non_finite.has_value()) {
-      // Without targets this only looks for the element.
-      const FoldOp search = {op.source_dtype, tile.source, tile.count, {}};
-      first_non_finite = begin + FoldScalar(search).value_or(0);
+      first_non_finite =
+          begin + FindNonFinite(op.source_dtype, tile.source, tile.count, op.rounds_to_float32())
+                      .value_or(0);
     }
   }
   // What follows in this thread, such as the release of a lock, is not seen before the results.
@@ -406,45 +390,26 @@ HWY_EXPORT(FoldSimd);
 
 SourceFormat FormatOf(Dtype dtype) { return static_cast<SourceFormat>(dtype); }
 
-// REQUIRES: IsFloat(dtype).
-float LoadFloat(Dtype dtype, const std::byte* address) {
-  return LoadFloat(FormatOf(dtype), address);
+// `param`: the `i`-th element, in the dtype of the target's averages.
+template <typename Stored>
+void FoldFloat(Stored param, int64_t i, const FoldTarget& target) {
+  const int64_t offset = i * int64_t{sizeof(Stored)};
+  if (IsAverage(target.kind)) {
+    param = UpdatedAverage(LoadAs<Stored>(target.current + offset), param,
+                           static_cast<Stored>(target.update_weight));
+  }
+  std::memcpy(target.next + offset, &param, sizeof(param));
 }
-double LoadDouble(Dtype dtype, const std::byte* address) {
-  return LoadDouble(FormatOf(dtype), address);
-}
-
-void StoreFloat(float value, std::byte* address) { std::memcpy(address, &value, sizeof(value)); }
 
 // What the `i`-th element, at `source`, does to one target.
 void FoldElement(Dtype dtype, const std::byte* source, int64_t i, const FoldTarget& target) {
-  const int64_t offset = i * int64_t{sizeof(float)};
-  switch (target.kind) {
-    case FoldTarget::Kind::kAverage:
-      StoreFloat(UpdatedAverage(LoadAs<float>(target.current + offset), LoadFloat(dtype, source),
-                                static_cast<float>(target.update_weight)),
-                 target.next + offset);
-      return;
-    case FoldTarget::Kind::kAssign:
-      StoreFloat(LoadFloat(dtype, source), target.next + offset);
-      return;
-    case FoldTarget::Kind::kAverageCompensated:
-    case FoldTarget::Kind::kAssignCompensated: {
-      CompensatedAverage average = Compensated(LoadDouble(dtype, source));
-      if (target.kind == FoldTarget::Kind::kAverageCompensated) {
-        average = UpdatedAverage(CompensatedAverage{LoadAs<float>(target.current + offset),
-                                                    LoadAs<float>(target.current_low + offset)},
-                                 LoadDouble(dtype, source), target.update_weight);
-      }
-      StoreFloat(average.high, target.next + offset);
-      StoreFloat(average.low, target.next_low + offset);
-      return;
-    }
-    case FoldTarget::Kind::kCopy: {
-      const int64_t size = DtypeSize(dtype);
-      std::memcpy(target.next + i * size, source, size);
-      return;
-    }
+  if (target.kind == FoldTarget::Kind::kCopy) {
+    const int64_t size = DtypeSize(dtype);
+    std::memcpy(target.next + i * size, source, size);
+  } else if (IsFloat64(target.kind)) {
+    FoldFloat(LoadDouble(FormatOf(dtype), source), i, target);
+  } else {
+    FoldFloat(LoadFloat(FormatOf(dtype), source), i, target);
   }
 }
 
@@ -454,17 +419,24 @@ std::optional<int64_t> FoldOnCpu(const FoldOp& op) { return HWY_DYNAMIC_DISPATCH
 
 std::optional<int64_t> FoldScalar(const FoldOp& op) {
   const int64_t source_bytes = DtypeSize(op.source_dtype);
-  const bool is_float = IsFloat(op.source_dtype);
-  std::optional<int64_t> first_non_finite;
   for (int64_t i = 0; i < op.element_count; ++i) {
-    const std::byte* source = op.source + i * source_bytes;
-    if (is_float && !std::isfinite(LoadFloat(op.source_dtype, source)) &&
-        !first_non_finite.has_value()) {
-      first_non_finite = i;
+    for (const FoldTarget& target : op.targets) {
+      FoldElement(op.source_dtype, op.source + i * source_bytes, i, target);
     }
-    for (const FoldTarget& target : op.targets) FoldElement(op.source_dtype, source, i, target);
   }
-  return first_non_finite;
+  if (!IsFloat(op.source_dtype)) return std::nullopt;
+  return FindNonFinite(op.source_dtype, op.source, op.element_count, op.rounds_to_float32());
+}
+
+std::optional<int64_t> FindNonFinite(Dtype dtype, const std::byte* source, int64_t element_count,
+                                     bool as_float32) {
+  const int64_t source_bytes = DtypeSize(dtype);
+  for (int64_t i = 0; i < element_count; ++i, source += source_bytes) {
+    const bool is_finite = as_float32 ? IsFinite(LoadFloat(FormatOf(dtype), source))
+                                      : IsFinite(LoadDouble(FormatOf(dtype), source));
+    if (!is_finite) return i;
+  }
+  return std::nullopt;
 }
 
 }  // namespace ema

@@ -26,15 +26,25 @@ namespace ema {
 // What a fold does to one track.
 enum class FoldKind : uint8_t {
   kAverage,  // next[i] = fma(w, float(source[i]) - current[i], current[i]), all float32, `w` the
-             // update weight rounded to float32
+             // update weight rounded to float32. Values that are more than 3.4e38 apart make the
+             // average infinite; a track with dtype="float64" can hold them.
   kAssign,   // next[i] = float(source[i]): an average's first value; `current` is not read
   kCopy,     // next[i] = source[i], the source's dtype and bits
-  // The same for averages that are kept as two float32, e = high + low, where |low| is at most
-  // half a unit in the last place of high. All in float64: e' = fma(w, source[i] - e, e);
-  // next[i] = float(e'), next_low[i] = float(e' - next[i]), 0 if that is not finite.
-  kAverageCompensated,
-  kAssignCompensated,  // e' = source[i]
+  kAverageFloat64,  // as kAverage, but all float64, `w` not rounded
+  kAssignFloat64,   // next[i] = double(source[i])
 };
+
+EMA_HOST_DEVICE constexpr bool IsAverage(FoldKind kind) {
+  return kind == FoldKind::kAverage || kind == FoldKind::kAverageFloat64;
+}
+// Whether averages are stored as float64.
+EMA_HOST_DEVICE constexpr bool IsFloat64(FoldKind kind) {
+  return kind == FoldKind::kAverageFloat64 || kind == FoldKind::kAssignFloat64;
+}
+// Whether pushed values are rounded to float32: float64 values that are too large become infinite.
+EMA_HOST_DEVICE constexpr bool IsFloat32(FoldKind kind) {
+  return kind == FoldKind::kAverage || kind == FoldKind::kAssign;
+}
 
 // How a pushed element is to be read. For floats the numbers are those of Dtype.
 enum class SourceFormat : uint8_t {
@@ -81,7 +91,7 @@ EMA_HOST_DEVICE inline float LoadFloat(SourceFormat format, const std::byte* add
     case SourceFormat::kBFloat16:
       return BitsAs<float>(uint32_t{LoadAs<uint16_t>(address)} << 16);
     case SourceFormat::kFloat64:
-      // To nearest, ties to even. What is not finite stays so, and what is too large becomes
+      // To nearest, ties to even. NaN and infinity stay so, and a value that is too large becomes
       // infinite: a check of the result is a check of both.
       return static_cast<float>(LoadAs<double>(address));
     default:
@@ -98,30 +108,16 @@ EMA_HOST_DEVICE inline double LoadDouble(SourceFormat format, const std::byte* a
 EMA_HOST_DEVICE inline bool IsFinite(float value) {
   return (BitsAs<uint32_t>(value) & 0x7f800000) != 0x7f800000;
 }
+EMA_HOST_DEVICE inline bool IsFinite(double value) {
+  return (BitsAs<uint64_t>(value) & 0x7ff0000000000000) != 0x7ff0000000000000;
+}
 
-// float32, subtraction rounded, then one real fused multiply-add.
+// The subtraction is rounded; then one real fused multiply-add.
 EMA_HOST_DEVICE inline float UpdatedAverage(float ema, float param, float update_weight) {
   return std::fma(update_weight, param - ema, ema);
 }
-
-// An average kept as two float32: their sum, which float64 holds. `high` is the sum rounded.
-struct CompensatedAverage {
-  float high = 0;
-  float low = 0;
-};
-
-// Splits a float64. NaN and infinity, also by overflow, have a low part of 0.
-EMA_HOST_DEVICE inline CompensatedAverage Compensated(double value) {
-  const float high = static_cast<float>(value);
-  const float low = static_cast<float>(value - static_cast<double>(high));
-  return {high, IsFinite(low) ? low : 0.0f};
-}
-
-// In float64 throughout.
-EMA_HOST_DEVICE inline CompensatedAverage UpdatedAverage(CompensatedAverage ema, double param,
-                                                         double update_weight) {
-  const double before = static_cast<double>(ema.high) + static_cast<double>(ema.low);
-  return Compensated(std::fma(update_weight, param - before, before));
+EMA_HOST_DEVICE inline double UpdatedAverage(double ema, double param, double update_weight) {
+  return std::fma(update_weight, param - ema, ema);
 }
 
 }  // namespace ema

@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_KERNEL_FOLD_OP_H_
 #define EMA_SERVER_KERNEL_FOLD_OP_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -18,17 +19,15 @@ struct FoldTarget {
   using Kind = FoldKind;  // fold_element.h says what each does.
   Kind kind = Kind::kCopy;
   double update_weight = 1;
-  // Device memory; aligned to the stored element. `next` may be `current`, and `next_low`
-  // `current_low`: then the average is updated in place.
+  // Device memory; aligned to the stored element. `next` may be `current`: then the average is
+  // updated in place.
   const std::byte* current = nullptr;
   std::byte* next = nullptr;
-  // The low parts; only for the compensated kinds.
-  const std::byte* current_low = nullptr;
-  std::byte* next_low = nullptr;
 
   // Bytes of a stored element whose source element has `source_bytes`.
   int64_t StoredBytes(int64_t source_bytes) const {
-    return kind == Kind::kCopy ? source_bytes : int64_t{sizeof(float)};
+    if (kind == Kind::kCopy) return source_bytes;
+    return IsFloat64(kind) ? int64_t{sizeof(double)} : int64_t{sizeof(float)};
   }
 };
 
@@ -43,15 +42,22 @@ struct FoldOp {
   // number of the first one there.
   int64_t source_id = 0;
   int64_t first_element = 0;
+
+  // True: the check for finite values covers the source's values rounded to float32.
+  bool rounds_to_float32() const {
+    return std::any_of(targets.begin(), targets.end(),
+                       [](const FoldTarget& target) { return IsFloat32(target.kind); });
+  }
 };
 
 // One run of an average's elements, and the raw values to compare it with; in device memory,
 // aligned to their elements.
 struct SumRun {
-  const std::byte* average = nullptr;  // float32s.
-  int64_t element_count = 0;           // 0 or more.
-  const std::byte* raw = nullptr;      // Null: there are none.
-  Dtype raw_dtype = Dtype::kFloat32;   // Any float.
+  const std::byte* average = nullptr;
+  int64_t element_count = 0;              // 0 or more.
+  const std::byte* raw = nullptr;         // Null: there are none.
+  Dtype raw_dtype = Dtype::kFloat32;      // Any float.
+  Dtype average_dtype = Dtype::kFloat32;  // Or kFloat64.
 };
 
 }  // namespace ema

@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "server/kernel/fold_element.h"
 
@@ -35,8 +36,6 @@ struct alignas(16) DeviceFoldTarget {
   std::byte* next = nullptr;
   double update_weight = 1;
   FoldKind kind = FoldKind::kCopy;
-  const std::byte* current_low = nullptr;
-  std::byte* next_low = nullptr;
 };
 
 // Neighbouring elements of one op, or of several that are neighbours themselves: lanes [begin, end)
@@ -131,35 +130,15 @@ struct BitsOf<SourceFormat::kFloat64> {
   using Type = uint64_t;
 };
 
-template <typename Bits>
-EMA_HOST_DEVICE inline float FloatOf(SourceFormat format, const Bits& bits) {
-  return LoadFloat(format, reinterpret_cast<const std::byte*>(&bits));
-}
-template <typename Bits>
-EMA_HOST_DEVICE inline double DoubleOf(SourceFormat format, const Bits& bits) {
-  return LoadDouble(format, reinterpret_cast<const std::byte*>(&bits));
-}
-
-// Updates one average in place.
-EMA_HOST_DEVICE inline void FoldPlain(FoldKind kind, float update_weight, float param,
-                                      float& average) {
-  average = kind == FoldKind::kAssign ? param : UpdatedAverage(average, param, update_weight);
-}
-EMA_HOST_DEVICE inline void FoldCompensated(FoldKind kind, double update_weight, double param,
-                                            float& high, float& low) {
-  const CompensatedAverage next =
-      kind == FoldKind::kAssignCompensated
-          ? Compensated(param)
-          : UpdatedAverage(CompensatedAverage{high, low}, param, update_weight);
-  high = next.high;
-  low = next.low;
-}
-
-EMA_HOST_DEVICE constexpr bool IsCompensated(FoldKind kind) {
-  return kind == FoldKind::kAverageCompensated || kind == FoldKind::kAssignCompensated;
-}
-EMA_HOST_DEVICE constexpr bool IsAverage(FoldKind kind) {
-  return kind == FoldKind::kAverage || kind == FoldKind::kAverageCompensated;
+// As a float or a double.
+template <typename Float, typename Bits>
+EMA_HOST_DEVICE inline Float ValueOf(SourceFormat format, const Bits& bits) {
+  const auto* const address = reinterpret_cast<const std::byte*>(&bits);
+  if constexpr (sizeof(Float) == sizeof(float)) {
+    return LoadFloat(format, address);
+  } else {
+    return LoadDouble(format, address);
+  }
 }
 
 EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile& tile) {
@@ -203,30 +182,37 @@ struct Vectors {
   Lanes<T> vectors[kVectors];
 };
 
+// Other formats than float64 are exact as float32.
+template <SourceFormat kFormat, typename Bits>
+EMA_HOST_DEVICE inline bool IsFiniteSource(const Bits& bits, bool rounds_to_float32) {
+  if constexpr (kFormat == SourceFormat::kFloat64) {
+    if (!rounds_to_float32) return IsFinite(ValueOf<double>(kFormat, bits));
+  }
+  return IsFinite(ValueOf<float>(kFormat, bits));
+}
+
+template <FoldKind kKind>
+using StoredAs = std::conditional_t<IsFloat64(kKind), double, float>;
+
 // Folds whole, aligned vectors into one target, from element `first` on. Reads only what this kind
 // needs of the target, as loads of averages wait for that; and all of it before the first store,
 // after which the compiler would read it again.
 template <FoldKind kKind, SourceFormat kFormat, typename Pushed>
 EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t first,
                                      const Pushed& pushed) {
-  const int64_t offset = first * static_cast<int64_t>(sizeof(float));
+  using Stored = StoredAs<kKind>;
+  const int64_t offset = first * static_cast<int64_t>(sizeof(Stored));
   std::byte* const next = target.next + offset;
-  Vectors<float, Pushed::kElements / kFoldVector> average;
+  const auto update_weight = static_cast<Stored>(target.update_weight);
+  Vectors<Stored, Pushed::kElements / kFoldVector> average;
   if constexpr (IsAverage(kKind)) average.Load(target.current + offset);
-  if constexpr (IsCompensated(kKind)) {
-    Vectors<float, Pushed::kElements / kFoldVector> low;
-    if constexpr (IsAverage(kKind)) low.Load(target.current_low + offset);
-    EMA_UNROLL
-    for (int i = 0; i < Pushed::kElements; ++i) {
-      FoldCompensated(kKind, target.update_weight, DoubleOf(kFormat, pushed[i]), average[i],
-                      low[i]);
-    }
-    low.Store(target.next_low + offset);
-  } else {
-    const auto update_weight = static_cast<float>(target.update_weight);
-    EMA_UNROLL
-    for (int i = 0; i < Pushed::kElements; ++i) {
-      FoldPlain(kKind, update_weight, FloatOf(kFormat, pushed[i]), average[i]);
+  EMA_UNROLL
+  for (int i = 0; i < Pushed::kElements; ++i) {
+    const auto param = ValueOf<Stored>(kFormat, pushed[i]);
+    if constexpr (IsAverage(kKind)) {
+      average[i] = UpdatedAverage(average[i], param, update_weight);
+    } else {
+      average[i] = param;
     }
   }
   average.Store(next);
@@ -250,8 +236,10 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
   const int64_t first = tile.target_offset + lane;
   Vectors<Bits, kVectors> pushed;
   pushed.Load(tile.source + lane * kBytes);
+  bool rounds_to_float32 = false;
   for (int t = 0; t < tile.target_count; ++t) {
     const DeviceFoldTarget& target = table.targets[tile.first_target + t];
+    rounds_to_float32 |= IsFloat32(target.kind);
     EMA_UNROLL
     for (int v = 0; v < kVectors; ++v) Hide(pushed.vectors[v]);
     switch (target.kind) {
@@ -264,11 +252,11 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
       case FoldKind::kCopy:
         pushed.Store(target.next + first * kBytes);
         break;
-      case FoldKind::kAverageCompensated:
-        FoldInto<FoldKind::kAverageCompensated, kFormat>(target, first, pushed);
+      case FoldKind::kAverageFloat64:
+        FoldInto<FoldKind::kAverageFloat64, kFormat>(target, first, pushed);
         break;
-      case FoldKind::kAssignCompensated:
-        FoldInto<FoldKind::kAssignCompensated, kFormat>(target, first, pushed);
+      case FoldKind::kAssignFloat64:
+        FoldInto<FoldKind::kAssignFloat64, kFormat>(target, first, pushed);
         break;
     }
   }
@@ -276,42 +264,47 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
   bool is_finite = true;
   EMA_UNROLL
   for (int i = 0; i < pushed.kElements; ++i) {
-    is_finite &= IsFinite(FloatOf(kFormat, pushed[i]));
+    is_finite &= IsFiniteSource<kFormat>(pushed[i], rounds_to_float32);
   }
   if (!is_finite) NoteNonFinite(table, tile);
+}
+
+// Updates element `i` of one target, of any alignment.
+template <typename Stored>
+EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t i, Stored param) {
+  const int64_t offset = i * static_cast<int64_t>(sizeof(Stored));
+  if (IsAverage(target.kind)) {
+    param = UpdatedAverage(LoadAs<Stored>(target.current + offset), param,
+                           static_cast<Stored>(target.update_weight));
+  }
+  std::memcpy(target.next + offset, &param, sizeof(param));
 }
 
 // One element of any alignment.
 EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldTile& tile, int lane) {
   const std::byte* const source = tile.source + int64_t{lane} * tile.element_bytes;
   const int64_t i = tile.target_offset + lane;
-  const int64_t offset = i * static_cast<int64_t>(sizeof(float));
   float rounded = 0;
   double exact = 0;
   if (tile.format != SourceFormat::kNoFloat) {
     rounded = LoadFloat(tile.format, source);
     exact = LoadDouble(tile.format, source);
-    if (!IsFinite(rounded)) NoteNonFinite(table, tile);
   }
+  bool is_finite = IsFinite(exact);
   for (int t = 0; t < tile.target_count; ++t) {
     const DeviceFoldTarget& target = table.targets[tile.first_target + t];
     if (target.kind == FoldKind::kCopy) {
       std::byte* const next = target.next + i * tile.element_bytes;
       EMA_NO_UNROLL
       for (int b = 0; b < tile.element_bytes; ++b) next[b] = source[b];
-      continue;
-    }
-    float average = IsAverage(target.kind) ? LoadAs<float>(target.current + offset) : 0;
-    if (!IsCompensated(target.kind)) {
-      const auto update_weight = static_cast<float>(target.update_weight);
-      FoldPlain(target.kind, update_weight, rounded, average);
+    } else if (IsFloat64(target.kind)) {
+      FoldInto(target, i, exact);
     } else {
-      float low = IsAverage(target.kind) ? LoadAs<float>(target.current_low + offset) : 0;
-      FoldCompensated(target.kind, target.update_weight, exact, average, low);
-      std::memcpy(target.next_low + offset, &low, sizeof(low));
+      is_finite &= IsFinite(rounded);
+      FoldInto(target, i, rounded);
     }
-    std::memcpy(target.next + offset, &average, sizeof(average));
   }
+  if (!is_finite) NoteNonFinite(table, tile);
 }
 
 // REQUIRES: the tile is aligned and has all of these lanes.

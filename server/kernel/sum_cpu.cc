@@ -44,8 +44,9 @@ HWY_INLINE double Total(const DoubleVec (&chains)[kChains]) {
   return hn::GetLane(hn::SumOfLanes(tag, sum));
 }
 
-template <bool kHasRaw, typename Raw>
-int64_t AddVectors(const float* average, const Raw* raw, int64_t element_count, SquareSums& sums) {
+template <bool kHasRaw, typename Average, typename Raw>
+int64_t AddVectors(const Average* average, const Raw* raw, int64_t element_count,
+                   SquareSums& sums) {
   const DoubleTag tag;
   DoubleVec averages[kChains];
   DoubleVec differences[kChains];
@@ -71,13 +72,19 @@ int64_t AddFloats(const float* average, const float* raw, int64_t element_count,
   return raw != nullptr ? AddVectors<true>(average, raw, element_count, sums)
                         : AddVectors<false>(average, raw, element_count, sums);
 }
-int64_t AddDoubles(const float* average, const double* raw, int64_t element_count,
-                   SquareSums& sums) {
+int64_t AddFloatsOfDoubles(const float* average, const double* raw, int64_t element_count,
+                           SquareSums& sums) {
   return AddVectors<true>(average, raw, element_count, sums);
+}
+int64_t AddDoubles(const double* average, const double* raw, int64_t element_count,
+                   SquareSums& sums) {
+  return raw != nullptr ? AddVectors<true>(average, raw, element_count, sums)
+                        : AddVectors<false>(average, raw, element_count, sums);
 }
 #else   // 32-bit NEON.
 int64_t AddFloats(const float*, const float*, int64_t, SquareSums&) { return 0; }
-int64_t AddDoubles(const float*, const double*, int64_t, SquareSums&) { return 0; }
+int64_t AddFloatsOfDoubles(const float*, const double*, int64_t, SquareSums&) { return 0; }
+int64_t AddDoubles(const double*, const double*, int64_t, SquareSums&) { return 0; }
 #endif  // HWY_HAVE_FLOAT64
 
 }  // namespace HWY_NAMESPACE
@@ -89,25 +96,32 @@ namespace ema {
 namespace {
 
 HWY_EXPORT(AddFloats);
+HWY_EXPORT(AddFloatsOfDoubles);
 HWY_EXPORT(AddDoubles);
 
-void Add(const float* average, const float* raw, int64_t element_count, SquareSums& sums) {
-  int64_t i = HWY_DYNAMIC_DISPATCH(AddFloats)(average, raw, element_count, sums);
-  for (; i < element_count; ++i) {
+int64_t AddMany(const float* average, const float* raw, int64_t element_count, SquareSums& sums) {
+  return HWY_DYNAMIC_DISPATCH(AddFloats)(average, raw, element_count, sums);
+}
+int64_t AddMany(const float* average, const double* raw, int64_t element_count, SquareSums& sums) {
+  return HWY_DYNAMIC_DISPATCH(AddFloatsOfDoubles)(average, raw, element_count, sums);
+}
+int64_t AddMany(const double* average, const double* raw, int64_t element_count, SquareSums& sums) {
+  return HWY_DYNAMIC_DISPATCH(AddDoubles)(average, raw, element_count, sums);
+}
+
+template <typename Average, typename Raw>
+void Add(const Average* average, const Raw* raw, int64_t element_count, SquareSums& sums) {
+  for (int64_t i = AddMany(average, raw, element_count, sums); i < element_count; ++i) {
     raw != nullptr ? AddElement(sums, average[i], raw[i]) : AddElement(sums, average[i]);
   }
 }
 
-void Add(const float* average, const double* raw, int64_t element_count, SquareSums& sums) {
-  int64_t i = HWY_DYNAMIC_DISPATCH(AddDoubles)(average, raw, element_count, sums);
-  for (; i < element_count; ++i) AddElement(sums, average[i], raw[i]);
-}
-
+template <typename Average>
 SquareSums SumOfRun(const SumRun& run) {
-  const float* const average = reinterpret_cast<const float*>(run.average);
+  const auto* const average = reinterpret_cast<const Average*>(run.average);
   SquareSums sums;
-  if (run.raw == nullptr || run.raw_dtype == Dtype::kFloat32) {
-    Add(average, reinterpret_cast<const float*>(run.raw), run.element_count, sums);
+  if (run.raw == nullptr || run.raw_dtype == run.average_dtype) {
+    Add(average, reinterpret_cast<const Average*>(run.raw), run.element_count, sums);
     return sums;
   }
   if (run.raw_dtype == Dtype::kFloat64) {
@@ -116,12 +130,13 @@ SquareSums SumOfRun(const SumRun& run) {
   }
   // Few enough that FoldOnCpu() does not store them past the caches.
   constexpr int64_t kTileElements = 1024;
-  alignas(64) std::array<float, kTileElements> tile;
-  const FoldTarget as_float = {.kind = FoldKind::kAssign,
-                               .next = reinterpret_cast<std::byte*>(tile.data())};
+  alignas(64) std::array<Average, kTileElements> tile;
+  const FoldTarget as_average = {
+      .kind = run.average_dtype == Dtype::kFloat64 ? FoldKind::kAssignFloat64 : FoldKind::kAssign,
+      .next = reinterpret_cast<std::byte*>(tile.data())};
   for (int64_t done = 0; done < run.element_count; done += kTileElements) {
     const int64_t count = std::min(kTileElements, run.element_count - done);
-    FoldOnCpu({run.raw_dtype, run.raw + done * DtypeSize(run.raw_dtype), count, {&as_float, 1}});
+    FoldOnCpu({run.raw_dtype, run.raw + done * DtypeSize(run.raw_dtype), count, {&as_average, 1}});
     Add(average + done, tile.data(), count, sums);
   }
   return sums;
@@ -131,7 +146,10 @@ SquareSums SumOfRun(const SumRun& run) {
 
 SquareSums SumSquaresOnCpu(std::span<const SumRun> runs) {
   SquareSums sums;
-  for (const SumRun& run : runs) AddSums(sums, SumOfRun(run));
+  for (const SumRun& run : runs) {
+    AddSums(sums,
+            run.average_dtype == Dtype::kFloat64 ? SumOfRun<double>(run) : SumOfRun<float>(run));
+  }
   return sums;
 }
 

@@ -22,11 +22,12 @@ inline constexpr int64_t kSumTileElements = int64_t{kSumUnroll} * kSumThreads;
 
 // SumRun in device memory.
 struct DeviceSumRun {
-  const float* average = nullptr;
-  const std::byte* raw = nullptr;  // Aligned to its elements.
+  const std::byte* average = nullptr;  // Aligned to its elements, as is `raw`.
+  const std::byte* raw = nullptr;
   int64_t element_count = 0;
   int64_t first_tile = 0;                            // Tiles of all runs before.
   SourceFormat raw_format = SourceFormat::kNoFloat;  // kNoFloat: there are no raw values.
+  bool is_float64 = false;                           // The averages; else they are float32.
 };
 
 struct SumTable {
@@ -63,17 +64,17 @@ EMA_HOST_DEVICE inline const DeviceSumRun& RunOfTile(const SumTable& table, int6
 // Adds elements `first`, `first` + kSumThreads and so on of a tile: neighbouring threads read
 // neighbouring elements at the same time. All are loaded before one is added; elements behind the
 // run's end count as 0.
-template <SourceFormat kFormat>
+template <typename Average, SourceFormat kFormat>
 EMA_HOST_DEVICE inline void AddOfTile(const DeviceSumRun& run, int64_t first, SquareSums& sums) {
   constexpr bool kHasRaw = kFormat != SourceFormat::kNoFloat;
   using Bits = typename fold_internal::BitsOf<kFormat>::Type;
-  float averages[kSumUnroll] = {};
+  Average averages[kSumUnroll] = {};
   Bits raws[kSumUnroll] = {};
   EMA_UNROLL
   for (int j = 0; j < kSumUnroll; ++j) {
     const int64_t i = first + int64_t{j} * kSumThreads;
     if (i < run.element_count) {
-      averages[j] = run.average[i];
+      averages[j] = reinterpret_cast<const Average*>(run.average)[i];
       if (kHasRaw) raws[j] = reinterpret_cast<const Bits*>(run.raw)[i];
     }
   }
@@ -88,6 +89,27 @@ EMA_HOST_DEVICE inline void AddOfTile(const DeviceSumRun& run, int64_t first, Sq
   }
 }
 
+template <typename Average>
+EMA_HOST_DEVICE inline void AddOfAnyTile(const DeviceSumRun& run, int64_t first, SquareSums& sums) {
+  switch (run.raw_format) {
+    case SourceFormat::kNoFloat:
+      AddOfTile<Average, SourceFormat::kNoFloat>(run, first, sums);
+      break;
+    case SourceFormat::kFloat32:
+      AddOfTile<Average, SourceFormat::kFloat32>(run, first, sums);
+      break;
+    case SourceFormat::kFloat16:
+      AddOfTile<Average, SourceFormat::kFloat16>(run, first, sums);
+      break;
+    case SourceFormat::kBFloat16:
+      AddOfTile<Average, SourceFormat::kBFloat16>(run, first, sums);
+      break;
+    case SourceFormat::kFloat64:
+      AddOfTile<Average, SourceFormat::kFloat64>(run, first, sums);
+      break;
+  }
+}
+
 }  // namespace sum_internal
 
 // The share of thread `thread` of kSumThreads in block `block` of table.block_count.
@@ -98,22 +120,10 @@ EMA_HOST_DEVICE inline void SumOfThread(const SumTable& table, int64_t block, in
     // A copy, so that it is read only once.
     const DeviceSumRun run = sum_internal::RunOfTile(table, tile);
     const int64_t first = (tile - run.first_tile) * kSumTileElements + thread;
-    switch (run.raw_format) {
-      case SourceFormat::kNoFloat:
-        sum_internal::AddOfTile<SourceFormat::kNoFloat>(run, first, sums);
-        break;
-      case SourceFormat::kFloat32:
-        sum_internal::AddOfTile<SourceFormat::kFloat32>(run, first, sums);
-        break;
-      case SourceFormat::kFloat16:
-        sum_internal::AddOfTile<SourceFormat::kFloat16>(run, first, sums);
-        break;
-      case SourceFormat::kBFloat16:
-        sum_internal::AddOfTile<SourceFormat::kBFloat16>(run, first, sums);
-        break;
-      case SourceFormat::kFloat64:
-        sum_internal::AddOfTile<SourceFormat::kFloat64>(run, first, sums);
-        break;
+    if (run.is_float64) {
+      sum_internal::AddOfAnyTile<double>(run, first, sums);
+    } else {
+      sum_internal::AddOfAnyTile<float>(run, first, sums);
     }
   }
   place = sums;

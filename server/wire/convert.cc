@@ -135,7 +135,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
     track.tensor_rules.back().schedule = *std::move(schedule);
   }
   EMA_ASSIGN_OR_RETURN(track.buffers, FromProto(proto.buffers(), absl::StrCat(what, ", buffers")));
-  track.compensated = proto.compensated();
+  if (proto.dtype() != v1::DTYPE_UNSPECIFIED) track.dtype = static_cast<Dtype>(proto.dtype());
   track.paused = proto.paused();
   if (!proto.snapshot_interval().empty()) {
     absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(proto.snapshot_interval());
@@ -257,7 +257,7 @@ void ToProto(const TrackConfig& track, v1::Track* proto) {
     if (rule.schedule.has_value()) ToProto(*rule.schedule, out->mutable_schedule());
   }
   proto->set_buffers(ActionToProto(track.buffers));
-  proto->set_compensated(track.compensated);
+  proto->set_dtype(static_cast<v1::Dtype>(track.dtype));
   proto->set_paused(track.paused);
   if (track.snapshot_interval.has_value()) {
     proto->set_snapshot_interval(track.snapshot_interval->ToString());

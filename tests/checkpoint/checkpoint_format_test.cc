@@ -108,8 +108,6 @@ TEST_F(CheckpointFormatTest, SplitsAsHuggingFaceDoes) {
   ASSERT_GT(count, 2u);
   EXPECT_EQ(exact.weights->files[1].name,
             absl::StrCat("model-00002-of-0000", count, ".safetensors"));
-  ASSERT_GT(exact.low_parts->files.size(), 1u);
-  EXPECT_EQ(exact.low_parts->index, std::nullopt);
   const nlohmann::json index =
       nlohmann::json::parse(files_.FileBytes("/c/tracks/exact/model.safetensors.index.json"));
   int64_t total_bytes = 0;
@@ -348,7 +346,7 @@ TEST_F(CheckpointFormatTest, ARollbackRestoresTheTracksThatCanTakeIt) {
   std::vector<TrackConfig> tracks = versions_.model->config().tracks;
   tracks[0].schedule = MakeSchedule("20ba");  // "fast": a value of it is one, still.
   tracks[2].tensor_rules = {{"f32", TensorAction::kIgnore}};                        // "raw"
-  tracks[3].compensated = false;                                                    // "exact"
+  tracks[3].dtype = Dtype::kFloat32;                                                // "exact"
   tracks[4].tensor_rules.push_back({"i8", TensorAction::kCopy});                    // "some"
   tracks[1].tensor_rules = {{"f16", TensorAction::kAverage, MakeSchedule("5ba")}};  // "slow"
   ModelConfig config = EveryKindOfModel("other");

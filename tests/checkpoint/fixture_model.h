@@ -2,7 +2,7 @@
 //
 // The version that is in every fixture of tests/checkpoint/fixtures: one of each format of a
 // release, as the code of its time wrote it. From the first release on they are never written
-// again. That of format 4 is split (24 bytes a file) and has an attached file, `{"layers": 2}` as
+// again. That of format 5 is split (24 bytes a file) and has an attached file, `{"layers": 2}` as
 // config.json.
 #ifndef EMA_TESTS_CHECKPOINT_FIXTURE_MODEL_H_
 #define EMA_TESTS_CHECKPOINT_FIXTURE_MODEL_H_
@@ -18,8 +18,7 @@
 namespace ema {
 
 // Of the tensors' bytes, in the manifest's order.
-inline constexpr uint32_t kFixtureEmaDigest = 0xc671f785;
-inline constexpr uint32_t kFixtureLowPartsDigest = 0x682b3d5c;
+inline constexpr uint32_t kFixtureEmaDigest = 0xa3b66b9f;
 inline constexpr uint32_t kFixtureRawDigest = 0xdf3629d1;
 
 inline ModelConfig FixtureModel() {
@@ -30,7 +29,7 @@ inline ModelConfig FixtureModel() {
                                   {"empty", Dtype::kFloat32, {0, 3}},
                                   {"count", Dtype::kInt64, {}},
                                   {"flag", Dtype::kBool, {3}}});
-  config.tracks = {{.name = "ema", .schedule = MakeSchedule("10ba"), .compensated = true},
+  config.tracks = {{.name = "ema", .schedule = MakeSchedule("10ba"), .dtype = Dtype::kFloat64},
                    {"raw", MakeSchedule("copy")}};
   return config;
 }

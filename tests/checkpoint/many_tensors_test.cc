@@ -37,7 +37,7 @@ TEST_P(ManyTensorsTest, ComeBackBitForBit) {
   ModelConfig config;
   config.name = "m";
   config.manifest = MakeManifest(ManyTensors());
-  config.tracks = {{.name = "ema", .schedule = MakeSchedule("10ba"), .compensated = true},
+  config.tracks = {{.name = "ema", .schedule = MakeSchedule("10ba"), .dtype = Dtype::kFloat64},
                    {"raw", MakeSchedule("copy")}};
   ModelStore models(TestDevice(), SmallBlocks());
   EMA_ASSERT_OK_AND_ASSIGN(const auto created, models.Create(config));

@@ -55,9 +55,8 @@ class ParallelRestoreTest : public DataDirTest {
   }
   // Of the weights' file.
   void FlipByte(int64_t at) {
-    std::fstream file(
-        JoinPath(TrackPath(Path(), "ema"), TensorFileName(TensorKind::kWeights, 0, 1)),
-        std::ios::in | std::ios::out | std::ios::binary);
+    std::fstream file(JoinPath(TrackPath(Path(), "ema"), TensorFileName(0, 1)),
+                      std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(at);
     const char byte = static_cast<char>(file.get());
     file.seekp(at);

@@ -204,7 +204,7 @@ TEST_F(StoredTrackTest, ReadersShareIt) {
 TEST_F(StoredTrackTest, ATensorThatTheFilesDoNotHaveTakesNoMemory) {
   std::vector<TensorSpec> tensors(checkpoint_.manifest.tensors().begin(),
                                   checkpoint_.manifest.tensors().end());
-  tensors[0].shape = {int64_t{1} << 59};
+  tensors[0].shape = {int64_t{1} << 58};
   checkpoint_.manifest = *Manifest::Create(std::move(tensors));
   EXPECT_THAT(OpenStoredVersion(files_, "/c", checkpoint_, "ema"),
               AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr("tensor \"long\"")),

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/synthesis_plan.h"
+#include "server/kernel/cast.h"
 #include "tests/checkpoint/test_manager.h"
 #include "tests/core/test_model.h"
 #include "tests/testutil/fake_file_system.h"
@@ -43,7 +44,7 @@ ModelConfig TestConfig() {
   for (TrackConfig& track : config.tracks) {
     track.tensor_rules = {{"left", TensorAction::kIgnore}, {"h", TensorAction::kCopy}};
   }
-  config.tracks[1].compensated = true;
+  config.tracks[1].dtype = Dtype::kFloat64;
   config.max_pinned_versions = 32;
   return config;
 }
@@ -116,6 +117,17 @@ class SynthesisTest : public testing::Test {
     return bytes;
   }
 
+  // Element `i` of an averaged tensor, as it was saved.
+  double Saved(const std::string& track, int64_t step, int64_t tensor, int64_t i) {
+    const StorageLayout::Entry& entry = LayoutOf(track).entry(tensor);
+    const std::byte* const at =
+        values_.at({track, step}).data() + entry.offset + i * DtypeSize(entry.dtype);
+    return ValueAt(entry.dtype, at, 0);
+  }
+  const StorageLayout& LayoutOf(const std::string& track) {
+    return model_->history().Pin(0).value()->Find(track)->track->layout();
+  }
+
   FakeFileSystem files_;
   std::unique_ptr<CheckpointStore> store_;
   std::unique_ptr<ModelStore> models_;
@@ -141,11 +153,8 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
   const StorageLayout& layout = model_->Describe().tracks[0]->layout();
   const int64_t offset = layout.entry(1).offset;
   for (const Synthesis::Source& source : synthesis.sources) {
-    const std::vector<std::byte>& bytes = values_.at({source.track, source.step});
     for (int64_t i = 0; i < kElements; ++i) {
-      float value = 0;
-      std::memcpy(&value, &bytes[offset + i * sizeof(float)], sizeof(value));
-      expected[i] += source.weight * value;
+      expected[i] += source.weight * Saved(source.track, source.step, 1, i);
     }
   }
   const std::vector<std::byte> built = BytesOfResult();
@@ -163,10 +172,15 @@ TEST_F(SynthesisTest, IsTheWeightedSumOfItsSources) {
     }
     return 0.0;
   };
-  const auto& newest = values_.at({weight_at_20("p05") > weight_at_20("p10") ? "p05" : "p10", 20});
-  for (const int64_t i : {0, 2, 4}) {
+  const std::string newest = weight_at_20("p05") > weight_at_20("p10") ? "p05" : "p10";
+  for (const int64_t i : {0, 4}) {
     const StorageLayout::Entry& entry = layout.entry(i);
-    EXPECT_EQ(std::memcmp(&built[entry.offset], &newest[entry.offset], entry.length_bytes), 0) << i;
+    const std::byte* const saved = &values_.at({newest, 20})[LayoutOf(newest).entry(i).offset];
+    EXPECT_EQ(std::memcmp(&built[entry.offset], saved, entry.length_bytes), 0) << i;
+  }
+  for (int64_t i = 0; i < 5; ++i) {
+    EXPECT_EQ(ValueAt(Dtype::kFloat32, &built[layout.entry(2).offset], i),
+              static_cast<float>(Saved(newest, 20, 2, i)));
   }
   EXPECT_FALSE(layout.entry(3).is_stored);
   // A reader that has another one of that name gets all of this.
@@ -240,10 +254,13 @@ TEST_F(SynthesisTest, ACorruptCheckpointIsNamedAndMakesNothing) {
 
 TEST_F(SynthesisTest, MemoryIsReservedAndGivenBack) {
   const ModelConfig config = TestConfig();
-  const int64_t stored =
-      StorageLayout(*config.manifest, ActionsOf(config.tracks[0], *config.manifest)).total_bytes();
+  const auto bytes_as = [&](Dtype dtype) {
+    return StorageLayout(*config.manifest, ActionsOf(config.tracks[0], *config.manifest), dtype)
+        .total_bytes();
+  };
+  const int64_t stored = bytes_as(Dtype::kFloat32);
   // Room for one result while it is built, not for one beside another.
-  Start(config, MemoryBytesOf(config) + 2 * stored);
+  Start(config, MemoryBytesOf(config) + stored + bytes_as(Dtype::kFloat64));
   PushAndSave({10, 20}, 20);
   EXPECT_THAT(Build(.07), IsOk());
   EXPECT_EQ(models_->budget().reserved_bytes(), MemoryBytesOf(config) + stored);

@@ -41,7 +41,7 @@ inline ModelConfig EveryKindOfModel(const std::string& name) {
   config.tracks = {{"fast", MakeSchedule("10ba")},
                    {"slow", MakeSchedule("100ba", "10ba")},
                    {"raw", MakeSchedule("copy")},
-                   {.name = "exact", .schedule = MakeSchedule("30ba"), .compensated = true},
+                   {.name = "exact", .schedule = MakeSchedule("30ba"), .dtype = Dtype::kFloat64},
                    {.name = "some",
                     .schedule = MakeSchedule("uniform=true, ema_start=15ba"),
                     .tensor_rules = {{"f3?", TensorAction::kIgnore}, {"f*", TensorAction::kCopy}}}};
@@ -88,14 +88,11 @@ struct TestVersions {
   std::vector<SnapshotRef> snapshots;
 };
 
-// All bytes of one track, or of its low parts.
-inline std::vector<std::byte> BytesOfTrack(Model& model, const Snapshot& snapshot, int64_t t,
-                                           bool low_parts = false) {
+// All bytes of one track.
+inline std::vector<std::byte> BytesOfTrack(Model& model, const Snapshot& snapshot, int64_t t) {
   const TrackSnapshot& of_track = snapshot.tracks[t];
-  const Track& track = *of_track.track;
-  const auto pieces =
-      ReadBlocks(model.device(), track, low_parts ? of_track.low_blocks : of_track.blocks, 0,
-                 track.layout().total_bytes());
+  const auto pieces = ReadBlocks(model.device(), *of_track.track, of_track.blocks, 0,
+                                 of_track.track->layout().total_bytes());
   EXPECT_THAT(pieces, IsOk());
   std::vector<std::byte> bytes;
   for (const HostPiece& piece : *pieces) {
@@ -112,15 +109,6 @@ inline std::vector<std::vector<std::byte>> TensorsOf(Model& model, const Snapsho
   for (const StorageLayout::Entry& entry : snapshot.tracks[t].track->layout().entries()) {
     tensors.emplace_back(bytes.begin() + entry.offset,
                          bytes.begin() + entry.offset + entry.length_bytes);
-  }
-  if (snapshot.tracks[t].low_blocks.empty()) return tensors;
-  const std::vector<std::byte> low_bytes = BytesOfTrack(model, snapshot, t, /*low_parts=*/true);
-  const Track& track = *snapshot.tracks[t].track;
-  for (int64_t i = 0; i < model.manifest().tensor_count(); ++i) {
-    if (track.action(i) != TensorAction::kAverage) continue;
-    const StorageLayout::Entry& entry = track.layout().entry(i);
-    tensors.emplace_back(low_bytes.begin() + entry.offset,
-                         low_bytes.begin() + entry.offset + entry.length_bytes);
   }
   return tensors;
 }

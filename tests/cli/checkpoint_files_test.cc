@@ -21,7 +21,7 @@ namespace {
 using ::testing::_;
 using ::testing::HasSubstr;
 
-const std::string kFixture = std::string(EMA_FIXTURES) + "/format-4";
+const std::string kFixture = std::string(EMA_FIXTURES) + "/format-5";
 
 // A folder of two copies of the same checkpoint.
 class CheckpointFilesTest : public testing::Test {
@@ -61,7 +61,7 @@ class CheckpointFilesTest : public testing::Test {
 };
 
 TEST_F(CheckpointFilesTest, CopiesAreVerifiedAndSaidToBe) {
-  EXPECT_THAT(copied_, HasSubstr("format-4 (step 30"));
+  EXPECT_THAT(copied_, HasSubstr("format-5 (step 30"));
   EXPECT_THAT(copied_, HasSubstr("verified"));
   const Result one = Verify(folder_ + "/a/", /*json=*/false);
   EXPECT_THAT(one.status, IsOk());
@@ -73,7 +73,7 @@ TEST_F(CheckpointFilesTest, CopiesAreVerifiedAndSaidToBe) {
   ASSERT_EQ(rows.size(), 4u);
   EXPECT_EQ(rows[0]["checkpoint"], "a");
   EXPECT_EQ(rows[0]["track"], "ema");
-  EXPECT_EQ(rows[0]["files"], 7);  // 3 and their index, 2 of low parts, 1 attached.
+  EXPECT_EQ(rows[0]["files"], 5);  // 3 and their index, 1 attached.
   EXPECT_EQ(rows[1]["track"], "raw");
   uintmax_t raw_bytes = 0;
   for (const auto& file : std::filesystem::directory_iterator(folder_ + "/a/tracks/raw")) {

@@ -72,12 +72,12 @@ TEST(TrackOptionTest, ReadsASnapshotIntervalAnywhere) {
 TEST(TrackOptionTest, ReadsWhatIsNotOfTheSchedule) {
   EMA_ASSERT_OK_AND_ASSIGN(
       const TrackOption option,
-      ParseTrackOption("ema=200ba, tensor_rule=a:b*:ignore,compensated=true,buffers=copy,"
+      ParseTrackOption("ema=200ba, tensor_rule=a:b*:ignore,dtype=float64,buffers=copy,"
                        "update_interval=5ba,tensor_rule=*.mean:copy"));
   EXPECT_EQ(option.schedule.ToString(), "half_life=200ba, update_interval=5ba");
   const TrackConfig made = option.On(nullptr);
   EXPECT_EQ(made.name, "ema");
-  EXPECT_TRUE(made.compensated);
+  EXPECT_EQ(made.dtype, Dtype::kFloat64);
   EXPECT_EQ(made.buffers, TensorAction::kCopy);
   EXPECT_EQ(made.tensor_rules, (std::vector<TensorRule>{{"a:b*", TensorAction::kIgnore},
                                                         {"*.mean", TensorAction::kCopy}}));
@@ -87,8 +87,8 @@ TEST(TrackOptionTest, ReadsWhatIsNotOfTheSchedule) {
   expected.schedule = faster.schedule;
   EXPECT_EQ(faster.On(&made), expected);
   EMA_ASSERT_OK_AND_ASSIGN(const TrackOption plain,
-                           ParseTrackOption("ema=100ba,compensated=false,buffers=average"));
-  expected.compensated = false;
+                           ParseTrackOption("ema=100ba,dtype=float32,buffers=average"));
+  expected.dtype = Dtype::kFloat32;
   expected.buffers = TensorAction::kAverage;
   EXPECT_EQ(plain.On(&made), expected);
 }
@@ -116,8 +116,8 @@ TEST(TrackOptionTest, KnowsEveryFieldOfASchedule) {
 
 TEST(TrackOptionTest, SaysWhichFieldIsWrong) {
   const std::pair<const char*, const char*> cases[] = {
-      {"ema=2ba,compensated=yes", "compensated \"yes\" given, expected true or false"},
-      {"ema=2ba,compensated", "compensated \"\" given, expected true or false"},
+      {"ema=2ba,dtype=bfloat16", "dtype \"bfloat16\" given, expected float32 or float64"},
+      {"ema=2ba,dtype", "dtype \"\" given, expected float32 or float64"},
       {"ema=2ba,buffers=keep", "buffers \"keep\" given, expected average or copy"},
       {"ema=2ba,buffers=ignore", "buffers \"ignore\" given, expected average or copy"},
       {"ema=2ba,buffers=copy,buffers=copy", "buffers is given twice"},

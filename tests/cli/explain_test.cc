@@ -97,7 +97,7 @@ TEST(ExplainTest, WarnsOfWeightsThatFloat32DoesNotResolve) {
   EMA_ASSERT_OK_AND_ASSIGN(const Explanation explanation, TryExplain("smoothing=0.99999"));
   EXPECT_THAT(explanation.warnings,
               ElementsAre(AllOf(HasSubstr("from update 2 on"), HasSubstr("weight = 0.006;"),
-                                HasSubstr("compensated"))));
+                                HasSubstr("dtype=float64"))));
   EXPECT_THAT(ExplanationText(explanation), HasSubstr("\nwarning: from update 2 on"));
   EMA_ASSERT_OK_AND_ASSIGN(const Explanation short_one, TryExplain("smoothing=0.999"));
   EXPECT_THAT(short_one.warnings, IsEmpty());

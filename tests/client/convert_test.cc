@@ -60,7 +60,7 @@ TEST(ConvertTest, TracksComeBackAsTheyWere) {
     tracks.push_back(Track("t", schedule));
   }
   tracks[0].paused = true;
-  tracks[1].compensated = true;
+  tracks[1].dtype = Dtype::kFloat64;
   tracks[2].buffers = TensorAction::kCopy;
   tracks[4].snapshot_interval = TrainingDuration{0.125, TimeUnit::kProgress};
   tracks[3].tensor_rules = {{"a*", TensorAction::kIgnore}, {"b", TensorAction::kCopy}};

@@ -57,8 +57,7 @@ TEST_P(DeviceConformanceTest, AveragingWhatIsNotAFloatIsABug) {
   const std::byte source[64] = {};
   for (const Kind kind : kAllKinds) {
     if (kind == Kind::kCopy) continue;
-    const FoldTarget target = {kind,          0.5,           block->data(),
-                               block->data(), block->data(), block->data()};
+    const FoldTarget target = {kind, 0.5, block->data(), block->data()};
     const auto result = stream->Fold({Dtype::kInt64, source, 1, {&target, 1}});
     EXPECT_THAT(result, StatusIs(absl::StatusCode::kInternal, HasSubstr("only be copied")));
     EXPECT_THAT(result, ReasonIs(ErrorReason::kBug));

@@ -38,7 +38,7 @@ using Kind = FoldTarget::Kind;
 using Bytes = std::vector<std::byte>;
 
 inline constexpr Kind kAllKinds[] = {Kind::kAverage, Kind::kAssign, Kind::kCopy,
-                                     Kind::kAverageCompensated, Kind::kAssignCompensated};
+                                     Kind::kAverageFloat64, Kind::kAssignFloat64};
 
 inline constexpr int64_t kMiB = int64_t{1} << 20;
 inline constexpr Dtype kFloatDtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16,
@@ -153,38 +153,27 @@ inline double DoubleOf(Dtype dtype, const std::byte* element) {
   return dtype == Dtype::kFloat64 ? Get<double>(element) : double{ValueOf(dtype, element)};
 }
 
-inline bool IsAverage(Kind kind) {
-  return kind == Kind::kAverage || kind == Kind::kAverageCompensated;
-}
-inline bool IsCompensated(Kind kind) {
-  return kind == Kind::kAverageCompensated || kind == Kind::kAssignCompensated;
-}
-
-// What a target holds of an element; `low` is 0 if it has no low part. Not for kCopy.
-struct Stored {
-  float high = 0;
-  float low = 0;
-};
-
-inline Stored Expected(Kind kind, Dtype dtype, const std::byte* element, Stored current,
+// What a target holds of an element. Not for kCopy.
+inline double Expected(Kind kind, Dtype dtype, const std::byte* element, double current,
                        double update_weight) {
+  if (IsFloat64(kind)) {
+    const double param = DoubleOf(dtype, element);
+    return IsAverage(kind) ? std::fma(update_weight, param - current, current) : param;
+  }
   const float param = ValueOf(dtype, element);
-  if (kind == Kind::kAssign) return {param};
-  if (kind == Kind::kAverage) {
-    const float weight = static_cast<float>(update_weight);
-    return {std::fma(weight, param - current.high, current.high)};
-  }
-  double ema = DoubleOf(dtype, element);
-  if (kind == Kind::kAverageCompensated) {
-    const double before = double{current.high} + double{current.low};
-    ema = std::fma(update_weight, ema - before, before);
-  }
-  const float high = static_cast<float>(ema);
-  return {high, std::isfinite(high) ? static_cast<float>(ema - high) : 0.0f};
+  const auto before = static_cast<float>(current);
+  return IsAverage(kind) ? std::fma(static_cast<float>(update_weight), param - before, before)
+                         : param;
 }
 
 inline int64_t StoredSize(Kind kind, Dtype dtype) {
-  return kind == Kind::kCopy ? DtypeSize(dtype) : int64_t{sizeof(float)};
+  if (kind == Kind::kCopy) return DtypeSize(dtype);
+  return IsFloat64(kind) ? int64_t{sizeof(double)} : int64_t{sizeof(float)};
+}
+
+// The value of a stored average.
+inline double AverageAt(Kind kind, const std::byte* address) {
+  return IsFloat64(kind) ? Get<double>(address) : Get<float>(address);
 }
 
 // ---- Elements --------------------------------------------------------------------------------
@@ -242,21 +231,21 @@ inline Bytes RandomElements(Dtype dtype, int64_t count, uint64_t seed) {
   return elements;
 }
 
-// Low parts for the first averages, whose high parts are `high`: mostly of at most half a unit in
-// the last place, sometimes anything. Always the same for the same.
-inline Bytes LowParts(const Bytes& high, int64_t count) {
-  Bytes low(count * sizeof(float));
-  for (size_t i = 0; i < low.size(); i += sizeof(float)) {
-    const float value = Get<float>(high.data() + i);
+// The first averages of a target, from float32 ones: float64 ones are near these, sometimes
+// anything. Always the same for the same.
+inline Bytes FirstAverages(Kind kind, const Bytes& current, int64_t count) {
+  if (!IsFloat64(kind)) return current;
+  Bytes averages(count * sizeof(double));
+  for (int64_t i = 0; i < count; ++i) {
+    const double value = Get<float>(current.data() + i * sizeof(float));
     const uint64_t hash =
-        (std::bit_cast<uint32_t>(value) + i + 1) * uint64_t{0x9e37'79b9'7f4a'7c15};
-    const double share = static_cast<double>(hash >> 40) * 0x1p-23 - 1;  // [-1, 1)
-    float part = static_cast<float>(std::ldexp(value, -25) * share);
-    if ((hash & 0xf00) == 0) part = 0;
-    if ((hash & 0xf00) == 0x100) part = std::bit_cast<float>(static_cast<uint32_t>(hash >> 32));
-    std::memcpy(low.data() + i, &part, sizeof(part));
+        (std::bit_cast<uint64_t>(value) + i + 1) * uint64_t{0x9e37'79b9'7f4a'7c15};
+    uint64_t bits = std::bit_cast<uint64_t>(value) ^ (hash >> 40 & 0x1fffffff);
+    if ((hash & 0xf00) == 0) bits = std::bit_cast<uint64_t>(value);
+    if ((hash & 0xf00) == 0x100) bits = hash;
+    std::memcpy(averages.data() + i * sizeof(double), &bits, sizeof(bits));
   }
-  return low;
+  return averages;
 }
 
 // ---- Folding ---------------------------------------------------------------------------------
@@ -267,12 +256,10 @@ struct Target {
   int64_t offset = 0;  // Elements between the start of the blocks and the first current, next.
 };
 
-// What the fold said, and what was in each target's next block: all of it. `next_low` is empty for
-// targets without low parts.
+// What the fold said, and what was in each target's next block: all of it.
 struct Folded {
   std::optional<int64_t> non_finite;
   std::vector<Bytes> next;
-  std::vector<Bytes> next_low;
 };
 
 inline constexpr int64_t kGuardElements = 64;
@@ -283,9 +270,9 @@ class Folder {
  public:
   explicit Folder(Device& device) : device_(device), stream_(device.NewStream().value()) {}
 
-  // `current`: float32 elements for all targets; their low parts are LowParts(). `misalignment`: of
-  // the source, in bytes. `cuts`: where the range is cut into several ops. `in_place`: averages go
-  // to where they were.
+  // `current`: float32 elements from which FirstAverages() makes those of each target.
+  // `misalignment`: of the source, in bytes. `cuts`: where the range is cut into several ops.
+  // `in_place`: averages go to where they were.
   Folded Fold(Dtype dtype, const Bytes& source, int64_t count, const Bytes& current,
               const std::vector<Target>& targets, int64_t misalignment = 0,
               std::vector<int64_t> cuts = {}, bool in_place = false) {
@@ -294,17 +281,10 @@ class Folder {
       const Target& target = targets[i];
       const int64_t size = StoredSize(target.kind, dtype);
       FoldTarget fold = {target.kind, target.update_weight};
-      fold.next = Guarded(4 * i, target.offset * size, count * size);
-      if (IsCompensated(target.kind)) {
-        fold.next_low = Guarded(4 * i + 1, target.offset * size, count * size);
-      }
+      fold.next = Guarded(2 * i, target.offset * size, count * size);
       if (IsAverage(target.kind)) {
-        fold.current =
-            Holding(in_place ? 4 * i : 4 * i + 2, target.offset * size, current, count * size);
-      }
-      if (target.kind == Kind::kAverageCompensated) {
-        fold.current_low = Holding(in_place ? 4 * i + 1 : 4 * i + 3, target.offset * size,
-                                   LowParts(current, count), count * size);
+        fold.current = Holding(in_place ? 2 * i : 2 * i + 1, target.offset * size,
+                               FirstAverages(target.kind, current, count), count * size);
       }
       fold_targets.push_back(fold);
     }
@@ -321,8 +301,6 @@ class Folder {
         const int64_t offset = begin * StoredSize(targets[i].kind, dtype);
         shifted[i].next += offset;
         if (shifted[i].current != nullptr) shifted[i].current += offset;
-        if (shifted[i].next_low != nullptr) shifted[i].next_low += offset;
-        if (shifted[i].current_low != nullptr) shifted[i].current_low += offset;
       }
       const absl::StatusOr<std::optional<int64_t>> non_finite = stream_->Fold(
           {dtype, host.get() + misalignment + begin * DtypeSize(dtype), end - begin, shifted,
@@ -345,9 +323,7 @@ class Folder {
     for (size_t i = 0; i < targets.size(); ++i) {
       const int64_t size_bytes =
           (targets[i].offset + count + kGuardElements) * StoredSize(targets[i].kind, dtype);
-      folded.next.push_back(Read(4 * i, size_bytes));
-      folded.next_low.push_back(IsCompensated(targets[i].kind) ? Read(4 * i + 1, size_bytes)
-                                                               : Bytes());
+      folded.next.push_back(Read(2 * i, size_bytes));
     }
     return folded;
   }
@@ -392,8 +368,8 @@ class Folder {
 };
 
 // Bit for bit, but for the bits of NaNs.
-inline bool IsSame(float a, float b) {
-  return std::isnan(a) ? std::isnan(b) : std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b);
+inline bool IsSame(double a, double b) {
+  return std::isnan(a) ? std::isnan(b) : std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b);
 }
 
 // What has changed of the guards around the bytes [begin, end); empty if nothing has.
@@ -419,12 +395,8 @@ inline std::string Misses(const Folded& folded, Dtype dtype, const Bytes& source
     const auto& [kind, update_weight, offset] = targets[t];
     const int64_t size = StoredSize(kind, dtype);
     const int64_t begin = offset * size;
-    std::string around = GuardMisses(folded.next[t], begin, begin + count * size);
-    Bytes current_low;
-    if (IsCompensated(kind)) {
-      around += GuardMisses(folded.next_low[t], begin, begin + count * size);
-    }
-    if (kind == Kind::kAverageCompensated) current_low = LowParts(current, count);
+    const std::string around = GuardMisses(folded.next[t], begin, begin + count * size);
+    const Bytes averages = IsAverage(kind) ? FirstAverages(kind, current, count) : Bytes();
     if (!around.empty()) absl::StrAppend(&misses, "target ", t, ": ", around);
     for (int64_t i = 0; i < count && miss_count < 5; ++i) {
       const std::byte* element = source.data() + i * DtypeSize(dtype);
@@ -435,19 +407,14 @@ inline std::string Misses(const Folded& folded, Dtype dtype, const Bytes& source
         ++miss_count;
         continue;
       }
-      Stored before;
-      if (IsAverage(kind)) before.high = Get<float>(current.data() + i * size);
-      if (kind == Kind::kAverageCompensated) before.low = Get<float>(current_low.data() + i * size);
-      const Stored expected = Expected(kind, dtype, element, before, update_weight);
-      Stored got = {Get<float>(next)};
-      if (IsCompensated(kind)) got.low = Get<float>(folded.next_low[t].data() + begin + i * size);
-      if (IsSame(expected.high, got.high) && IsSame(expected.low, got.low)) continue;
-      absl::StrAppend(&misses, "target ", t, ", element ", i, " of ", count, ": e ", before.high,
-                      " + ", before.low, ", p ", DoubleOf(dtype, element), ", w ", update_weight,
-                      ": expected ", expected.high, " (",
-                      absl::Hex(std::bit_cast<uint32_t>(expected.high)), ") + ", expected.low,
-                      ", got ", got.high, " (", absl::Hex(std::bit_cast<uint32_t>(got.high)),
-                      ") + ", got.low, "\n");
+      const double before = IsAverage(kind) ? AverageAt(kind, averages.data() + i * size) : 0;
+      const double expected = Expected(kind, dtype, element, before, update_weight);
+      const double got = AverageAt(kind, next);
+      if (IsSame(expected, got)) continue;
+      absl::StrAppend(&misses, "target ", t, ", element ", i, " of ", count, ": e ", before, ", p ",
+                      DoubleOf(dtype, element), ", w ", update_weight, ": expected ", expected,
+                      " (", absl::Hex(std::bit_cast<uint64_t>(expected)), "), got ", got, " (",
+                      absl::Hex(std::bit_cast<uint64_t>(got)), ")\n");
       ++miss_count;
     }
   }
@@ -483,6 +450,14 @@ inline std::vector<Bytes> NonFiniteElements(Dtype dtype) {
               BytesOf<uint32_t>(0x7fc00000), BytesOf<uint32_t>(0x7f800001),
               BytesOf<uint32_t>(0xffffffff)};
   }
+}
+
+// Whether a fold into `targets` reports the element.
+inline bool IsReported(Dtype dtype, const Bytes& element, const std::vector<Target>& targets) {
+  const bool is_rounded = std::any_of(targets.begin(), targets.end(),
+                                      [](const Target& target) { return IsFloat32(target.kind); });
+  return !std::isfinite(is_rounded ? ValueOf(dtype, element.data())
+                                   : DoubleOf(dtype, element.data()));
 }
 
 }  // namespace ema

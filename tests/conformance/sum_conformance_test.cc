@@ -46,10 +46,12 @@ Bytes NormalElements(Dtype dtype, int64_t count, uint64_t seed) {
 // unit each, and so do the three operations before each.
 class Expectation {
  public:
-  void Add(const Bytes& average, Dtype raw_dtype, const Bytes& raw, int64_t count) {
+  void Add(const Bytes& average, Dtype raw_dtype, const Bytes& raw, int64_t count,
+           Dtype average_dtype = Dtype::kFloat32) {
     count_ += count;
     for (int64_t i = 0; i < count; ++i) {
-      const long double value = Get<float>(average.data() + i * sizeof(float));
+      const long double value =
+          DoubleOf(average_dtype, average.data() + i * DtypeSize(average_dtype));
       average_ += value * value;
       if (raw.empty()) continue;
       const long double difference =
@@ -108,6 +110,18 @@ TEST_P(SumConformanceTest, SumsAreThoseOfEveryElement) {
       Expectation alone;
       alone.Add(average, dtype, {}, count);
       alone.Check(Sum({run.average, count}));
+
+      const Bytes wide = NormalElements(Dtype::kFloat64, count, 41);
+      SumRun wide_run = run;
+      wide_run.average = Put(wide, offset * sizeof(double));
+      wide_run.average_dtype = Dtype::kFloat64;
+      Expectation wide_both;
+      wide_both.Add(wide, dtype, raw, count, Dtype::kFloat64);
+      wide_both.Check(Sum(wide_run));
+      wide_run.raw = nullptr;
+      Expectation wide_alone;
+      wide_alone.Add(wide, dtype, {}, count, Dtype::kFloat64);
+      wide_alone.Check(Sum(wide_run));
     }
   }
 }

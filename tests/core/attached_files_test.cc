@@ -77,9 +77,8 @@ TEST_F(AttachedFilesTest, TheFirstPartBeginsAnew) {
 
 TEST_F(AttachedFilesTest, BadPartsAreNamedAndChangeNothing) {
   ASSERT_THAT(Attach("f", "abc"), IsOk());
-  for (const char* name :
-       {"../x", ".hidden", "a/b", "", "model.safetensors", "MODEL.Safetensors",
-        "low_parts-00001-of-00002.safetensors", "model.safetensors.index.json"}) {
+  for (const char* name : {"../x", ".hidden", "a/b", "", "model.safetensors", "MODEL.Safetensors",
+                           "other-00001-of-00002.safetensors", "model.safetensors.index.json"}) {
     EXPECT_THAT(Attach(name, "x"), IsBad(ErrorReason::kBadName, "file")) << name;
   }
   EXPECT_THAT(files_.AddPart("f", -1, 0, ""), IsBad(ErrorReason::kBadRequest, "total_bytes -1"));

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What tracks do with what is pushed: rules for tensors, compensation, values that are not finite,
+// What tracks do with what is pushed: rules for tensors, dtypes, values that are not finite,
 // first values, and changes while training runs.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "tests/core/test_model.h"
@@ -63,6 +64,14 @@ class AveragingTest : public testing::Test {
     return bytes.ok() ? FloatsOf(*bytes) : std::vector<float>();
   }
 
+  std::vector<double> ReadDoubles(const std::string& track) {
+    const auto bytes = ReadAll(*model_, track);
+    EXPECT_THAT(bytes, IsOk());
+    std::vector<double> values(bytes.ok() ? bytes->size() / sizeof(double) : 0);
+    if (bytes.ok()) std::memcpy(values.data(), bytes->data(), values.size() * sizeof(double));
+    return values;
+  }
+
   std::vector<std::string> warnings_;
   ModelStore store_;
   std::shared_ptr<Model> model_;
@@ -100,11 +109,11 @@ TEST_F(AveragingTest, TheZerosThatAnAverageBeginsWithTakeLittleMemory) {
   ModelStore::Options options = SmallBlocks();
   options.model.block_bytes = int64_t{4} << 20;
   ModelStore store(TestDevice(), options);
-  TrackConfig compensated = Track("compensated", "smoothing=0.75, zero_init=plain");
-  compensated.compensated = true;
+  TrackConfig wide = Track("wide", "smoothing=0.75, zero_init=plain");
+  wide.dtype = Dtype::kFloat64;
   ModelConfig config{.name = "m",
                      .manifest = MakeManifest({{"w", Dtype::kFloat32, {kCount}}}),
-                     .tracks = {Track("plain", "smoothing=0.75, zero_init=plain"), compensated}};
+                     .tracks = {Track("plain", "smoothing=0.75, zero_init=plain"), wide}};
   const std::shared_ptr<Model> model = store.Create(std::move(config))->model;
   const int64_t version_bytes = model->tracks().reserved_bytes() / 5;
   TestRank rank(model, "launch");
@@ -119,7 +128,10 @@ TEST_F(AveragingTest, TheZerosThatAnAverageBeginsWithTakeLittleMemory) {
   ASSERT_THAT(push->Commit(TestRank::EndOf(bytes, 1)), IsOk());
   for (float& value : values) value *= 0.25f;
   EXPECT_EQ(FloatsOf(*ReadAll(*model, "plain")), values);
-  EXPECT_EQ(FloatsOf(*ReadAll(*model, "compensated")), values);
+  const std::vector<double> doubles(values.begin(), values.end());
+  const std::vector<std::byte> wide_bytes = *ReadAll(*model, "wide");
+  ASSERT_EQ(wide_bytes.size(), doubles.size() * sizeof(double));
+  EXPECT_EQ(std::memcmp(wide_bytes.data(), doubles.data(), wide_bytes.size()), 0);
 }
 
 TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
@@ -145,7 +157,7 @@ TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
 TEST_F(AveragingTest, WhatIsCopiedIsTheNewestAlsoWhereTheAverageStays) {
   // The seconds stand still, and with them an average over them.
   TrackConfig fine = Track("fine", "half_life=1s, update_interval=1ba");
-  fine.compensated = true;
+  fine.dtype = Dtype::kFloat64;
   Create({Track("ema", "half_life=1s, update_interval=1ba"), fine,
           Track("hold", "smoothing=0.5, ema_start=3ba, before_start=hold")},
          {{"w", Dtype::kFloat32, {2}}, {"count", Dtype::kInt32, {1}}});
@@ -159,16 +171,21 @@ TEST_F(AveragingTest, WhatIsCopiedIsTheNewestAlsoWhereTheAverageStays) {
   };
   for (int64_t step = 1; step <= 3; ++step) ASSERT_THAT(push(step), IsOk());
   EXPECT_THAT(Read("ema"), ElementsAre(1, 2, 9));
-  EXPECT_THAT(Read("fine"), ElementsAre(1, 2, 9));
+  std::vector<std::byte> expected(2 * sizeof(double) + sizeof(float));
+  const double averages[] = {1, 2};
+  const float copied = 9;  // The bits that were pushed as an int32.
+  std::memcpy(expected.data(), averages, sizeof(averages));
+  std::memcpy(expected.data() + sizeof(averages), &copied, sizeof(copied));
+  EXPECT_EQ(*ReadAll(*model_, "fine"), expected);
   EXPECT_THAT(Read("hold"), ElementsAre(1, 2, 9));
   EXPECT_THAT(Read("ema", 2), ElementsAre(1, 2, 6));
   EXPECT_THAT(Read("hold", 2), ElementsAre(1, 2, 3));
 }
 
-TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
-  TrackConfig compensated = Track("compensated", "smoothing=0.99999");
-  compensated.compensated = true;
-  Create({Track("plain", "smoothing=0.99999"), compensated}, {{"w", Dtype::kFloat32, {2}}});
+TEST_F(AveragingTest, AFloat64TrackGoesOnWhereAFloat32OneStalls) {
+  TrackConfig wide = Track("wide", "smoothing=0.99999");
+  wide.dtype = Dtype::kFloat64;
+  Create({Track("plain", "smoothing=0.99999"), wide}, {{"w", Dtype::kFloat32, {2}}});
   ASSERT_THAT(Push(1, {1, 1}), IsOk());
   constexpr int kSteps = 2000;
   const float target = 1.004f;
@@ -176,12 +193,14 @@ TEST_F(AveragingTest, ACompensatedTrackGoesOnWhereAPlainOneStalls) {
   // After the first, a plain step of 4e-8 is less than half a unit of 1.
   EXPECT_EQ(Read("plain")[0], 1);
   const double expected = target - (target - 1.0) * std::pow(0.99999, kSteps - 1);
-  EXPECT_EQ(Read("compensated")[0], static_cast<float>(expected));
+  EXPECT_NEAR(ReadDoubles("wide")[0], expected, 1e-13);
   ASSERT_EQ(warnings_.size(), 1);
-  EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track=plain"), HasSubstr("compensated")));
+  EXPECT_THAT(warnings_[0], AllOf(HasSubstr("track=plain"), HasSubstr("dtype float64")));
   const Version record = *model_->history().latest();
   EXPECT_NEAR(record.tracks[0].stall_gap, 0x1p-24 / 1e-5, 1e-8);
-  EXPECT_EQ(record.tracks[1].stall_gap, 0);
+  EXPECT_EQ(record.tracks[0].update_weight, static_cast<float>(1 - 0.99999));
+  EXPECT_EQ(record.tracks[1].update_weight, 1 - 0.99999);
+  EXPECT_EQ(record.tracks[1].stall_gap, 0x1p-53 / record.tracks[1].update_weight);
 }
 
 TEST_F(AveragingTest, RecordsSayTheWindowAndTheConfig) {
@@ -372,12 +391,12 @@ TEST_F(AveragingTest, AChangeThatIsRefusedChangesNothing) {
   const int64_t reserved_bytes = store_.budget().reserved_bytes();
   TrackConfig copying = Track("new", "200ba");
   copying.tensor_rules = {{"v*", TensorAction::kCopy}};
-  TrackConfig compensated = Track("ema", "smoothing=0.5");
-  compensated.compensated = true;
+  TrackConfig wide = Track("ema", "smoothing=0.5");
+  wide.dtype = Dtype::kFloat64;
   for (const TrackChanges& changes :
        {TrackChanges{.put = {Track("new", "copy"), Track("new", "copy")}},
         TrackChanges{.put = {Track("ok", "copy"), copying}},
-        TrackChanges{.put = {Track("ema", "copy")}}, TrackChanges{.put = {compensated}},
+        TrackChanges{.put = {Track("ema", "copy")}}, TrackChanges{.put = {wide}},
         TrackChanges{.put = {Track("ok", "copy")}, .pause = {"nobody"}},
         TrackChanges{.put = {Track("a b", "copy")}}, TrackChanges{.remove = {"ema", "raw"}}}) {
     EXPECT_FALSE(model_->UpdateTracks(changes).ok());

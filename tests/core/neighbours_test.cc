@@ -44,7 +44,7 @@ std::vector<TrackConfig> RandomTracks(std::mt19937& random, const Manifest& mani
     const int64_t schedule = Below(random, schedules.size());
     const bool is_copy = schedule == 0;
     TrackConfig track = {.name = absl::StrCat("track", i), .schedule = schedules[schedule]};
-    track.compensated = !is_copy && OneIn(random, 4);
+    if (!is_copy && OneIn(random, 4)) track.dtype = Dtype::kFloat64;
     for (const char* const pattern : {"a*", "b*"}) {
       TensorRule rule = {.pattern = pattern, .action = TensorAction::kIgnore};
       if (!is_copy && OneIn(random, 2)) rule.action = TensorAction::kCopy;

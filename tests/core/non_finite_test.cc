@@ -64,15 +64,28 @@ TEST_F(NonFiniteTest, AnAverageThatHasOverflowedIsNotBlamed) {
   EXPECT_THAT(Read("ema"), ElementsAre(-std::numeric_limits<float>::infinity(), 0));
 }
 
-TEST_F(NonFiniteTest, AFloat64ThatOnlyItsRoundingMakesInfiniteIsSkipped) {
+TEST_F(NonFiniteTest, AFloat64IsSkippedOnlyIfAFloat32AverageCannotHoldIt) {
   TrackConfig track = Track("ema", "smoothing=0.999");
-  track.compensated = true;
   Create({track}, {{"a", Dtype::kFloat64, {1}}, {"b", Dtype::kFloat32, {1}}});
   ASSERT_THAT(rank_->Push(1, Raw(1.0, 1.0f)), IsOk());
-  // What it would make of the average is finite.
+  // The average would be finite.
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, rank_->Push(2, Raw(1e39, 1.0f)));
   EXPECT_THAT(result.record.skipped_tensors, ElementsAre("a"));
   EXPECT_THAT(Read("ema"), ElementsAre(1, 1));
+}
+
+TEST_F(NonFiniteTest, ADtypeOfFloat64HoldsEveryFiniteFloat64) {
+  TrackConfig track = Track("ema", "smoothing=0.5, update_interval=2ba");
+  track.dtype = Dtype::kFloat64;
+  Create({track, Track("raw", "copy")}, {{"a", Dtype::kFloat64, {1}}, {"b", Dtype::kFloat32, {1}}});
+  ASSERT_THAT(rank_->Push(2, Raw(1e300, 1.0f)), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult only_raw, rank_->Push(3, Raw(1e308, 1.0f)));
+  EXPECT_EQ(only_raw.record.skipped_tensor_count, 0);
+  ASSERT_THAT(rank_->Push(4, Raw(3e300, 2.0f)), IsOk());
+  EXPECT_EQ(*ReadAll(*model_, "ema"), Raw(2e300, 1.5));
+  EMA_ASSERT_OK_AND_ASSIGN(const PushResult infinite,
+                           rank_->Push(6, Raw(std::numeric_limits<double>::infinity(), 2.0f)));
+  EXPECT_THAT(infinite.record.skipped_tensors, ElementsAre("a"));
 }
 
 TEST_F(NonFiniteTest, ATensorInSeveralShardsHidesNoOther) {
@@ -187,14 +200,14 @@ struct Side {
     for (const Dtype dtype : kDtypes) {
       tensors.push_back({absl::StrCat("t", tensors.size()), dtype, {kElements}});
     }
-    TrackConfig compensated = Track("compensated", "smoothing=0.9");
-    compensated.compensated = true;
+    TrackConfig wide = Track("wide", "smoothing=0.9");
+    wide.dtype = Dtype::kFloat64;
     TrackConfig part = Track("part", "smoothing=0.5, update_interval=2ba");
     part.tensor_rules = {{"t1", TensorAction::kIgnore}};
     model = store
                 .Create({.name = "m",
                          .manifest = MakeManifest(std::move(tensors)),
-                         .tracks = {compensated, part, Track("raw", "copy")},
+                         .tracks = {wide, part, Track("raw", "copy")},
                          .non_finite = non_finite})
                 ->model;
     rank = std::make_unique<TestRank>(model, "launch");
@@ -250,7 +263,7 @@ TEST(NonFiniteDevicesTest, TellTheSame) {
       ASSERT_EQ(late.Push(step, bytes), cpu.Push(step, bytes));
     }
     if (policy == NonFinitePolicy::kAllow) continue;  // Payloads of NaN may differ.
-    for (const char* const track : {"compensated", "part", "raw"}) {
+    for (const char* const track : {"wide", "part", "raw"}) {
       EXPECT_EQ(*ReadAll(*late.model, track), *ReadAll(*cpu.model, track));
     }
   }

@@ -48,7 +48,7 @@ class RollbackTest : public testing::Test {
         {.name = "raw", .schedule = MakeSchedule("copy")},
         {.name = "zero", .schedule = MakeSchedule("smoothing=0.9, zero_init=debias")},
         {.name = "fine", .schedule = MakeSchedule("5ba")}};
-    tracks.back().compensated = true;
+    tracks.back().dtype = Dtype::kFloat64;
     return tracks;
   }
 
@@ -112,7 +112,6 @@ class RollbackTest : public testing::Test {
     if (source == Source::kMemory) return loaded;
     for (TrackSnapshot& track : loaded->tracks) {
       EMA_RETURN_IF_ERROR(MakeFresh(*track.track, track.blocks));
-      if (!track.low_blocks.empty()) EMA_RETURN_IF_ERROR(MakeFresh(*track.track, track.low_blocks));
       track.block_versions.assign(track.blocks.size(), 0);
     }
     return loaded;
@@ -141,17 +140,13 @@ class RollbackTest : public testing::Test {
     return RollBack(pinned, source);
   }
 
-  // Of a track's values, and of the low parts of its averages.
   static std::vector<std::byte> Bytes(Model& model, const TrackSnapshot& track) {
     std::vector<std::byte> bytes;
-    const auto append = [&](const Blocks& blocks, int64_t length_bytes) {
-      const auto pieces = ReadBlocks(model.device(), *track.track, blocks, 0, length_bytes);
-      for (const HostPiece& piece : *pieces) {
-        bytes.insert(bytes.end(), piece.bytes.begin(), piece.bytes.end());
-      }
-    };
-    append(track.blocks, track.track->layout().total_bytes());
-    if (!track.low_blocks.empty()) append(track.low_blocks, kCount * 4);
+    const auto pieces = ReadBlocks(model.device(), *track.track, track.blocks, 0,
+                                   track.track->layout().total_bytes());
+    for (const HostPiece& piece : *pieces) {
+      bytes.insert(bytes.end(), piece.bytes.begin(), piece.bytes.end());
+    }
     return bytes;
   }
   // The newest versions of both models have the same values and stand at the same point.

@@ -59,10 +59,12 @@ class SharingTest : public testing::Test {
     std::vector<float> values;
     const StorageLayout& layout = (*snapshot)->Find(track)->track->layout();
     for (const StorageLayout::Entry& entry : layout.entries()) {
-      for (const int64_t at : {entry.offset, entry.offset + entry.length_bytes - 4}) {
-        float value = 0;
-        std::memcpy(&value, bytes->data() + at, sizeof(value));
-        values.push_back(value);
+      const int64_t last = entry.offset + entry.length_bytes - DtypeSize(entry.dtype);
+      for (const int64_t at : {entry.offset, last}) {
+        const std::byte* const element = bytes->data() + at;
+        values.push_back(entry.dtype == Dtype::kFloat64
+                             ? static_cast<float>(LoadAs<double>(element))
+                             : LoadAs<float>(element));
       }
     }
     return values;
@@ -105,9 +107,9 @@ TEST_F(SharingTest, FrozenTensorsArePushedOnceAndSharedFromThen) {
 }
 
 TEST_F(SharingTest, SmallFrozenTensorsAreCarriedAlong) {
-  TrackConfig compensated{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
-  compensated.compensated = true;
-  Create({compensated}, /*live_count=*/3, /*frozen_count=*/2);
+  TrackConfig wide{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
+  wide.dtype = Dtype::kFloat64;
+  Create({wide}, /*live_count=*/3, /*frozen_count=*/2);
   OpenRun("launch");
   ASSERT_THAT(Push(1, 2, 0.1f), IsOk());
   ASSERT_THAT(Push(2, 4), IsOk());
@@ -326,28 +328,6 @@ TEST_F(SharingTest, APausedTrackThatIsResumedHasWhatChangedMeanwhile) {
   EXPECT_FALSE(resumed.plan.may_omit_frozen);
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, Push(5, 2, 8));
   EXPECT_TRUE(pushed.plan.may_omit_frozen);
-}
-
-TEST_F(SharingTest, ACompensatedTrackSharesBothOfItsParts) {
-  TrackConfig ema{.name = "ema", .schedule = MakeSchedule("smoothing=0.75")};
-  ema.tensor_rules = {
-      {"live", TensorAction::kAverage, MakeSchedule("smoothing=0.75, update_interval=2ba")}};
-  ema.compensated = true;
-  Create({ema}, /*live_count=*/kLarge);
-  OpenRun("launch");
-  ASSERT_THAT(Push(1, 1, 1), IsOk());
-  ASSERT_THAT(Push(2, 1.1f), IsOk());
-  ASSERT_THAT(Push(3, 1.2f), IsOk());
-  {
-    const SnapshotRef second = *model_->history().Pin(2);
-    const SnapshotRef third = *model_->history().Pin(3);
-    EXPECT_EQ(second->tracks[0].blocks, third->tracks[0].blocks);
-    EXPECT_EQ(second->tracks[0].low_blocks, third->tracks[0].low_blocks);
-  }
-  ASSERT_THAT(Push(4, 1.3f), IsOk());
-  const double expected = 1 + 0.25 * (1.1f - 1.0);
-  const float fourth = static_cast<float>(expected + 0.25 * (1.3f - expected));
-  EXPECT_THAT(Read("ema"), ElementsAre(fourth, fourth, 1, 1));
 }
 
 TEST_F(SharingTest, ASkippedTensorOfAGroupThatIsNotDueStays) {

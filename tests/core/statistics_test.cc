@@ -136,9 +136,9 @@ TEST_F(StatisticsTest, FrozenTensorsCount) {
 
 // Tensors of several blocks, which the tracks cut at different elements.
 TEST_F(StatisticsTest, EveryElementMeetsItsOwnRawValue) {
-  TrackConfig compensated = Track("exact", "smoothing=0.5");
-  compensated.compensated = true;
-  Create({Track("ema", "smoothing=0.5"), compensated, Track("raw", "copy")},
+  TrackConfig exact = Track("exact", "smoothing=0.5");
+  exact.dtype = Dtype::kFloat64;
+  Create({Track("ema", "smoothing=0.5"), exact, Track("raw", "copy")},
          {{"flags", Dtype::kUInt8, {7}},
           {"single", Dtype::kFloat32, {3001}},
           {"brain", Dtype::kBFloat16, {5003}},

@@ -98,7 +98,7 @@ ModelConfig Config() {
   config.manifest = MakeManifest({{"wide", Dtype::kFloat32, {30, 50}},
                                   {"empty", Dtype::kFloat32, {0, 3}},
                                   {"bias", Dtype::kFloat32, {7}}});
-  config.tracks = {{.name = "ema", .schedule = MakeSchedule("10ba"), .compensated = true},
+  config.tracks = {{.name = "ema", .schedule = MakeSchedule("10ba"), .dtype = Dtype::kFloat64},
                    {"raw", MakeSchedule("copy")}};
   return config;
 }
@@ -122,12 +122,9 @@ uint32_t Digest(Model& model) {
   const SnapshotRef snapshot = ValueOf(model.history().Pin(0));
   for (const TrackSnapshot& of_track : snapshot->tracks) {
     const Track& track = *of_track.track;
-    for (const Blocks& blocks : {of_track.blocks, of_track.low_blocks}) {
-      if (blocks.empty()) continue;
-      for (const HostPiece& piece :
-           ValueOf(ReadBlocks(model.device(), track, blocks, 0, track.layout().total_bytes()))) {
-        crc = Crc32c(crc, piece.bytes);
-      }
+    for (const HostPiece& piece : ValueOf(
+             ReadBlocks(model.device(), track, of_track.blocks, 0, track.layout().total_bytes()))) {
+      crc = Crc32c(crc, piece.bytes);
     }
   }
   return crc;

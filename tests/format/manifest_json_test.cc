@@ -67,7 +67,7 @@ CheckpointManifest MakeCheckpoint() {
                          {"\"n\" \xc3\xa4", TensorAction::kIgnore},
                          {"head", TensorAction::kAverage, *Schedule::Parse("smoothing=0.5")}};
   config.buffers = TensorAction::kCopy;
-  config.compensated = true;
+  config.dtype = Dtype::kFloat64;
   config.paused = true;
   checkpoint.tracks[0].state = {
       {.update_count = 7,
@@ -82,9 +82,6 @@ CheckpointManifest MakeCheckpoint() {
   weights.index = SmallFile{"model.safetensors.index.json", 99, 0xfedcba98u};
   weights.piece_crc32c[1] = {0x00000001, 0xffffffff, 0x89abcdef};
   weights.digest = 0x12345678;
-  checkpoint.tracks[0].low_parts = TensorFiles{.files = {{"low_parts.safetensors", 9, 5}},
-                                               .tensor_crc32c = {1, 2},
-                                               .piece_crc32c = {{}, {}}};
   checkpoint.is_partial = true;
   checkpoint.attached_files = {{"config.json", 0, 0}, {"tokenizer.model", 1'000, 0xa}};
   checkpoint.record.tracks = {{"fast",
@@ -170,13 +167,13 @@ TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
 TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
   const std::string text =
       WithChecksum(absl::StrReplaceAll(EncodeCheckpointManifest(MakeCheckpoint()),
-                                       {{"\"format_version\": 4", "\"format_version\": 5"}}));
+                                       {{"\"format_version\": 5", "\"format_version\": 6"}}));
   EXPECT_THAT(ParseCheckpointManifest(text),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("format_version 5; this build reads only 4")));
+                       HasSubstr("format_version 6; this build reads only 5")));
   // However different the rest of it is.
-  EXPECT_THAT(ParseCheckpointManifest(FormatJsonFile(5, Json::object({{"other", 1}}))),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 5")));
+  EXPECT_THAT(ParseCheckpointManifest(FormatJsonFile(6, Json::object({{"other", 1}}))),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 6")));
 }
 
 // Takes minutes if each member is searched for among all others.
@@ -197,7 +194,7 @@ TEST(ManifestJsonTest, VeryManyMembersAreReadInTime) {
 }
 
 TEST(ManifestJsonTest, AForeignTextIsRefused) {
-  for (const char* const other : {"", "1", "[[], {\"format_version\": 4}]", "\"", "{", "{}"}) {
+  for (const char* const other : {"", "1", "[[], {\"format_version\": 5}]", "\"", "{", "{}"}) {
     EXPECT_THAT(ParseCheckpointManifest(other),
                 StatusIs(absl::StatusCode::kDataLoss, HasSubstr("checksum is wrong, or missing")))
         << other;
@@ -348,19 +345,18 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"IndexIsMissing", "\"index\":", "\"indeks\":", "index is missing"},
         BadCase{"IndexHasAnotherName", "model.safetensors.index.json", "../x",
                 "weights.index is not model.safetensors.index.json"},
-        BadCase{"LowPartsOfAnUncompensatedTrack", "\"compensated\":true", "\"compensated\":false",
-                "tracks[0].low_parts is not null"},
+        BadCase{"DtypeOfATrackIsUnknown", "\"float64\"", "\"float65\"", "config.dtype: "},
         BadCase{"AttachedLeavesTheFolder", "\"config.json\"", "\"../config.json\"",
                 "a name must be"},
-        BadCase{"AttachedIsLikeWeights", "\"config.json\"", "\"low_parts.safetensors\"",
+        BadCase{"AttachedIsLikeWeights", "\"config.json\"", "\"model.safetensors\"",
                 "the weights that the server writes"},
         BadCase{"AttachedTwice", "\"config.json\"", "\"tokenizer.model\"",
                 "\"tokenizer.model\" is too large, or there twice"},
         BadCase{"RestoredFromNothing", "\"version\":5,", "\"version\":0,",
                 "version.restored_from.version"},
-        BadCase{"FormatVersionIsZero", "\"format_version\": 4", "\"format_version\": 0",
+        BadCase{"FormatVersionIsZero", "\"format_version\": 5", "\"format_version\": 0",
                 "format_version is not an integer"},
-        BadCase{"FormatVersionIsMissing", "\"format_version\": 4", "\"format\": 4",
+        BadCase{"FormatVersionIsMissing", "\"format_version\": 5", "\"format\": 5",
                 "format_version is missing"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
 

@@ -36,7 +36,6 @@ TEST(DtypeTest, EachHasItsSizeAndName) {
     EXPECT_EQ(DtypeName(c.dtype), c.name);
     EXPECT_EQ(DtypeSize(c.dtype), c.size) << c.name;
     EXPECT_EQ(IsFloat(c.dtype), c.is_float) << c.name;
-    EXPECT_EQ(AverageDtype(c.dtype), c.is_float ? Dtype::kFloat32 : c.dtype) << c.name;
     EXPECT_THAT(ParseDtype(c.name), IsOkAndHolds(c.dtype));
   }
 }

@@ -232,9 +232,18 @@ TEST(ValidateTrackTest, RefusesOptionsWithoutUse) {
   EXPECT_THAT(ValidateTrack(track, TestManifest()),
               StatusIs(kInvalid, HasSubstr("buffers \"ignore\": must be \"average\" or \"copy\"")));
   track = Track("copy");
-  track.compensated = true;
+  track.dtype = Dtype::kFloat64;
   EXPECT_THAT(ValidateTrack(track, TestManifest()),
-              StatusIs(kInvalid, HasSubstr("compensated \"true\": has no use with copy")));
+              StatusIs(kInvalid, HasSubstr("dtype \"float64\": has no use with copy")));
+  track = Track("200ba");
+  for (const auto& [dtype, name] :
+       {std::pair(Dtype::kBFloat16, "bfloat16"), std::pair(static_cast<Dtype>(99), "unknown")}) {
+    track.dtype = dtype;
+    EXPECT_THAT(
+        ValidateTrack(track, TestManifest()),
+        StatusIs(kInvalid, HasSubstr(absl::StrCat("dtype \"", name,
+                                                  "\": must be \"float32\" or \"float64\""))));
+  }
   EXPECT_THAT(ValidateTrack(Track("200ba", {{"*", kIgnore}}), TestManifest()),
               StatusIs(kInvalid, HasSubstr("every tensor is ignored")));
 }
@@ -290,14 +299,14 @@ TEST(ValidateTrackTest, ManyRulesAndHardPatternsAreQuick) {
 TEST(TrackTextTest, SaysTheScheduleAndWhatIsNotAtItsDefault) {
   TrackConfig track = Track("half_life=200ba, update_interval=5ba");
   EXPECT_EQ(TrackText(track), "half_life=200ba, update_interval=5ba");
-  track.compensated = true;
+  track.dtype = Dtype::kFloat64;
   track.tensor_rules = {{"head.*", kIgnore}};
-  EXPECT_EQ(TrackText(track), "half_life=200ba, update_interval=5ba; compensated; head.* ignore");
+  EXPECT_EQ(TrackText(track), "half_life=200ba, update_interval=5ba; dtype float64; head.* ignore");
   track.buffers = kCopy;
   track.paused = true;
   track.tensor_rules.push_back({"*", kAverage});
   EXPECT_EQ(TrackText(track),
-            "half_life=200ba, update_interval=5ba; buffers copy; compensated; paused; head.* "
+            "half_life=200ba, update_interval=5ba; buffers copy; dtype float64; paused; head.* "
             "ignore; * average");
   track = Track("sigma_rel=0.05");
   track.snapshot_interval = TrainingDuration{50, TimeUnit::kEpoch};

@@ -38,29 +38,25 @@ AlignedBytes NewBytes(int64_t size_bytes) {
   return AlignedBytes(new (std::align_val_t(64)) std::byte[size_bytes]);
 }
 
-// Memory of one target: current and next, high and low, with room before and behind them.
+// Memory of one target: current and next, with room before and behind them.
 struct Averages {
   static constexpr int64_t kMargin = 64;
   Averages(int64_t size_bytes, int64_t shift, std::mt19937_64& random)
       : total_bytes(size_bytes + shift + 2 * kMargin) {
-    for (AlignedBytes* bytes : {&current, &next, &current_low, &next_low}) {
-      *bytes = NewBytes(total_bytes);
-    }
+    for (AlignedBytes* bytes : {&current, &next}) *bytes = NewBytes(total_bytes);
     std::normal_distribution<float> normal;
+    // Pairs of them are float64s of ordinary sizes, too.
     for (int64_t i = 0; i + 4 <= total_bytes; i += 4) {
       const float value = normal(random);
-      const float low = value * 1e-9f;
       std::memcpy(&current[i], &value, 4);
-      std::memcpy(&current_low[i], &low, 4);
     }
     std::fill_n(next.get(), total_bytes, std::byte{0xa5});
-    std::fill_n(next_low.get(), total_bytes, std::byte{0xa5});
     offset = kMargin + shift;
   }
 
   int64_t total_bytes;
   int64_t offset = 0;
-  AlignedBytes current, next, current_low, next_low;
+  AlignedBytes current, next;
 };
 
 struct Case {
@@ -71,11 +67,8 @@ struct Case {
   int64_t stored_shift = 0;  // In elements.
 };
 
-bool IsAverage(FoldKind kind) {
-  return kind == FoldKind::kAverage || kind == FoldKind::kAverageCompensated;
-}
-bool IsCompensated(FoldKind kind) {
-  return kind == FoldKind::kAverageCompensated || kind == FoldKind::kAssignCompensated;
+int64_t StoredBytes(FoldKind kind, Dtype dtype) {
+  return FoldTarget{.kind = kind}.StoredBytes(DtypeSize(dtype));
 }
 
 std::vector<std::byte> Pushed(Dtype dtype, int64_t count, std::mt19937_64& random,
@@ -126,7 +119,7 @@ class FoldTableTest : public testing::Test {
     sources_.push_back(NewBytes(static_cast<int64_t>(pushed.size()) + 64 + c.source_shift));
     std::byte* const source = sources_.back().get() + c.source_shift;
     std::copy(pushed.begin(), pushed.end(), source);
-    const int64_t stored = c.kind == FoldKind::kCopy ? DtypeSize(c.dtype) : 4;
+    const int64_t stored = StoredBytes(c.kind, c.dtype);
     const uint64_t seed = random_();
     std::mt19937_64 first(seed);
     std::mt19937_64 second(seed);
@@ -145,10 +138,6 @@ class FoldTableTest : public testing::Test {
     FoldTarget target{
         .kind = c.kind, .update_weight = weight, .next = averages.next.get() + averages.offset};
     if (IsAverage(c.kind)) target.current = averages.current.get() + averages.offset;
-    if (IsCompensated(c.kind)) target.next_low = averages.next_low.get() + averages.offset;
-    if (c.kind == FoldKind::kAverageCompensated) {
-      target.current_low = averages.current_low.get() + averages.offset;
-    }
     fold(FoldOp{c.dtype, source, c.count, std::span(&target, 1)});
   }
 
@@ -181,7 +170,6 @@ class FoldTableTest : public testing::Test {
     for (size_t i = 0; i < pairs_.size(); ++i) {
       const auto& [expected, got] = *pairs_[i];
       ASSERT_EQ(std::memcmp(expected.next.get(), got.next.get(), got.total_bytes), 0) << i;
-      ASSERT_EQ(std::memcmp(expected.next_low.get(), got.next_low.get(), got.total_bytes), 0) << i;
     }
     pairs_.clear();
     sources_.clear();
@@ -201,7 +189,7 @@ constexpr Dtype kFloats[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16,
 constexpr Dtype kOthers[] = {Dtype::kInt8,  Dtype::kInt16, Dtype::kInt32,
                              Dtype::kInt64, Dtype::kUInt8, Dtype::kBool};
 constexpr FoldKind kKinds[] = {FoldKind::kAverage, FoldKind::kAssign, FoldKind::kCopy,
-                               FoldKind::kAverageCompensated, FoldKind::kAssignCompensated};
+                               FoldKind::kAverageFloat64, FoldKind::kAssignFloat64};
 const std::vector<int64_t> kSizes = {0,
                                      1,
                                      2,
@@ -269,7 +257,7 @@ TEST_F(FoldTableTest, OneReadOfTheSourceFeedsAllTargets) {
   std::vector<FoldTarget> expected, got;
   for (int64_t t = 0; t < 10; ++t) {
     const FoldKind kind = kKinds[t % 5];
-    const int64_t stored = kind == FoldKind::kCopy ? 2 : 4;
+    const int64_t stored = StoredBytes(kind, Dtype::kFloat16);
     std::mt19937_64 first(t), second(t);
     // Every other one lies differently from the first.
     pairs.push_back(
@@ -287,9 +275,6 @@ TEST_F(FoldTableTest, OneReadOfTheSourceFeedsAllTargets) {
   for (const auto& pair : pairs) {
     EXPECT_EQ(std::memcmp(pair->expected.next.get(), pair->got.next.get(), pair->got.total_bytes),
               0);
-    EXPECT_EQ(
-        std::memcmp(pair->expected.next_low.get(), pair->got.next_low.get(), pair->got.total_bytes),
-        0);
   }
 }
 
@@ -300,10 +285,9 @@ TEST_F(FoldTableTest, NeighboursShareTheirTargets) {
   for (const bool is_one_apart : {false, true}) {
     const std::vector<std::byte> source = Pushed(Dtype::kFloat32, kPiece * kPieces, random_, false);
     std::vector<FoldTarget> expected, got;
-    for (const FoldKind kind :
-         {FoldKind::kAverage, FoldKind::kAverageCompensated, FoldKind::kCopy}) {
+    for (const FoldKind kind : {FoldKind::kAverage, FoldKind::kAverageFloat64, FoldKind::kCopy}) {
       std::mt19937_64 first(3), second(3);
-      const int64_t size_bytes = (kPieces + 1) * kPiece * 4;
+      const int64_t size_bytes = (kPieces + 1) * kPiece * StoredBytes(kind, Dtype::kFloat32);
       pairs_.push_back(std::make_unique<Pair>(
           Pair{Averages(size_bytes, 0, first), Averages(size_bytes, 0, second)}));
       const Case c{Dtype::kFloat32, kind, kPiece};
@@ -321,11 +305,10 @@ TEST_F(FoldTableTest, NeighboursShareTheirTargets) {
           // Of the second half the last track has a gap before it.
           const bool is_apart =
               is_one_apart && target.kind == FoldKind::kCopy && piece >= kPieces / 2;
-          const int64_t bytes = (piece * kPiece + (is_apart ? 3 : 0)) * 4;
+          const int64_t bytes =
+              (piece * kPiece + (is_apart ? 3 : 0)) * StoredBytes(target.kind, Dtype::kFloat32);
           target.next += bytes;
           if (target.current != nullptr) target.current += bytes;
-          if (target.next_low != nullptr) target.next_low += bytes;
-          if (target.current_low != nullptr) target.current_low += bytes;
         }
         return targets;
       };
@@ -358,23 +341,19 @@ TEST_F(FoldTableTest, NeighboursInOrderAreOneRun) {
       const float nan = std::numeric_limits<float>::quiet_NaN();
       std::memcpy(&source[(50 * kPiece + 7) * 4], &nan, 4);
       std::memcpy(&source[(120 * kPiece + 100) * 4], &nan, 4);
-      const int64_t size_bytes = kPieces * kPiece * 4;
+      const int64_t stored = StoredBytes(kind, Dtype::kFloat32);
+      const int64_t size_bytes = kPieces * kPiece * stored;
       std::mt19937_64 first(3), second(3);
-      pairs_.push_back(std::make_unique<Pair>(
-          Pair{Averages(size_bytes, shift * 4, first), Averages(size_bytes, shift * 4, second)}));
+      pairs_.push_back(std::make_unique<Pair>(Pair{Averages(size_bytes, shift * stored, first),
+                                                   Averages(size_bytes, shift * stored, second)}));
       const Case c{Dtype::kFloat32, kind, kPieces * kPiece};
       Fold(c, source.data(), pairs_.back()->expected, 0.25,
            [](const FoldOp& op) { FoldScalar(op); });
-      Fold(c, source.data(), pairs_.back()->got, 0.25, [this](const FoldOp& whole) {
+      Fold(c, source.data(), pairs_.back()->got, 0.25, [this, stored](const FoldOp& whole) {
         for (int64_t piece = 0; piece < kPieces; ++piece) {
           FoldTarget target = whole.targets[0];
-          const auto move = [piece](auto*& data) {
-            if (data != nullptr) data += piece * kPiece * 4;
-          };
-          move(target.current);
-          move(target.next);
-          move(target.current_low);
-          move(target.next_low);
+          if (target.current != nullptr) target.current += piece * kPiece * stored;
+          target.next += piece * kPiece * stored;
           AddToBatch({Dtype::kFloat32, whole.source + piece * kPiece * 4, kPiece,
                       std::span(&target, 1), piece, 1000});
         }
@@ -407,12 +386,24 @@ TEST_F(FoldTableTest, WhatIsNotFiniteIsNoticedWhereverItIs) {
       }
     }
   }
-  // A float64 that no float32 can hold.
-  const double large = 1e300;
-  found_.clear();
-  AddToBatch({Dtype::kFloat64, reinterpret_cast<const std::byte*>(&large), 1, {}});
-  Launch();
-  EXPECT_EQ(found_, std::vector<NonFiniteElement>({{0, 0}}));
+  // Finite, but too large for a float32 average. In whole vectors and beside them.
+  const std::vector<double> large(kFoldTileElements + 1, 1e300);
+  const auto* const source = reinterpret_cast<const std::byte*>(large.data());
+  std::vector<double> next(large.size());
+  for (const FoldKind kind : kKinds) {
+    for (const size_t count : {size_t{1}, large.size()}) {
+      found_.clear();
+      const FoldTarget target = {.kind = kind,
+                                 .current = reinterpret_cast<const std::byte*>(large.data()),
+                                 .next = reinterpret_cast<std::byte*>(next.data())};
+      AddToBatch({Dtype::kFloat64, source, static_cast<int64_t>(count), std::span(&target, 1)});
+      AddToBatch({Dtype::kFloat64, source, static_cast<int64_t>(count), {}, 5});
+      Launch();
+      const std::vector<NonFiniteElement> first = {{0, 0}};
+      EXPECT_EQ(found_, IsFloat32(kind) ? first : std::vector<NonFiniteElement>())
+          << static_cast<int>(kind) << " " << count;
+    }
+  }
 }
 
 TEST_F(FoldTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {

@@ -39,13 +39,14 @@ TEST(SumTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {
   constexpr int64_t kCount = (int64_t{1} << 31) + 5 * kSumTileElements + 3;
   const Sparse<float> memory(kCount);
   float* const values = memory.data();
+  const auto* const average = reinterpret_cast<const std::byte*>(values);
   const std::vector<DeviceSumRun> runs = {
-      {.average = values, .element_count = 0},
-      {.average = values,
-       .raw = reinterpret_cast<const std::byte*>(values),
+      {.average = average, .element_count = 0},
+      {.average = average,
+       .raw = average,
        .element_count = kCount,
        .raw_format = SourceFormat::kFloat32},
-      {.average = values, .element_count = 1, .first_tile = SumTileCount(kCount)}};
+      {.average = average, .element_count = 1, .first_tile = SumTileCount(kCount)}};
   const int64_t last_tile = SumTileCount(kCount) - 1;
   // A block for each tile: each is looked at by itself.
   const int64_t block_count = last_tile + 2;
@@ -72,7 +73,8 @@ TEST(SumTableTest, ARunMayHaveMoreThanTwoToThe31Elements) {
 // What many launches add up to is in the same places.
 TEST(SumTableTest, AThreadAddsToItsPlace) {
   const std::vector<float> values(kSumTileElements, 1);
-  const DeviceSumRun run{.average = values.data(), .element_count = kSumTileElements};
+  const DeviceSumRun run{.average = reinterpret_cast<const std::byte*>(values.data()),
+                         .element_count = kSumTileElements};
   std::vector<SquareSums> sums(kSumThreads, {.average = 1, .difference = 5});
   SumOfThread(
       {.runs = &run, .run_count = 1, .tile_count = 1, .block_count = 1, .sums = sums.data()}, 0, 7);

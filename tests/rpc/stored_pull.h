@@ -40,7 +40,6 @@ class FakeCheckpoints final : public Checkpoints {
     for (TrackSnapshot& track : kept.version.tracks) {
       kept.bytes[track.track->name()] = BytesOfBlocks(device, track);
       track.blocks.clear();
-      track.low_blocks.clear();
     }
   }
   // A track must not outlive its model.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "server/kernel/cast_run.h"
+#include "server/kernel/fold_op.h"
 #include "server/kernel/fold_table.h"
 #include "server/kernel/sum_table.h"
 #include "tests/testutil/walk_grid.h"
@@ -43,15 +44,11 @@ FoundTile FindTile(const FindKernelMemory& find, const ema::FoldTable& table, in
   found.targets.assign(targets, targets + tile.target_count);
   tile.first_target = 0;
   for (ema::DeviceFoldTarget& target : found.targets) {
-    const int64_t stored = target.kind == ema::FoldKind::kCopy ? tile.element_bytes : 4;
+    const int64_t stored = ema::FoldTarget{.kind = target.kind}.StoredBytes(tile.element_bytes);
     const int64_t skipped = (tile.target_offset + tile.begin) * stored;
-    const bool is_average = ema::fold_internal::IsAverage(target.kind);
-    const bool is_compensated = ema::fold_internal::IsCompensated(target.kind);
     move(target.next, skipped, stored, "a target's next");
-    if (is_average) move(target.current, skipped, stored, "a target's current");
-    if (is_compensated) move(target.next_low, skipped, stored, "a target's next low");
-    if (is_average && is_compensated) {
-      move(target.current_low, skipped, stored, "a target's current low");
+    if (ema::IsAverage(target.kind)) {
+      move(target.current, skipped, stored, "a target's current");
     }
   }
   if (table.non_finite != nullptr) {
@@ -80,7 +77,8 @@ std::vector<ema::DeviceSumRun> FindRuns(const FindKernelMemory& find, const ema:
       FindItems(find, table.runs, table.run_count, "the runs of sums");
   std::vector<ema::DeviceSumRun> found(runs, runs + table.run_count);
   for (ema::DeviceSumRun& run : found) {
-    run.average = FindItems(find, run.average, run.element_count, "an average that is summed");
+    run.average = find(run.average, run.element_count * (run.is_float64 ? 8 : 4), false,
+                       "an average that is summed");
     if (run.raw_format == ema::SourceFormat::kNoFloat) continue;
     run.raw =
         find(run.raw, run.element_count * BytesOf(run.raw_format), false, "raw values of a sum");

@@ -61,14 +61,12 @@ class Work {
     tile.source = next();
     tile.end = kElements;
     tile.target_count = 1;
-    target.kind = ema::FoldKind::kAverageCompensated;
+    target.kind = ema::FoldKind::kAverage;
     target.next = next();
     target.current = next();
-    target.next_low = next();
-    target.current_low = next();
     table.tile_count = 1;
     table.non_finite = reinterpret_cast<uint32_t*>(next());
-    run.average = reinterpret_cast<float*>(next());
+    run.average = next();
     run.raw = next();
     run.element_count = kElements;
     run.raw_format = ema::SourceFormat::kFloat32;
@@ -147,7 +145,7 @@ TEST(FakeCudartTest, AGpuUsesItsOwnMemory) {
     std::memcpy(work.pinned, values, sizeof(values));
     auto* const source = const_cast<std::byte*>(work.tile.source);
     Need(cudaMemcpyAsync(source, work.pinned, sizeof(values), cudaMemcpyHostToDevice, work.stream));
-    work.run.average = reinterpret_cast<const float*>(work.target.next);
+    work.run.average = work.target.next;
     work.run.raw = source;
     work.cast = {ema::SourceFormat::kBFloat16, work.target.next, work.cast.to, kElements};
     work.PutItems();
@@ -213,10 +211,6 @@ const Place kPlaces[] = {
     {"Next", "a target's next", [](Work& work, std::byte* at) { work.target.next = at; }, Fold},
     {"Current", "a target's current", [](Work& work, std::byte* at) { work.target.current = at; },
      Fold},
-    {"NextLow", "a target's next low", [](Work& work, std::byte* at) { work.target.next_low = at; },
-     Fold},
-    {"CurrentLow", "a target's current low",
-     [](Work& work, std::byte* at) { work.target.current_low = at; }, Fold},
     {"NonFinite", "a note of what is not finite",
      [](Work& work, std::byte* at) { work.table.non_finite = reinterpret_cast<uint32_t*>(at); },
      Fold, /*may_be_pinned=*/true},
@@ -227,7 +221,7 @@ const Place kPlaces[] = {
      [](Work& work, std::byte* at) { work.sums.sums = reinterpret_cast<ema::SquareSums*>(at); },
      Sum},
     {"Average", "an average that is summed",
-     [](Work& work, std::byte* at) { work.run.average = reinterpret_cast<float*>(at); }, Sum},
+     [](Work& work, std::byte* at) { work.run.average = at; }, Sum},
     {"Raw", "raw values of a sum", [](Work& work, std::byte* at) { work.run.raw = at; }, Sum},
     {"From", "what is cast", [](Work& work, std::byte* at) { work.cast.from = at; }, Cast},
     {"To", "where a cast goes", [](Work& work, std::byte* at) { work.cast.to = at; }, Cast},

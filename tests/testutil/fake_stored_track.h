@@ -73,7 +73,6 @@ inline SnapshotRef AsStored(const Snapshot& version, std::string_view track,
   snapshot->tracks.push_back(*version.Find(track));
   TrackSnapshot& only = snapshot->tracks[0];
   only.blocks.clear();
-  only.low_blocks.clear();
   only.block_versions.clear();
   only.stored = std::move(stored);
   return snapshot;

@@ -80,7 +80,7 @@ class Track:
         schedule: Schedule,
         tensor_rules: Sequence[RuleTuple] = ...,
         buffers: str = "average",
-        compensated: bool = False,
+        dtype: str = "float32",
         paused: bool = False,
         snapshot_interval: str | None = None,
     ) -> None: ...
@@ -93,7 +93,7 @@ class Track:
     @property
     def buffers(self) -> str: ...
     @property
-    def compensated(self) -> bool: ...
+    def dtype(self) -> str: ...
     @property
     def paused(self) -> bool: ...
     @property
@@ -126,7 +126,6 @@ def fold_many(
     emas: Sequence[object],
     params: Sequence[object],
     update_weight: float,
-    compensations: Sequence[object] | None = None,
     threads: int = 0,
 ) -> None: ...
 

@@ -47,6 +47,13 @@ def check_int64(what: str, value: object) -> None:
         raise InvalidArgumentError(f"{what} {value!r}: must be a whole number of 64 bits")
 
 
+def name_of_dtype(dtype: object) -> str:
+    """The name of a dtype that is given by it, or as PyTorch's, NumPy's or JAX's."""
+    # Classes, such as numpy.float16, and JAX's dtypes have a __name__.
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
+    return str(name).removeprefix("torch.")
+
+
 def names_from(what: str, value: Any) -> list[Any]:
     """The names in an argument that takes one or several. InvalidArgumentError: not iterable, or a
     name is empty."""

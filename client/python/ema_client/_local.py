@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-# The unit roundoff of float32, which has 24 significant bits.
-_FLOAT_UNIT = 2.0**-24
+# The unit roundoff of each dtype of averages.
+_UNITS = {"float32": 2.0**-24, "float64": 2.0**-53}
 
 
 def compute_ema(
@@ -162,9 +162,8 @@ class _Track:
     schedules: dict[str, int]
     # The state of each schedule; empty before the first update.
     state: list[_ema.ScheduleState] = dataclasses.field(default_factory=list)
-    # Empty before the first update. Averaged tensors and their low parts are float32.
+    # Empty before the first update. Averaged tensors have the track's dtype.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    low_parts: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     record: TrackVersion | None = None
     # For each schedule, the number of the last `update` call that was due; 0: none.
     last_calls: list[int] = dataclasses.field(default_factory=list)
@@ -210,7 +209,7 @@ class LocalEMA:
         update_interval: how often to update, such as "5ba"; for all tracks without their own.
         ema_start: when the track "ema" starts to average, such as "0.1dur".
         preset: the track "ema" averages as a library does; see `Track.preset`.
-        tensor_rules, buffers, compensated, paused, snapshot_interval: of the track "ema", as for `attach`.
+        tensor_rules, buffers, dtype, paused, snapshot_interval: of the track "ema", as for `attach`.
         tracks: more tracks, as for `Client.create_model`. Tensors that all tracks ignore may have any
             dtype.
         track_arguments: `decay` for `smoothing`, other fields of a `Track`, or the preset's own arguments,
@@ -240,7 +239,7 @@ class LocalEMA:
         preset: str | Mapping[str, Any] | None = None,
         tensor_rules: TensorRules | None = None,
         buffers: str | None = None,
-        compensated: bool | None = None,
+        dtype: Any = None,
         paused: bool | None = None,
         snapshot_interval: str | None = None,
         tracks: Mapping[str, TrackLike] | None = None,
@@ -254,7 +253,7 @@ class LocalEMA:
             ema_start=ema_start,
             tensor_rules=tensor_rules,
             buffers=buffers,
-            compensated=compensated,
+            dtype=dtype,
             paused=paused,
             snapshot_interval=snapshot_interval,
         ).with_arguments(track_arguments, inspect.signature(LocalEMA).parameters)
@@ -340,23 +339,16 @@ class LocalEMA:
             source[name] = _on_host(source[name])
             if name not in track.tensors:
                 is_averaged = track.actions[name] == "average"
-                dtype = torch.float32 if is_averaged else source[name].dtype
+                dtype = getattr(torch, track.track.dtype) if is_averaged else source[name].dtype
                 track.tensors[name] = _zeros(source[name].shape, dtype)
-        low_parts = None
-        if track.track.compensated:
-            for name in averaged:
-                if name not in track.low_parts:
-                    track.low_parts[name] = _zeros(source[name].shape, torch.float32)
-            low_parts = [track.low_parts[name] for name in averaged]
         write((track.tensors[name], source[name]) for name in copied)
         if from_zero:
-            for zeroed in (*(track.tensors[name] for name in averaged), *(low_parts or ())):
-                zeroed.zero_()
+            for name in averaged:
+                track.tensors[name].zero_()
         _ema.fold_many(
             [track.tensors[name] for name in averaged],
             [source[name] for name in averaged],
             weight,
-            low_parts,
         )
 
     def _record(self, track: _Track, plan: list[tuple[bool, float, bool, float]]) -> None:
@@ -388,16 +380,16 @@ class LocalEMA:
         )
         if not due or weight == 0:
             return record
-        compensated = track.track.compensated
-        stalls = weight < 1 and not compensated
         last_call = track.last_calls[schedule]
         return dataclasses.replace(
             record,
             update_weight=(
-                weight if compensated else struct.unpack("f", struct.pack("f", weight))[0]
+                weight
+                if track.track.dtype == "float64"
+                else struct.unpack("f", struct.pack("f", weight))[0]
             ),
             window_steps=(self._calls - last_call if last_call else 1) / weight,
-            stall_gap=_FLOAT_UNIT / weight if stalls else 0.0,
+            stall_gap=_UNITS[track.track.dtype] / weight if weight < 1 else 0.0,
         )
 
     def _get(self, name: str | None) -> _Track:
@@ -491,7 +483,6 @@ class LocalEMA:
                     ],
                     "last_calls": list(track.last_calls),
                     "tensors": dict(track.tensors),
-                    "low_parts": dict(track.low_parts),
                 }
                 for name, track in self._tracks.items()
             },
@@ -510,7 +501,6 @@ class LocalEMA:
         for name, saved in state["tracks"].items():
             track = self._tracks[name]
             stored = [tensor for tensor, done in track.actions.items() if done != "ignore"]
-            low = track.names("average") if track.track.compensated else []
             count = 1 + sum(rule[2] is not None for rule in track.track.tensor_rules)
             if len(saved["states"]) not in (0, count):
                 raise InvalidArgumentError(
@@ -519,18 +509,16 @@ class LocalEMA:
                 )
             if not saved["tensors"]:
                 continue
-            for what, expected, given in (
-                (f'track "{name}"', stored, saved["tensors"]),
-                (f'track "{name}", low parts', low, saved["low_parts"]),
-            ):
-                arrays.check_names(what, expected=expected, given=given, places=places)
+            arrays.check_names(
+                f'track "{name}"', expected=stored, given=saved["tensors"], places=places
+            )
             wrong = [
                 f"{tensor}: {_kind(value)}"
                 for tensor, value in saved["tensors"].items()
                 if value.shape != current[tensor].shape
                 or str(value.dtype)
                 != (
-                    "torch.float32"
+                    f"torch.{track.track.dtype}"
                     if tensor in set(track.names("average"))
                     else str(current[tensor].dtype)
                 )
@@ -545,7 +533,6 @@ class LocalEMA:
             track.state = [_ema.ScheduleState.from_fields(**state) for state in saved["states"]]
             track.last_calls = list(saved["last_calls"])
             track.tensors = arrays.copies_on("cpu", saved["tensors"])
-            track.low_parts = arrays.copies_on("cpu", saved["low_parts"])
             track.record = None
         self._batch = state["batch"]
         self._calls = state["calls"]

@@ -232,14 +232,14 @@ class EMAModel:
         self._stored = None
 
     def to(self, device: Any = None, dtype: Any = None, non_blocking: bool = False) -> None:
-        """Does nothing: averages are float32, on the server.
+        """Does nothing: the averages are on the server, and keep their dtype.
 
         Raises:
             InvalidArgumentError: another dtype.
         """
         if str(dtype).removeprefix("torch.") not in ("None", "float32"):
             raise InvalidArgumentError(
-                f"dtype {dtype}: the averages are float32; pull them with dtype= to have others"
+                f"dtype {dtype}: the averages keep theirs; pull them with dtype= to have others"
             )
 
     def pin_memory(self) -> None:

@@ -132,25 +132,9 @@ class OperandList {
 struct Update {
   Operand param;
   Operand ema;
-  std::optional<Operand> compensation;
 };
 
-absl::Status CheckWritten(const OperandList& list, size_t index, const Operand& written,
-                          const OperandList& params, const Operand& param) {
-  if (written.dtype != Dtype::kFloat32) {
-    return BadRequest(absl::StrCat(list.NameOf(index), ": expected float32, found ",
-                                   std::string(DtypeName(written.dtype))));
-  }
-  if (written.element_count != param.element_count) {
-    return BadRequest(absl::StrCat(list.NameOf(index), ": expected ", param.element_count,
-                                   " elements, as many as ", params.NameOf(index), " has, found ",
-                                   written.element_count));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params,
-                                  std::optional<OperandList>& compensations, size_t index) {
+absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params, size_t index) {
   Update update;
   EMA_ASSIGN_OR_RETURN(update.param, params.Read(index));
   if (!IsFloat(update.param.dtype)) {
@@ -159,34 +143,31 @@ absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params,
                                    std::string(DtypeName(update.param.dtype))));
   }
   EMA_ASSIGN_OR_RETURN(update.ema, emas.Read(index));
-  EMA_RETURN_IF_ERROR(CheckWritten(emas, index, update.ema, params, update.param));
-  if (compensations.has_value()) {
-    EMA_ASSIGN_OR_RETURN(update.compensation, compensations->Read(index));
-    EMA_RETURN_IF_ERROR(
-        CheckWritten(*compensations, index, *update.compensation, params, update.param));
+  if (update.ema.dtype != Dtype::kFloat32 && update.ema.dtype != Dtype::kFloat64) {
+    return BadRequest(absl::StrCat(emas.NameOf(index), ": expected float32 or float64, found ",
+                                   std::string(DtypeName(update.ema.dtype))));
+  }
+  if (update.ema.element_count != update.param.element_count) {
+    return BadRequest(absl::StrCat(emas.NameOf(index), ": expected ", update.param.element_count,
+                                   " elements, as many as ", params.NameOf(index), " has, found ",
+                                   update.ema.element_count));
   }
   return update;
 }
 
 // Two threads may not write the same memory, and whoever gives it twice has made a mistake.
-absl::Status CheckNoOverlap(const std::vector<Update>& updates, const OperandList& emas,
-                            const std::optional<OperandList>& compensations) {
+absl::Status CheckNoOverlap(const std::vector<Update>& updates, const OperandList& emas) {
   struct Range {
     const std::byte* begin;
     const std::byte* end;
-    const OperandList* list;
     size_t index;
   };
   std::vector<Range> ranges;
-  ranges.reserve(updates.size() * (compensations.has_value() ? 2 : 1));
-  const auto add = [&](const OperandList& list, size_t index, const Operand& operand) {
-    if (operand.element_count == 0) return;
-    ranges.push_back({operand.data, operand.data + operand.element_count * int64_t{sizeof(float)},
-                      &list, index});
-  };
+  ranges.reserve(updates.size());
   for (size_t i = 0; i < updates.size(); ++i) {
-    add(emas, i, updates[i].ema);
-    if (compensations.has_value()) add(*compensations, i, *updates[i].compensation);
+    const Operand& ema = updates[i].ema;
+    if (ema.element_count == 0) continue;
+    ranges.push_back({ema.data, ema.data + ema.element_count * DtypeSize(ema.dtype), i});
   }
   std::sort(ranges.begin(), ranges.end(),
             [](const Range& a, const Range& b) { return a.begin < b.begin; });
@@ -194,7 +175,7 @@ absl::Status CheckNoOverlap(const std::vector<Update>& updates, const OperandLis
     const Range& a = ranges[i - 1];
     const Range& b = ranges[i];
     if (b.begin < a.end) {
-      return BadRequest(absl::StrCat(a.list->NameOf(a.index), " and ", b.list->NameOf(b.index),
+      return BadRequest(absl::StrCat(emas.NameOf(a.index), " and ", emas.NameOf(b.index),
                                      " share memory: expected each array once"));
     }
   }
@@ -248,20 +229,16 @@ class Folder {
   }
 
   void FoldPart(const Update& update, int64_t first, int64_t count) const {
-    const int64_t offset = first * int64_t{sizeof(float)};
+    const bool is_float64 = update.ema.dtype == Dtype::kFloat64;
     FoldTarget target;
     target.update_weight = update_weight_;
-    target.current = target.next = update.ema.data + offset;
+    target.current = target.next = update.ema.data + first * DtypeSize(update.ema.dtype);
     // As the server decides it.
-    const bool is_assigned = update.compensation.has_value()
-                                 ? update_weight_ == 1
-                                 : static_cast<float>(update_weight_) == 1;
-    if (update.compensation.has_value()) {
-      target.kind = is_assigned ? FoldTarget::Kind::kAssignCompensated
-                                : FoldTarget::Kind::kAverageCompensated;
-      target.current_low = target.next_low = update.compensation->data + offset;
+    if (is_float64) {
+      target.kind = update_weight_ == 1 ? FoldKind::kAssignFloat64 : FoldKind::kAverageFloat64;
     } else {
-      target.kind = is_assigned ? FoldTarget::Kind::kAssign : FoldTarget::Kind::kAverage;
+      const bool is_assigned = static_cast<float>(update_weight_) == 1;
+      target.kind = is_assigned ? FoldKind::kAssign : FoldKind::kAverage;
     }
     const std::byte* source = update.param.data + first * DtypeSize(update.param.dtype);
     // Where values are not finite is of no use here: the average has them already.
@@ -275,30 +252,23 @@ class Folder {
   std::atomic<int64_t> next_ = 0;  // Shares out pieces; what they hold was there before.
 };
 
-absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& params,
-                                                std::optional<OperandList>& compensations) {
-  const auto check_size = [&](const char* name, size_t size) {
-    if (size == emas.size()) return absl::OkStatus();
-    return BadRequest(absl::StrCat(name, ": expected ", emas.size(),
-                                   " arrays, one for each of emas, found ", size));
-  };
-  EMA_RETURN_IF_ERROR(check_size("params", params.size()));
-  if (compensations.has_value()) {
-    EMA_RETURN_IF_ERROR(check_size("compensations", compensations->size()));
+absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& params) {
+  if (params.size() != emas.size()) {
+    return BadRequest(absl::StrCat("params: expected ", emas.size(),
+                                   " arrays, one for each of emas, found ", params.size()));
   }
   std::vector<Update> updates(emas.size());
   for (size_t i = 0; i < updates.size(); ++i) {
-    EMA_ASSIGN_OR_RETURN(updates[i], ReadUpdate(emas, params, compensations, i));
+    EMA_ASSIGN_OR_RETURN(updates[i], ReadUpdate(emas, params, i));
   }
-  EMA_RETURN_IF_ERROR(CheckNoOverlap(updates, emas, compensations));
+  EMA_RETURN_IF_ERROR(CheckNoOverlap(updates, emas));
   return updates;
 }
 
 // emas[i] += update_weight * (params[i] - emas[i]) in place, by the server's kernel; a weight of 1
-// assigns. With `compensations` the averages are emas[i] + compensations[i], in float64. `threads`:
-// at most so many, 0 for one per core.
+// assigns. Averages are float32 or float64. `threads`: at most so many, 0 for one per core.
 void FoldMany(const nb::object& emas, const nb::object& params, double update_weight,
-              const nb::object& compensations, int64_t threads) {
+              int64_t threads) {
   if (!(update_weight >= 0 && update_weight <= 1)) {
     ThrowStatus(BadRequest(absl::StrCat("update_weight: expected 0 to 1, found ", update_weight)));
   }
@@ -307,11 +277,7 @@ void FoldMany(const nb::object& emas, const nb::object& params, double update_we
   }
   OperandList ema_list("emas", emas, /*is_written=*/true);
   OperandList param_list("params", params, /*is_written=*/false);
-  std::optional<OperandList> compensation_list;
-  if (!compensations.is_none()) {
-    compensation_list.emplace("compensations", compensations, /*is_written=*/true);
-  }
-  const std::vector<Update> updates = Unwrap(ReadUpdates(ema_list, param_list, compensation_list));
+  const std::vector<Update> updates = Unwrap(ReadUpdates(ema_list, param_list));
   const GilReleased released;
   Folder(updates, update_weight)
       .Run(threads > 0 ? threads : static_cast<int64_t>(std::thread::hardware_concurrency()));
@@ -320,8 +286,7 @@ void FoldMany(const nb::object& emas, const nb::object& params, double update_we
 }  // namespace
 
 void BindFold(nb::module_& module) {
-  module.def("fold_many", &FoldMany, "emas"_a, "params"_a, "update_weight"_a,
-             "compensations"_a = nb::none(), "threads"_a = 0);
+  module.def("fold_many", &FoldMany, "emas"_a, "params"_a, "update_weight"_a, "threads"_a = 0);
 }
 
 }  // namespace ema::python

@@ -85,13 +85,13 @@ using RuleTuple = std::tuple<std::string, std::string, std::optional<Schedule>>;
 
 TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
                       const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
-                      bool compensated, bool paused,
+                      const std::string& dtype, bool paused,
                       const std::optional<std::string>& snapshot_interval) {
   TrackConfig track{.name = name,
                     .schedule = schedule,
                     .tensor_rules = {},
                     .buffers = ToAction(name, "buffers", buffers, R"("average" or "copy")"),
-                    .compensated = compensated,
+                    .dtype = Unwrap(ParseDtype(dtype)),
                     .paused = paused};
   for (const auto& [pattern, action, rule_schedule] : tensor_rules) {
     track.tensor_rules.push_back(
@@ -235,12 +235,13 @@ void BindTypes(nb::module_& module) {
           "__init__",
           [](TrackConfig* self, const std::string& name, const Schedule& schedule,
              const std::vector<RuleTuple>& tensor_rules, const std::string& buffers,
-             bool compensated, bool paused, const std::optional<std::string>& snapshot_interval) {
-            new (self) TrackConfig(MakeTrack(name, schedule, tensor_rules, buffers, compensated,
-                                             paused, snapshot_interval));
+             const std::string& dtype, bool paused,
+             const std::optional<std::string>& snapshot_interval) {
+            new (self) TrackConfig(
+                MakeTrack(name, schedule, tensor_rules, buffers, dtype, paused, snapshot_interval));
           },
           "name"_a, "schedule"_a, "tensor_rules"_a = std::vector<RuleTuple>(),
-          "buffers"_a = "average", "compensated"_a = false, "paused"_a = false,
+          "buffers"_a = "average", "dtype"_a = "float32", "paused"_a = false,
           "snapshot_interval"_a = nb::none())
       .def_ro("name", &TrackConfig::name)
       .def_ro("schedule", &TrackConfig::schedule)
@@ -248,7 +249,8 @@ void BindTypes(nb::module_& module) {
       .def("plan", &Plan, "state"_a, "now"_a)
       .def("next", &Next, "state"_a, "now"_a)
       .def_prop_ro("buffers", [](const TrackConfig& track) { return FromAction(track.buffers); })
-      .def_ro("compensated", &TrackConfig::compensated)
+      .def_prop_ro("dtype",
+                   [](const TrackConfig& track) { return std::string(DtypeName(track.dtype)); })
       .def_ro("paused", &TrackConfig::paused)
       .def_prop_ro("snapshot_interval",
                    [](const TrackConfig& track) -> std::optional<std::string> {

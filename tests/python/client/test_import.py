@@ -84,12 +84,12 @@ def test_every_track_begins_with_the_file(client, emactl, model, folder, what, h
 def test_emactl_says_of_a_model_what_python_does(client, emactl, model, folder):
     path, twin = folder / "whole.safetensors", f"{model}-twin"
     rules = {"a": "copy", "b": "5ba", "?": "average", "c": "ignore"}
-    track = ema_client.Track(half_life="9ba", compensated=True, buffers="copy", tensor_rules=rules)
+    track = ema_client.Track(half_life="9ba", dtype="float64", buffers="copy", tensor_rules=rules)
     client.import_weights(
         twin, path, tracks={"ema": track}, non_finite="skip", max_pinned_versions=3
     )
     written = ",".join(f"tensor_rule={pattern}:{action}" for pattern, action in rules.items())
-    text = f"ema=9ba,compensated=true,buffers=copy,{written}"
+    text = f"ema=9ba,dtype=float64,buffers=copy,{written}"
     made = emactl(
         *("import", model, "--from", path, "--track", text),
         *("--non-finite", "skip", "--max-pinned", "3"),
@@ -102,7 +102,7 @@ def test_emactl_says_of_a_model_what_python_does(client, emactl, model, folder):
     assert emactl("update", model, "--track", "ema=8ba").returncode == 0
     faster = dataclasses.replace(infos[1].tracks["ema"], half_life="8ba")
     assert client.model(model).pending_tracks["ema"] == faster
-    refused = emactl("update", model, "--track", "ema=7ba,compensated=false")
+    refused = emactl("update", model, "--track", "ema=7ba,dtype=float32")
     assert refused.returncode == 4 and "remove it and add another" in refused.stderr
     # A new track, and one that is made anew, have what is said of them, and nothing else.
     new = ema_client.Track(smoothing=0.5, tensor_rules={"a": "ignore"})

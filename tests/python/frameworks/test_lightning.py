@@ -244,9 +244,9 @@ def test_attachs_own_arguments(server, client, model):
 
 @pytest.mark.parametrize("schedule", [{}, {"decay": 0.9}, {"half_life": "20ba"}], ids=str)
 def test_what_is_no_schedules_goes_with_either(server, client, model, schedule):
-    callback = EMAWeightAveraging(server.url(model), **schedule, compensated=True)
+    callback = EMAWeightAveraging(server.url(model), **schedule, dtype="float64")
     make_trainer(callback, max_epochs=1).fit(make_module(), loader())
-    assert client.model(model).tracks["ema"].compensated
+    assert client.model(model).tracks["ema"].dtype == "float64"
 
 
 def test_the_preset_of_an_ema_pytorch_user_and_switch_ema(server, client, model):

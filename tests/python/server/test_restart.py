@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
+from fractions import Fraction
 
 import ema_client
 import numpy as np
@@ -62,6 +63,73 @@ def test_the_same_averages_after_a_restart(tmp_path, rng, model, how):
             assert last.number == 5
             assert last.incarnation > pushes[0][0].incarnation
             assert last.tracks["fast"].update_count == 5
+        assert server.stop() == 0
+
+
+def test_float64_averages_are_those_of_numpy_bit_for_bit_also_after_a_restart(tmp_path, rng, model):
+    """Weights that float32 cannot hold, and changes that it would round away."""
+    tracks = {
+        "wide": {"smoothing": 0.75, "dtype": "float64"},
+        "slow": {"smoothing": 0.9999999, "dtype": "float64"},
+        "raw": "copy",
+    }
+    pushed: list[dict[str, np.ndarray]] = []
+    for step in range(6):
+        # Powers of two, so that the change is all that rounding could lose.
+        tiny = np.ldexp(1.0 + step * rng.integers(1, 9, 1001), -100)
+        pushed.append(
+            {
+                "large": 1e300 * rng.standard_normal((33, 31)),
+                "tiny": tiny,
+                "near": 1 + 1e-15 * rng.standard_normal(77),
+                "half": rng.standard_normal(1003).astype(np.float16),
+                "single": rng.standard_normal(515).astype(np.float32),
+            }
+        )
+
+    def average(weights: list[dict[str, np.ndarray]], weight: float) -> dict[str, np.ndarray]:
+        """`e + w * (p - e)` with the one rounding of a fused multiply-add, in exact fractions."""
+        result = {name: array.astype(np.float64) for name, array in weights[0].items()}
+        for later in weights[1:]:
+            for name, param in later.items():
+                before = result[name]
+                difference = param.astype(np.float64) - before
+                fused = [
+                    float(Fraction(weight) * Fraction(d) + Fraction(e))
+                    for d, e in zip(difference.flat, before.flat)
+                ]
+                result[name] = np.reshape(fused, before.shape)
+        return result
+
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            client.create_model(model, pushed[0], tracks=tracks)
+            with client.open_run(model) as run:
+                for step, weights in enumerate(pushed[:4], 1):
+                    version = run.push(step=step, weights=weights)
+            assert client.create_checkpoint(model).version == version
+        server.kill()
+        server.start()
+        with ema_client.Client(server.address) as client, client.open_run(model) as run:
+            for step, weights in enumerate(pushed[4:], 5):
+                version = run.push(step=step, weights=weights)
+            for track in ("wide", "slow"):
+                record = version.tracks[track]
+                assert record.update_weight == 1 - tracks[track]["smoothing"]
+                expected = average(pushed, record.update_weight)
+                got = client.pull(model, track=track, framework="numpy")
+                assert {array.dtype for array in got.values()} == {np.dtype(np.float64)}
+                assert_same_bits(got, expected)
+                single = client.pull(
+                    model, track=track, dtype="float32", overflow="inf", framework="numpy"
+                )
+                with np.errstate(over="ignore"):
+                    narrow = {name: array.astype(np.float32) for name, array in expected.items()}
+                assert_same_bits(single, narrow)
+                box = ema_client.Shard("large", (3, 5), (20, 7))
+                sliced = client.pull(model, track=track, slices=box, framework="numpy")
+                np.testing.assert_array_equal(sliced["large"], expected["large"][3:23, 5:12])
+            assert_same_bits(client.pull(model, track="raw", framework="numpy"), pushed[-1])
         assert server.stop() == 0
 
 

@@ -24,7 +24,7 @@ TRACKS: dict[str, ema_client.Track] = {
     "warm": ema_client.Track(inv_gamma=1.0, power=0.75),
     "zero": ema_client.Track(smoothing=0.95, zero_init="debias"),
     "swa": ema_client.Track(uniform=True, ema_start="20ba"),
-    "exact": ema_client.Track(half_life="30ba", compensated=True),
+    "exact": ema_client.Track(half_life="30ba", dtype="float64"),
     "samples": ema_client.Track(half_life="200sp", update_interval="10sp"),
     "raw": ema_client.Track(copy=True),
 }

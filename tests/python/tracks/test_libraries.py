@@ -585,7 +585,7 @@ def test_all_track_local_and_server_alike(client, model, rng):
         f"ema_pytorch-{name}": {"preset": "ema_pytorch", **arguments}
         for name, arguments in EMA_PYTORCH.items()
     }
-    tracks |= {"half-life": {"half_life": "7ba", "compensated": True}, "raw": "copy"}
+    tracks |= {"half-life": {"half_life": "7ba", "dtype": "float64"}, "raw": "copy"}
     net = Net()
     ema = ema_client.LocalEMA(net, tracks=tracks)
     buffers = dict(net.named_buffers())

@@ -66,7 +66,7 @@ def test_averages_are_bit_equal_to_a_replay():
 
 
 def test_records_of_updates():
-    ema = LocalEMA(Net(), tracks={"ema": "10ba", "raw": "copy", "slow": Track(compensated=True)})
+    ema = LocalEMA(Net(), tracks={"ema": "10ba", "raw": "copy", "slow": Track(dtype="float64")})
     records = ema.update()
     assert records == ema.records
     assert (records["ema"].update_weight, records["ema"].update_count, records["ema"].elapsed) == (
@@ -80,7 +80,7 @@ def test_records_of_updates():
     assert records["ema"].update_weight == np.float32(weight)
     assert records["ema"].window_steps == pytest.approx(1 / weight)
     assert records["ema"].stall_gap == pytest.approx(2**-24 / weight)
-    assert records["slow"].stall_gap == 0
+    assert records["slow"].stall_gap == 2**-53 / records["slow"].update_weight
     assert records["slow"].update_weight == pytest.approx(
         -np.expm1(-np.log(2) * 8 / 1000), rel=1e-15
     )
@@ -175,11 +175,11 @@ def test_zero_init():
         assert ema.weights("debias")["weight"] == 8
 
 
-def test_a_compensated_track_does_not_stall():
+def test_a_float64_track_does_not_stall():
     model = torch.nn.Linear(1, 1, bias=False)
     tracks = {
         "plain": {"smoothing": 0.999999},
-        "pair": {"smoothing": 0.999999, "compensated": True},
+        "wide": {"smoothing": 0.999999, "dtype": "float64"},
     }
     ema = LocalEMA(model, tracks=tracks)
     torch.nn.init.constant_(model.weight, 1)
@@ -188,8 +188,10 @@ def test_a_compensated_track_does_not_stall():
     for _ in range(1000):
         ema.update()
     assert ema.weights("plain")["weight"] == 1
-    exact = 1.01 + (1 - 1.01) * 0.999999**1000
-    assert float(ema.weights("pair")["weight"]) == pytest.approx(exact, rel=2**-23)
+    pushed = float(model.weight)  # 1.01 as a float32.
+    exact = pushed + (1 - pushed) * 0.999999**1000
+    assert float(ema.weights("wide")["weight"]) == pytest.approx(exact, rel=1e-13)
+    assert ema.records["wide"].stall_gap == 2**-53 / ema.records["wide"].update_weight
 
 
 def test_averaged_and_back():
@@ -325,7 +327,7 @@ def test_a_push_gets_the_weights_that_it_began_with(server, client, model):
 
 def test_averages_are_in_host_memory_whatever_the_default_device_is():
     model = Net()
-    tracks = {"raw": "copy", "pair": {"smoothing": 0.5, "compensated": True}}
+    tracks = {"raw": "copy", "wide": {"smoothing": 0.5, "dtype": "float64"}}
     ema = LocalEMA(model, smoothing=0.5, tracks=tracks)
     with torch.device("meta"):  # As torch.set_default_device.
         ema.update()
@@ -344,7 +346,7 @@ def test_any_grad_mode_gives_the_same_averages(made_in, used_in):
     def averages(first, second):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
-        tracks = {"ema": Track(half_life="4ba", compensated=True), "raw": "copy"}
+        tracks = {"ema": Track(half_life="4ba", dtype="float64"), "raw": "copy"}
         ema = LocalEMA(model, tracks=tracks)
         with first():
             model(torch.randn(4, 3))
@@ -368,6 +370,10 @@ def test_any_grad_mode_gives_the_same_averages(made_in, used_in):
     with made_in():
         weights = ema.weights("ema")
         other = copy.deepcopy(model)
+    weights = {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in weights.items()
+    }
     model.load_state_dict(weights, assign=True)
     model(torch.randn(4, 3)).sum().backward()
     with used_in():
@@ -391,7 +397,7 @@ def test_weights_load_into_a_model():
 def test_state_dict_goes_on_where_it_was():
     def make(model):
         tracks = {
-            "pair": Track(half_life="9ba", compensated=True, ema_start="5ba"),
+            "wide": Track(half_life="9ba", dtype="float64", ema_start="5ba"),
             "swa": Track(uniform=True, update_interval="3ba"),
             "late": Track(half_life="0.5dur", ema_start="0.5dur"),
         }
@@ -411,7 +417,7 @@ def test_state_dict_goes_on_where_it_was():
             file.seek(0)
             ema = make(model)
             ema.load_state_dict(torch.load(file))
-    for track in ("pair", "swa", "late"):
+    for track in ("wide", "swa", "late"):
         assert_same_bits(straight.weights(track), ema.weights(track))
     assert straight.records == ema.records
 

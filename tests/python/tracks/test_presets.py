@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -310,7 +311,7 @@ def test_a_start_is_read_as_everywhere(start):
 def test_what_has_no_numbers_is_accepted_at_its_default():
     plain = Track.preset("timm")
     assert Track.preset("timm", device=None, foreach=True, stochastic_rounding=True) == plain
-    assert Track.preset("timm", dtype="float32") == Track.preset("timm", dtype=torch.float32)
+    assert Track.preset("timm", dtype=torch.float64) == dataclasses.replace(plain, dtype="float64")
     assert Track.preset("optax", decay=0.5, accumulator_dtype=None).smoothing == 0.5
 
 

@@ -31,7 +31,7 @@ TRACKS = [
         half_life="1ba",
         tensor_rules={"a": "ignore", "bn.*": "copy", "*": "average"},
         buffers="copy",
-        compensated=True,
+        dtype="float64",
     ),
     {"half_life": "3ba", "tensor_rules": {"a": "copy"}},
     {"preset": "ema_pytorch", "beta": 0.999},
@@ -51,7 +51,7 @@ def test_there_and_back(track):
 
 
 def test_what_there_is_without_a_rule():
-    for nothing in (Track(), {}, Track(compensated=False, uniform=False)):
+    for nothing in (Track(dtype=None), {}, Track(dtype="float32", uniform=False)):
         assert track_from(track_of("ema", nothing)) == Track(half_life="1000ba")
     assert track_of("ema", Track(debias=True)).schedule.to_fields() == {
         "half_life": "1000ba",
@@ -89,7 +89,7 @@ def test_update_interval_for_tracks_without_one():
 
 def test_what_is_no_schedules_goes_with_a_preset():
     given = {
-        "compensated": True,
+        "dtype": "float64",
         "paused": True,
         "buffers": "average",
         "tensor_rules": {"a": "3ba"},
@@ -149,7 +149,7 @@ BAD = {
     "before": (Track(before_start="wait"), "before_start.*reinit or copy or hold"),
     "buffers": (Track(buffers="drop"), 'buffers "drop": must be "average" or "copy" \\['),
     "action": (Track(tensor_rules={"a": "mean"}), 'tensor_rules: a "mean".*"copy" or "ignore"'),
-    "compensated": (Track(compensated="yes"), "compensated 'yes'.*True or False"),
+    "dtype": ({"dtype": "bfloat16"}, 'dtype \'bfloat16\'.*"float32" or "float64"'),
     "snapshots": (Track(sigma_rel=0.1, snapshot_interval=50), 'snapshot_interval "50".*"50ba"'),
     "preset": ({"preset": "timmm"}, '"timmm".*"timm"'),
     "preset-argument": ({"preset": "timm", "decy": 0.9}, '"decy".*"decay"'),

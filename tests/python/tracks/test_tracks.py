@@ -238,7 +238,7 @@ def test_a_track_that_float32_stalls_is_named_once_to_the_trainer(server, client
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     tracks = {
         "slow": {"smoothing": 0.9999},
-        "kept": {"smoothing": 0.9999, "compensated": True},
+        "kept": {"smoothing": 0.9999, "dtype": "float64"},
         "fast": {"half_life": "1000ba", "tensor_rules": {"*": {"smoothing": 0.99999}}},
     }
     with ema_client.attach(module, optimizer, server.url(model), tracks=tracks) as ema:
@@ -246,14 +246,14 @@ def test_a_track_that_float32_stalls_is_named_once_to_the_trainer(server, client
     assert ema.stats.pushes == 4
     slow, rule = [r.message for r in caplog.records if "values stall within" in r.message]
     assert f'model "{model}": track "slow": an update has the weight 0.0001,' in slow
-    assert "within 0.0006 of their size" in slow and "compensated=True" in slow
+    assert "within 0.0006 of their size" in slow and 'dtype="float64"' in slow
     assert 'track "fast", "*": an update has the weight 1e-05,' in rule
 
 
 def test_norms_and_distances_are_those_of_what_is_pulled(client, model, rng):
     tracks = {
         "fast": {"smoothing": 0.5},
-        "slow": {"smoothing": 0.9, "compensated": True},
+        "slow": {"smoothing": 0.9, "dtype": "float64"},
         "raw": "copy",
     }
 

@@ -241,7 +241,7 @@ def test_a_presets_arguments_are_keyword_arguments(server, client, model, preset
     assert client.model(model).tracks == client.model(f"{model}-expected").tracks
 
 
-WHOLE = {"tensor_rules": {"bias": "copy"}, "buffers": "copy", "compensated": True}
+WHOLE = {"tensor_rules": {"bias": "copy"}, "buffers": "copy", "dtype": "float64"}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ WHOLE = {"tensor_rules": {"bias": "copy"}, "buffers": "copy", "compensated": Tru
 )
 def test_what_is_no_schedules_goes_with_each_that_makes_the_track(server, client, model, made_by):
     net, optimizer = make_trainer()
-    given = {} if "compensated" in str(made_by) else WHOLE
+    given = {} if "dtype" in str(made_by) else WHOLE
     with ema_client.attach(net, optimizer, server.url(model), **made_by, **given) as ema:
         optimizer.step()
         version = ema.wait_pushed()
@@ -396,7 +396,7 @@ UNKNOWN = [
     ({"preset": "diffusers", "beta": 0.9}, '"beta".* the preset "diffusers" has decay, '),
     ({"preset": {"preset": "diffusers", "decay": 0.9}, "decay": 0.8}, '"decay" is given both'),
     ({"preset": {"preset": "composer", "half_life": "2ba"}, "half_life": "3ba"}, '"half_life" is'),
-    ({"preset": {"preset": "timm", "compensated": True}, "compensated": True}, '"compensated" is'),
+    ({"preset": {"preset": "timm", "dtype": "float64"}, "dtype": "float64"}, '"dtype" is'),
     ({"haf_life": "3ba"}, '"haf_life"; did you mean "half_life"'),
     ({"ramp_ration": 0.1}, '"ramp_ration"; did you mean "ramp_ratio"'),
     ({"beta": 0.9}, '"beta"; did you mean "decay", the share .* preset="ema_pytorch"'),

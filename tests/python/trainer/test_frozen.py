@@ -316,7 +316,7 @@ def test_a_group_of_tensors_has_its_own_schedule(server, client, model):
         ("avrage", 'must be "average", "copy" or "ignore"'),
         ({"half_life": "2ba", "smoothing": 0.5}, "half_life and smoothing"),
         ({"half_live": "2ba"}, 'did you mean "half_life"'),
-        ({"half_life": "2ba", "compensated": True}, "compensated True: a rule has"),
+        ({"half_life": "2ba", "dtype": "float64"}, "dtype 'float64': a rule has"),
         (7, "must be names or globs"),
     ],
 )

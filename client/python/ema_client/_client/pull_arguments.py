@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ema_client._client.state import version_id
 from ema_client._client.types import ModelInfo, Shard, Version, VersionLike
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import is_whole, names_from
+from ema_client._given import is_whole, name_of_dtype, names_from
 from ema_client._tracks.track import only_average
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def dtype_name(dtype: Any) -> str | None:
     """The server's name of a dtype, given by that name or as PyTorch's, NumPy's or JAX's."""
     if dtype is None:
         return None
-    # Classes, such as numpy.float16, and JAX's dtypes have a __name__.
-    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
-    name = str(name).removeprefix("torch.")
+    name = name_of_dtype(dtype)
     if name not in _DTYPES:
         raise InvalidArgumentError(
             f"dtype {dtype!r}: must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}"

@@ -76,8 +76,8 @@ class TrackVersion:
     """What one track did at one version.
 
     Attributes:
-        update_weight: weight of the pushed values, as it was applied (a float32, unless the track
-            is compensated); 1 is a copy, 0 leaves the average as it was.
+        update_weight: weight of the pushed values, as it was applied (rounded to the track's dtype);
+            1 is a copy, 0 leaves the average as it was.
         elapsed: training time since the track's previous update, in the unit of its half-life, or
             of its interval if it has none.
         update_count: updates since the track began, this one included.
@@ -88,8 +88,8 @@ class TrackVersion:
         window_steps: steps that the average covers: the steps since the track's previous update,
             divided by update_weight. 0 if not updated.
         config: the track's schedule and options as text.
-        stall_gap: a float32 average cannot come closer to a constant value than this share of it,
-            because smaller changes are rounded away. 0 if copied or compensated.
+        stall_gap: the average cannot come closer to a constant value than this share of it, because
+            smaller changes are rounded away. 0 if copied.
         rules: the same for each tensor rule with a schedule of its own, by its pattern.
     """
 

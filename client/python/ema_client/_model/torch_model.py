@@ -73,9 +73,9 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return result
 
 
-def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The tensors with values that the server rejects: NaN, infinity, or more than a float32 can
-    hold. A GPU is waited for once."""
+def non_finite(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> list[str]:
+    """The tensors with values that the server rejects: NaN, infinity, or more than averages of `dtype`
+    can hold. A GPU is waited for once."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
@@ -91,7 +91,7 @@ def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return []
     device = next(iter(found.values())).device
     norms = torch.stack([norm.to(device) for norm in found.values()]).tolist()
-    most = torch.finfo(torch.float32).max
+    most = torch.finfo(getattr(torch, dtype)).max
     return [name for name, norm in zip(found, norms) if not norm <= most]
 
 

@@ -51,7 +51,7 @@ class EmaRule:
     ema_start: str | None
     tensor_rules: TensorRules | None = None
     buffers: str | None = None
-    compensated: bool | None = None
+    dtype: Any = None
     paused: bool | None = None
     snapshot_interval: str | None = None
     further: Mapping[str, Any] = dataclasses.field(default_factory=dict)

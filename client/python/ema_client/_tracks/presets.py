@@ -300,7 +300,6 @@ def _timm_v3(
     """
     _at_default(
         device=(device, None),
-        dtype=(str(dtype).removeprefix("torch."), "float32" if dtype is not None else "None"),
         stochastic_rounding=(stochastic_rounding, True),
         stochastic_rounding_seed=(stochastic_rounding_seed, 0),
         foreach=(foreach, True),
@@ -308,21 +307,23 @@ def _timm_v3(
     buffers = "copy" if check_flag("exclude_buffers", exclude_buffers) else "average"
     after = check_count("update_after_step", update_after_step, "0", least=0)
     if check_flag("use_warmup", use_warmup) and check_flag("step", step):
-        return _warmed_up(
+        made = _warmed_up(
             _inverse_gamma("warmup_gamma", warmup_gamma, "warmup_power", warmup_power),
             check_number("decay", decay, "0.9999"),
             check_number("min_decay", min_decay, "0.0"),
             after,
             buffers=buffers,
         )
-    return dict(
-        smoothing=check_number("decay", decay, "0.9999", below=1),
-        update_interval="1ba",
-        # The call at s = 0 is the last copy.
-        ema_start=f"{after + 1}ba" if step else None,
-        before_start="copy" if step else None,
-        buffers=buffers,
-    )
+    else:
+        made = dict(
+            smoothing=check_number("decay", decay, "0.9999", below=1),
+            update_interval="1ba",
+            # The call at s = 0 is the last copy.
+            ema_start=f"{after + 1}ba" if step else None,
+            before_start="copy" if step else None,
+            buffers=buffers,
+        )
+    return {**made, "dtype": dtype}
 
 
 def _torch_ema(

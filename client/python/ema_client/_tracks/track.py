@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._given import DECAY_NAMES, check_by_name, nearest_name
+from ema_client._given import DECAY_NAMES, check_by_name, name_of_dtype, nearest_name
 from ema_client._tracks import presets
 from ema_client._tracks.typed_arguments import PresetArguments
 
@@ -81,8 +81,9 @@ class Track:
             If it is not given, `attach` and `LocalEMA` copy those that PyTorch derives from the
             weights (spectral norm, pruning, parametrizations, quantization), by rules that they add
             to the track, and average the others.
-        compensated: keeps two float32 per element, so that small updates are not rounded away.
-            Takes twice the memory.
+        dtype: in which the averages are kept: "float32" (the default) or "float64", which takes
+            twice the memory and does not round small updates away: for long half-lives that are
+            updated at every step, and for bfloat16 and float64 models. A framework's dtype will do.
         paused: pushes do not change the track.
         snapshot_interval: with sigma_rel: the server keeps a version on its disk for each interval
             of this length, such as "1000ba". `Client.synthesize` builds averages of other lengths
@@ -114,7 +115,7 @@ class Track:
     copy: bool | None = None
     tensor_rules: TensorRules = ()
     buffers: str = _Default("average")
-    compensated: bool = False
+    dtype: Any = "float32"
     paused: bool = False
     snapshot_interval: str | None = None
     decay: dataclasses.InitVar[float | None] = None
@@ -132,6 +133,10 @@ class Track:
             points = (f"{time}:{value}" for time, value in self.decays.items())
             object.__setattr__(self, "decays", " ".join(points))
         object.__setattr__(self, "tensor_rules", _rules(self.tensor_rules))
+        dtype = "float32" if self.dtype is None else name_of_dtype(self.dtype)
+        if dtype not in ("float32", "float64"):
+            raise _bad(f'dtype {self.dtype!r}: must be "float32" or "float64"')
+        object.__setattr__(self, "dtype", dtype)
 
     @property
     def is_copy(self) -> bool:
@@ -158,7 +163,7 @@ class Track:
           weights are copied bit for bit.
         - timm: the decays of ModelEmaV3's `update(model, step=n)`, n = 1, 2, ..., as its trainer calls it;
           with step=False those of `update(model)`: constant from the start, whatever the warm-up. No
-          stochastic rounding: averages are float32.
+          stochastic rounding; without `dtype` the averages are float32.
         - torch: the decays of get_ema_multi_avg_fn(decay); with kind="swa" the mean of all updates.
         - optax: for ema(debias), the share of the zeros is computed in float64 (in float32, at
           decay 0.9999, its fourth digit is wrong). periodic_update also takes the first push.
@@ -265,7 +270,7 @@ _NUMBERS = (
     "age_offset",
 )
 #: Fields of a Track that are not part of its schedule; tracks of any rule or preset have them.
-WHOLE_TRACK = ("tensor_rules", "buffers", "compensated", "paused", "snapshot_interval")
+WHOLE_TRACK = ("tensor_rules", "buffers", "dtype", "paused", "snapshot_interval")
 _DEFAULT_HALF_LIFE = "1000ba"
 # Fields of rules other than half_life, including those that do not choose the rule.
 _OTHER_RULES = frozenset(_NUMBERS) | {
@@ -299,7 +304,7 @@ def track_from(track: _ema.Track) -> Track:
             for pattern, action, schedule in track.tensor_rules
         ],
         buffers=track.buffers,
-        compensated=track.compensated,
+        dtype=track.dtype,
         paused=track.paused,
         snapshot_interval=track.snapshot_interval,
     )
@@ -320,9 +325,8 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
             full = dataclasses.replace(full, update_interval=update_interval)
         schedule = _ema.Schedule.from_fields(_schedule_fields(full))
         rules = [_rule_tuple(pattern, rule) for pattern, rule in _rules(full.tensor_rules)]
-        for field in ("compensated", "paused"):
-            if not isinstance(getattr(full, field), bool):
-                raise _bad(f"{field} {getattr(full, field)!r}: must be True or False")
+        if not isinstance(full.paused, bool):
+            raise _bad(f"paused {full.paused!r}: must be True or False")
         if not isinstance(full.buffers, str):
             raise _bad(f'buffers {full.buffers!r}: must be "average" or "copy"')
     except InvalidArgumentError as error:
@@ -335,7 +339,7 @@ def track_of(name: str, track: TrackLike, *, update_interval: str | None = None)
         schedule,
         rules,
         full.buffers,
-        full.compensated,
+        full.dtype,
         full.paused,
         (None if full.snapshot_interval is None else str(full.snapshot_interval)),
     )

@@ -16,7 +16,6 @@ class _OfPresets(TypedDict, total=False):
     beta: float
     coerce_dtype: bool
     debias: bool
-    dtype: Any
     ema_model: Any
     exclude_buffers: bool
     final_decay: float
@@ -90,6 +89,7 @@ class PresetArguments(_OfPresets, total=False):
 
     decay: float | None
     device: Any
+    dtype: Any
     ema_start: str
     half_life: str | None
     smoothing: float | None

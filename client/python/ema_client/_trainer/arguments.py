@@ -35,7 +35,7 @@ class RunArguments(TypedDict, total=False):
     time: Callable[[int], TimeLike] | None
     tensor_rules: TensorRules | None
     buffers: str | None
-    compensated: bool | None
+    dtype: Any
     paused: bool | None
     snapshot_interval: str | None
     non_finite: NonFinite
@@ -243,5 +243,5 @@ def _text_of_track(track: _ema.Track) -> str:
         for pattern, action, schedule in track.tensor_rules
     ]
     fields = sorted(track.schedule.to_fields().items())
-    rest = track.buffers, track.compensated, track.paused, track.snapshot_interval
+    rest = track.buffers, track.dtype, track.paused, track.snapshot_interval
     return repr((track.name, fields, rules, *rest))

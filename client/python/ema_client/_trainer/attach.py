@@ -75,7 +75,7 @@ def attach(
     time: Callable[[int], TimeLike] | None = None,
     tensor_rules: TensorRules | None = None,
     buffers: str | None = None,
-    compensated: bool | None = None,
+    dtype: Any = None,
     paused: bool | None = None,
     snapshot_interval: str | None = None,
     non_finite: NonFinite = "reject",
@@ -152,7 +152,7 @@ def attach(
             {"head.*": "ignore"}. Default: all tensors are averaged, but of a model with PEFT's adapters not
             the frozen base. Tensors that all tracks ignore are not sent, and may have any dtype, or consist
             of other tensors, as torchao's float8 weights do.
-        buffers, compensated, paused, snapshot_interval: of the track "ema", as for `Track`. Default: those of
+        buffers, dtype, paused, snapshot_interval: of the track "ema", as for `Track`. Default: those of
             `Track`, or the preset's.
         non_finite: how a step is handled if a pushed float is NaN or infinity: "reject" (the default) the
             step, "skip" the tensor, or "allow" the value. Unless "allow" is given, tracks ignore buffers that
@@ -271,7 +271,7 @@ def attach(
                 "ema_start": ema_start,
                 "tensor_rules": tensor_rules,
                 "buffers": buffers,
-                "compensated": compensated,
+                "dtype": dtype,
                 "paused": paused,
                 "snapshot_interval": snapshot_interval,
                 "tracks": tracks,
@@ -322,7 +322,8 @@ def attach(
         check_values_here(what, module, tensors, may_be_meta=False)
         if non_finite != "allow":
             parameters = tensors_of().parameters
-            check_parameters_finite(what, {n: parameters[n] for n in tensors if n in parameters})
+            parameters = {n: parameters[n] for n in tensors if n in parameters}
+            check_parameters_finite(what, parameters, track_list)
     except Exception as raised:
         failure = raised
     timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s

@@ -144,9 +144,12 @@ def warn_of_ignored(what: str, names: list[str]) -> None:
     )
 
 
-def check_parameters_finite(what: str, parameters: Mapping[str, torch.Tensor]) -> None:
+def check_parameters_finite(
+    what: str, parameters: Mapping[str, torch.Tensor], tracks: Iterable[_ema.Track]
+) -> None:
     """InvalidArgumentError: parameters have values that the server rejects in every step."""
-    names = non_finite(parameters)
+    are_float32 = any(track.dtype == "float32" and not track.schedule.is_copy for track in tracks)
+    names = non_finite(parameters, "float32" if are_float32 else "float64")
     if names:
         raise InvalidArgumentError(
             f"{what}: parameters hold NaN or infinity, so that the server would reject every step: "
@@ -176,7 +179,7 @@ def _with_rules(
         track.schedule,
         rules,
         track.buffers if buffers is None else buffers,
-        track.compensated,
+        track.dtype,
         track.paused,
         track.snapshot_interval,
     )
