@@ -143,7 +143,6 @@ TEST_F(CheckpointFormatTest, TheDigestIsOfTheTensorsInTheManifestsOrder) {
     uint32_t digest = 0;
     std::vector<std::vector<std::byte>> tensors =
         TensorsOf(*versions_.model, *versions_[2], static_cast<int64_t>(t));
-    tensors.resize(EveryKindOfTensor().size());  // Without the low parts.
     for (const std::vector<std::byte>& tensor : tensors) digest = Crc32c(digest, tensor);
     EXPECT_EQ(whole.tracks[t].weights->digest, digest) << whole.tracks[t].config.name;
     EXPECT_EQ(split.tracks[t].weights->digest, digest) << whole.tracks[t].config.name;

@@ -58,7 +58,8 @@ WRONG = {
 def test_the_names_are_those_of_the_presets_tracks_and_attach():
     of_presets = set().union(*map(presets.argument_names, presets._NAMES))
     assert PresetArguments.__annotations__.keys() == of_presets
-    assert TrackArguments.__annotations__.keys() == (of_presets | set(FURTHER_NAMES)) - OF_EMA
+    of_attach = OF_EMA | {"dtype"}  # A preset has such an argument, too.
+    assert TrackArguments.__annotations__.keys() == (of_presets | set(FURTHER_NAMES)) - of_attach
     # What callbacks take: they set `resume` themselves.
     assert RunArguments.__annotations__.keys() == set(KEYWORDS) - OF_EMA - {"resume"}
 

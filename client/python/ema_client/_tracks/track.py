@@ -83,7 +83,7 @@ class Track:
             to the track, and average the others.
         dtype: in which the averages are kept: "float32" (the default) or "float64", which takes
             twice the memory and does not round small updates away: for long half-lives that are
-            updated at every step, and for bfloat16 and float64 models. A framework's dtype will do.
+            updated at every step, and for float64 models. A framework's dtype will do.
         paused: pushes do not change the track.
         snapshot_interval: with sigma_rel: the server keeps a version on its disk for each interval
             of this length, such as "1000ba". `Client.synthesize` builds averages of other lengths
