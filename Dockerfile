@@ -11,6 +11,8 @@ ARG BASE=debian:12-slim
 
 FROM ${BASE} AS tools
 WORKDIR /src
+# A cache that is mounted has what another checkout has compiled.
+ENV CCACHE_BASEDIR=/src CCACHE_NOHASHDIR=true
 # First what changes rarely: a change of the sources does not download LibTorch again.
 COPY deploy/common.sh deploy/setup.sh deploy/packages*.txt deploy/requirements*.txt deploy/
 RUN deploy/setup.sh --server

@@ -19,7 +19,7 @@ lock container
 max_megabytes=150
 work=$root/build/container
 log=build/container/test.log
-mkdir -p "$work/ccache" "$work/host/etc/apt/apt.conf.d"
+mkdir -p "$work/host/etc/apt/apt.conf.d"
 : >"$log"
 source /etc/os-release
 
@@ -46,11 +46,13 @@ copy_host_settings() {
 
 # build TARGET IMAGE
 build() {
-  local pip_cache
+  # What this machine has compiled is not compiled again: the image's compiler is the same.
+  local ccache pip_cache
+  ccache=$(ccache --get-config cache_dir || echo "$work/ccache")
   pip_cache=$(build/venv/bin/python -m pip cache dir)
-  mkdir -p "$pip_cache"
+  mkdir -p "$ccache" "$pip_cache"
   buildah build --isolation chroot --pull-never --format docker --build-arg BASE=localhost/ema-base \
-    --volume "$work/ccache:/root/.cache/ccache" --volume "$pip_cache:/root/.cache/pip" \
+    --volume "$ccache:/root/.cache/ccache" --volume "$pip_cache:/root/.cache/pip" \
     --target "$1" --tag "$2" .
 }
 
