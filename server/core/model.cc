@@ -144,6 +144,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     if (runs_.IsOpen(launch)) {
       EMA_RETURN_IF_ERROR(runs_.Join(launch, rank, world_size, std::move(layout)));
     } else {
+      EMA_RETURN_IF_ERROR(open_step_.CheckNotPrepared());
       const VersionId now = newest_version != nullptr ? newest_version->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
         return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
@@ -252,7 +253,8 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<PushSession> session,
       PushSession::Create(
-          {config_.name, config_.manifest, memory_.device, config_.non_finite, options_.observer},
+          {config_.name, config_.manifest, memory_.device, config_.non_finite, options_.observer,
+           /*is_partition=*/options_.gate != nullptr},
           run, std::move(base), std::move(plan), std::move(permit)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
@@ -284,37 +286,69 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   if (!taken.ok()) return FailSession(session, taken.status());
   if (taken->snapshot == nullptr) return;  // The session has ended meanwhile.
   // The step is complete: all ranks have committed, and the next version exists. It is not
-  // visible yet. A server that has only a part of the model will wait here for the other parts.
-  Publish(session, *std::move(taken), begin);
-}
-
-void Model::Publish(const std::shared_ptr<PushSession>& session,
-                    PushSession::FinishedSnapshot taken, absl::Time begin) {
-  const std::shared_ptr<Snapshot> next = std::move(taken.snapshot);
-  std::vector<uint32_t> digests = session->Digests();
-  SnapshotRef evicted;
-  TrackTable::Replaced replaced;
-  PushPlan plan;
-  std::vector<LogEvent> warnings;
+  // visible yet.
+  OpenStep::Prepared step{session, *std::move(taken), begin};
+  if (options_.gate != nullptr) return Prepare(std::move(step));
+  PublishedStep published;
   {
     absl::MutexLock lock(&mu_);
-    if (!open_step_.Detach(session.get())) return;  // The session has ended meanwhile.
-    // Before ApplyPending(): a track that goes now may have a value in `next`, and its name must
-    // not look free meanwhile.
-    evicted = history_.Publish(next);
-    open_step_.NoteCommit(*session, std::move(digests));
-    replaced = tracks_.ApplyPending();
-    plan = tracks_.Plan(next.get(), runs_);
-    warnings = tracks_.NewWarnings(next->record);
+    if (!open_step_.Detach(session.get())) return;
+    published = PublishLocked(std::move(step), absl::Now());
   }
-  taken.hold = nullptr;
-  session->End(PushResult{next->record, /*duplicate=*/false, std::move(plan), absl::Now() - begin});
+  FinishPublishing(std::move(published));
+}
+
+void Model::Prepare(OpenStep::Prepared step) {
+  const Version record = step.version.snapshot->record;
+  bool may_omit_frozen = false;
+  {
+    absl::MutexLock lock(&mu_);
+    may_omit_frozen = tracks_.Plan(step.version.snapshot.get(), runs_).may_omit_frozen;
+    if (!open_step_.Prepare(step)) return;
+  }
+  options_.gate->OnPrepared(record, may_omit_frozen);
+}
+
+void Model::PublishPrepared(Decision decision) {
+  PublishedStep published;
+  {
+    absl::MutexLock lock(&mu_);
+    std::optional<OpenStep::Prepared> step = open_step_.TakePrepared();
+    if (!step.has_value()) return;
+    Version& record = step->version.snapshot->record;
+    record.skipped_tensor_count = decision.skipped_tensor_count;
+    record.skipped_tensors = std::move(decision.skipped_tensors);
+    published = PublishLocked(*std::move(step), decision.commit_time);
+  }
+  FinishPublishing(std::move(published));
+}
+
+Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time commit_time) {
+  const std::shared_ptr<Snapshot>& next = step.version.snapshot;
+  PublishedStep published;
+  // Before ApplyPending(): a track that goes now may have a value in `next`, and its name must not
+  // look free meanwhile.
+  published.evicted = history_.Publish(next, commit_time);
+  open_step_.NoteCommit(*step.session);
+  published.replaced = tracks_.ApplyPending();
+  published.plan = tracks_.Plan(next.get(), runs_);
+  published.warnings = tracks_.NewWarnings(next->record);
+  published.step = std::move(step);
+  return published;
+}
+
+void Model::FinishPublishing(PublishedStep published) {
+  OpenStep::Prepared& step = published.step;
+  const std::shared_ptr<const Snapshot> version = step.version.snapshot;
+  step.version = {};
+  step.session->End(PushResult{version->record, /*duplicate=*/false, std::move(published.plan),
+                               absl::Now() - step.begin});
   // After the ranks have their replies: freeing a thousand blocks takes longer than the rest of a
   // commit.
-  history_.Free(std::move(evicted));
-  Announce(*next);
+  history_.Free(std::move(published.evicted));
+  Announce(*version);
   if (!options_.log) return;
-  for (const LogEvent& warning : warnings) options_.log(warning);
+  for (const LogEvent& warning : published.warnings) options_.log(warning);
 }
 
 void Model::Announce(const Snapshot& version) {
@@ -325,9 +359,22 @@ void Model::Announce(const Snapshot& version) {
 void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status) {
   {
     absl::MutexLock lock(&mu_);
-    open_step_.Detach(session.get());
+    if (!open_step_.Detach(session.get())) return;
   }
   DropStep(*session, status);
+}
+
+void Model::DropOpenStep(const absl::Status& status) {
+  std::optional<OpenStep::Prepared> prepared;
+  std::shared_ptr<PushSession> session;
+  {
+    absl::MutexLock lock(&mu_);
+    prepared = open_step_.TakePrepared();
+    session = prepared.has_value() ? prepared->session : open_step_.Take();
+  }
+  // Before the ranks are told: their next step needs its memory.
+  if (prepared.has_value()) prepared->version = {};
+  if (session != nullptr) DropStep(*session, status);
 }
 
 void Model::DropStep(PushSession& session, const absl::Status& status) {
@@ -340,6 +387,9 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
                 {"step", session.plan().step},
                 {"reason", ErrorReasonName(reason)},
                 {"error", status}});
+  if (options_.gate != nullptr) {
+    options_.gate->OnDropped(session.run().epoch(), session.plan().step, status);
+  }
 }
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
@@ -348,6 +398,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
   EMA_RETURN_IF_ERROR(CheckGiveUp(abandon_if_unfinished, give_up_reason));
   PushState result;
   std::shared_ptr<PushSession> session;
+  bool is_abandoned = false;
   {
     absl::MutexLock lock(&mu_);
     const SnapshotRef newest = history_.newest();
@@ -372,9 +423,9 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       result.state = PushState::State::kUnknown;
       return result;
     }
-    if (abandon_if_unfinished) open_step_.Take();
+    is_abandoned = abandon_if_unfinished && open_step_.Take() != nullptr;
   }
-  if (abandon_if_unfinished) {
+  if (is_abandoned) {
     DropStep(*session, give_up_reason.empty()
                            ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                                        absl::StrCat("step ", step, ": abandoned by rank ", rank))
@@ -399,7 +450,7 @@ void Model::ExpireSession(SteadyTime now, SteadyTime::duration timeout) {
     absl::MutexLock lock(&mu_);
     session = open_step_.session();
     if (session == nullptr || now - session->last_progress() < timeout) return;
-    open_step_.Take();
+    if (open_step_.Take() == nullptr) return;
   }
   DropStep(*session,
            Aborted(ErrorReason::kSessionExpired,
@@ -449,7 +500,8 @@ void Model::Close(const absl::Status& status) {
     history_.Close(status);
   }
   tracks_.DropSynthesized();
-  Drain(status, SteadyNow());
+  StopAcceptingWork(status);
+  DropOpenStep(status);
   watchers_.CallAll();
 }
 

@@ -27,6 +27,7 @@
 #include "server/base/observer.h"
 #include "server/base/steady_wait.h"
 #include "server/core/attached_files.h"
+#include "server/core/commit_gate.h"
 #include "server/core/commit_watchers.h"
 #include "server/core/concurrency_limit.h"
 #include "server/core/device_memory.h"
@@ -69,6 +70,9 @@ class Model : public std::enable_shared_from_this<Model> {
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
+    // Decides when a complete step is published: the model is one partition of a larger one. Null:
+    // at once. Outlives the model.
+    CommitGate* gate = nullptr;
     // Gets the steps' events. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
     // Host memory for attached files, for bytes that are read, cast or sliced for readers, and for
@@ -204,10 +208,26 @@ class Model : public std::enable_shared_from_this<Model> {
   // missing ranks.
   void ExpireSession(SteadyTime now, SteadyTime::duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // --- For Options::gate ---
+
+  // What the partitions of a larger model have agreed on for the version of a prepared step.
+  struct Decision {
+    absl::Time commit_time;
+    // In all partitions: as in the version's record.
+    int64_t skipped_tensor_count = 0;
+    std::vector<std::string> skipped_tensors;
+  };
+  // Makes the version of the prepared step the newest one, atomically. None is prepared: no effect.
+  void PublishPrepared(Decision decision) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends the open step, prepared or not, without a version. None is open: no effect.
+  void DropOpenStep(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- Closing ---
+
   // Refuses new runs and sessions with `status` from here on.
   void StopAcceptingWork(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // StopAcceptingWork(), waits until `deadline` for the open session to end, then ends it. Readers
-  // continue.
+  // StopAcceptingWork(), waits until `deadline` for the open session to end, then ends it, unless
+  // it is prepared. Readers continue.
   void Drain(const absl::Status& status, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until no step has been open for 100 ms, but at most for `timeout`.
   void AwaitNoPush(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
@@ -243,15 +263,27 @@ class Model : public std::enable_shared_from_this<Model> {
   // Commits the step of `session`. REQUIRES: all its ranks have committed. noexcept: a commit that
   // stops halfway would block all later ones.
   void CompleteStep(const std::shared_ptr<PushSession>& session) noexcept ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes the version of a complete step the newest one, atomically.
-  void Publish(const std::shared_ptr<PushSession>& session, PushSession::FinishedSnapshot taken,
-               absl::Time begin) ABSL_LOCKS_EXCLUDED(mu_);
+  // For Options::gate: the complete step becomes prepared, unless it is no longer open.
+  void Prepare(OpenStep::Prepared step) ABSL_LOCKS_EXCLUDED(mu_);
+  // What is left to do for a published step without the model's lock.
+  struct PublishedStep {
+    OpenStep::Prepared step;
+    SnapshotRef evicted;
+    TrackTable::Replaced replaced;
+    PushPlan plan;
+    std::vector<LogEvent> warnings;
+  };
+  // Makes the version of a step that was the open one the newest.
+  PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Answers the ranks, frees what has been replaced, and announces the version.
+  void FinishPublishing(PublishedStep published) ABSL_LOCKS_EXCLUDED(mu_);
   // Calls the watchers and on_commit for a published version.
   void Announce(const Snapshot& version) ABSL_LOCKS_EXCLUDED(mu_);
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends `session`, which is no longer the open one, without a version. Logs that, throttled,
-  // unless the session had ended before.
+  // Ends `session`, which is no longer the open one, without a version. Logs that, throttled, and
+  // tells the gate, unless the session had ended before.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // Turns the snapshot that a rollback has loaded into the version after the newest. Returns the
   // tracks that it does not keep, to be freed without the lock.

@@ -78,6 +78,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     absl::MutexLock lock(&mu_);
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
+    EMA_RETURN_IF_ERROR(open_step_.CheckNotPrepared());
     EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
     runs_.BeginRollback();
     fenced = open_step_.EndRun();
@@ -114,7 +115,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     replaced = tracks_.ApplyPending();
     dropped = MakeNextVersionLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
-    evicted = history_.Publish(*loaded);
+    evicted = history_.Publish(*loaded, absl::Now());
     result = history_.PinRestored(*loaded);
     durable_.RollBackTo((*loaded)->record);
   }

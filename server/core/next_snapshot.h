@@ -45,6 +45,8 @@ struct ModelView {
   std::shared_ptr<Device> device;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   ServerObserver* observer = &ServerObserver::None();
+  // The model is one partition of a larger one: ranks that have nothing of it do not push.
+  bool is_partition = false;
 };
 
 // Invariant: the base snapshot never changes, and each element of the new blocks is written only by

@@ -54,6 +54,14 @@ absl::Status OpenStep::CheckNotAbandoned(int64_t step) const {
   return found == abandoned_.end() ? absl::OkStatus() : found->second.status(step);
 }
 
+absl::Status OpenStep::CheckNotPrepared() const {
+  if (!prepared_.has_value()) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                   absl::StrCat("model \"", model_name_, "\": step ", session_->plan().step,
+                                " is complete here and waits for the model's other partitions"),
+                   absl::Milliseconds(20));
+}
+
 absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushStart& start,
                                                                    RunRegistry& runs) const {
   if (session_ == nullptr) return nullptr;
@@ -63,6 +71,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
                                   " is before the open step ", plan.step));
   }
   if (start.step > plan.step) {
+    EMA_RETURN_IF_ERROR(CheckNotPrepared());
     if (!session_->RankCommitted(start.rank)) return nullptr;
     return MakeError(
         absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
@@ -104,6 +113,7 @@ void OpenStep::Begin(std::shared_ptr<PushSession> session) {
 }
 
 std::shared_ptr<PushSession> OpenStep::Take() {
+  if (prepared_.has_value()) return nullptr;
   if (session_ != nullptr) {
     last_end_ = SteadyNow();
     previous_session_ = session_;
@@ -113,22 +123,33 @@ std::shared_ptr<PushSession> OpenStep::Take() {
 }
 
 bool OpenStep::Detach(const PushSession* session) {
-  if (session_.get() != session) return false;
-  Take();
+  return session_.get() == session && Take() != nullptr;
+}
+
+bool OpenStep::Prepare(Prepared& step) {
+  if (session_ != step.session) return false;
+  prepared_ = std::move(step);
   return true;
 }
 
-void OpenStep::NoteCommit(const PushSession& session, std::vector<uint32_t> digests) {
+std::optional<OpenStep::Prepared> OpenStep::TakePrepared() {
+  std::optional<Prepared> prepared = std::exchange(prepared_, std::nullopt);
+  if (prepared.has_value()) Take();
+  return prepared;
+}
+
+void OpenStep::NoteCommit(const PushSession& session) {
   const StepPlan& plan = session.plan();
   last_commit_ = {.run_epoch = session.run().epoch(),
                   .step = plan.step,
                   .omits_frozen = plan.omits_frozen,
-                  .digests = std::move(digests)};
+                  .digests = session.Digests()};
   abandoned_.erase(abandoned_.begin(), abandoned_.upper_bound(plan.step));
 }
 
 void OpenStep::NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest) {
   if (newest != nullptr && step <= newest->record.step) return;
+  if (prepared_.has_value() && step == session_->plan().step) return;
   abandoned_.try_emplace(step, std::move(abandoned));
   if (abandoned_.size() > kMaxAbandonedSteps) abandoned_.erase(abandoned_.begin());
 }

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "server/base/steady_wait.h"
 #include "server/core/push_session.h"
 #include "server/core/run_registry.h"
@@ -30,7 +31,8 @@ struct AbandonedStep {
 };
 
 // Invariant: at most one session is open, it belongs to the open run, and its step is after the
-// newest version's. The caller that takes a session out ends it, without the model's lock.
+// newest version's. The caller that takes a session out ends it, without the model's lock. One that
+// is prepared (see CommitGate) is taken only by TakePrepared().
 //
 // Not thread-safe: the model locks it.
 class OpenStep {
@@ -39,6 +41,8 @@ class OpenStep {
 
   // Null: none is open.
   const std::shared_ptr<PushSession>& session() const { return session_; }
+  // UNAVAILABLE, SESSION_BUSY: the open session is prepared.
+  absl::Status CheckNotPrepared() const;
   // The previous session; the next one waits for its memory. Null: the memory is free.
   std::shared_ptr<PushSession> previous_session() const { return previous_session_.lock(); }
   SteadyTime last_end() const { return last_end_; }  // When a session last ended.
@@ -66,16 +70,27 @@ class OpenStep {
 
   // REQUIRES: no session is open.
   void Begin(std::shared_ptr<PushSession> session);
-  // Removes and returns the open session; null: none was open.
+  // Removes and returns the open session; null: none is open, or it is prepared.
   std::shared_ptr<PushSession> Take();
-  // Removes `session`. False: it is not the open one.
+  // Removes `session`. False: it is not the open one, or it is prepared.
   bool Detach(const PushSession* session);
-  // The step of `session` has been committed; `digests`: by rank.
-  void NoteCommit(const PushSession& session, std::vector<uint32_t> digests);
+
+  struct Prepared {
+    std::shared_ptr<PushSession> session;
+    PushSession::FinishedSnapshot version;
+    absl::Time begin;  // Of its commit.
+  };
+  // Takes `step`, whose session becomes prepared. False, and no change: it is not the open one.
+  bool Prepare(Prepared& step);
+  // Removes and returns the prepared session; nullopt: there is none.
+  std::optional<Prepared> TakePrepared();
+  // The step of `session` has been committed.
+  void NoteCommit(const PushSession& session);
   // Records that a step can never be completed; keeps the highest 16 such steps. Ignores steps that
-  // are not after `newest`.
+  // are not after `newest`, and the prepared one.
   void NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest);
-  // Clears the steps of the run, which has been fenced. Removes and returns its session.
+  // Clears the steps of the run, which has been fenced. Removes and returns its session. REQUIRES:
+  // CheckNotPrepared() is OK.
   std::shared_ptr<PushSession> EndRun();
 
  private:
@@ -89,6 +104,7 @@ class OpenStep {
 
   const std::string model_name_;
   std::shared_ptr<PushSession> session_;
+  std::optional<Prepared> prepared_;  // Its session is session_.
   std::weak_ptr<PushSession> previous_session_;
   SteadyWait changed_;
   SteadyTime last_end_ = SteadyTime::min();

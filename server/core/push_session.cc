@@ -62,6 +62,10 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
     const RankLayout& layout = *run_->layout(rank);
     ranks_.emplace_back(PushedBytes(layout), MaxChunks(layout, plan_, run_->world_size()));
+    if (model_.is_partition && layout.shards().empty()) {
+      ranks_.back().digest = 0;
+      ++committed_count_;
+    }
   }
 }
 

@@ -226,11 +226,11 @@ absl::Status VersionHistory::CheckRoomForNext() const {
       absl::Milliseconds(100));
 }
 
-SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next) {
+SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time) {
   absl::MutexLock lock(&mu_);
   is_freeing_ = true;
   next->record.incarnation = incarnation_;
-  next->record.commit_time = absl::Now();
+  next->record.commit_time = commit_time;
   if (newest_ != nullptr) older_.push_back(std::move(newest_));
   newest_ = next;
   records_.Add(next->record);

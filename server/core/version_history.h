@@ -113,7 +113,8 @@ class VersionHistory {
   absl::Status CheckRoomForNext() const ABSL_LOCKS_EXCLUDED(mu_);
   // Makes `next` the newest version, and completes its record. Returns the evicted version, which
   // may be null, for Free().
-  [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next) ABSL_LOCKS_EXCLUDED(mu_);
+  [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // Frees the result of Publish(). To be called without a lock that readers take.
   void Free(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until the evicted version has been freed: the next version is built in its memory.
