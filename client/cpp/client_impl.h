@@ -34,7 +34,7 @@ namespace client_internal {
 
 using Stub = v1::EmaService::Stub;
 
-// Returns a request that names `model`, and a version of it.
+// Return a request for `model`, or for one version of it.
 template <typename Request>
 Request MakeRequest(std::string_view model) {
   Request request;
@@ -70,7 +70,7 @@ class Client::Impl {
   const client_internal::ForkGuard& fork_guard() const { return fork_guard_; }
 
   // Returns the connection; opens a new one if there is none, or it is dead. Errors as
-  // client_internal::Dialer's.
+  // Connection::Open().
   absl::StatusOr<std::shared_ptr<Connection>> Connect(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -173,7 +173,7 @@ class Client::Impl {
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<Connection>> more_connections_ ABSL_GUARDED_BY(mu_);
   // The connection over which the lanes were queried. A new one may lead to a restarted server,
-  // whose lanes are others.
+  // which offers other lanes.
   std::weak_ptr<Connection> lanes_of_ ABSL_GUARDED_BY(mu_);
   SteadyTime no_lane_until_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
   absl::Duration lane_pause_ ABSL_GUARDED_BY(mu_) = absl::Seconds(1);

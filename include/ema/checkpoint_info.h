@@ -37,7 +37,7 @@ struct CheckpointLabel {
   std::string name;
   VersionId id;
   int64_t step = 0;
-  std::optional<double> metric;  // The score that placed it; absent: no score did.
+  std::optional<double> metric;  // The score that moved it here; absent: SetLabel() set it.
   bool lower_is_better = false;
 
   friend bool operator==(const CheckpointLabel&, const CheckpointLabel&) = default;
@@ -51,7 +51,7 @@ struct CheckpointList {
 // The result of ReportMetric.
 struct MetricResult {
   CheckpointLabel label;  // The label after the call.
-  bool moved = false;     // This call has moved it. After a retry it may be false all the same.
+  bool moved = false;     // This call moved it. May be false if the client retried the call.
 };
 
 // ema.v1.SynthesizeResponse says what each field means.

@@ -70,9 +70,9 @@ class Client {
     // verified and folded, and needs few messages. Less than 64 KiB suits only a few ranks: see
     // PushChunk in ema_service.proto.
     int64_t chunk_bytes = int64_t{1} << 20;
-    // Push and pull through shared memory if the server offers it, on this host and for this user.
-    // Checksums are then not verified, and chunks have at most 256 KiB. gRPC carries all other
-    // calls, and replaces the lane if it breaks.
+    // Push and pull through shared memory if the server runs on this host as this user, and offers
+    // it. Checksums are then not verified, and chunks have at most 256 KiB. gRPC carries all other
+    // calls, and takes over if the shared memory fails.
     bool same_host_lane = true;
     // The maximum number of connections of one push, up to 16. 0: half of this machine's
     // processors, at most 8. A run starts with one, tries more for some large pushes, and keeps
@@ -83,10 +83,10 @@ class Client {
     // and is read for each call. Tokens are sent unencrypted unless TLS is used.
     std::string token = {};
     std::string token_file = {};
-    // Polled at least every 100 ms by a thread that waits in a call of this client, its runs or its
-    // pushes. If it returns true, the call returns CANCELLED (Wait() may be called again), and
-    // WaitReleased() continues as if `max_wait` were over. Null: calls are not interrupted. For
-    // Ctrl-C.
+    // Polled at least every 100 ms by each thread that waits in a call of this client, its runs or
+    // its pushes. If it returns true, the call returns CANCELLED (Wait() may be called again), and
+    // WaitReleased() continues as if `max_wait` were over. It lets Ctrl-C end a call, for example.
+    // Null: calls are not interrupted.
     std::function<bool()> is_interrupted = nullptr;
     // Called once when a call has been retried for two seconds, with its last error, by the thread
     // that waits; retries continue until the call's timeout. May be null. Not called for pushes.
@@ -180,13 +180,13 @@ class Client {
   }
   struct ModelChanges {
     std::vector<TrackConfig> put;     // New tracks, and existing ones with a new schedule.
-    std::vector<std::string> remove;  // These three are names.
+    std::vector<std::string> remove;  // Names of tracks, as are the next two.
     std::vector<std::string> pause;
     std::vector<std::string> resume;
   };
-  // Changes the tracks while training runs; applies all changes or none: at the next commit or when
-  // the next run opens; at once if no run is open or every track is paused. Averages are kept.
-  // INVALID_ARGUMENT. NOT_FOUND. RESOURCE_EXHAUSTED.
+  // Changes the tracks while training runs: all changes or none. They take effect at the next
+  // commit or when the next run opens, or at once if no run is open or every track is paused.
+  // Averages are kept. INVALID_ARGUMENT. NOT_FOUND. RESOURCE_EXHAUSTED.
   absl::StatusOr<ModelInfo> UpdateModel(std::string_view model, const ModelChanges& changes,
                                         absl::Duration timeout = absl::ZeroDuration());
   // Describes one model. NOT_FOUND: MODEL_NOT_FOUND, or ALL_CHECKPOINTS_CORRUPT.
@@ -224,7 +224,7 @@ class Client {
       absl::Duration timeout = absl::ZeroDuration());
 
   struct StatisticsOptions {
-    VersionId id;                     // All zero: the newest. Incarnation 0: any that is kept.
+    VersionId id;                     // All zero: the newest. Incarnation 0: any with that number.
     std::vector<std::string> tracks;  // Empty: all tracks that average a tensor.
   };
   // Returns the record of a version with the statistics of the requested tracks, in their order.
@@ -254,7 +254,7 @@ class Client {
   struct CheckpointOptions {
     int64_t version = 0;              // 0: the newest.
     int64_t incarnation = 0;          // The one in which `version` was counted; 0: any.
-    std::vector<std::string> tracks;  // Empty: all. No server starts from a part of them.
+    std::vector<std::string> tracks;  // Empty: all. No server starts from a partial checkpoint.
     bool async = false;  // Return as soon as the version is pinned: see GetCheckpoint().
     std::string label;   // A label for the version. Not with `tracks`.
   };
@@ -264,8 +264,9 @@ class Client {
     int64_t total_bytes = 0;
     CheckpointInfo::State state = CheckpointInfo::State::kComplete;  // Or kSaving, if `async`.
   };
-  // Saves a version. When it returns, the version is on the server's disk, unless `async`. A saved
-  // version is OK; the newest is saved again if tracks or attached files have changed since.
+  // Saves a version; unless `async`, it is on the server's disk when the call returns. OK if it was
+  // saved before, but the newest version is saved again if tracks or attached files have changed
+  // since.
   // NOT_FOUND, TRACK_NOT_FOUND. FAILED_PRECONDITION, NO_VERSION. OUT_OF_RANGE: VERSION_NOT_KEPT,
   // VERSION_NOT_YET. RESOURCE_EXHAUSTED: DISK_FULL, TOO_MANY_PINS. UNAVAILABLE: STORE_READ_ONLY;
   // DISK_FAILED; CHECKPOINT_IN_USE, the newest checkpoint must be replaced but is being read.
@@ -301,8 +302,8 @@ class Client {
   absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, std::string_view label,
                                             absl::Duration timeout = absl::Minutes(10));
 
-  // Gives a version (all zero: the newest) a label, which any other version loses, and saves the
-  // version if it is not on the disk. Retention keeps labelled checkpoints. Errors as
+  // Puts a label on a version (all zero: the newest), removes it from any other version, and saves
+  // the version if it is not on the disk. Retention keeps labelled checkpoints. Errors as
   // CreateCheckpoint().
   absl::StatusOr<Label> SetLabel(std::string_view model, std::string_view label,
                                  const VersionId& id = {},
@@ -348,16 +349,16 @@ class Client {
     int64_t world_size = 1;
     // The shards that this rank pushes. Absent: every tensor as a whole.
     std::optional<std::vector<Shard>> shards;
-    // The last this many shards are of frozen tensors, which change seldom or never during the run:
-    // they are pushed until every track on the server has their values. A tensor is frozen on all
-    // ranks or on none.
+    // The number of shards of frozen tensors, which come last in `shards`. These tensors change
+    // seldom or never during the run: they are pushed until every track on the server has their
+    // values. A tensor is frozen on all ranks or on none.
     int64_t frozen_shard_count = 0;
     // kBFloat16: float32 weights are rounded to bfloat16 before they are sent, which halves the
     // bytes; the average is of the rounded values. The same on all ranks.
     WireDtype wire_dtype = WireDtype::kAsPushed;
-    // What a push does that the server fences. True: it rejoins the run, once, in case a restarted
-    // server has forgotten it, and waits until the other ranks have rejoined too. False: it fails
-    // with ABORTED, FENCED; for trainers, which must not wait for other ranks.
+    // Whether a push that the server fences rejoins the run. True: it does so once, in case a
+    // restarted server has forgotten the run, and waits until the other ranks have rejoined too.
+    // False: it fails with ABORTED, FENCED; for trainers, which must not wait for other ranks.
     bool rejoins = true;
     // Rolls the model back to the trainer's position before the run opens. The same on all ranks.
     // Ignored when the run rejoins. May take as long as reading the model from the disk; after
@@ -366,9 +367,9 @@ class Client {
     // For a launch that reopens its run: the Run::run_epoch() that it had. It tells a restarted
     // server, which has forgotten the launches, whether a newer launch has fenced this one.
     int64_t last_run_epoch = 0;
-    // If not 0, the first push of this run, to a model without a version, is an average from
-    // elsewhere of this many updates; all tracks continue from it. The same on all ranks. 0:
-    // weights.
+    // Not 0: the first push of this run, to a model without a version, carries an average that was
+    // made elsewhere with this many updates; all tracks continue from it. 0: it carries weights.
+    // The same on all ranks.
     int64_t imported_updates = 0;
     // Limit of pinned host memory, in bytes, for weights on GPUs; at least 64 MiB. Allocated at the
     // first push from a GPU, at most as much as the shards that are not frozen need, and kept until

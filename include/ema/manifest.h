@@ -31,8 +31,8 @@ class Manifest {
 
   // INVALID_ARGUMENT, BAD_MANIFEST: no tensors or more than kMaxTensorCount.
   static absl::Status CheckCount(int64_t tensor_count);
-  // INVALID_ARGUMENT, BAD_MANIFEST: as CheckCount(), a bad spec, a name that occurs twice, or more
-  // than 2^62 bytes in total. The message names the tensor.
+  // INVALID_ARGUMENT, BAD_MANIFEST: a count that CheckCount() rejects, a bad spec, a name or alias
+  // that occurs twice, or more than 2^62 bytes in total. The message names the tensor.
   static absl::StatusOr<Manifest> Create(std::vector<TensorSpec> tensors);
 
   absl::Span<const TensorSpec> tensors() const { return tensors_; }
@@ -68,10 +68,10 @@ class Manifest {
 // Tensors with at least this many stored bytes lie in blocks of their own.
 inline constexpr int64_t kLargeTensorBytes = int64_t{2} << 20;  // A huge page.
 
-// The places of tensors laid end to end in stored dtypes: each starts at the next multiple of its
-// element size; a large tensor, and the one after it, at the next multiple of 64. Pulled bytes and
-// the storage of tracks have this layout. A pull may have a part of the tensors, and a part of
-// each.
+// The offsets of tensors that lie end to end in the dtypes in which they are stored. Each tensor
+// starts at the next multiple of its element size; a large one, and the one after it, start at the
+// next multiple of 64. Pulled bytes and the storage of tracks have this layout. A pull may omit
+// tensors, and parts of a tensor.
 class StorageLayout {
  public:
   struct Entry {
@@ -82,8 +82,8 @@ class StorageLayout {
   };
 
   StorageLayout() = default;
-  // Copied tensors have the manifest's dtypes. `actions`: by tensor. `average_dtype`: of averaged
-  // ones, TrackConfig::dtype.
+  // Copied tensors have the manifest's dtypes, averaged ones `average_dtype` (TrackConfig::dtype).
+  // `actions`: one for each tensor.
   StorageLayout(const Manifest& manifest, absl::Span<const TensorAction> actions,
                 Dtype average_dtype);
 

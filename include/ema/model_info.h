@@ -50,8 +50,8 @@ struct Version {
   int64_t run_epoch = 0;
   std::vector<TrackVersion> tracks;
   absl::Time commit_time;
-  // The number, and the first kMaxNamedTensors names, of tensors that kept their values because
-  // pushed ones were not finite.
+  // The number, and the first kMaxNamedTensors names, of tensors that kept their values because the
+  // pushed values were not finite.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
   WireDtype wire_dtype = WireDtype::kAsPushed;  // Of the step's weights.

@@ -41,8 +41,8 @@ struct PushProgress {
   enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
   std::optional<Version> version;  // If kCommitted.
   RunPlan plan;                    // If kCommitted: the plan after it.
-  std::optional<uint32_t>
-      digest;                   // CRC32C of the rank's bytes; if kCommitted and no later step is.
+  // CRC32C of the rank's bytes; if kCommitted, and no later step has been committed.
+  std::optional<uint32_t> digest;
   bool rank_committed = false;  // The commit message of this rank has arrived.
   // A range of the rank's bytes, which are in its layout's order.
   struct Range {
@@ -87,9 +87,9 @@ struct PushOptions {
   // while it is sent, one chunk at a time. Its span begins at its first element and has the size of
   // a contiguous shard.
   std::vector<Strides> strides;
-  // If all weights are in host memory: checksums them before StartPush() returns. If the weights
-  // were written before they were sent (even if they were restored by the end), the push commits
-  // nothing: DATA_LOSS, DIGEST_MISMATCH.
+  // If all weights are in host memory, StartPush() computes their checksums before it returns. If
+  // the weights are then written before they have been sent, the push commits nothing, even if the
+  // old values were written back later: DATA_LOSS, DIGEST_MISMATCH.
   bool check = false;
 };
 

@@ -49,10 +49,10 @@ class StepPusher {
   // What happens when a step cannot be pushed.
   enum class OnError {
     kSkip,  // The step is skipped and counted.
-    // Each WaitReleased() waits until the previous push is a version, at most Options::timeout.
-    // After an outage of the server or of another rank it pushes the same weights again. After
-    // Options::max_outage it stops waiting, TakeError() returns the error, and steps are skipped
-    // until a push succeeds.
+    // Each WaitReleased() waits until the previous push has become a version, at most
+    // Options::timeout. After an outage of the server or of another rank it pushes the same weights
+    // again. After Options::max_outage it stops waiting, TakeError() returns the error, and steps
+    // are skipped until a push succeeds.
     kWait,
     kRaise,  // TakeError() returns the error.
   };
@@ -100,7 +100,7 @@ class StepPusher {
   };
 
   // Some weights, row-major. They must not change until WaitReleased() has returned, and must stay
-  // valid while `keep_alive` lives (null: until then).
+  // valid while `keep_alive` lives (null: until WaitReleased() has returned).
   struct Weights {
     std::span<const std::byte> bytes;
     std::shared_ptr<const void> keep_alive;
@@ -170,8 +170,8 @@ class StepPusher {
   };
   Stats stats();
   int64_t step() const;  // Number of steps so far.
-  // The last version that this rank's pushes made. Before the first, and after a server restarted
-  // without it: the model's newest version.
+  // The last version that this rank's pushes made. Before the first one, and after the server has
+  // restarted without it, this is the model's newest version.
   std::optional<Version> version();
 
   class Impl;

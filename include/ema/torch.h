@@ -199,9 +199,10 @@ class Attachment {
   // The weights that one step reads.
   struct Reading {
     NamedTensors own;
-    std::optional<std::unordered_set<const void*>> held;  // By the optimizer, if there is one.
+    // The parameters that the optimizer holds; absent: no optimizer was passed.
+    std::optional<std::unordered_set<const void*>> held;
     int64_t copied_bytes = 0;
-    // A tensor is read in place that may change before the next step.
+    // A tensor that may change before the next step is read in place.
     bool must_wait = false;
   };
 
@@ -229,8 +230,8 @@ class Attachment {
     return sent;
   }
 
-  // `optimizer`: changes its parameters only after WaitReleased(). Null: so does all code that
-  // changes parameters.
+  // `optimizer` changes the parameters that it holds only after WaitReleased(); other code may
+  // change the other ones at any time. Null: all code changes parameters only after WaitReleased().
   void PushIfDue(const torch::optim::Optimizer* optimizer) {
     // Shared by the copies of both functions, some of which the pusher may keep.
     const auto reading = std::make_shared<std::optional<Reading>>();
@@ -405,9 +406,10 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 // Copies one version of a track into a module's parameters and buffers, cast to their dtypes and on
 // their devices; the tensor objects stay the same. Returns the version. INVALID_ARGUMENT,
 // BAD_LAYOUT: names, shapes or dtypes do not fit, and the message lists them all; or a value is too
-// large for the module's dtype. Other errors as Client::Pull(), and INTERNAL: LibTorch fails, as
-// for a tensor made by expand() or, outside of inference mode, one made in it. After an error the
-// module is unchanged, unless a device failed while values were copied to it.
+// large for the module's dtype. INTERNAL: LibTorch fails, for example because a tensor was made by
+// expand(), or was made in inference mode and is written outside of it. Other errors as
+// Client::Pull(). After an error the module is unchanged, unless a device failed while values were
+// copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                         torch::nn::Module& module,
                                         const PullIntoOptions& options = {}) {

@@ -11,7 +11,7 @@
 
 #include "absl/status/statusor.h"
 
-// What cuda.h's CUcontext, CUstream and CUevent point to.
+// The types to which cuda.h's CUcontext, CUstream and CUevent point.
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
@@ -29,7 +29,7 @@ struct CudaDriver {
   static constexpr unsigned kHostAllocPortable = 1;
   static constexpr int kCaptureModeRelaxed = 2;
 
-  // The instance of this process. FAILED_PRECONDITION: it has no such library, or one without a
+  // The instance of this process. FAILED_PRECONDITION: the library is not installed, or lacks a
   // function that we need. Thread-safe, as the functions are.
   static const absl::StatusOr<CudaDriver>& Get();
 
@@ -39,6 +39,7 @@ struct CudaDriver {
   static bool IsSticky(int result);
 
   // These have the library's names.
+  // NOLINTBEGIN(readability-identifier-naming)
   int (*Init)(unsigned flags);
   int (*DeviceGet)(int* device, int ordinal);
   int (*DevicePrimaryCtxRetain)(CUctx_st** context, int device);

@@ -36,7 +36,7 @@ namespace ema::client_internal {
 class Gpu {
  public:
   // How long a running copy may take after its waiter has stopped waiting. A GPU that takes longer
-  // hangs.
+  // counts as hung.
   static constexpr absl::Duration kIdleGrace = absl::Seconds(1);
 
   // INTERNAL, DEVICE: there is no driver, or no GPU with this index.
@@ -66,8 +66,8 @@ class Gpu {
   // Waits for the last event of `slot`. REQUIRES: there is one. CANCELLED: `interrupt` has fired.
   // DEADLINE_EXCEEDED, DEVICE.
   absl::Status Wait(int slot, SteadyTime deadline, Interrupt& interrupt) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until the side stream is idle, as that of a failed GPU is. False: it is not idle by
-  // `deadline`.
+  // Waits until the side stream has no running work; the stream of a failed GPU counts as idle.
+  // False: it is not idle by `deadline`.
   bool AwaitIdle(SteadyTime deadline);
   // The same, but after `deadline`, or when `interrupt` fires, waits for kIdleGrace more.
   bool AwaitIdle(SteadyTime deadline, Interrupt& interrupt);
@@ -94,7 +94,7 @@ class Gpu {
 
   absl::Mutex mu_ ABSL_ACQUIRED_BEFORE(error_mu_);       // Held across calls of the driver.
   CUevent_st* edge_ ABSL_GUARDED_BY(mu_) = nullptr;      // For Follow() and Lead().
-  std::vector<CUevent_st*> marks_ ABSL_GUARDED_BY(mu_);  // One for each slot.
+  std::vector<CUevent_st*> marks_ ABSL_GUARDED_BY(mu_);  // The end of the last copy into each slot.
   absl::Mutex error_mu_;
   absl::Status error_ ABSL_GUARDED_BY(error_mu_);
 };

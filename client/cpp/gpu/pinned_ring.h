@@ -23,8 +23,8 @@
 namespace ema::client_internal {
 
 // Pinned buffers, each for one chunk, and the GPUs that fill them. Belongs to one run, and is kept
-// from push to push. Thread-safe. gRPC drops slices inside any of its functions, so call none of
-// them while holding a lock under which these functions are called.
+// from push to push. Thread-safe. gRPC may drop slices inside any of its functions, so never call
+// gRPC with a lock held that is also held during calls of this class.
 class PinnedRing {
  public:
   static constexpr int64_t kMinRingBytes = int64_t{64} << 20;
@@ -62,8 +62,8 @@ class PinnedRing {
   void Share(int slot) ABSL_LOCKS_EXCLUDED(mu_);  // Adds a holder.
   void GiveBack(int slot) ABSL_LOCKS_EXCLUDED(mu_);
   // A slice of the first bytes of a buffer, for gRPC; dropping it gives the buffer back. Absent,
-  // without any effect, if gRPC holds half of the buffers already: the others are for senders and
-  // for copies ahead.
+  // without any effect, if gRPC holds half of the buffers already: the others are left to senders
+  // and to copies made in advance.
   std::optional<grpc::Slice> TryLend(int slot, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   int max_lent() const { return slot_count() / 2; }
   bool has_lent() const ABSL_LOCKS_EXCLUDED(mu_);

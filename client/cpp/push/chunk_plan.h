@@ -26,8 +26,8 @@ namespace ema::client_internal {
 // resent chunk has the same bounds. Immutable.
 class ChunkPlan {
  public:
-  // Each chunk has as many bytes as fit into `chunk_bytes` and end between elements; no chunk has
-  // both frozen and other bytes. REQUIRES: chunk_bytes >= 8.
+  // Each chunk is as long as `chunk_bytes` allows, ends between elements, and does not mix frozen
+  // and other bytes. REQUIRES: chunk_bytes >= 8.
   ChunkPlan(const RankLayout& layout, int64_t chunk_bytes);
 
   int64_t max_chunk_bytes() const { return max_chunk_bytes_; }
@@ -101,7 +101,7 @@ class ChunkWriter {
   // Copies a chunk, rounding weights for the wire; returns the CRC32C of the written bytes. `from`:
   // the chunk's weights, end to end; null: they are read from the shards.
   uint32_t CopyInto(int64_t chunk, const std::byte* from, std::byte* to) const;
-  // True: the bytes lie in memory as they are sent.
+  // True: the bytes are in memory in the form in which they are sent.
   bool IsInPlace(int64_t chunk) const;
   // REQUIRES: IsInPlace(chunk).
   grpc::ByteBuffer Encode(int64_t chunk, Scratch& scratch, bool copies);
@@ -110,7 +110,7 @@ class ChunkWriter {
   std::optional<uint32_t> CopyStaged(int64_t chunk, std::byte* to);
   // Records a chunk's CRC32C, and builds its message.
   grpc::ByteBuffer Assemble(int64_t chunk, uint32_t crc32c, grpc::Slice data);
-  // Computes the CRC32C of a chunk. False: where Write() would return nullopt.
+  // Computes the CRC32C of a chunk. False: Write() would return nullopt.
   bool Checksum(int64_t chunk);
 
   const RankLayout* const layout_;

@@ -14,9 +14,9 @@
 
 namespace ema::client_internal {
 
-// The tracks of a run's plan, and their states after this rank's tries. The states are counted here
-// and not taken from the server's replies: all ranks must try at the same steps, regardless of the
-// outcome of earlier pushes.
+// The tracks of a run's plan, with states that count the updates this rank has tried to push. The
+// states are not taken from the server's replies: all ranks must try at the same steps, regardless
+// of the outcome of earlier pushes.
 class DueTracks {
  public:
   struct Due {
@@ -24,7 +24,8 @@ class DueTracks {
     std::vector<Schedule::Update> updates;
   };
 
-  // Applies a plan that UpdateModel() has changed. True: it has changed.
+  // Adopts `plan` if its revision differs from that of the last one, which means that UpdateModel()
+  // has changed the tracks. Returns whether it does.
   bool Adopt(RunPlan plan);
   // To be called when the run has been rejoined: the next plan is always adopted, since a restarted
   // server counts revisions from another start.

@@ -71,8 +71,8 @@ class PendingPush::Impl {
     RunPlan plan;
   };
 
-  // Called only by the thread, except AwaitDone(), IsCutOff(), LeadStreams(), Answers() and
-  // AwaitWhileThere(), and HasFrozen(), which CheckContent() calls before the thread starts.
+  // Only the push's thread calls these, except AwaitDone(), IsCutOff(), LeadStreams(), Answers()
+  // and AwaitWhileThere(), and HasFrozen(), which CheckContent() calls before the thread starts.
   void RunThread();
   // Tries until the push succeeds or fails for good.
   absl::StatusOr<Committed> Push();
@@ -116,19 +116,20 @@ class PendingPush::Impl {
   absl::StatusOr<Committed> DropStep(const absl::Status& error);
   std::vector<int64_t> AllChunks() const;
   static Committed TakeCommitted(PushProgress& progress);  // REQUIRES: kCommitted.
-  // ABORTED, STALE_STEP: the step was committed with other weights than these. Also OK if that is
-  // no longer known.
+  // ABORTED, STALE_STEP: the step was committed with other weights than these. OK if they are
+  // equal, or the digests cannot be compared.
   absl::Status CheckSameContent(const PushProgress& progress);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
-  // True: there has been no stream, and no server that asked to wait, for so long that the trainer
-  // should not wait any more.
+  // True: for a while there has been neither a stream nor a server that asked to wait, so the
+  // trainer should stop waiting.
   bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
   // Asks the server for the push's progress. True: it answered by `deadline`, perhaps with an
   // error. For threads that wait for this push.
   bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
-  // Calls `await`, which waits at most as long as its argument says, until it returns true. False:
-  // `max_wait` is over, or there is no stream, or no byte moves and the server does not answer.
+  // Calls `await` repeatedly, each time with the longest time that it may wait, until it returns
+  // true. False: `max_wait` is over, IsCutOff() is true, the user interrupted, or no byte moves and
+  // the server does not answer.
   bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
   std::string Name() const;
 
@@ -143,8 +144,8 @@ class PendingPush::Impl {
   const SteadyTime deadline_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
-  // Relaxed: only the releasing threads use it. If true, the streams in `options_` may no longer
-  // exist.
+  // Used only by the threads that release the weights. If true, the streams in `options_` may no
+  // longer exist.
   std::atomic<bool> has_led_ = false;
 
   // Relaxed: figures for stats().

@@ -71,13 +71,13 @@ class RunCore {
   // Abandons the running push, if there is one.
   void EndPush() ABSL_LOCKS_EXCLUDED(push_mu_);
 
-  // The number of connections for the next push over gRPC. Record the speed of a push with that
-  // number, or that not all of them could be opened.
+  // The number of connections that the next push over gRPC should use. After the push, NoteSpeed()
+  // records its speed, or NoteFewerConnections() that not all of them could be opened.
   int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);
   void NoteSpeed(double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
   void NoteFewerConnections() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Records a version that this run has made in that epoch, and the plan after it.
+  // Records a version that this run has made in `run_epoch`, and the plan after it.
   void OnCommit(int64_t run_epoch, const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -89,8 +89,8 @@ class RunCore {
   absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Adopts the content of a reply of this epoch, unless that of a newer one has been adopted. A
-  // plan's states change with every version, its revision also between versions.
+  // Adopts the content of a reply, unless a newer one has been adopted: one with a later version,
+  // or with the same version and a later plan revision.
   void TakeLocked(std::optional<Version> latest, RunPlan plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::shared_ptr<Client::Impl> client_;
@@ -106,8 +106,7 @@ class RunCore {
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   bool ready_ ABSL_GUARDED_BY(mu_) = false;
-  // Set once and for all: the run may have changed the model since, so RunOptions::resume is not
-  // sent again.
+  // Never reset: the run may have changed the model since, so RunOptions::resume is not sent again.
   bool has_been_ready_ ABSL_GUARDED_BY(mu_) = false;
   // Not OK: a newer run took over. Permanent, because a restarted server would not know that, and
   // would let this run take over again.

@@ -26,12 +26,14 @@ class ShardWeights {
   // False: the shard has to be gathered.
   bool IsContiguous(int64_t shard) const { return strides_.empty() || strides_[shard].empty(); }
 
-  // REQUIRES: IsContiguous(shard).
+  // A part of a shard in memory; offset and length are in bytes as sent. REQUIRES:
+  // IsContiguous(shard).
   std::span<const std::byte> Stretch(int64_t shard, int64_t in_shard, int64_t length_bytes) const {
     const int64_t scale = Scale(shard);
     return bytes_[shard].subspan(in_shard * scale, length_bytes * scale);
   }
 
+  // The length of such a part in memory.
   int64_t StretchBytes(int64_t shard, int64_t length_bytes) const {
     return length_bytes * Scale(shard);
   }

@@ -27,9 +27,9 @@
 namespace ema::client_internal {
 
 // Copies chunks to pinned buffers in the order in which they will be sent, as far ahead as the ring
-// has room. Here the gate's reads are the starts of copies: once all copies have been started, the
-// weights may change as soon as the copies have ended, and the trainer's stream waits for that
-// (Gpu::Lead()), not the trainer. If there is room for all chunks, each stays in its buffer and can
+// has room. For the gate, starting a copy counts as reading: once all copies have been started, the
+// weights may change as soon as the copies have ended, and the trainer's stream, not the trainer,
+// waits for that (Gpu::Lead()). If there is room for all chunks, each stays in its buffer and can
 // be sent again, even after the weights have changed. Thread-safe.
 //
 // No thread waits for a free buffer: with at most max_senders() threads that take the chunks in
@@ -51,9 +51,9 @@ class StagedChunks {
   int max_senders() const { return ring_->slot_count() - ring_->max_lent(); }
 
   // Sets the chunks to be sent next, and starts their copies as far as there is room, unless all
-  // are there (Holds()). Other chunks that were staged are dropped, and so are these if some of
-  // them have been taken. ABORTED, STEP_ABANDONED: the weights have been released before all of
-  // these were staged. A GPU's error, which ends the push.
+  // are there (Holds()). Drops other staged chunks, and also these if some of them have been taken.
+  // ABORTED, STEP_ABANDONED: the weights were released before all of these were staged. Other
+  // errors are a GPU's, and end the push.
   absl::Status Stage(absl::Span<const int64_t> chunks) ABSL_LOCKS_EXCLUDED(mu_);
 
   // True: all of these chunks are in pinned memory or being copied there, so they can be sent even

@@ -14,9 +14,9 @@
 namespace ema::client_internal {
 
 // Synchronizes the threads that send the weights, gRPC, which holds slices of them, and the
-// trainer, which wants to change them. Released weights are never read again. Thread-safe. gRPC
-// drops slices inside any of its functions, so call none of them while holding a lock under which
-// these functions are called.
+// trainer, which wants to change them. Released weights are never read again. Thread-safe. gRPC may
+// drop slices inside any of its functions, so never call gRPC with a lock held that is also held
+// during calls of this class.
 class WeightsGate {
  public:
   // --- For the sending threads. Initially the weights are wanted. ---
@@ -27,9 +27,10 @@ class WeightsGate {
 
   // Announces that the weights will be read (again). False: they have been released.
   bool WantToRead() ABSL_LOCKS_EXCLUDED(mu_);
-  // Announces that all unsent bytes are in slices.
+  // Announces that nothing more will be read: all unsent bytes are in slices or being copied, or
+  // the push has ended.
   void HaveRead() ABSL_LOCKS_EXCLUDED(mu_);
-  // Bracket each read. False: the weights have been released; do not read them.
+  // False: the weights have been released; do not read them.
   bool BeginRead() ABSL_LOCKS_EXCLUDED(mu_);
   void EndRead() ABSL_LOCKS_EXCLUDED(mu_);
   // Counts a slice that is passed to gRPC with DropSlice(gate) as its destroy callback.

@@ -14,9 +14,9 @@ namespace ema::client_internal {
 
 // True if the error of a push means that the server is unreachable or has lost the run.
 bool IsOutage(const absl::Status& error);
-// True if a retry of the step may succeed: after an outage, here or of another rank.
+// True if a retry of the step may succeed: the error comes from an outage, here or at another rank.
 bool IsRetryableStep(const absl::Status& error);
-// True if this rank cannot push the step, now or later, and the other ranks do not know.
+// True if this rank can never push the step, and the other ranks do not know that yet.
 bool IsFinal(const absl::Status& error);
 
 // Limits how long a trainer waits in one outage.

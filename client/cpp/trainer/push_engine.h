@@ -41,7 +41,7 @@ struct StepWeights {
   std::vector<int> devices;      // One for each shard; see GpuWeights.
   std::vector<Strides> strides;  // One for each shard; see PushOptions.
   std::vector<GpuStream> streams;
-  // Keep the memory valid. May be destroyed by any thread.
+  // They keep the memory valid. Any thread may destroy them.
   std::vector<std::shared_ptr<const void>> owners;
 
   // Adds the shards that follow in the layout.
@@ -215,7 +215,7 @@ class PushEngine {
   // Shared with calls that a signal handler has interrupted; so are `push_` and `rejoiner_`.
   std::shared_ptr<Run> run_;  // Null while the server is unreachable, and after Leave().
   int64_t run_epoch_;
-  // The rest of max_wait until the end of the next AfterStep().
+  // The part of max_wait that is left for waits until the end of the next AfterStep().
   absl::Duration wait_left_;
   // False: the last push failed, so the ranks may push at different steps.
   bool in_step_ = true;

@@ -42,13 +42,13 @@ class TrainerLog {
   void WriteWithoutPrefix(LogLevel level, const std::string& text) const;
 
   // Logs a skipped step. Of several with the same cause the 1st, 2nd, 4th, 8th, ... is a warning,
-  // the others are debug lines. An outage is always a warning: while it lasts nothing is tried;
-  // but FENCED is a debug line: the Rejoiner finds out who has taken over and logs that, or the run
-  // is joined again and the next push says how many steps were lost.
+  // the others are debug lines. An outage is always a warning, since nothing is pushed while it
+  // lasts. FENCED is a debug line: the Rejoiner logs who has taken over, or rejoins the run, and
+  // then the next push reports how many steps were lost.
   void SkippedStep(int64_t step, const absl::Status& error);
   // To be called when a push has succeeded: restarts the counts of causes that are over.
   void PushSucceeded();
-  // Warns once of each schedule whose updates are too small for float32.
+  // Warns once of each schedule whose updates are too small for the track's dtype.
   void WarnOfStalledTracks(const Version& version);
 
  private:

@@ -27,11 +27,11 @@
 namespace ema::client_internal {
 
 // A gRPC channel over a socket that this class opens. It does not reconnect: its owner replaces it
-// when it has died. A channel with its own socket can neither be made to drop a slice that the
-// kernel does not accept, nor to keep a congestion control setting; with our socket both are
-// possible. Over TLS gRPC opens the socket, since this version of gRPC accepts sockets only without
-// TLS. A call whose bytes the kernel does not accept then ends only when TCP times out, after 20 s,
-// so weights are copied there. Thread-safe.
+// when it has died. If gRPC opened the socket, it could not be made to drop slices that the kernel
+// does not accept, and the socket would not keep a congestion control setting. Over TLS gRPC must
+// open it, since this version of gRPC accepts sockets only without TLS. A call whose bytes the
+// kernel does not accept then ends only when TCP times out, after 20 s, so weights are copied
+// there. Thread-safe.
 class Connection {
  public:
   // `tls`: used if the dialer's address says so. `token`: sent with all calls. Errors as
@@ -75,7 +75,7 @@ class Connection {
   // A duplicate of the socket's descriptor, which stays valid when gRPC has closed its own. -1:
   // gRPC owns the socket.
   const int fd_;
-  // For the error if the server closes the connection during the TLS handshake: the likely cause.
+  // The likely cause if the server closes the connection during the TLS handshake, for the error.
   // Empty: without TLS.
   const std::string tls_objection_;
   const std::shared_ptr<grpc::Channel> channel_;

@@ -10,8 +10,8 @@
 
 namespace ema::client_internal {
 
-// Converts a deadline for gRPC. Uses the monotonic clock, since the system's clock may be set
-// before gRPC reads it.
+// Converts a deadline for gRPC. Uses the monotonic clock, since the system clock may be changed
+// before gRPC reads the deadline.
 inline gpr_timespec ToGrpc(SteadyTime time) {
   if (time == SteadyTime::max()) return gpr_inf_future(GPR_CLOCK_MONOTONIC);
   const std::chrono::nanoseconds since_zero = time.time_since_epoch();

@@ -27,7 +27,7 @@ class Interrupt {
   // The longest time between two polls of the function.
   static constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
 
-  // `poll` outlives this object; null, or an empty function: it is not called.
+  // `poll` outlives this object. Null, or an empty function: nothing is polled.
   explicit Interrupt(const std::function<bool()>* poll = nullptr)
       : is_of_user_(poll != nullptr), poll_(poll != nullptr && *poll != nullptr ? poll : nullptr) {}
 
@@ -35,8 +35,7 @@ class Interrupt {
   // destroy callback acquires: gRPC may run such callbacks inside.
   void Fire() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // True: a function was given, perhaps an empty one: the thread is in a call by the user, not in
-  // one of this library.
+  // True if a function was passed, even an empty one: the user has made the call, not this library.
   bool is_of_user() const { return is_of_user_; }
 
   // True if Fire() was called; otherwise polls the function.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same-host lanes of a client.
+// The same-host lanes (server/wire/lane_pipe.h) of a client.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_LANES_H_
 #define EMA_CLIENT_CPP_TRANSPORT_LANES_H_
 

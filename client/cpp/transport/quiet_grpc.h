@@ -7,9 +7,9 @@
 namespace ema::client_internal {
 
 // Stops gRPC from writing to stderr, except for failed assertions, and unless GRPC_VERBOSITY is
-// set; calls return the same information. For emactl and the Python module, which have their own
-// gRPC. The library does not call it, since a program that links it may want gRPC's log. To be
-// called once in a process, before gRPC is used.
+// set; calls return the same information. For emactl and the Python module, which contain their own
+// copy of gRPC. The library does not call it, since a program that links it may want gRPC's log. To
+// be called once in a process, before gRPC is used.
 void QuietGrpc();
 
 }  // namespace ema::client_internal

@@ -27,7 +27,8 @@ class Backoff {
   absl::Duration Next(const absl::Status& last_error);
   // Starts again with `first`. To be called after progress.
   void Reset();
-  // True once, two seconds after the first Next(): the wait should now be reported.
+  // True once, at the first call from two seconds after the first Next(): the wait should be
+  // reported.
   bool ShouldLog();
 
  private:

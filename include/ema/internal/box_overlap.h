@@ -17,6 +17,7 @@ namespace ema {
 // A text such as "[0:2, 16:32]".
 std::string BoxText(const Shard& box);
 
+// A box, and the number of its holder.
 struct HeldBox {
   const Shard* shard = nullptr;  // Not empty, and inside its tensor.
   int64_t holder = 0;
@@ -26,9 +27,9 @@ struct HeldBox {
 };
 
 // OK if no two of the boxes share an element. Reorders them. INVALID_ARGUMENT: LAYOUT_OVERLAP; or
-// BAD_LAYOUT, thousands of boxes of a tensor are so interleaved that the search would take too
-// long. The message names the tensor, and the two boxes with their holders, for example "rank 3" if
-// `holder_noun` is "rank".
+// BAD_LAYOUT, a tensor has thousands of boxes that interleave so much that the search would take
+// too long. The message names the tensor, and the two boxes with their holders, for example "rank
+// 3" if `holder_noun` is "rank".
 absl::Status CheckDisjoint(const Manifest& manifest, std::span<HeldBox> boxes,
                            const std::string& holder_noun);
 

@@ -16,8 +16,8 @@ namespace ema::torch_internal {
 // counts no writes through data_ptr(), and none to inference tensors. For one thread.
 class WriteMarks {
  public:
-  // Whether one of `tensors` has been written, or has other memory, since the last call, which must
-  // have had as many tensors. False in the first call.
+  // True if one of `tensors` was written, or got other memory, since the last call. Every call must
+  // pass as many tensors, in the same order. False in the first call.
   bool HaveChanged(const std::vector<at::Tensor>& tensors) {
     std::vector<Mark> marks;
     marks.reserve(tensors.size());
