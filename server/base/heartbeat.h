@@ -66,7 +66,7 @@ class Heartbeats {
     // Time without progress in the current piece of work, as Poll() has seen it.
     Clock::duration silent_time = Clock::duration::zero();
   };
-  // All workers in the order of Add(), after the watchdog itself. Empty before the first Poll().
+  // The watchdog, then all workers in the order of Add(). Empty before the first Poll().
   std::vector<Age> Ages(Clock::time_point now) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Limits how often an event is logged that peers can cause at will.
+// Limits how often an event that peers can cause at will is logged.
 #ifndef EMA_SERVER_BASE_LOG_THROTTLE_H_
 #define EMA_SERVER_BASE_LOG_THROTTLE_H_
 
@@ -51,7 +51,7 @@ class LogThrottle {
   static constexpr std::chrono::seconds kInterval{1};
 
   absl::Mutex mu_;
-  Time next_ ABSL_GUARDED_BY(mu_);  // Lines up to here have been written.
+  Time next_ ABSL_GUARDED_BY(mu_);  // The allowed lines up to this time have been written.
   int64_t dropped_count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

@@ -46,7 +46,7 @@ class ServerObserver {
   // The same for a call that needs no token.
   virtual void OnProbeEnded(std::string_view /*rpc*/, const absl::Status& /*status*/) {}
 
-  // All shards of one step.
+  // The end of a step, with all shards of all ranks.
   struct StepEnd {
     std::string_view model;
     int64_t step = 0;
@@ -56,7 +56,7 @@ class ServerObserver {
   };
   virtual void OnStepEnded(const StepEnd& /*end*/) {}
 
-  // One stream of one rank.
+  // The end of one stream of one rank.
   struct PushEnd {
     std::string_view model;
     int64_t received_bytes = 0;        // Also of a push that failed.

@@ -20,8 +20,9 @@ struct RpcLimits {
   int64_t max_streams_per_connection = 1024;
   int64_t max_message_bytes = int64_t{8} << 20;
   int64_t max_metadata_bytes = int64_t{8} << 10;
-  absl::Duration handshake_timeout = absl::Seconds(5);  // To speak HTTP/2, or TLS.
-  // A peer that has been silent for the first is pinged, and has the second to answer.
+  absl::Duration handshake_timeout = absl::Seconds(5);  // For the TLS and HTTP/2 handshakes.
+  // A peer that has been silent for keepalive_time is pinged, and must answer within
+  // keepalive_timeout.
   absl::Duration keepalive_time = absl::Seconds(60);
   absl::Duration keepalive_timeout = absl::Seconds(20);
   // A connection without calls is closed after this time: its client opens another one.

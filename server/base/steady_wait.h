@@ -22,7 +22,8 @@ inline SteadyTime After(SteadyTime time, absl::Duration duration) {
   return span < SteadyTime::max() - time ? time + span : SteadyTime::max();
 }
 
-// The time since and until `time`; negative if it is in the future or in the past.
+// The time since `time`, negative if it is in the future; and the time until it, negative if it is
+// in the past.
 inline absl::Duration Since(SteadyTime time) { return absl::FromChrono(SteadyNow() - time); }
 inline absl::Duration Until(SteadyTime time) { return absl::FromChrono(time - SteadyNow()); }
 

@@ -26,11 +26,11 @@
 namespace ema {
 
 struct CheckpointStoreOptions {
-  // Made if it is not there.
+  // Created if it does not exist.
   std::string data_dir;
   // How many of the newest checkpoints of each model are kept, not counting those with a KEEP file
-  // or a label; partial checkpoints are counted separately. 1 or more. Of the abandoned ones the
-  // newest is kept besides.
+  // or a label; partial checkpoints are counted separately. 1 or more. The newest abandoned
+  // checkpoint is kept as well.
   int64_t keep_count = 3;
   // Checkpoints whose step is a multiple of this are kept, too. 0: none.
   int64_t keep_step_multiple = 0;
@@ -39,8 +39,9 @@ struct CheckpointStoreOptions {
   LogSink log;
 };
 
-// The checkpoints of the model of one name, through all lives of that model: what its index says is
-// on the disk, and what it calls saved survives a power failure.
+// The checkpoints of the model with one name, also after it was deleted and created again. The
+// checkpoints in its index are on the disk, and one that was reported as saved survives a power
+// failure.
 //
 // Thread-safe. Calls may block on the disk for as long as the model takes to write, unless they say
 // otherwise. Errors of all calls that change something: UNAVAILABLE, STORE_READ_ONLY: a sync has
@@ -72,30 +73,31 @@ class CheckpointFolder {
     // Only these tracks; empty: all. A partial checkpoint is not a durable version of the model.
     std::vector<std::string> tracks;
     // If this is the newest version on the disk, and the model's settings have changed since, it is
-    // written again with the new settings, unless it has a track that the model no longer has,
-    // which would be lost: then the settings reach the disk with the next version.
+    // written again with the new settings. Not if it has a track that the model no longer has,
+    // since the track would be lost: then the settings reach the disk with the next version.
     bool with_new_settings = false;
-    // Put on it before anything is removed; its version and step become the snapshot's. REQUIRES:
-    // no `tracks`.
+    // A label to put on the version before old checkpoints are removed; its version and step become
+    // the snapshot's. REQUIRES: no `tracks`.
     std::optional<CheckpointLabel> label;
   };
   struct SaveResult {
     std::string name;  // The name of its folder.
     int64_t total_bytes = 0;
-    bool was_written = false;  // False: it was there already.
+    bool was_written = false;  // False: it existed already.
   };
   // The name of the checkpoint that Save() makes.
   static std::string NameOf(const Snapshot& snapshot, const std::vector<std::string>& tracks);
 
   // Writes `snapshot`, a version of `model`, and sets model.durable(), which stays set if only the
   // label fails. OK: it is on the disk, and the next start loads it unless a newer one is saved. If
-  // it is there already, only what `options` ask for is written. Saves of one model wait for each
-  // other; commits and readers do not wait for them. Pushes slow a save down to a third. Holds
-  // `snapshot` only while it runs. RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE, CHECKPOINT_IN_USE:
-  // new settings would replace a checkpoint that is being read. UNIMPLEMENTED: the same, and the
-  // file system cannot exchange two folders. FAILED_PRECONDITION: a tensor's name cannot be saved.
-  // NOT_FOUND, MODEL_NOT_FOUND: the model has been deleted. INTERNAL, DEVICE. After an error the
-  // earlier checkpoints are unchanged, but bad or unreadable ones may have been set aside.
+  // it was there already, only the additions of `options` are written. Saves of one model wait for
+  // each other; commits and readers do not wait for them. While pushes arrive, a save works a third
+  // of the time. Holds `snapshot` only while it runs. RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE,
+  // CHECKPOINT_IN_USE: new settings would replace a checkpoint that is being read. UNIMPLEMENTED:
+  // new settings would replace a checkpoint, and the file system cannot exchange two folders.
+  // FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the model has
+  // been deleted. INTERNAL, DEVICE. After an error the earlier checkpoints are unchanged, but bad
+  // or unreadable ones may have been set aside.
   absl::StatusOr<SaveResult> Save(Model& model, const SnapshotRef& snapshot,
                                   const SaveOptions& options) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<SaveResult> Save(Model& model, const SnapshotRef& snapshot)
@@ -121,13 +123,13 @@ class CheckpointFolder {
   // it is not there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is
   // held.
   absl::Status Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
-  // Sets all checkpoints aside when the model has been deleted and before a model of that name is
-  // created again. OK if there are none. After an error the next Save() tries again; until that has
-  // succeeded, a restart would load them.
+  // Sets all checkpoints aside. To be called when the model has been deleted, before a model of
+  // that name is created again. OK if there are none. After an error the next Save() tries again;
+  // until that has succeeded, a restart would load them.
   absl::Status DeleteAll() ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
-  // so a restart would load an older one. Unless it `waits` it does nothing during a Save(); the
-  // next reader finds the same problem.
+  // so a restart would load an older one. Unless it `waits`, it does nothing while another change,
+  // such as a Save(), is running; the next reader finds the same problem.
   absl::StatusOr<bool> Quarantine(std::string_view name, const absl::Status& problem, bool waits)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Records how reading a checkpoint ended: OK or UNAVAILABLE. After an error the next Save() of
@@ -159,15 +161,16 @@ class CheckpointFolder {
     std::vector<CheckpointId> ids_;
     std::vector<std::string> names_;
   };
-  // All that have all tracks. Waits for a running Save(). UNAVAILABLE: the disk failed.
+  // Holds all checkpoints that have all tracks. Waits for a running Save(). UNAVAILABLE: the disk
+  // failed.
   absl::StatusOr<std::unique_ptr<Held>> HoldAll() ABSL_LOCKS_EXCLUDED(mu_);
-  // Only the checkpoint of that name, which may be partial. Null: it is not there. Blocks like
-  // ListNames().
+  // Holds only the checkpoint of that name, which may be partial. Null: it is not there. Blocks
+  // like ListNames().
   absl::StatusOr<std::unique_ptr<Held>> Hold(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Labels ---
 
-  // By name. Blocks like ListNames().
+  // Sorted by name. Blocks like ListNames().
   absl::StatusOr<std::vector<CheckpointLabel>> Labels() ABSL_LOCKS_EXCLUDED(mu_);
   // CheckpointIndex::FindLabel(), which knows the labels after Recover() or the first save. Never
   // blocks.
@@ -183,8 +186,8 @@ class CheckpointFolder {
 
   // --- At the start, for LoadModel() ---
 
-  // Makes durable what an earlier server has renamed, and finds out what there is. False: there is
-  // no folder.
+  // Syncs the renames of an earlier server, and reads the folder into the index. False: there is no
+  // folder.
   absl::StatusOr<bool> Recover() ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside that LoadModel() has found to be bad.
   absl::Status SetAsideCorrupt(const std::string& name, const absl::Status& problem)
@@ -201,34 +204,35 @@ class CheckpointFolder {
                                         const SaveOptions& options)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status MakeDurableLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The bytes of a complete checkpoint. nullopt: there is none of that name, or it must be written
+  // The size of a complete checkpoint. nullopt: there is none of that name, or it must be written
   // again.
   absl::StatusOr<std::optional<int64_t>> FindCompleteLocked(const std::string& name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<int64_t> WriteLocked(Model& model, const Snapshot& snapshot,
                                       const SaveOptions& options, const std::string& name,
                                       bool has_old_settings) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Gives a temporary checkpoint its name. One of that name that was unreadable is set aside; one
-  // that `has_old_settings` is removed. Where the file system can exchange names, the name is never
-  // absent.
+  // Gives a temporary checkpoint its name. An existing one of that name is set aside if it was
+  // unreadable, or removed if it `has_old_settings`. Where the file system can exchange names, the
+  // name is never absent.
   absl::Status TakeNameLocked(const std::string& name, bool has_old_settings)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // TakeNameLocked() for one that has old settings.
+  // The part of TakeNameLocked() that replaces a checkpoint with old settings.
   absl::Status ReplaceLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // UNAVAILABLE, CHECKPOINT_IN_USE: one with new settings cannot take its place now.
+  // UNAVAILABLE, CHECKPOINT_IN_USE: a checkpoint with new settings cannot replace it now.
   absl::Status CannotReplaceError(std::string_view name, std::string_view why) const;
-  // Removes what retention does not keep, but never `saved_name`. False: that is nothing.
+  // Removes the checkpoints that retention does not keep, but never `saved_name`. Returns whether
+  // any was removed.
   absl::StatusOr<bool> RemoveOldLocked(std::string_view saved_name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // --- The index ---
 
-  // The index may be wrong: the folder is read again before the next use.
+  // Marks the index as possibly wrong: the folder is read again before the next use.
   void ForgetLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Lists the folder and reads the labels, unless the index is current.
   absl::Status IndexLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status EnsureIndexed() ABSL_LOCKS_EXCLUDED(mu_);
-  // Reads the manifest of one that has no details. NOT_FOUND: it is gone.
+  // Reads the manifest of a checkpoint that has no details. NOT_FOUND: it is gone.
   absl::StatusOr<CheckpointEntry::Details> ReadDetails(const std::string& name)
       ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND: the folder `name` is gone, and so is its entry now.

@@ -24,7 +24,8 @@
 
 namespace ema {
 
-// A checkpoint, or one that was set aside; or a labels' file that was, which has no version.
+// A checkpoint, which may have been set aside; or a label file that was set aside, which has no
+// version.
 struct CheckpointEntry {
   std::string name;  // Its folder's name.
   CheckpointId id;
@@ -55,8 +56,8 @@ struct FoundLabel {
 // OUT_OF_RANGE, VERSION_NOT_KEPT: the version of `label` is not on the disk.
 absl::Status VersionGoneError(const CheckpointLabel& label);
 
-// What the folder of one model's checkpoints had when it was last listed, with the changes that the
-// server has made since, and how many readers hold each checkpoint.
+// The content of the folder of one model's checkpoints when it was last listed, with the changes
+// that the server has made since, and how many readers hold each checkpoint.
 //
 // Thread-safe. In memory only: no call waits for the disk.
 class CheckpointIndex {
@@ -70,13 +71,13 @@ class CheckpointIndex {
   // set aside.
   void Replace(const std::vector<DirectoryEntry>& listing, LabelMap labels,
                const absl::Status& lost_labels);
-  // The model has been deleted: nothing is left, which is current.
+  // Empties the index, because the model was deleted. It is then current.
   void Clear();
 
   // Newest first.
   std::vector<CheckpointEntry> All() const;
   std::optional<CheckpointEntry> Find(std::string_view name) const;
-  // nullopt: there are no entries. No save is counted as failed.
+  // nullopt: there are no entries. CheckpointCounts::failed is 0.
   std::optional<CheckpointCounts> Count() const;
   void Put(CheckpointEntry entry);
   void Erase(std::string_view name);
@@ -85,22 +86,22 @@ class CheckpointIndex {
   // False: it is gone, or was set aside.
   bool SetUnread(std::string_view name, const absl::Status& status);
 
-  // The checkpoint that LATEST named at the start and that was not there. It has an entry, as a bad
-  // one, until it is deleted or reappears.
+  // The checkpoint that LATEST named at the start although it was not there. It is listed as a bad
+  // one until it is deleted or reappears.
   std::optional<CheckpointId> missing() const;
   void SetMissing(const CheckpointId& id);
   void ForgetMissing(const CheckpointId& id);
 
   // --- Readers ---
 
-  // nullopt: there is no good checkpoint of that name. Else Release() must follow.
+  // nullopt: there is no good checkpoint of that name. Otherwise Release() must follow.
   std::optional<CheckpointEntry> Hold(std::string_view name);
   // Holds these, whether they have an entry or not.
   void HoldAll(const std::vector<std::string>& names);
   void Release(const std::vector<std::string>& names);
   bool is_held(std::string_view name) const;
-  // Removes the entry, so that nobody can hold it from now on; the entry may be absent. False: it
-  // is held, and stays. `taken`, unless null, gets the entry.
+  // Removes the entry, which may be absent, so that it cannot be held from now on. False: it is
+  // held, and stays. `taken`, unless null, receives the entry.
   bool EraseUnlessHeld(std::string_view name, std::optional<CheckpointEntry>* taken = nullptr);
 
   // --- Labels ---
@@ -111,7 +112,7 @@ class CheckpointIndex {
   absl::StatusOr<FoundLabel> FindLabel(std::string_view label) const;
   // DATA_LOSS: labels may have been lost, because their file was corrupt.
   absl::Status lost_labels() const;
-  // Makes lost_labels() OK if no labels' file that was set aside is left.
+  // Makes lost_labels() OK if no set-aside label file is left.
   void ClearLostLabelsIfDeleted();
 
  private:

@@ -25,8 +25,8 @@ struct LoadReport {
     int64_t total_bytes = 0;
   };
   std::vector<Loaded> loaded;  // By model.
-  // Corrupt checkpoints that were set aside. A model that is here but not in `loaded` had no good
-  // one left.
+  // Corrupt checkpoints that were set aside. A model that is listed here but not in `loaded` had no
+  // good one left.
   struct Quarantined {
     std::string model;
     std::string checkpoint;
@@ -35,19 +35,19 @@ struct LoadReport {
   std::vector<Quarantined> quarantined;
   // Models, and the new names of checkpoints that a crash has left newer than LATEST.
   std::vector<std::pair<std::string, std::string>> abandoned;
-  // Checkpoints that LATEST names and that are neither there nor set aside, so somebody has removed
-  // them. They are listed, as bad ones, until they are deleted.
+  // Checkpoints that LATEST names and that are neither there nor set aside, so they were removed
+  // from outside. They are listed, as bad ones, until they are deleted.
   struct Missing {
     std::string model;
     std::string checkpoint;
-    std::string loaded;  // In its place; empty: none.
+    std::string loaded;  // The one loaded in its place; empty: none.
   };
   std::vector<Missing> missing;
   // Folders that have a manifest.json but not the name of a checkpoint. They are ignored.
   struct Misnamed {
     std::string model;
     std::string folder;
-    std::string expected;  // The name that a server would find; empty: the manifest does not say.
+    std::string expected;  // The name that it should have; empty: unreadable or partial.
   };
   std::vector<Misnamed> misnamed;
   // Models, and labels whose version has no good checkpoint.
@@ -55,7 +55,7 @@ struct LoadReport {
   // Models that may have lost labels because the file was corrupt, and CheckpointIndex's
   // lost_labels().
   std::vector<std::pair<std::string, absl::Status>> lost_labels;
-  // Models that have checkpoints and no good one, and why no such model may be created:
+  // Models that have checkpoints and no good one, and the error of creating such a model:
   // FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT.
   std::vector<std::pair<std::string, absl::Status>> all_corrupt;
 };
@@ -63,9 +63,10 @@ struct LoadReport {
 // Creates the model of `folder` in `models` and loads its newest good checkpoint, verifying every
 // byte: the one that LATEST names, else the newest by name. Bad checkpoints are set aside and the
 // next older one is tried; a model without a good one is not created. Adds to `report`.
-// Errors are never the fault of a checkpoint's bytes, so that no model silently starts from
-// scratch; the message names model and checkpoint. FAILED_PRECONDITION: written by a newer server.
-// RESOURCE_EXHAUSTED: the model does not fit. UNAVAILABLE: the disk failed. Blocks on the disk.
+// A corrupt checkpoint is not an error of this call; any other failure to read one is, so that no
+// model silently starts from scratch. The message names model and checkpoint. FAILED_PRECONDITION:
+// written by a newer server. RESOURCE_EXHAUSTED: the model does not fit. UNAVAILABLE: the disk
+// failed. Blocks on the disk.
 absl::Status LoadModel(DataDirectory& data, CheckpointFolder& folder, ModelStore& models,
                        LoadReport& report);
 

@@ -68,8 +68,8 @@ class CheckpointManager final : public Checkpoints {
     absl::Duration retry_delay = absl::Seconds(10);
     // Interval at which every checkpoint is re-read, to find bytes that have gone bad. Zero: never.
     absl::Duration scrub_interval = absl::ZeroDuration();
-    // Interval at which the disk's free space is read and, after a failed write, whether it is
-    // writable again. Infinite: never.
+    // Interval at which the disk's free space is read and, after a failed write, it is checked
+    // whether the disk is writable again. Infinite: never.
     absl::Duration free_space_interval = absl::InfiniteDuration();
     LogSink log;
     // Called when saves have ended. Outlives the manager.

@@ -38,9 +38,9 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
                                                          Model& model,
                                                          const PauseHook& rest = nullptr);
 
-// Opens one track's weights. Every byte that Read() returns is verified: of a long tensor the
-// pieces that the range touches, of a short one all. Holds the files open, so removing the
-// checkpoint does not affect it, and up to 8 pieces in memory. `layout`: of the track in that
+// Opens one track's weights. Every byte that Read() returns is verified: for a long tensor the
+// pieces that the range touches, for a short tensor all of it. Holds the files open, so removing
+// the checkpoint does not affect it, and up to 8 pieces in memory. `layout`: of the track in that
 // checkpoint. NOT_FOUND, TRACK_NOT_FOUND: the checkpoint does not have it. DATA_LOSS,
 // CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed. Blocks on the disk.
 absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(

@@ -24,12 +24,12 @@
 
 namespace ema {
 
-// Whether `snapshot` is to be kept, where the newest kept version of its model is of `kept_time`: a
-// track with a snapshot_interval has been updated in a later interval than that.
+// True if `snapshot` should be kept for good: a track with a snapshot_interval was updated in a
+// later interval than that of `kept_time`, the time of the model's newest kept version.
 bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept_time);
 
-// When the newest version of a model is saved, counted from the newest version on the disk, whoever
-// saved it. A rule that is zero is off.
+// When the newest version of a model is saved, counted from the newest version on the disk, also if
+// a client requested that save. A rule that is zero is off.
 struct SavePolicy {
   int64_t every_commits = 0;
   // After the last save, or the first commit since the start; if that time has passed, at the next
@@ -39,7 +39,7 @@ struct SavePolicy {
   int64_t step_multiple = 0;
 };
 
-// Whether `record`, the newest version, is due by its commits or step.
+// True if `record`, the newest version, is due by `every_commits` or `step_multiple`.
 bool IsSaveDue(const SavePolicy& policy, const Version& record, const VersionId& durable,
                int64_t durable_step);
 
@@ -69,8 +69,8 @@ class CheckpointScheduler {
   // For Model::Options::on_commit. Never waits for the disk.
   void OnCommit(const std::shared_ptr<Model>& model, const Snapshot& snapshot)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Anyone's save has put a newer version of the model on the disk: SavePolicy::every counts from
-  // now.
+  // A save, automatic or requested, has put a newer version of the model on the disk:
+  // SavePolicy::every counts from now.
   void OnSaved(const Model& model) ABSL_LOCKS_EXCLUDED(mu_);
   // Saves the newest version as soon as possible; if the model is being saved now, once more after
   // that.
@@ -83,7 +83,7 @@ class CheckpointScheduler {
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // Of a model, by name; removed some time after the model.
+  // The state of one model, by name; removed some time after the model.
   struct State {
     std::weak_ptr<Model> model;
     bool is_busy = false;              // Queued or being saved.
@@ -103,8 +103,8 @@ class CheckpointScheduler {
     // The version to save if its step is itself a multiple of SavePolicy::step_multiple. Null: the
     // version that is the newest when the save begins, so that none is pinned before.
     SnapshotRef snapshot;
-    // Queued because of a version, or SaveNow(), during a save. Another caller may have saved it
-    // meanwhile, so it is not an error if no version can be pinned.
+    // Queued because a version became due, or SaveNow() was called, during a save. Another caller
+    // may have saved it meanwhile, so it is not an error if no version can be pinned.
     bool is_followup = false;
   };
   // The part of State with which a save begins.

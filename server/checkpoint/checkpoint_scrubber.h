@@ -46,13 +46,13 @@ class CheckpointScrubber {
         heartbeat_(heartbeat) {}
   ~CheckpointScrubber() { Stop(); }
 
-  // Starts the thread. `models` outlives this. Once.
+  // Starts the thread. `models` outlives this. To be called once.
   void Start(ModelStore& models, absl::Duration interval);
   // Blocks until everything is read, or a few MiB after RequestStop().
   Report Scrub(ModelStore& models);
-  // When the last complete scrub that skipped none ended, by this server or an earlier one; the
-  // first Start() with the directory counts as one, and so does any if the disk does not say.
-  // Absent: Start() has not been called.
+  // The end of the last complete scrub that skipped nothing, by this server or an earlier one. The
+  // first Start() with the directory counts as a scrub, and so does a Start() that cannot read the
+  // time. Absent: Start() has not been called.
   std::optional<absl::Time> time() const;
 
   void RequestStop();

@@ -73,8 +73,8 @@ class DataDirectory {
 
   // --- Health ---
 
-  // OK, or UNAVAILABLE, STORE_READ_ONLY: sync_error(), or the last write that was reported could
-  // not be made. Never blocks on the disk.
+  // OK, or UNAVAILABLE, STORE_READ_ONLY: sync_error(), or the last write that NoteWritten()
+  // recorded has failed. Never blocks on the disk.
   absl::Status health() const;
   // OK, or the failed sync that has latched: UNAVAILABLE, STORE_READ_ONLY until the next start.
   absl::Status sync_error() const { return latch_.status(); }
@@ -90,8 +90,8 @@ class DataDirectory {
   // `status` with the reason that callers of a save get: UNAVAILABLE, STORE_READ_ONLY where the
   // directory is gone, UNAVAILABLE, DISK_FAILED where a file cannot be used.
   absl::Status AsSaveError(const absl::Status& status) const;
-  // How much was free at the last UpdateFreeBytes(). Absent: the disk was not asked, or has not
-  // answered. Never blocks on the disk.
+  // The free bytes at the last UpdateFreeBytes(). Absent: it was not called, or failed. Never
+  // blocks on the disk.
   std::optional<int64_t> free_bytes() const;
   void UpdateFreeBytes();
 
@@ -109,8 +109,8 @@ class DataDirectory {
   absl::Status ClearTemporary(const std::string& directory);
   // Renames a deleted model's folder, so that the model is not loaded again. OK if it is not there.
   absl::Status SetAsideModel(std::string_view model);
-  // Removes what SetAsideModel() has renamed, for all models of that name. After an error some of
-  // it is left.
+  // Removes the folders that SetAsideModel() has renamed for all models of that name. After an
+  // error some of them may be left.
   absl::Status PurgeDeleted(std::string_view model);
 
   // When all checkpoints were last read again, by this server or an earlier one. NOT_FOUND: no time
@@ -125,7 +125,7 @@ class DataDirectory {
   std::string ModelsPath() const { return JoinPath(path_, "models"); }
   absl::Status Start(absl::Time now);
   absl::Status RaiseIncarnation(absl::Time now);
-  // The highest in the names of checkpoints.
+  // The highest incarnation in the names of checkpoints.
   absl::StatusOr<int64_t> HighestIncarnation() const;
 
   FileSystem& file_system_;
@@ -137,7 +137,7 @@ class DataDirectory {
   std::atomic<int64_t> probe_count_ = 0;  // Names CheckWritable()'s files. Relaxed: a counter.
 
   mutable absl::Mutex mu_;                        // Never held across a call of file_system_.
-  absl::Status unwritable_ ABSL_GUARDED_BY(mu_);  // Never what has latched.
+  absl::Status unwritable_ ABSL_GUARDED_BY(mu_);  // Never an error of `latch_`.
   std::optional<int64_t> free_bytes_ ABSL_GUARDED_BY(mu_);
 };
 

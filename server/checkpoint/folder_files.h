@@ -58,8 +58,8 @@ class FolderFiles {
   absl::StatusOr<bool> IsKept(std::string_view name) const {
     return disk().Exists(JoinPath(Path(name), kKeepFileName));
   }
-  // The checkpoint of that name, also where it was set aside, has its KEEP file, or the disk does
-  // not say.
+  // True if the checkpoint of that name, which may have been set aside, has a KEEP file, or the
+  // disk cannot tell.
   bool MayBeKept(std::string_view name) const;
   absl::StatusOr<std::vector<DirectoryEntry>> List() const { return disk().ListDirectory(path_); }
   absl::StatusOr<CheckpointManifest> ReadManifest(std::string_view name) const;
@@ -84,13 +84,15 @@ class FolderFiles {
   absl::Status Keep(const std::string& checkpoint_path);
   // Writes `snapshot` under the temporary name of `name`, with a KEEP file if `keep`, and reads it
   // back. After an error nothing of it is left, unless removing it failed, too.
-  // RESOURCE_EXHAUSTED, DISK_FULL: the disk has less than it takes, or less than twice that if
-  // `leave_room` for another one. Other errors: WriteCheckpoint(), VerifyCheckpoint().
+  // RESOURCE_EXHAUSTED, DISK_FULL: the free space is less than the checkpoint needs, or less than
+  // twice that if `leave_room` for another one. Other errors: WriteCheckpoint(),
+  // VerifyCheckpoint().
   absl::StatusOr<CheckpointManifest> WriteTemporary(Model& model, const Snapshot& snapshot,
                                                     const std::string& name,
                                                     const WriteOptions& options, bool keep,
                                                     bool leave_room);
-  // The checkpoint `name` and the folder with its temporary name. Durable after the next Sync().
+  // Three ways to rename between the name of a checkpoint and its temporary name. Durable after the
+  // next Sync().
   absl::Status RenameFromTemporary(std::string_view name) {
     return disk().Rename(TemporaryPath(name), Path(name));
   }

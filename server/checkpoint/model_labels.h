@@ -33,7 +33,8 @@ class ModelLabels {
   absl::StatusOr<MetricResult> Report(const CheckpointLabel& score) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // Puts `label` on a version and saves that if need be; `id` as in Checkpoints::SaveRequest.
+  // Puts `label` on a version, and saves the version if it is not on the disk; `id` as in
+  // Checkpoints::SaveRequest.
   absl::StatusOr<CheckpointLabel> PlaceLocked(CheckpointLabel label, const VersionId& id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // RESOURCE_EXHAUSTED: no more labels can be made by scores.

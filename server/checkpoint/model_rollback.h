@@ -48,7 +48,7 @@ class ModelRollback {
       const ResumePoint& point, const std::optional<Version>& latest) const;
   absl::StatusOr<std::optional<VersionId>> TargetAtStep(const ResumePoint& point,
                                                         const std::optional<Version>& latest) const;
-  // Of a version in memory or on the disk.
+  // The states of all tracks at a version in memory or on the disk.
   absl::StatusOr<TrackStates> TrackStatesAt(const VersionId& id) const;
   // RESUME_MISMATCH: an update of a track was due between `from` and `point`, which has a time.
   absl::Status CheckNotDue(const ResumePoint& point, const std::optional<TrackStates>& from,

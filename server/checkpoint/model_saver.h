@@ -33,7 +33,7 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   using Saved = Checkpoints::Saved;
   using SaveOptions = CheckpointFolder::SaveOptions;
 
-  // The log's event of a save that has failed, which the observer has been given, too.
+  // The log event of a failed save, of which the observer has been informed.
   static constexpr std::string_view kSaveFailed = "checkpoint failed";
 
   explicit ModelSaver(const ModelContext& context) : context_(context), versions_(context) {}
@@ -47,7 +47,7 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   // SaveSnapshot(), but the caller logs a failure.
   absl::StatusOr<Saved> TrySave(const SnapshotRef& snapshot, const SaveOptions& options)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // `snapshot` is null if no version could be pinned. `more` comes before the error.
+  // `snapshot` is null if no version could be pinned. `more`: fields that precede the error.
   void LogFailure(const SnapshotRef& snapshot, const std::vector<std::string>& tracks,
                   const absl::Status& status, const std::vector<LogField>& more) const;
   // CheckpointFolder::PutLabel(), with a line in the log.
@@ -67,7 +67,7 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
     CheckpointInfo info;
     int count = 0;  // Calls and queued saves that are saving it.
     bool is_queued = false;
-    std::vector<std::string> labels;  // Those that a queued save still has to put on it.
+    std::vector<std::string> labels;  // Labels that a queued save still has to set.
   };
 
   // The error of Save() for a version that is neither in memory nor on the disk with all tracks;
@@ -78,8 +78,8 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
                                   const absl::Status& not_pinned) const;
   absl::StatusOr<Saved> Enqueue(const SnapshotRef& snapshot,
                                 const Checkpoints::SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
-  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: as many other versions are being saved or queued as leaves
-  // readers none to pin. A version that waits for the scheduler is not counted.
+  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: with this version, so many would be saved or queued that
+  // readers could pin none. A version that waits for the scheduler is not counted.
   absl::Status CheckMayWaitLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes a queued save and puts its labels.
   void SaveQueued(const std::string& name, SnapshotRef snapshot,

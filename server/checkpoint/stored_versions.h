@@ -81,8 +81,8 @@ class StoredVersions {
   // --- Reading ---
 
   absl::StatusOr<CheckpointManifest> ReadManifest(const CheckpointEntry& entry) const;
-  // `checkpoint`, the manifest of `entry`. DATA_LOSS, CHECKPOINT_CORRUPT: it is of another model or
-  // version.
+  // Returns `checkpoint`, the manifest of `entry`. DATA_LOSS, CHECKPOINT_CORRUPT: it is that of
+  // another model or version.
   absl::StatusOr<CheckpointManifest> CheckIsOf(const CheckpointEntry& entry,
                                                CheckpointManifest checkpoint) const;
   // Checkpoints::OpenVersion().
@@ -95,7 +95,7 @@ class StoredVersions {
   absl::Status HandleReadError(const std::string& name, const absl::Status& status) const;
   // `waits`: CheckpointFolder::Quarantine().
   void SetAside(const std::string& name, const absl::Status& problem, bool waits) const;
-  // The disk could not read it.
+  // Records that the disk could not read a checkpoint.
   void NoteUnreadable(const std::string& name, const absl::Status& problem) const;
 
  private:

@@ -26,9 +26,9 @@ class SyncLatch {
       : on_latch_(std::move(on_latch)) {}
 
   // Passes `sync_status` on, and latches if it is an error: the result is then UNAVAILABLE,
-  // STORE_READ_ONLY. RESOURCE_EXHAUSTED does not latch: of a full disk, what could not be synced is
-  // still temporary and is removed; without a free descriptor, nothing was tried. Nor do NOT_FOUND
-  // and PERMISSION_DENIED: there was nothing that could be opened.
+  // STORE_READ_ONLY. Three errors do not latch. RESOURCE_EXHAUSTED: on a full disk the unsynced
+  // data are still temporary, and are removed; without a free descriptor, no sync was tried.
+  // NOT_FOUND and PERMISSION_DENIED: nothing could be opened.
   absl::Status Check(const absl::Status& sync_status) ABSL_LOCKS_EXCLUDED(mu_) {
     if (sync_status.ok() || absl::IsResourceExhausted(sync_status) ||
         absl::IsNotFound(sync_status) || absl::IsPermissionDenied(sync_status)) {

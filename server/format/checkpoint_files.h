@@ -8,7 +8,7 @@
 //                  model.safetensors.index.json
 //   tracks/<track>/<attached>                 small files of the trainer's, such as config.json
 //
-// A track's folder is as Hugging Face's tools write and read one.
+// A track's folder has the layout that Hugging Face's tools write and read.
 #ifndef EMA_SERVER_FORMAT_CHECKPOINT_FILES_H_
 #define EMA_SERVER_FORMAT_CHECKPOINT_FILES_H_
 

@@ -23,7 +23,7 @@ inline constexpr std::string_view kAbandonedPrefix = ".abandoned-";
 inline constexpr std::string_view kDeletedPrefix = ".deleted-";
 inline constexpr std::string_view kLatestFileName = "LATEST";
 inline constexpr std::string_view kLabelsFileName = "LABELS.json";
-// In a checkpoint that retention never removes.
+// The file that marks a checkpoint which retention never removes.
 inline constexpr std::string_view kKeepFileName = "KEEP";
 
 // Which version a checkpoint holds. Ordered as versions are: by incarnation, then version.

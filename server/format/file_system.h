@@ -28,8 +28,8 @@ class WritableFile {
   // RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed.
   virtual absl::Status Append(std::span<const std::byte> bytes) = 0;
 
-  // Returns when everything appended so far is on the disk. After an error it is unknown what is:
-  // the file must be discarded, not synced again (Linux reports such an error once).
+  // Returns when everything appended so far is on the disk. After an error it is unknown which
+  // bytes are: the file must be discarded, not synced again (Linux reports such an error once).
   // RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE.
   virtual absl::Status Sync() = 0;
 
@@ -82,7 +82,7 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
-  // Makes a file that must not be there (ALREADY_EXISTS; a symbolic link counts as there).
+  // Creates a file. ALREADY_EXISTS: the path exists, possibly as a symbolic link.
   virtual absl::StatusOr<std::unique_ptr<WritableFile>> NewWritableFile(
       const std::string& path) = 0;
 

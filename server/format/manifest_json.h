@@ -24,8 +24,8 @@ namespace ema {
 // instead of being taken for damage.
 inline constexpr int64_t kCheckpointFormatVersion = 5;
 
-// A longer tensor has a checksum for each piece of this size, so that a part of it can be read and
-// verified without the rest.
+// A tensor longer than this has a checksum for each piece of this size, so that a part of it can be
+// read and verified without the rest.
 inline constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 // One safetensors file of a track.
@@ -80,12 +80,12 @@ struct CheckpointManifest {
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   // As CreateModel asked for them; UpdateModel may have changed them to `tracks`.
   std::vector<TrackConfig> created_tracks;
-  // record.tracks covers the whole version.
+  // Its `tracks` has all tracks of the version, also if the checkpoint is partial.
   Version record;
   std::vector<CheckpointTrack> tracks;
   // The version has more tracks with a value than are in `tracks`.
   bool is_partial = false;
-  // In the folder of each track that has weights.
+  // Each is in the folder of every track that has weights.
   std::vector<SmallFile> attached_files;
   // Of all files in the tracks' folders.
   int64_t total_bytes = 0;

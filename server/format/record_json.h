@@ -194,7 +194,7 @@ requires HasFields<Record, JsonReader> std::string ReadJson(const ParsedJson& js
 template <typename T, typename Record>
 concept MaybeConst = std::same_as<std::remove_const_t<T>, Record>;
 
-// The server counts on from the numbers of a version.
+// Limit of the numbers of a version, from which the server continues counting.
 inline constexpr int64_t kMaxStoredCount = int64_t{1} << 62;
 
 void VisitFields(auto& io, MaybeConst<VersionId> auto& id) {

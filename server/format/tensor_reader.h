@@ -26,11 +26,11 @@ namespace ema {
 using TensorVisitor = absl::FunctionRef<absl::Status(int64_t tensor_index, int64_t offset,
                                                      std::span<const std::byte> bytes)>;
 
-// Returns where such bytes are to be read to. Empty: to memory of the reader's own.
+// Returns the memory into which these bytes are read. Empty: the reader uses its own memory.
 using TensorPlacer = absl::FunctionRef<std::span<std::byte>(int64_t tensor_index, int64_t offset,
                                                             int64_t length_bytes)>;
 
-// Holds its files open: removing them does not hinder it. Thread-safe. Calls block on the disk.
+// Holds its files open, so removing them does not affect it. Thread-safe. Calls block on the disk.
 class TensorReader {
  public:
   // Opens the files of `saved` in `track_path` and checks their headers: together they must have

@@ -49,13 +49,14 @@ using TrackVerdict = std::function<void(const CheckpointManifest& checkpoint,
 
 using PauseHook = std::function<absl::Status()>;
 
-// Reads every byte of the checkpoint at `path`, from the disk where it can, and compares it with
-// the checksums. Returns its manifest. DATA_LOSS, CHECKPOINT_CORRUPT: a byte is wrong or missing,
-// or the folder has the name of another version's checkpoint; the message names track, and file or
-// tensor. FAILED_PRECONDITION: written by a newer server. NOT_FOUND: there is nothing at `path`.
-// UNAVAILABLE: the disk failed. Of several problems, returns the first; with `on_track`, which may
-// be empty, the later tracks are still read. Calls `rest`, if given, after every few MiB; its error
-// ends the reading and is returned. Blocks on the disk until everything has been read.
+// Reads every byte of the checkpoint at `path`, where possible from the disk and not from the
+// system's cache, and compares it with the checksums. Returns its manifest. DATA_LOSS,
+// CHECKPOINT_CORRUPT: a byte is wrong or missing, or the folder has the name of another version's
+// checkpoint; the message names track, and file or tensor. FAILED_PRECONDITION: written by a newer
+// server. NOT_FOUND: there is nothing at `path`. UNAVAILABLE: the disk failed. Of several problems,
+// returns the first; with `on_track`, which may be empty, the later tracks are still read. Calls
+// `rest`, if given, after every few MiB; its error ends the reading and is returned. Blocks on the
+// disk until everything has been read.
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track = nullptr,

@@ -15,7 +15,7 @@ inline constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 // be called before other threads start.
 void SetUpHeap();
 
-// Not thread-safe.
+// Freed memory that the heap has kept. Not thread-safe.
 class FreedMemory {
  public:
   // Returns freed memory to the system at once.

@@ -19,8 +19,8 @@ class Option;
 
 namespace ema {
 
-// What is wrong with values, each with the option as NameWhereSet() writes it, the value, and what
-// is expected.
+// The problems with option values. Each text has the option as NameWhereSet() writes it, the value,
+// and the expected one.
 struct OptionProblems {
   std::string file;  // "FILE:LINE", of the value that is read from a file.
   std::vector<std::string> texts;

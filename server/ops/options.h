@@ -63,7 +63,7 @@ struct ServerOptions {
 
 struct ParsedOptions {
   ServerOptions options;
-  std::string config_file;  // That was read; empty: none.
+  std::string config_file;  // The file that was read; empty: none.
   // For the log, or for stderr if the process should exit: EMA_* variables that nothing reads, and
   // settings that are probably not intended.
   std::vector<LogEvent> warnings;

@@ -60,7 +60,7 @@ class TokenFile final : public Authenticator {
   const std::string path_;
   // Only for Refresh().
   absl::StatusOr<std::string> last_processed_;            // In use, or found to be invalid.
-  std::optional<absl::StatusOr<std::string>> candidate_;  // By the call before, if it differed.
+  std::optional<absl::StatusOr<std::string>> candidate_;  // Of the previous call, if it differed.
   mutable absl::Mutex mu_;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
   absl::Status problem_ ABSL_GUARDED_BY(mu_);

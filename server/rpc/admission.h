@@ -24,7 +24,7 @@
 
 namespace ema {
 
-// Who has made a call that was admitted, and what it may do.
+// The caller of an admitted call, and its rights.
 struct Caller {
   Access access;
   std::string authorization;  // Value of that header; empty without an authenticator.

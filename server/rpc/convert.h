@@ -25,7 +25,7 @@ absl::StatusOr<uint32_t> ReadChecksum(const std::string& field, int64_t value);
 
 v1::Checkpoint ToProto(const CheckpointInfo& checkpoint);
 v1::Label ToProto(const CheckpointLabel& label);
-// Omits the tracks if the reader has them, from the plan of `known_revision`.
+// Omits the tracks if the reader knows them from the plan of `known_revision`.
 v1::PushPlan ToProto(const PushPlan& plan, int64_t known_revision = 0);
 v1::Model ToProto(const Model& model, bool in_a_list);
 

@@ -29,7 +29,7 @@ class LaneConnection final : public StreamCall {
   LaneConnection(RpcContext* rpc, const std::atomic<bool>* is_stopping)
       : rpc_(rpc), is_stopping_(*is_stopping) {}
 
-  // Takes `fd`, a connection to the lanes' socket.
+  // Takes ownership of `fd`, a connection to the lanes' socket.
   void Run(int fd);
 
  private:

@@ -60,10 +60,10 @@ class Listener {
 
   int fd_;
   const int stop_fd_;                         // Readable: stop.
-  ConnectionAcceptor connections_to_accept_;  // Only on the thread, as acceptor_.
+  ConnectionAcceptor connections_to_accept_;  // Used only by the thread, like acceptor_.
   const int port_;
   const std::string path_;  // Of a unix socket.
-  // Constant after Start(), as the next three.
+  // Constant after Start(), like the next three.
   RpcLimits limits_;
   OpenConnections* connections_ = nullptr;
   ServerObserver* observer_ = nullptr;

@@ -30,8 +30,8 @@ class OpenConnections {
   int64_t limit() const { return limit_; }
 
  private:
-  // gRPC does not tell when it closes a connection, but then its descriptor is another file or
-  // none.
+  // gRPC does not report when it closes a connection, but the descriptor then refers to another
+  // file or to none.
   struct Connection {
     int fd;
     ino_t inode;
@@ -41,7 +41,7 @@ class OpenConnections {
 
   const int64_t limit_;
   mutable absl::Mutex mu_;
-  std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);  // Open and closed ones.
+  std::vector<Connection> connections_ ABSL_GUARDED_BY(mu_);  // Some may be closed already.
 };
 
 // Reports a connection that was closed at once to `observer`, and to `log` if `throttle` allows it.

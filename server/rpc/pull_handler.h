@@ -31,7 +31,8 @@ class PullHandler {
   PullHandler(ModelStore* store, Checkpoints* checkpoints)
       : store_(store), checkpoints_(checkpoints) {}
 
-  // Errors as Pull in ema_service.proto. Does not block on the disk: opens what is in memory.
+  // Does not block on the disk: leaves a version that is not in memory to OpenStored(). Errors as
+  // Pull in ema_service.proto.
   absl::Status Open(const v1::PullRequest& request);
   // To be called after Open(), before anything else: opens the version if it is only on the disk.
   // Errors as Open().
@@ -81,7 +82,7 @@ class PullHandler {
   // A version, and the part of it that is to be sent.
   struct Wanted {
     VersionId id;
-    std::optional<int64_t> step;  // Instead of `id`: the version at this step, not in memory.
+    std::optional<int64_t> step;  // Instead of `id`: find the version at this step on the disk.
     std::string track;
     Selection selection;
     absl::Status too_many_pins;  // Not OK: the version is in memory, but cannot be pinned.

@@ -55,8 +55,9 @@ class RpcServer {
     bool same_host_lane = true;
     // Outlives the server. Null: every caller may do everything.
     Authenticator* authenticator = nullptr;
-    // A thread that has been silent for this long counts as stuck: one that calls need, and one
-    // that waits for the disk, where a sync of a large file takes long.
+    // A thread without progress for this time counts as stuck: `worker_timeout` for threads that
+    // calls need, `disk_timeout` for threads that wait for the disk, where a sync of a large file
+    // takes long.
     absl::Duration worker_timeout = absl::Seconds(30);
     absl::Duration disk_timeout = absl::Minutes(5);
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
@@ -65,7 +66,7 @@ class RpcServer {
     LogSink log;
   };
 
-  // What gRPC's window probing lets one stalled stream hold (measured, 1.51.1).
+  // Bytes that one stalled stream can hold because of gRPC's window probing (measured, 1.51.1).
   static constexpr int64_t kMaxWindowBytes = int64_t{27} << 20;
   // Memory for messages that are being received, other than pushes: unary calls, and the requests
   // of pulls and watches, arrive before their callers are known.
@@ -75,7 +76,8 @@ class RpcServer {
   // Memory of the requests that wait for all workers together.
   static constexpr int64_t kWaitingBytes = int64_t{140} << 20;
 
-  // What a push stream may make gRPC hold: its window, or a message that has arrived in part.
+  // Bytes that gRPC may hold for one push stream: its window, or a message that has arrived in
+  // part.
   static int64_t PushBytes(const RpcLimits& limits) {
     return std::max(kMaxWindowBytes, 2 * limits.max_message_bytes);
   }
@@ -140,7 +142,7 @@ class RpcServer {
   std::vector<std::unique_ptr<CallQueue>> queues_;
   std::unique_ptr<ServedCertificate> certificate_;  // Null: no TLS.
   std::unique_ptr<grpc::Server> server_;
-  std::vector<std::thread> queue_threads_;  // As queues_.
+  std::vector<std::thread> queue_threads_;  // One for each of queues_.
   std::thread watchdog_;
   std::thread file_watch_;  // Separate from the watchdog: reading files may take long.
 
@@ -158,7 +160,7 @@ class RpcServer {
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
-  // A pull has at most one function in either.
+  // A pull has at most one function queued or running in each of these.
   Worker disk_reader_;
   Worker device_reader_;
 };

@@ -69,8 +69,8 @@ class ServedCertificate {
   const LogSink log_;
   // Only for Refresh().
   absl::StatusOr<TlsTexts> last_processed_;            // In use, or found to be invalid.
-  std::optional<absl::StatusOr<TlsTexts>> candidate_;  // By the call before, if it differed.
-  absl::Status reported_;                              // To the log.
+  std::optional<absl::StatusOr<TlsTexts>> candidate_;  // Read by the previous call, if it differed.
+  absl::Status reported_;                              // The last logged result.
   Validity validity_;                                  // Of the certificate in use.
   // When rejected files may become valid.
   absl::Time next_retry_time_ = absl::InfiniteFuture();

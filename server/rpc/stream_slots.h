@@ -46,7 +46,7 @@ class StreamCall {
   void BeginTiming();
   void SetWaiting(bool waiting);
   void CountBytes(int64_t bytes) { byte_count_.fetch_add(bytes, std::memory_order_relaxed); }
-  // Time of the whole call until the last SetWaiting(), and when that was.
+  // The total times that the call has waited and worked until the last SetWaiting(), and its time.
   SteadyTime::duration waited() const { return waited_; }
   SteadyTime::duration worked() const { return worked_; }
   SteadyTime marked_time() const { return marked_time_; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Chunks on the wire without protobuf copies: encodes and reads the bytes around `data` of a
-// PushRequest.chunk or PullResponse.chunk (the two have the same form). What is written is what
-// protobuf itself would write; what protobuf may write in another order is left to protobuf.
+// PushRequest.chunk or PullResponse.chunk (the two have the same form). The written bytes are those
+// that protobuf would write. A message with another order of fields is left to protobuf.
 #ifndef EMA_SERVER_WIRE_CHUNK_CODEC_H_
 #define EMA_SERVER_WIRE_CHUNK_CODEC_H_
 

@@ -37,7 +37,8 @@ class LanePipe {
   // such socket here (it may be in another container).
   static absl::StatusOr<std::unique_ptr<LanePipe>> Connect(const std::string& socket_name);
   // The server's end, for an accepted connection. Takes ownership of `fd`. PERMISSION_DENIED:
-  // another user runs the client. INVALID_ARGUMENT: it passes something other than such memory.
+  // another user runs the client. INVALID_ARGUMENT: the client passes something other than lane
+  // memory.
   static absl::StatusOr<std::unique_ptr<LanePipe>> Accept(int fd, const Stop& stop);
   ~LanePipe();
   LanePipe(const LanePipe&) = delete;
@@ -45,8 +46,8 @@ class LanePipe {
 
   // Sends a whole message of at most kMaxMessageBytes.
   absl::Status SendMessage(const std::string& message, const Stop& stop);
-  // Returns shared memory of kMaxChunkBytes for the data of the next chunk; until SendChunk(), the
-  // same.
+  // Returns shared memory of kMaxChunkBytes for the data of the next chunk; the same memory until
+  // SendChunk().
   absl::StatusOr<std::byte*> ReserveChunk(const Stop& stop);
   // Sends the data written there. The receiver gets the checksum unverified.
   void SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c);
