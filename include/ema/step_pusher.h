@@ -46,6 +46,8 @@ namespace ema {
 // it again. A forked child must not use or destroy it.
 class StepPusher {
  public:
+  // How long Create() waits for the server before it starts without it; see Options::on_error.
+  static constexpr absl::Duration kStartWait = absl::Seconds(10);
   // What happens when a step cannot be pushed.
   enum class OnError {
     kSkip,  // The step is skipped and counted.
@@ -88,7 +90,12 @@ class StepPusher {
     std::function<TrainingTime(int64_t step)> time;
     absl::Duration max_wait = absl::Seconds(30);
     absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call in Create().
-    OnError on_error = OnError::kSkip;
+    // Absent: kSkip, but Create() fails if the server is unreachable. With kSkip given, Create()
+    // then waits for at most kStartWait (or `timeout`, if that is shorter) and starts the training
+    // without its average: a thread joins the run when it can, as after an outage, and until then
+    // the steps that are due are skipped and counted. on_warning says so. Needs start_step or
+    // `resume` where `existing` is kContinue: the model's newest step is not known then.
+    std::optional<OnError> on_error;
     absl::Duration max_outage = absl::Minutes(2);  // For kWait.
     // Called by the training thread when a push fails, and for the first step that is skipped
     // because of an outage or a late reply; Stats::skipped counts the later ones. Null: stats() has

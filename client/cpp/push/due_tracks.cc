@@ -14,7 +14,8 @@ bool DueTracks::Adopt(RunPlan plan) {
   revision_ = plan.revision;
   for (RunPlan::Entry& entry : plan.tracks) {
     const auto same = std::find_if(tracks_.begin(), tracks_.end(), [&](const auto& known) {
-      return known.track.name == entry.track.name && known.track_id == entry.track_id;
+      return known.track.name == entry.track.name &&
+             (known.track_id == entry.track_id || known.track_id == 0);
     });
     if (same != tracks_.end()) entry.state = std::move(same->state);
   }

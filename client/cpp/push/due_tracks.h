@@ -25,7 +25,8 @@ class DueTracks {
   };
 
   // Adopts `plan` if its revision differs from that of the last one, which means that UpdateModel()
-  // has changed the tracks. Returns whether it does.
+  // has changed the tracks. Returns whether it does. A plan from before the run was joined has
+  // track ids of 0; the states counted since then are kept.
   bool Adopt(RunPlan plan);
   // To be called when the run has been rejoined: the next plan is always adopted, since a restarted
   // server counts revisions from another start.

@@ -72,16 +72,32 @@ PushEngine::PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner,
     : options_(std::move(options)),
       model_(joiner->model()),
       joiner_(std::move(joiner)),
-      rank_(run->rank()),
+      rank_(joiner_->options().run.rank),
       log_(std::make_shared<TrainerLog>(
           model_, /*warns_of_all=*/options_.on_error != OnError::kSkip, options_.log)),
       step_(step),
       run_(std::move(run)),
-      run_epoch_(run_->run_epoch()),
+      run_epoch_(run_ == nullptr ? 0 : run_->run_epoch()),
       wait_left_(options_.max_wait),
       outage_(options_.max_outage) {
+  if (run_ == nullptr) {
+    StartWithoutRun();
+    return;
+  }
   due_.Adopt(run_->plan());
   UpdateProgress([this](Progress& progress) { progress.version = run_->latest(); });
+}
+
+void PushEngine::StartWithoutRun() {
+  // Counted from the start, so that all ranks push at the same steps once they have joined.
+  RunPlan plan = {.revision = 1};
+  for (const TrackConfig& track : joiner_->options().tracks)
+    plan.tracks.push_back({.track = track});
+  due_.Adopt(std::move(plan));
+  in_step_ = false;
+  rejoiner_ = std::make_shared<Rejoiner>(joiner_, log_);
+  // Where there is no thread for it, the next step tries again.
+  (void)rejoiner_->Start();
 }
 
 void PushEngine::UpdateProgress(absl::FunctionRef<void(Progress&)> update) {
@@ -302,6 +318,7 @@ void PushEngine::AdoptRejoinedRun(SteadyTime until) {
   } while (!joined.has_value() && !is_fenced() && !absl::IsCancelled(rejoiner->problem()) &&
            SteadyNow() < until && !IsInterrupted() && rejoiner == rejoiner_);
   if (!joined.has_value()) return;
+  const bool is_first = run_epoch_ == 0;
   run_ = std::move(joined->run);
   run_epoch_ = run_->run_epoch();
   rejoiner_ = nullptr;
@@ -309,6 +326,11 @@ void PushEngine::AdoptRejoinedRun(SteadyTime until) {
   due_.GoOn();
   // By the version that it had when it was rejoined: the next step to be pushed may be later.
   CountLostUpdates();
+  if (is_first) {
+    UpdateProgress([this](Progress& progress) { progress.version = run_->latest(); });
+    skipped_before_.reset();  // The warning at the start has said that these steps are lost.
+    if (due_.tracks().empty()) due_.Adopt(run_->plan());
+  }
   if (!joined->lost_version.has_value()) return;
   Log(LogLevel::kInfo,
       absl::StrCat("step ", joined->lost_version->step, " was committed; only the reply was lost"));

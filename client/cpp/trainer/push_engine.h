@@ -94,7 +94,8 @@ class PushEngine {
     std::function<bool()> is_interrupted;
   };
 
-  // `step`: steps that the trainer has done before. All ranks have joined `run`.
+  // `step`: steps that the trainer has done before. All ranks have joined `run`; null: the server
+  // was unreachable, and a thread will join the run, as after an outage, but by RunJoiner::Open().
   PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner, std::unique_ptr<Run> run,
              int64_t step);
   ~PushEngine() { Leave(); }
@@ -132,7 +133,7 @@ class PushEngine {
   bool is_pending_push_done() const { return push_ == nullptr || push_->done(); }
 
   int64_t rank() const { return rank_; }
-  // The epoch of the run; while the server is unreachable, of the last run.
+  // The epoch of the run; while the server is unreachable, of the last run. 0: there was none.
   int64_t run_epoch() const { return run_epoch_; }
   bool is_away() const { return run_ == nullptr; }  // No run to push to.
   // A newer run pushes, or the model was rolled back: this engine will never push again.
@@ -181,6 +182,8 @@ class PushEngine {
   void CollectResult(bool leaves_failure = false, const absl::Status& because = absl::OkStatus());
   // Adopts the rejoined run; waits for it at most until `until`.
   void AdoptRejoinedRun(SteadyTime until);
+  // Starts to join a run that was never open.
+  void StartWithoutRun();
   // Counts the updates that are missing on the server of the rejoined run.
   void CountLostUpdates();
   // Warns of the counted lost updates, once the next step to be pushed is known.
@@ -214,7 +217,7 @@ class PushEngine {
   std::atomic<int64_t> step_;
   // Shared with calls that a signal handler has interrupted; so are `push_` and `rejoiner_`.
   std::shared_ptr<Run> run_;  // Null while the server is unreachable, and after Leave().
-  int64_t run_epoch_;
+  int64_t run_epoch_;         // 0: no run was open yet.
   // The part of max_wait that is left for waits until the end of the next AfterStep().
   absl::Duration wait_left_;
   // False: the last push failed, so the ranks may push at different steps.

@@ -25,6 +25,14 @@ constexpr absl::Duration kLongestPause = absl::Seconds(4);
 
 // Whether the next try ends the same way unless a person does something.
 bool NeedsAPerson(const absl::Status& error) {
+  switch (GetErrorReason(error)) {
+    case ErrorReason::kAllCheckpointsCorrupt:
+    case ErrorReason::kResumeMismatch:
+    case ErrorReason::kVersionNotKept:
+      return true;
+    default:
+      break;
+  }
   switch (error.code()) {
     case absl::StatusCode::kAlreadyExists:
     case absl::StatusCode::kInvalidArgument:
@@ -33,7 +41,7 @@ bool NeedsAPerson(const absl::Status& error) {
     case absl::StatusCode::kUnimplemented:
       return true;
     default:
-      return GetErrorReason(error) == ErrorReason::kAllCheckpointsCorrupt;
+      return false;
   }
 }
 
@@ -47,6 +55,12 @@ Rejoiner::Rejoiner(std::shared_ptr<const RunJoiner> joiner, std::shared_ptr<cons
       lost_run_epoch_(run->run_epoch()),
       lost_push_(std::move(push)),
       lost_run_(std::move(run)) {}
+
+Rejoiner::Rejoiner(std::shared_ptr<const RunJoiner> joiner, std::shared_ptr<const TrainerLog> log)
+    : joiner_(std::move(joiner)), log_(std::move(log)) {
+  absl::MutexLock lock(&mu_);
+  problem_ = absl::UnavailableError("the server could not be reached when the training started");
+}
 
 Rejoiner::~Rejoiner() {
   // The thread itself may let the last reference go.
@@ -167,13 +181,19 @@ std::optional<absl::Duration> Rejoiner::Try(Backoff& backoff) {
 }
 
 absl::StatusOr<Rejoiner::RejoinedRun> Rejoiner::Join(bool& is_reachable) {
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joiner_->Reopen(lost_run_epoch_, kRejoinTimeout));
+  const bool was_open = lost_step_.has_value();
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
+                       was_open ? joiner_->Reopen(lost_run_epoch_, kRejoinTimeout)
+                                : joiner_->Open(lost_run_epoch_, kRejoinTimeout));
   is_reachable = true;
+  // Another launch that comes before the other ranks must fence this one.
+  if (!was_open) lost_run_epoch_ = run->run_epoch();
   if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
   EMA_RETURN_IF_ERROR(run->WaitReady(kRejoinTimeout));
   if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
+  if (!was_open) return RejoinedRun{std::move(run), std::nullopt};
   absl::StatusOr<PushProgress> progress =
-      run->QueryPush(lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
+      run->QueryPush(*lost_step_, /*abandon_if_unfinished=*/false, kRejoinTimeout);
   // FENCED, too: by a newer run, which the next try meets, or by another restart.
   if (!progress.ok()) return absl::UnavailableError(progress.status().message());
   return RejoinedRun{std::move(run), std::move(progress->version)};
@@ -181,10 +201,12 @@ absl::StatusOr<Rejoiner::RejoinedRun> Rejoiner::Join(bool& is_reachable) {
 
 void Rejoiner::LogProblem(const absl::Status& problem, const absl::Status& previous) {
   if (problem.ok()) {
-    log_->Write(LogLevel::kInfo, "rejoined the run");
+    log_->Write(LogLevel::kInfo, lost_step_.has_value() ? "rejoined the run" : "joined the run");
   } else if (GetErrorReason(problem) == ErrorReason::kFenced) {
     log_->WriteWithoutPrefix(LogLevel::kWarning, std::string(problem.message()));
-  } else if (NeedsAPerson(problem) && !has_warned_) {
+  } else if (const bool lost_its_average = joiner_->options().run.resume.has_value() &&
+                                           !lost_step_.has_value() && absl::IsNotFound(problem);
+             (NeedsAPerson(problem) || lost_its_average) && !has_warned_) {
     has_warned_ = true;
     log_->Write(LogLevel::kWarning,
                 absl::StrCat("pushes will not resume until this is fixed: ", ErrorText(problem)));

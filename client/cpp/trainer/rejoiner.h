@@ -32,9 +32,11 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
     std::optional<Version> lost_version;
   };
 
-  // The thread calls `log`.
+  // The thread calls `log`. `lost_step`: of `push`, or the last skipped one.
   Rejoiner(std::shared_ptr<const RunJoiner> joiner, std::shared_ptr<const TrainerLog> log,
            int64_t lost_step, std::shared_ptr<PendingPush> push, std::shared_ptr<Run> run);
+  // For a run that was never open, because the server was unreachable when the training started.
+  Rejoiner(std::shared_ptr<const RunJoiner> joiner, std::shared_ptr<const TrainerLog> log);
   // REQUIRES: Stop() was called if Start() was.
   ~Rejoiner();
   Rejoiner(const Rejoiner&) = delete;
@@ -48,8 +50,9 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   void Await(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // Returns the run, once; absent: it has not been rejoined yet.
   std::optional<RejoinedRun> Take() ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends the tries. Waits until `until` for the running call (each takes at most two seconds); if
-  // that takes longer, the thread ends by itself later and leaves its run.
+  // Ends the tries. Waits until `until` for the running call (each takes at most two seconds, but
+  // RunJoiner::OpenTimeout() if it resumes from the server's disk); if that takes longer, the
+  // thread ends by itself later and leaves its run.
   void Stop(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // The error of the last try. ABORTED, FENCED: a newer run pushes, so no other try follows.
   // CANCELLED: Client::Options::is_interrupted.
@@ -68,9 +71,9 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
 
   const std::shared_ptr<const RunJoiner> joiner_;
   const std::shared_ptr<const TrainerLog> log_;
-  const int64_t lost_step_;
-  const int64_t lost_run_epoch_;
+  const std::optional<int64_t> lost_step_;  // Absent: the run was never open.
   // These belong to the thread once it runs.
+  int64_t lost_run_epoch_ = 0;
   std::shared_ptr<PendingPush> lost_push_;
   std::shared_ptr<Run> lost_run_;
   bool has_warned_ = false;

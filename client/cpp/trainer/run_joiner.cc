@@ -1,11 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/trainer/run_joiner.h"
 
+#include <algorithm>
+#include <optional>
+
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::client_internal {
+namespace {
+
+// A model may have to be read from the server's disk.
+constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Open(int64_t last_run_epoch,
+                                                     absl::Duration timeout) const {
+  Client::RunOptions options = options_.run;
+  options.last_run_epoch = last_run_epoch;
+  if (options.resume.has_value() && options.resume->version.has_value()) {
+    // A model that is gone cannot be resumed; it must not be created anew.
+    EMA_RETURN_IF_ERROR(client_->GetModel(options_.model, timeout).status());
+  }
+  EMA_RETURN_IF_ERROR(CreateOrReplaceModel(timeout));
+  absl::StatusOr<std::unique_ptr<Run>> run =
+      client_->OpenRun(options_.model, options, OpenTimeout(timeout));
+  if (last_run_epoch > 0 && GetErrorReason(run.status()) == ErrorReason::kFenced) {
+    return FencedError(timeout);
+  }
+  return run;
+}
+
+absl::Duration RunJoiner::OpenTimeout(absl::Duration timeout) const {
+  return options_.run.resume.has_value() ? std::max(timeout, kDiskTimeout) : timeout;
+}
+
+absl::Status RunJoiner::CreateOrReplaceModel(absl::Duration timeout) const {
+  using Existing = StepPusher::Existing;
+  const Existing existing = options_.existing;
+  if (existing == Existing::kContinue) return CreateModel(timeout);
+  const std::string& model = options_.model;
+  const absl::StatusOr<ModelInfo> info = client_->GetModel(model, timeout);
+  if (!info.ok() && GetErrorReason(info.status()) != ErrorReason::kModelNotFound) {
+    return info.status();
+  }
+  const std::optional<Version> latest = info.ok() ? info->latest : std::nullopt;
+  if (existing == Existing::kError && latest.has_value() && latest->number > 1) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
+        absl::StrCat("model \"", model, "\" has the average of an earlier training, at step ",
+                     latest->step, " (version ", latest->number,
+                     "): set Options::existing to kContinue to go on with its average, or to kNew "
+                     "to start a new average and keep the old checkpoints on the server's disk, or "
+                     "set Options::resume to continue from the trainer's own checkpoint (in Python "
+                     "existing= and resume=)"));
+  }
+  if (existing == Existing::kNew && latest.has_value()) {
+    if (options_.run.rank != 0) {
+      return absl::UnavailableError(
+          absl::StrCat("model \"", model, "\": rank 0 has not yet replaced it"));
+    }
+    EMA_RETURN_IF_ERROR(client_->DeleteModel(model, /*purge=*/false, timeout));
+  }
+  absl::Status created = CreateModel(timeout);
+  if (absl::IsAlreadyExists(created) && !latest.has_value() && options_.run.world_size == 1) {
+    EMA_RETURN_IF_ERROR(client_->DeleteModel(model, /*purge=*/false, timeout));
+    created = CreateModel(timeout);
+  }
+  return created;
+}
 
 absl::Status RunJoiner::CreateModel(absl::Duration timeout) const {
   EMA_RETURN_IF_ERROR(client_

@@ -11,6 +11,7 @@
 #include "client/cpp/push/run_core.h"
 #include "client/cpp/trainer/push_engine.h"
 #include "client/cpp/trainer/run_joiner.h"
+#include "client/cpp/trainer/trainer_log.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/track.h"
@@ -24,8 +25,6 @@ using client_internal::PushEngine;
 using client_internal::RunJoiner;
 using client_internal::StepWeights;
 
-// A model may have to be read from the server's disk.
-constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
 // How long an exception waits for the last push.
 constexpr absl::Duration kExceptionWait = absl::Seconds(1);
 
@@ -123,54 +122,38 @@ absl::StatusOr<Client::RunOptions> MakeRunOptions(const SentTensors& sent,
   return run;
 }
 
-// Creates the model, or treats the existing one as `existing` says. Each rank decides alike: until
-// all have joined, no version is made.
-absl::Status CreateModel(Client& client, const RunJoiner& joiner, StepPusher::Existing existing,
-                         absl::Duration timeout) {
-  if (existing == StepPusher::Existing::kContinue) return joiner.CreateModel(timeout);
-  const std::string& model = joiner.model();
-  const absl::StatusOr<ModelInfo> info = client.GetModel(model, timeout);
-  if (!info.ok() && GetErrorReason(info.status()) != ErrorReason::kModelNotFound) {
-    return info.status();
-  }
-  const std::optional<Version> latest = info.ok() ? info->latest : std::nullopt;
-  if (existing == StepPusher::Existing::kError && latest.has_value() && latest->number > 1) {
-    return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
-        absl::StrCat("model \"", model, "\" has the average of an earlier training, at step ",
-                     latest->step, " (version ", latest->number,
-                     "): set Options::existing to kContinue to go on with its average, or to kNew "
-                     "to start a new average and keep the old checkpoints on the server's disk, or "
-                     "set Options::resume to continue from the trainer's own checkpoint"));
-  }
-  if (existing == StepPusher::Existing::kNew && latest.has_value()) {
-    EMA_RETURN_IF_ERROR(client.DeleteModel(model, /*purge=*/false, timeout));
-  }
-  absl::Status created = joiner.CreateModel(timeout);
-  if (absl::IsAlreadyExists(created) && !latest.has_value() &&
-      joiner.options().run.world_size == 1) {
-    EMA_RETURN_IF_ERROR(client.DeleteModel(model, /*purge=*/false, timeout));
-    created = joiner.CreateModel(timeout);
-  }
-  return created;
+absl::StatusOr<std::unique_ptr<Run>> Join(const RunJoiner& joiner, absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, joiner.Open(/*last_run_epoch=*/0, timeout));
+  EMA_RETURN_IF_ERROR(run->WaitReady(joiner.OpenTimeout(timeout)));
+  return run;
 }
 
-absl::StatusOr<std::unique_ptr<Run>> Join(Client& client, const RunJoiner& joiner,
-                                          StepPusher::Existing existing, absl::Duration timeout) {
-  const Client::RunOptions& options = joiner.options().run;
-  absl::Duration open_timeout = timeout;
-  if (options.resume.has_value()) {
-    open_timeout = std::max(timeout, kDiskTimeout);
-    if (options.resume->version.has_value()) {
-      // A model that is gone cannot be resumed; it must not be created anew.
-      EMA_RETURN_IF_ERROR(client.GetModel(joiner.model(), timeout).status());
-    }
+// Not if its disk has failed, for example.
+bool IsUnreachable(const absl::Status& error) {
+  if (!absl::IsUnavailable(error) && !absl::IsDeadlineExceeded(error)) return false;
+  const ErrorReason reason = GetErrorReason(error);
+  return reason == ErrorReason::kUnspecified || reason == ErrorReason::kDraining ||
+         reason == ErrorReason::kRunIncomplete;
+}
+
+// Join() for a training that starts without its average if the server or another rank is
+// unreachable: then the run is null.
+absl::StatusOr<std::unique_ptr<Run>> JoinUnlessUnreachable(Client& client, const RunJoiner& joiner,
+                                                           const StepPusher::Options& options) {
+  absl::Status error =
+      client.GetServerInfo(std::min(options.timeout, StepPusher::kStartWait)).status();
+  if (!IsUnreachable(error)) {
+    absl::StatusOr<std::unique_ptr<Run>> run = Join(joiner, options.timeout);
+    if (!IsUnreachable(run.status())) return run;
+    error = run.status();
   }
-  EMA_RETURN_IF_ERROR(CreateModel(client, joiner, existing, timeout));
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
-                       client.OpenRun(joiner.model(), options, open_timeout));
-  EMA_RETURN_IF_ERROR(run->WaitReady(open_timeout));
-  return run;
+  if (options.on_warning) {
+    options.on_warning(absl::StrCat("model \"", joiner.model(),
+                                    "\": the training starts without its average, and joins when "
+                                    "the server and all ranks can be reached: ",
+                                    client_internal::ErrorText(error)));
+  }
+  return std::unique_ptr<Run>();
 }
 
 TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
@@ -178,10 +161,12 @@ TrainingTime TimeAt(const StepPusher::Options& options, int64_t step) {
   return TrainingTime::AtBatch(step);
 }
 
-int64_t FirstStep(const StepPusher::Options& options, const Run& run) {
+// `run`: null: the training starts without its average.
+int64_t FirstStep(const StepPusher::Options& options, const Run* run) {
   if (options.resume.has_value()) return options.resume->step;
   if (options.start_step.has_value()) return *options.start_step;
-  const std::optional<Version> latest = run.latest();
+  if (run == nullptr) return 0;
+  const std::optional<Version> latest = run->latest();
   return latest.has_value() ? latest->step : 0;
 }
 
@@ -192,11 +177,11 @@ class StepPusher::Impl {
   Impl(SentTensors sent, Options options, std::shared_ptr<const RunJoiner> joiner,
        std::unique_ptr<Run> run)
       : sent_(std::move(sent)), options_(std::move(options)) {
-    const int64_t first_step = FirstStep(options_, *run);
+    const int64_t first_step = FirstStep(options_, run.get());
     PushEngine::Options engine = {.is_only_rank = options_.world_size == 1,
                                   .max_wait = options_.max_wait,
                                   .timeout = options_.timeout,
-                                  .on_error = options_.on_error,
+                                  .on_error = options_.on_error.value_or(OnError::kSkip),
                                   .max_outage = options_.max_outage,
                                   .on_skip = options_.on_skip};
     if (options_.on_warning) {
@@ -291,12 +276,18 @@ absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
     joiner_options.tracks.push_back(WithoutIdleRules(track, sent.manifest));
   }
   EMA_ASSIGN_OR_RETURN(joiner_options.run, MakeRunOptions(sent, options));
+  joiner_options.existing = options.existing.value_or(
+      options.resume.has_value() ? Existing::kContinue : Existing::kError);
   // The caller keeps the client.
   const std::shared_ptr<Client> borrowed(&client, [](Client*) {});
   const auto joiner = std::make_shared<const RunJoiner>(borrowed, std::move(joiner_options));
-  const Existing existing = options.existing.value_or(
-      options.resume.has_value() ? Existing::kContinue : Existing::kError);
-  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run, Join(client, *joiner, existing, options.timeout));
+  // Without the server, the steps of an average that continues are not known.
+  const bool knows_step = joiner->options().existing != Existing::kContinue ||
+                          options.resume.has_value() || options.start_step.has_value();
+  const bool may_start_alone = options.on_error == OnError::kSkip && knows_step;
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
+                       may_start_alone ? JoinUnlessUnreachable(client, *joiner, options)
+                                       : Join(*joiner, options.timeout));
   return std::unique_ptr<StepPusher>(new StepPusher(
       std::make_unique<Impl>(std::move(sent), std::move(options), joiner, std::move(run))));
 }

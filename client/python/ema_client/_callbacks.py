@@ -106,7 +106,7 @@ def warn_of_newest(step: int) -> None:
 
 def raises(options: Mapping[str, Any]) -> bool:
     """Whether a failure to read or save the average raises in a callback, instead of a warning."""
-    return bool(options.get("on_error", "skip") != "skip")
+    return (options.get("on_error") or "skip") != "skip"
 
 
 def patience_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S) -> float:

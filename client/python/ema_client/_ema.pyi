@@ -21,6 +21,8 @@ Spec = tuple[str, str, Sequence[int], bool, Sequence[str]]
 ShardTuple = tuple[int, Sequence[int], Sequence[int]]
 # Step, (version, incarnation), training time.
 ResumeTuple = tuple[int, tuple[int, int] | None, dict[str, float] | None]
+# Tensors, shards, number of frozen shards (the last ones), rank, resume point.
+UnopenedRun = tuple[Sequence[Spec], Sequence[ShardTuple], int, int, ResumeTuple | None]
 
 class Array:
     def __init__(
@@ -193,7 +195,9 @@ class PushEngine:
         self,
         *,
         client: Client,
-        run: Run,
+        run: Run | None,
+        unopened: UnopenedRun | None,
+        existing: str,
         model: str,
         launch_id: str,
         world_size: int,

@@ -34,9 +34,6 @@ namespace {
 
 // (tensor, offsets, extents)
 using SliceTuple = std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>;
-// (step, (version, incarnation), time)
-using ResumeTuple =
-    std::tuple<int64_t, std::optional<std::tuple<int64_t, int64_t>>, std::optional<nb::dict>>;
 
 // What a pull gave, and what it was asked for. Its memory is that of the arrays over it.
 struct Pulled {
@@ -283,20 +280,8 @@ class PyClient {
                                .last_run_epoch = last_run_epoch,
                                .imported_updates = imported_updates,
                                .max_staging_bytes = max_staging_bytes};
-    if (resume.has_value()) {
-      const auto& [step, version, time] = *resume;
-      options.resume = {.step = step, .version = std::nullopt, .time = std::nullopt};
-      if (version.has_value()) {
-        options.resume->version = {std::get<0>(*version), std::get<1>(*version)};
-      }
-      if (time.has_value()) options.resume->time = ToTime(*time);
-    }
-    if (shards.has_value()) {
-      options.shards.emplace();
-      for (const auto& [index, offsets, extents] : *shards) {
-        options.shards->push_back({index, offsets, extents});
-      }
-    }
+    if (resume.has_value()) options.resume = ToResumePoint(*resume);
+    if (shards.has_value()) options.shards = ToShards(*shards);
     const absl::Duration timeout = ToDuration(timeout_s);
     const auto client = Get();
     auto run = CallWithoutGil([&] { return client->OpenRun(model, options, timeout); });

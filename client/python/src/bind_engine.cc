@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN  // For "y#".
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -18,6 +19,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -44,6 +46,16 @@ PushEngine::OnError ToOnError(std::string_view name) {
   if (name == "raise") return PushEngine::OnError::kRaise;
   return name == "wait" ? PushEngine::OnError::kWait : PushEngine::OnError::kSkip;
 }
+
+StepPusher::Existing ToExisting(std::string_view name) {
+  if (name == "error") return StepPusher::Existing::kError;
+  return name == "new" ? StepPusher::Existing::kNew : StepPusher::Existing::kContinue;
+}
+
+// A rank's part of a run that could not be opened: (tensors, shards, number of frozen shards, which
+// are the last ones, rank, resume point).
+using UnopenedRun = std::tuple<std::vector<SpecTuple>, std::vector<ShardTuple>, int64_t, int64_t,
+                               std::optional<ResumeTuple>>;
 
 // For PushEngine::Options::log. Takes the GIL.
 void LogTrainerLine(LogLevel level, const std::string& text) {
@@ -136,28 +148,43 @@ class PyTrainingStep : public client_internal::TrainingStep {
 // `step`, `stats` and `version` holds the attachment's lock.
 class PyPushEngine {
  public:
-  PyPushEngine(const nb::object& client, const nb::object& run, const std::string& model,
-               const std::string& launch_id, int64_t world_size, std::vector<TrackConfig> tracks,
-               int64_t max_pinned_versions, const std::string& non_finite,
-               const std::map<std::string, nb::bytes>& files, const std::string& wire_dtype,
-               int64_t max_staging_bytes, int64_t step, double max_wait_s, double timeout_s,
-               const std::string& on_error, double max_outage_s, bool check) {
-    std::unique_ptr<Run> joined = TakeRun(run);
-    const absl::Span<const Shard> shards = joined->layout().shards();
-    RunJoiner::Options options{
-        .model = model,
-        .manifest = joined->manifest(),
-        .tracks = std::move(tracks),
-        .model_options = {.max_pinned_versions = max_pinned_versions,
-                          .non_finite = ToNonFinite(non_finite)},
-        .run = {.launch_id = launch_id,
-                .rank = joined->rank(),
-                .world_size = world_size,
-                .shards = std::vector<Shard>(shards.begin(), shards.end()),
-                .frozen_shard_count = static_cast<int64_t>(joined->layout().frozen_shards().size()),
-                .wire_dtype = ToWireDtype(wire_dtype),
-                .rejoins = false,
-                .max_staging_bytes = max_staging_bytes}};
+  // `run`: None: the server is unreachable, so the engine joins the run of `unopened` later, and
+  // treats an existing model as `existing` says.
+  PyPushEngine(const nb::object& client, const nb::object& run,
+               const std::optional<UnopenedRun>& unopened, const std::string& existing,
+               const std::string& model, const std::string& launch_id, int64_t world_size,
+               std::vector<TrackConfig> tracks, int64_t max_pinned_versions,
+               const std::string& non_finite, const std::map<std::string, nb::bytes>& files,
+               const std::string& wire_dtype, int64_t max_staging_bytes, int64_t step,
+               double max_wait_s, double timeout_s, const std::string& on_error,
+               double max_outage_s, bool check) {
+    RunJoiner::Options options{.model = model,
+                               .tracks = std::move(tracks),
+                               .model_options = {.max_pinned_versions = max_pinned_versions,
+                                                 .non_finite = ToNonFinite(non_finite)},
+                               .run = {.launch_id = launch_id,
+                                       .world_size = world_size,
+                                       .wire_dtype = ToWireDtype(wire_dtype),
+                                       .rejoins = false,
+                                       .max_staging_bytes = max_staging_bytes},
+                               .existing = ToExisting(existing)};
+    std::unique_ptr<Run> joined;
+    if (unopened.has_value()) {
+      const auto& [specs, shards, frozen_shard_count, rank, resume] = *unopened;
+      options.manifest = ToManifest(specs);
+      options.run.rank = rank;
+      options.run.shards = ToShards(shards);
+      options.run.frozen_shard_count = frozen_shard_count;
+      if (resume.has_value()) options.run.resume = ToResumePoint(*resume);
+    } else {
+      joined = TakeRun(run);
+      const absl::Span<const Shard> shards = joined->layout().shards();
+      options.manifest = joined->manifest();
+      options.run.rank = joined->rank();
+      options.run.shards = std::vector<Shard>(shards.begin(), shards.end());
+      options.run.frozen_shard_count =
+          static_cast<int64_t>(joined->layout().frozen_shards().size());
+    }
     for (const auto& [name, data] : files) {
       options.files.emplace(name, std::string(data.c_str(), data.size()));
     }
@@ -261,14 +288,15 @@ std::vector<TrackConfig> TracksOf(const PyPushEngine& self) {
 
 void BindEngine(nb::module_& module) {
   nb::class_<PyPushEngine>(module, "PushEngine")
-      .def(nb::init<const nb::object&, const nb::object&, const std::string&, const std::string&,
-                    int64_t, std::vector<TrackConfig>, int64_t, const std::string&,
+      .def(nb::init<const nb::object&, const nb::object&, const std::optional<UnopenedRun>&,
+                    const std::string&, const std::string&, const std::string&, int64_t,
+                    std::vector<TrackConfig>, int64_t, const std::string&,
                     const std::map<std::string, nb::bytes>&, const std::string&, int64_t, int64_t,
                     double, double, const std::string&, double, bool>(),
-           nb::kw_only(), "client"_a, "run"_a, "model"_a, "launch_id"_a, "world_size"_a, "tracks"_a,
-           "max_pinned_versions"_a, "non_finite"_a, "files"_a, "wire_dtype"_a,
-           "max_staging_bytes"_a, "step"_a, "max_wait_s"_a, "timeout_s"_a, "on_error"_a,
-           "max_outage_s"_a, "check"_a)
+           nb::kw_only(), "client"_a, "run"_a.none(), "unopened"_a.none(), "existing"_a, "model"_a,
+           "launch_id"_a, "world_size"_a, "tracks"_a, "max_pinned_versions"_a, "non_finite"_a,
+           "files"_a, "wire_dtype"_a, "max_staging_bytes"_a, "step"_a, "max_wait_s"_a,
+           "timeout_s"_a, "on_error"_a, "max_outage_s"_a, "check"_a)
       .def("wait_released", &PyPushEngine::WaitReleased, "streams"_a)
       .def("after_step", &PyPushEngine::AfterStep, "step"_a, "training_step"_a)
       .def("abandon_written_push", &PyPushEngine::AbandonWrittenPush, "names"_a, "hint"_a,

@@ -180,6 +180,21 @@ SpecTuple FromSpec(const TensorSpec& spec) {
   return {spec.name, std::string(DtypeName(spec.dtype)), spec.shape, spec.is_buffer, spec.aliases};
 }
 
+std::vector<Shard> ToShards(const std::vector<ShardTuple>& shards) {
+  std::vector<Shard> result;
+  result.reserve(shards.size());
+  for (const auto& [index, offsets, extents] : shards) result.push_back({index, offsets, extents});
+  return result;
+}
+
+ResumePoint ToResumePoint(const ResumeTuple& resume) {
+  const auto& [step, version, time] = resume;
+  ResumePoint point = {.step = step, .version = std::nullopt, .time = std::nullopt};
+  if (version.has_value()) point.version = {std::get<0>(*version), std::get<1>(*version)};
+  if (time.has_value()) point.time = ToTime(*time);
+  return point;
+}
+
 std::vector<SpecTuple> SpecsOf(const Manifest& manifest) {
   std::vector<SpecTuple> result;
   for (const TensorSpec& spec : manifest.tensors()) result.push_back(FromSpec(spec));

@@ -26,6 +26,9 @@ using SpecTuple =
     std::tuple<std::string, std::string, std::vector<int64_t>, bool, std::vector<std::string>>;
 // (tensor index, offsets, extents)
 using ShardTuple = std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+// (step, (version, incarnation), time)
+using ResumeTuple =
+    std::tuple<int64_t, std::optional<std::tuple<int64_t, int64_t>>, std::optional<nanobind::dict>>;
 
 // {"batch": 40, "progress": 0.1, ...}: only the units that are counted.
 nanobind::dict FromTime(const TrainingTime& time);
@@ -50,6 +53,10 @@ SpecTuple FromSpec(const TensorSpec& spec);
 std::vector<SpecTuple> SpecsOf(const Manifest& manifest);
 // Throws InvalidArgumentError, BAD_MANIFEST.
 Manifest ToManifest(const std::vector<SpecTuple>& specs);
+
+std::vector<Shard> ToShards(const std::vector<ShardTuple>& shards);
+// Throws as ToTime().
+ResumePoint ToResumePoint(const ResumeTuple& resume);
 
 // Seconds; infinity means for ever. Throws ValueError: NaN or less than 0.
 absl::Duration ToDuration(double seconds);

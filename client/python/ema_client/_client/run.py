@@ -333,8 +333,8 @@ def join_run(
     frozen_count = 0
     if shards is not None or world_size != 1 or frozen:
         specs = client._client.get_model(name, timeout).tensors
-        index = {spec[0]: i for i, spec in enumerate(specs)}
-        unknown = sorted({*frozen, *(shard.name for shard in shards or ())} - index.keys())
+        names = {spec[0] for spec in specs}
+        unknown = sorted({*frozen, *(shard.name for shard in shards or ())} - names)
         if unknown:
             raise InvalidArgumentError(
                 f'model "{name}" has no tensors {", ".join(unknown)}', reason="BAD_LAYOUT"
@@ -342,9 +342,7 @@ def join_run(
         if shards is None:
             tuples, frozen_count = _ema.even_share(specs, rank0_only, frozen, rank, world_size)
         else:
-            ordered = sorted(shards, key=lambda shard: shard.name in frozen)
-            tuples = [(index[one.name], one.offsets, one.extents) for one in ordered]
-            frozen_count = sum(shard.name in frozen for shard in shards)
+            tuples, frozen_count = shard_tuples(specs, shards, frozen)
     run = client._client.open_run(
         name,
         launch_id,
@@ -361,3 +359,13 @@ def join_run(
         timeout,
     )
     return Run(run, timeout_s=client._timeout_s, push_timeout_s=client._transfer_timeout_s)
+
+
+def shard_tuples(
+    specs: Sequence[_ema.Spec], shards: Sequence[Shard], frozen: Collection[str]
+) -> tuple[list[_ema.ShardTuple], int]:
+    """The shards as the extension module takes them: those of frozen tensors last, and their number."""
+    index = {spec[0]: i for i, spec in enumerate(specs)}
+    ordered = sorted(shards, key=lambda shard: shard.name in frozen)
+    tuples: list[_ema.ShardTuple] = [(index[one.name], one.offsets, one.extents) for one in ordered]
+    return tuples, sum(shard.name in frozen for shard in shards)

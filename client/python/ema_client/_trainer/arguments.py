@@ -45,7 +45,7 @@ class RunArguments(TypedDict, total=False):
     max_pinned_versions: int | None
     check: bool
     process_group: Any
-    on_error: OnError
+    on_error: OnError | None
     timeout_s: float | None
     max_wait_s: float
     max_outage_s: float
@@ -158,7 +158,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "max_pinned_versions": _or_none(_count(0)),
     "max_wait_s": check_seconds,
     "max_outage_s": check_seconds,
-    "on_error": _one_of(get_args(OnError)),
+    "on_error": _or_none(_one_of(get_args(OnError))),
     "existing": _or_none(_one_of(get_args(Existing))),
     "timeout_s": _or_none(check_timeout),
     "keep_resumable": _count(1),

@@ -18,12 +18,7 @@ from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
-from ema_client._errors import (
-    DeadlineExceededError,
-    EmaError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from ema_client._errors import EmaError, InvalidArgumentError
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
@@ -48,7 +43,7 @@ from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.buffers import check_parameters_finite, default_actions
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.holdings import Holding, Layout, holdings_of
-from ema_client._trainer.joining import Plan, join, resume_at
+from ema_client._trainer.joining import OUTAGES, START_WAIT_S, Plan, join, resume_at
 from ema_client._trainer.switch import PresetOptions
 
 if TYPE_CHECKING:
@@ -85,7 +80,7 @@ def attach(
     max_pinned_versions: int | None = None,
     check: bool = False,
     process_group: Any = None,
-    on_error: OnError = "skip",
+    on_error: OnError | None = None,
     timeout_s: float | None = None,
     max_wait_s: float = 30.0,
     max_outage_s: float = MAX_OUTAGE_S,
@@ -172,9 +167,13 @@ def attach(
         process_group: of torch.distributed: all ranks that train the model. Default: the default group.
 
     Args, failures (client/docs/outages.md):
-        on_error: how to treat a step that cannot be pushed: "skip" (the default) omits it, with a warning;
-            "raise" raises in the next `optimizer.step()`, before it changes anything; with "wait", each
-            `optimizer.step()` waits until the step before it is a version, even during an outage.
+        on_error: how to treat a step that cannot be pushed: "skip" omits it, with a warning; "raise" raises
+            in the next `optimizer.step()`, before it changes anything; with "wait", each `optimizer.step()`
+            waits until the step before it is a version, even during an outage. If the server is
+            unreachable when this is called, "skip" waits for it for at most 10 s (or `timeout_s`), and
+            starts the training without the average: a warning says so, and the ranks join when they can
+            (with `existing` "continue" this needs `start_step` or `resume`). Default: as "skip", but an
+            unreachable server raises after `timeout_s`, as with "raise" and "wait".
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up. Default: 60.
             As long this function waits until every rank has called it. Also for each pull of the averages;
             default there: 600.
@@ -314,6 +313,8 @@ def attach(
             max_staging_bytes=max_staging_bytes,
             files=small_files(files) if files is not None and ranks.rank == 0 else {},
             existing=existing or ("error" if resume is None else "continue"),
+            starts_alone=on_error == "skip",
+            knows_step=start_step is not None,
             timeout_s=timeout_s,
         )
         what = f'model "{plan.model_name}"'
@@ -328,7 +329,7 @@ def attach(
         failure = raised
     timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
     if plan is not None and failure is None and ranks.rank == 0:
-        _warn_of_wait(plan, timeout_s)
+        _warn_of_wait(plan, resume is not None, timeout_s)
     try:
         joined = join(ranks, plan, failure, resume, timeout_s)
     except Exception:
@@ -341,7 +342,8 @@ def attach(
     # If the rest fails, everything so far is undone.
     with contextlib.ExitStack() as undo:
         undo.callback(plan.client.close)
-        undo.callback(joined.run.close)
+        if joined.run is not None:
+            undo.callback(joined.run.close)
         attachment = Attachment(
             PushOptions(
                 model_name=plan.model_name,
@@ -349,7 +351,7 @@ def attach(
                 time_of=time,
                 max_wait_s=max_wait_s,
                 timeout_s=timeout_s,
-                on_error=on_error,
+                on_error=on_error or "skip",
                 max_outage_s=max_outage_s,
                 check=check,
                 averaged_buffers=plan.averaged_buffers(tensors_of()),
@@ -376,16 +378,21 @@ def attach(
     return attachment
 
 
-def _warn_of_wait(plan: Plan, timeout_s: float) -> None:
+def _warn_of_wait(plan: Plan, resumes: bool, timeout_s: float) -> None:
     """Warns at once if the server cannot be reached: the calls that follow wait for it in silence."""
+    limit = f"{timeout_s:g} s (timeout_s), and then raises"
+    if plan.may_start_alone(resumes):
+        limit = (
+            f"{min(timeout_s, START_WAIT_S):g} s, and then starts the training without the average"
+        )
     try:
         plan.client.server_info(timeout_s=min(_PROBE_S, timeout_s))
-    except (UnavailableError, DeadlineExceededError) as error:
+    except OUTAGES as error:
         _logger.warning(
-            'model "%s": %s; attach() tries to reach the server for %g s (timeout_s), and then raises',
+            'model "%s": %s; attach() tries to reach the server for %s',
             plan.model_name,
             error,
-            timeout_s,
+            limit,
         )
     except EmaError:
         pass  # The server has answered.

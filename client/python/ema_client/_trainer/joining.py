@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,15 +14,18 @@ from typing import Any
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.client import Client
-from ema_client._client.run import Run
+from ema_client._client.run import Run, shard_tuples
 from ema_client._client.state import State
-from ema_client._client.types import NonFinite, Version, WireDtype
+from ema_client._client.types import NonFinite, Version, WireDtype, resume_tuple
 from ema_client._client.url import split_url
 from ema_client._errors import (
     AlreadyExistsError,
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
 )
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import NamedTensors
@@ -38,6 +42,16 @@ from ema_client._trainer.resume import DISK_TIMEOUT_S
 
 _logger = logging.getLogger(__name__)
 
+# How long a training that may start without the server waits for it.
+START_WAIT_S = 10.0
+# The errors of calls to a server that is unreachable, see `is_outage`.
+OUTAGES = (UnavailableError, DeadlineExceededError)
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether the error means that the server is unreachable, not that its disk has failed, for example."""
+    return isinstance(error, OUTAGES) and error.reason in ("", "DRAINING")
+
 
 def join(
     ranks: Ranks,
@@ -46,7 +60,8 @@ def join(
     resume: Mapping[str, Any] | None,
     timeout_s: float,
 ) -> Joined:
-    """Opens a run on all ranks, or raises on all of them. Collective.
+    """Opens a run on all ranks, or raises on all of them. If the server cannot be reached from some rank,
+    and `plan.may_start_alone`, no rank opens it: their engines join later. Collective.
 
     `failure`: an earlier failure of this rank; `plan` may then be None.
     """
@@ -56,8 +71,8 @@ def join(
         if plan is not None and resume is not None:
             state = State.from_dict(resume, model=plan.model_name)
         if plan is not None and failure is None and ranks.rank == 0:
-            plan.warn_of_changes(plan.create(timeout_s, state))
-            launch = Launch(secrets.token_hex(16), state)
+            outage = plan.create_or_outage(timeout_s, state)
+            launch = Launch(secrets.token_hex(16), state, outage)
     except Exception as raised:
         failure = raised
     launch = ranks.broadcast(launch)
@@ -71,21 +86,33 @@ def join(
     ranks.gather_or_raise(failure, None)
     assert plan is not None and launch is not None
     run: Run | None = None
-    step = 0
+    step = 0 if state is None else state.step
+    outage = launch.outage
     # Rank 0 first, so that the model has been rolled back, if needed, when the others join. All
     # have joined when this returns, so the first push finds the run complete.
     for is_next in (ranks.rank == 0, ranks.rank != 0):
+        if outage:
+            break
         try:
             if is_next:
                 run = plan.open_run(launch, timeout_s)
-                step = 0 if run.latest is None else run.latest.step
-                step = step if state is None else state.step
+                if state is None and run.latest is not None:
+                    step = run.latest.step
         except Exception as raised:
-            failure = raised
-        steps = ranks.gather_or_raise(failure, step)
-    assert run is not None
-    make_engine = functools.partial(plan.make_engine, run, launch.id)
-    return Joined(run, make_engine, steps[0])
+            if plan.may_start_alone(state is not None) and is_outage(raised):
+                outage = str(raised)
+            else:
+                failure = raised
+        of_ranks = ranks.gather_or_raise(failure, (step, outage))
+        step = of_ranks[0][0]
+        outage = next((text for _, text in of_ranks if text), "")
+    if outage:
+        run = None
+        step = 0 if state is None else state.step
+        if ranks.rank == 0:
+            plan.warn_of_start_alone(outage)
+    make_engine = functools.partial(plan.make_engine, run, launch)
+    return Joined(run, plan.pushed_names, make_engine, step)
 
 
 def resume_at(
@@ -100,26 +127,35 @@ def resume_at(
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """A run that all ranks have joined.
+    """A run that all ranks have joined, or will join.
 
     Attributes:
-        run: this rank's part of the run.
+        run: this rank's part of the run. None: the server is unreachable, and the engine joins later.
+        names: the tensors of which this rank pushes all or a part.
         make_engine: makes the engine that pushes to the run and then owns it; takes the engine's
             options.
         step: the trainer's steps so far.
     """
 
-    run: Run
+    run: Run | None
+    names: frozenset[str]
     make_engine: Callable[..., _ema.PushEngine]
     step: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Rank 0's broadcast to the others: the id of the launch, and the state to resume from."""
+    """Rank 0's broadcast to the others.
+
+    Attributes:
+        id: of the launch.
+        state: to resume from.
+        outage: why rank 0 cannot reach the server; "": it can, and the model is there.
+    """
 
     id: str
     state: State | None
+    outage: str
 
 
 class Plan:
@@ -139,8 +175,12 @@ class Plan:
         max_staging_bytes: int,
         files: dict[str, bytes],
         existing: Existing,
+        starts_alone: bool,
+        knows_step: bool,
         timeout_s: float | None,
     ) -> None:
+        """`starts_alone`: the training starts without an unreachable server, if `knows_step`, or a state
+        says the step, or no average is continued."""
         address, self.model_name = split_url(url)
         self.client = Client(address, timeout_s=timeout_s)
         layout = layout.without(ignored_by_all(layout.specs, tracks))
@@ -164,13 +204,57 @@ class Plan:
         self._wire_dtype = wire_dtype
         self._max_staging_bytes = max_staging_bytes
         self._files = files
-        self._existing = existing
+        self._existing: Existing = existing
+        self._starts_alone = starts_alone
+        self._knows_step = knows_step
         self._has_warned = False
+        self.pushed_names = frozenset(shard.name for shard in self._shards)
 
     def averaged_buffers(self, tensors: NamedTensors) -> AveragedBuffers:
         """Those of this rank's `tensors` that are averaged by default."""
         what = f'model "{self.model_name}"'
         return AveragedBuffers(what, tensors, self._tracks, self._undecided, self.layout.specs)
+
+    def may_start_alone(self, resumes: bool) -> bool:
+        """Whether the training starts without the server if it is unreachable: the steps of an average
+        that continues are not known then, unless a state `resumes`."""
+        knows_step = self._knows_step or resumes or self._existing != "continue"
+        return self._starts_alone and knows_step
+
+    def create_or_outage(self, timeout_s: float, state: State | None) -> str:
+        """Creates the model unless it exists. Returns why the server is unreachable, if the training
+        may start without it; else "".
+
+        UnavailableError, DeadlineExceededError: the training may not start without it; says how it may.
+        """
+        may_start_alone = self.may_start_alone(state is not None)
+        try:
+            if may_start_alone:
+                with contextlib.suppress(UnauthenticatedError, PermissionDeniedError):
+                    self.client.server_info(timeout_s=min(START_WAIT_S, timeout_s))
+            self.warn_of_changes(self.create(timeout_s, state))
+            return ""
+        except OUTAGES as raised:
+            if not is_outage(raised):
+                raise
+            if may_start_alone:
+                return str(raised)
+            error = raised  # Python deletes `raised` at the end of the block.
+        # Not inside `except`: the traceback would show both errors.
+        needs_step = "" if self._existing != "continue" or self._knows_step else " and start_step="
+        raise type(error)(
+            f"{error.args[0]}. To train without the average until the server can be reached, give on_error="
+            f'"skip"{needs_step}; to train without a server, set EMA_MODE=disabled',
+            reason=error.reason,
+        )
+
+    def warn_of_start_alone(self, outage: str) -> None:
+        _logger.warning(
+            'model "%s": the training starts without its average (on_error="skip"), and joins when the '
+            "server can be reached; the steps until then are not averaged: %s",
+            self.model_name,
+            outage,
+        )
 
     def create(self, timeout_s: float, state: State | None = None) -> list[_ema.Track]:
         """Creates the model unless it exists. Returns its tracks as they are for the next step."""
@@ -347,13 +431,20 @@ class Plan:
         )
         return run
 
-    def make_engine(self, run: Run, launch_id: str, **options: Any) -> _ema.PushEngine:
-        """Makes the engine, which also creates the model again if the server has lost it."""
+    def make_engine(self, run: Run | None, launch: Launch, **options: Any) -> _ema.PushEngine:
+        """Makes the engine, which also creates the model again if the server has lost it. Without a run,
+        it opens one when the server can be reached."""
+        state = launch.state
+        existing = self._existing if state is None else "continue"
+        if state is not None and state.version == 0:  # As State.check_fresh().
+            existing = "error"
         engine = _ema.PushEngine(
             client=self.client._raw,
-            run=run._get(),
+            run=None if run is None else run._get(),
+            unopened=None if run is not None else self._unopened(state),
+            existing=existing,
             model=self.model_name,
-            launch_id=launch_id,
+            launch_id=launch.id,
             world_size=self._ranks.world_size,
             tracks=self._tracks,
             max_pinned_versions=self._max_pinned_versions,
@@ -363,8 +454,14 @@ class Plan:
             max_staging_bytes=self._max_staging_bytes,
             **options,
         )
-        run.close()  # The engine owns it now.
+        if run is not None:
+            run.close()  # The engine owns it now.
         return engine
+
+    def _unopened(self, state: State | None) -> _ema.UnopenedRun:
+        shards, frozen_count = shard_tuples(self.layout.specs, self._shards, self.layout.frozen)
+        resume = None if state is None else resume_tuple(state.resume_point)
+        return self.layout.specs, shards, frozen_count, self._ranks.rank, resume
 
 
 def of_known_dtypes(specs: list[_ema.Spec]) -> list[_ema.Spec]:

@@ -83,9 +83,9 @@ class Pusher:
         self.adopt(joined)
 
     def adopt(self, joined: Joined) -> None:
-        """Starts to push to a newly joined run."""
+        """Starts to push to a newly joined run, or to one that the engine will join."""
         options = self.options
-        self._pushed_names = frozenset(shard.name for shard in joined.run.shards)
+        self._pushed_names = joined.names
         self.engine = joined.make_engine(
             step=joined.step,
             max_wait_s=options.max_wait_s,

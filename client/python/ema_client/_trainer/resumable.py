@@ -45,8 +45,9 @@ class ResumableState:
         self._template: str | None = None
 
     def check_disk(self) -> None:
-        """Warns on rank 0 if the server keeps no checkpoints."""
-        if self._pusher.engine.rank != 0:
+        """Warns on rank 0 if the server can be reached and keeps no checkpoints."""
+        engine = self._pusher.engine
+        if engine.rank != 0 or engine.is_away:
             return
         try:
             self._client.labels(self._model_name)
