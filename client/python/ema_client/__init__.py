@@ -19,11 +19,13 @@ For training frameworks: `ema_client.lightning`, `ema_client.transformers`, `ema
 `Client` is one level lower, for anything that has named arrays (PyTorch, NumPy, JAX).
 
 The private folders are layers. Each imports only the ones before it (except that
-`_client/pull_arguments` imports `_model`, to read a module): `_tracks` (schedules and presets),
+`_client/pull_arguments` imports `_model`, to read a module, and `_trainer/attach` imports
+`_without_server`): `_tracks` (schedules and presets),
 `_client` (calls of a server, for named arrays), `_model` (the tensors and optimizers of a
 torch.nn.Module), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may import
 `_errors`, `_given` and the extension module `_ema`. `_local` (`LocalEMA`) and `_callbacks` (for the
-frameworks) may import all folders.
+frameworks) may import all folders, and `_without_server` (`attach`, where EMA_MODE says that there is
+no server) them, too.
 
 The path of a push: `_trainer/attach` checks the arguments on all ranks; `joining` creates the model
 and opens the run; `attachment` hooks the optimizer; `pusher` reports each step to the engine in

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
-from ema_client._client.client import Client
+from ema_client._client.mode import is_disabled
 from ema_client._client.pull_arguments import only_average_of
+from ema_client._client.read import connect
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
 from ema_client._client.types import Version, VersionLike
 from ema_client._client.url import split_url
@@ -234,6 +235,9 @@ def averaged_or_own(
         EmaError: the averages cannot be read on some rank, and on_error is not "skip", or a
             version was given.
     """
+    if is_disabled(url):
+        yield None
+        return
     ranks = Ranks.current(options.get("process_group"), timeout_s=pull_patience_s(options))
     with contextlib.ExitStack() as stack:
         record: Version | None = None
@@ -266,6 +270,8 @@ def copy_average_or_own(
 ) -> Version | None:
     """Like `averaged_or_own`, permanently, but a given version causes a warning, too, if it cannot be
     read, and each warning is given each time."""
+    if is_disabled(url):
+        return None
     ranks = Ranks.current(options.get("process_group"), timeout_s=pull_patience_s(options))
     try:
         average = _read(module, url, attachment, options, ranks, track, version)
@@ -342,7 +348,7 @@ def _newest(
             track = attachment._ema_model.average_name() if track is None else track
         elif ranks.rank == 0:
             address, model_name = split_url(url)
-            with Client(address, timeout_s=patience_s(options)) as client:
+            with connect(address, model_name, timeout_s=patience_s(options)) as client:
                 info = client.model(model_name)
             version = info.latest
             track = only_average_of(info) if track is None else track

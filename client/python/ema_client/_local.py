@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
@@ -257,12 +257,25 @@ class LocalEMA:
             paused=paused,
             snapshot_interval=snapshot_interval,
         ).with_arguments(track_arguments, inspect.signature(LocalEMA).parameters)
+        self._begin(model, *rule.tracks(tracks))
+
+    @classmethod
+    def _of_tracks(
+        cls, model: torch.nn.Module, tracks: list[_ema.Track], undecided: Collection[str]
+    ) -> LocalEMA:
+        """Averages with these tracks; `undecided` do not say what to do with buffers."""
+        made = cls.__new__(cls)
+        made._begin(model, tracks, undecided)
+        return made
+
+    def _begin(
+        self, model: torch.nn.Module, made: list[_ema.Track], undecided: Collection[str]
+    ) -> None:
         check_module(model)
         self._module = unwrap(model)
         check_no_dtensor(self._module)
         self._named_tensors = ModelTensors(self._module)
         specs = specs_of(self._named_tensors())
-        made, undecided = rule.tracks(tracks)
         ignored = ignored_by_all(specs, made)
         check_dtypes([spec for spec in specs if spec[0] not in ignored])
         named = self._named_tensors()

@@ -29,7 +29,7 @@ from ema_client._callbacks import (
     warn_of_newest,
 )
 from ema_client._client import arrays
-from ema_client._client.client import Client
+from ema_client._client.read import connect
 from ema_client._client.types import TrainingTime, Version, VersionLike, Weights
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
@@ -422,7 +422,8 @@ class EMA(Algorithm):
         if self._attachment is None:
             return self._pull_resumed()
         version = self._attachment.wait_pushed()
-        with Client(self._address, timeout_s=pull_patience_s(self._options)) as client:
+        timeout_s = pull_patience_s(self._options)
+        with connect(self._address, self._model_name, timeout_s=timeout_s) as client:
             return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
 
     def _pull_resumed(self) -> Weights:
@@ -432,7 +433,8 @@ class EMA(Algorithm):
                 f'model "{self._model_name}": the checkpoint does not say which average belongs to it',
                 reason="NO_VERSION",
             )
-        with Client(self._address, timeout_s=pull_patience_s(self._options)) as client:
+        timeout_s = pull_patience_s(self._options)
+        with connect(self._address, self._model_name, timeout_s=timeout_s) as client:
             return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
 
     def _swap_out(self) -> None:

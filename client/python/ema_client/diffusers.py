@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import check_options, check_tracks, options_of_start, saved_state
 from ema_client._client.arrays import check_materialized
+from ema_client._client.mode import is_disabled
 from ema_client._client.out import check_castable
 from ema_client._client.read import pull
 from ema_client._client.state import State
@@ -168,6 +169,9 @@ class EMAModel:
         first step, the weights of the constructor or of a loaded state."""
         if self._initial is not None:
             return list(self._initial)
+        if is_disabled(self._needed_url()):
+            named = self._module.state_dict()
+            return _copies(named[name] for name in self._names)
         weights = pull(self._needed_url(), track="ema", version=self._version(), framework="torch")
         return [weights[name] for name in self._names]
 

@@ -35,6 +35,7 @@ from ema_client._callbacks import (
     warn_of_newest,
     with_copy_track,
 )
+from ema_client._client.mode import is_disabled
 from ema_client._client.url import split_url
 from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
@@ -354,7 +355,7 @@ class EMAWeightAveraging(_Callback):
             )
 
     def _swap_in(self, trainer: Any, module: Any) -> None:
-        if not self._validates:
+        if not self._validates or is_disabled(self._url):
             return
         version: Mapping[str, Any] | None = None
         if trainer.state.fn != "fit" and trainer.ckpt_path is not None:

@@ -18,9 +18,13 @@ LAYERS = [
     {"_trainer"},
     {"_evaluator"},
     {"_local", "_callbacks"},
+    {"_without_server"},
 ]
-# Of a module that is given as `out` the tensors have to be found.
-EXCEPTIONS = {("_client/pull_arguments.py", "_model")}
+# Of a module that is given as `out` the tensors have to be found; attach() may need no server.
+EXCEPTIONS = {
+    ("_client/pull_arguments.py", "_model"),
+    ("_trainer/attach.py", "_without_server"),
+}
 
 
 def layer_of(part):

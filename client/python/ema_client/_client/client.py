@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ema_client import _ema
 from ema_client._client import checkpoint_calls, model_calls, pull_calls, run, version_calls
+from ema_client._client.mode import check_server
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, check_timeout
 from ema_client._client.types import Tls
 from ema_client._client.url import check_is_no_url
@@ -45,7 +46,8 @@ class Client:
     """A connection to one server. Thread-safe. Connects at the first call. Not for use in a forked child.
 
     All calls raise a subclass of EmaError; TypeError, where an argument has a wrong type; and, while they
-    wait, KeyboardInterrupt.
+    wait, KeyboardInterrupt. Without a server (EMA_MODE is "local" or "disabled") there is no client:
+    FailedPreconditionError.
 
     Args:
         address: "host:port", "emas://host:port" over TLS, "unix:/path". Without a port: 50051.
@@ -80,6 +82,7 @@ class Client:
         token: str = "",
         token_file: str = "",
     ) -> None:
+        check_server(f'Client("{address}")')
         if timeout_s is not None:
             check_timeout("timeout_s", timeout_s)
         self._timeout_s = timeout_s or CALL_TIMEOUT_S

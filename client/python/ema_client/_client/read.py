@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pull` and `watch` by URL."""
+"""`pull` and `watch` by URL, and the connection for a URL."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
-from typing import Any
+from typing import Any, cast
 
 from ema_client._client.arrays import Framework
 from ema_client._client.client import Client
+from ema_client._client.mode import current_mode
 from ema_client._client.pull_arguments import DtypeLike, OutLike
 from ema_client._client.types import Overflow, Shard, Version, VersionLike, Weights
 from ema_client._client.url import split_url
+
+# Averages of this process, by address and model, where EMA_MODE is "local". Like a server's, they are
+# there after the training, too.
+local_clients: dict[tuple[str, str], Any] = {}
+
+
+def connect(address: str, model_name: str, *, timeout_s: float | None = None) -> Client:
+    """A client of the server, or of the averages of this process where EMA_MODE is "local".
+
+    FailedPreconditionError: EMA_MODE is "disabled", or this process has no average of the model.
+    """
+    if current_mode() == "local" and (address, model_name) in local_clients:
+        return cast(Client, local_clients[address, model_name])
+    return Client(address, timeout_s=timeout_s)
 
 
 def pull(
@@ -37,7 +52,7 @@ def pull(
     """
     given = dict(locals())
     address, model_name = split_url(given.pop("url"))
-    with Client(address, timeout_s=given.pop("timeout_s")) as client:
+    with connect(address, model_name, timeout_s=given.pop("timeout_s")) as client:
         return client.pull(model_name, **given)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
 from ema_client._client.first_weights import warn_of_first_weights
+from ema_client._client.mode import is_disabled, no_version
 from ema_client._client.out import check_castable, check_writable
 from ema_client._client.pieces import Piece, pieces_of, selected
 from ema_client._client.types import ModelInfo, Version, VersionLike, Weights
@@ -91,7 +92,7 @@ def averaged(
             `Attachment.wait_pushed`.
 
     Yields:
-        The version in the model.
+        The version in the model. If EMA_MODE is "disabled", a version 0, and the model has its own values.
 
     Raises:
         InvalidArgumentError: names or shapes do not match; averages cannot be cast to a tensor's
@@ -105,6 +106,9 @@ def averaged(
         >>> with ema_client.averaged(model, "ema://host:50051/digits"):
         ...     evaluate(model)
     """
+    if is_disabled(url):
+        yield no_version()
+        return
     read = read_average(
         model, WhichAverage(url, track, version, step, rename, process_group, timeout_s, must_exist)
     )

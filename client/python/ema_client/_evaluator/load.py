@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
 from ema_client._client.first_weights import warn_of_first_weights
+from ema_client._client.mode import is_disabled, no_version
 from ema_client._client.out import check_castable, check_writable, saturated
 from ema_client._client.pieces import Piece, local_of, pieces_of
 from ema_client._client.pull_arguments import check_device
@@ -103,7 +104,7 @@ def load_into(
         timeout_s: seconds for each call. None: 600 for calls that move weights, 60 for others.
 
     Returns:
-        What was loaded, and what was not.
+        What was loaded, and what was not. If EMA_MODE is "disabled": nothing, of version 0.
 
     Raises:
         InvalidArgumentError: shapes differ; averages cannot be cast to a tensor's dtype, such as
@@ -137,6 +138,8 @@ def load_into(
         )
         return match, matched, asked.pieces(matched, match.names)
 
+    if is_disabled(url):
+        return Loaded(no_version(), (), (), (), tuple(named_tensors(unwrap(model)).all()))
     values: Mapping[str, torch.Tensor] = {}
     which = WhichAverage(url, track, version, step, rename, process_group, timeout_s)
     with reading(model, which, match_all) as (asked, (match, matched, pieces)):

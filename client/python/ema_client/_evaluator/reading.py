@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ema_client._client import arrays
 from ema_client._client.client import Client
+from ema_client._client.mode import current_mode
 from ema_client._client.pieces import Piece, piece_of, selection_of
 from ema_client._client.pull_arguments import check_version, only_average_of
+from ema_client._client.read import connect
 from ema_client._client.state import version_id
 from ema_client._client.timeouts import TRANSFER_TIMEOUT_S
 from ema_client._client.types import ModelInfo, Overflow, TensorSpec, Version, VersionLike, Weights
@@ -172,10 +174,11 @@ def reading(
             if which.rename is not None and not callable(which.rename):
                 raise InvalidArgumentError(f"rename {which.rename!r}: must be a function")
             named = named_tensors(module, which.rename)
-            client = stack.enter_context(Client(address, timeout_s=timeout_s))
+            client = stack.enter_context(connect(address, model_name, timeout_s=timeout_s))
             reads_newest = not version and step is None
             is_trained_here = reads_newest and _wait_pushed(address, model_name, timeout_s)
-            if which.must_exist or is_trained_here or not reads_newest:
+            is_local = current_mode() == "local"
+            if which.must_exist or is_trained_here or not reads_newest or is_local:
                 info = client.model(model_name)
             else:
                 info = _model_with_version(client, model_name, timeout_s)

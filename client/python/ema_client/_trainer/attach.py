@@ -15,6 +15,7 @@ from ema_client import _ema
 from ema_client._client.client import Client
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.gpu import STAGING_BYTES
+from ema_client._client.mode import current_mode
 from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
@@ -101,6 +102,9 @@ def attach(
     of these ranks sends (BatchNorm's statistics differ between ranks). Parameters are read in place:
     client/docs/training-loop.md says which code waits before it writes them, and how other writes, frozen
     parameters and copies are handled.
+
+    If the environment variable EMA_MODE is "disabled", the attachment needs no server, and averages nothing;
+    with "local" the averages are in this process: client/docs/outages.md.
 
     Args:
         model: the model, or this rank's part of it. DistributedDataParallel, torch.compile and Lightning
@@ -213,6 +217,7 @@ def attach(
             could not load the model at its start, and does not create a new one; the message says what to
             do.
         OutOfRangeError: VERSION_NOT_KEPT: the server no longer has the version that `resume` names.
+        FailedPreconditionError, with EMA_MODE "local": the training has several ranks, or resumes.
         DeadlineExceededError: not every rank has called this within `timeout_s`; the message names the
             others.
         EmaError: the set-up failed. An error on any rank raises on every rank.
@@ -225,6 +230,12 @@ def attach(
         >>> ema.close()
     """
     given = dict(locals())
+    mode = current_mode()
+    if mode != "server":
+        # Imported here: it is a layer above, and most trainings do not need it.
+        from ema_client._without_server import attach_without_server
+
+        return attach_without_server(mode, given, track_arguments)
     ranks = Ranks.current(process_group, call="attach()", timeout_s=timeout_s)
     # If this rank raised at once, the others would wait for it, so a failure is sent to all ranks.
     failure: Exception | None = None

@@ -178,7 +178,8 @@ class AveragedCopy:
     def _has_mixed(self) -> bool:
         """Whether a failed pull has written to the module's own memory."""
         pulled = self._weights._pulled
-        assert pulled is not None
+        if pulled is None:  # EMA_MODE is "local".
+            return False
         return pulled.is_mixed and any(
             _are_one(tensor, self._weights[name])
             for name, tensor in named_tensors(self.module).all().items()

@@ -130,7 +130,8 @@ class Joined:
     """A run that all ranks have joined, or will join.
 
     Attributes:
-        run: this rank's part of the run. None: the server is unreachable, and the engine joins later.
+        run: this rank's part of the run. None: the engine joins later, or EMA_MODE says that there is no
+            server.
         names: the tensors of which this rank pushes all or a part.
         make_engine: makes the engine that pushes to the run and then owns it; takes the engine's
             options.
