@@ -290,6 +290,41 @@ TEST_F(AwayTest, RaiseGivesTheErrorOnceAndGoesOn) {
   EXPECT_EQ(Pulled(), Weights());
 }
 
+TEST_F(AwayTest, SkipStartsWithoutTheServerAndJoinsLater) {
+  Kill();
+  StepPusher::Options options;
+  options.timeout = absl::Seconds(2);  // So long is the server waited for.
+  std::vector<std::string> warnings;
+  options.on_warning = [&](const std::string& text) { warnings.push_back(text); };
+  AttachBy(*client_, OnError::kSkip, options);
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("the training starts without its average")));
+  for (int i = 0; i < 3; ++i) Step();
+  EXPECT_TRUE(pusher_->stats().is_away);
+  EXPECT_EQ(pusher_->stats().skipped, 3);
+  EXPECT_THAT(pusher_->TakeError(), IsOk());
+  Restart();
+  const absl::Time give_up = absl::Now() + kPatience;
+  while (pusher_->stats().pushes == 0 && absl::Now() < give_up) {
+    Step();
+    ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  }
+  ASSERT_EQ(pusher_->stats().pushes, 1) << pusher_->stats().last_error;
+  EXPECT_EQ(pusher_->version()->step, pusher_->step());
+  EXPECT_EQ(pusher_->stats().skipped, pusher_->step() - 1);
+  EXPECT_EQ(Pulled(), Weights());
+  pusher_ = nullptr;  // It uses `warnings`.
+}
+
+TEST_F(AwayTest, WithoutAnOnErrorItDoesNotStart) {
+  Kill();
+  const Manifest manifest = *Manifest::Create({{.name = "live", .shape = {1000}}});
+  StepPusher::Options options;
+  options.tracks = {{.name = "ema", .schedule = *Schedule::Parse("copy")}};
+  options.timeout = absl::Seconds(1);
+  EXPECT_THAT(StepPusher::Create(*client_, "m", manifest, {}, options).status(),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("server")));
+}
+
 TEST_F(AwayTest, SkipGivesNoError) {
   Attach(OnError::kSkip);
   Kill();
