@@ -19,7 +19,7 @@ from ema_client._errors import FailedPreconditionError, InvalidArgumentError, No
 from ema_client._evaluator.averaged import write_average, swapped
 from ema_client._model.torch_model import (
     ModelTensors,
-    check_no_dtensor,
+    check_whole,
     check_values_here,
     named_tensors,
     non_finite,
@@ -80,8 +80,8 @@ def compute_ema(
         raise InvalidArgumentError(
             f"smoothing {smoothing!r}: must be 0 to 1, such as 0.99", reason="BAD_SCHEDULE"
         )
-    check_no_dtensor(unwrap(model))
-    check_no_dtensor(unwrap(ema_model))
+    check_whole(unwrap(model))
+    check_whole(unwrap(ema_model))
     source, target = _all_names("model", model), _all_names("ema_model", ema_model)
     places = ("in ema_model", "in model")
     arrays.check_names("ema_model", expected=source, given=target, places=places)
@@ -273,7 +273,7 @@ class LocalEMA:
     ) -> None:
         check_module(model)
         self._module = unwrap(model)
-        check_no_dtensor(self._module)
+        check_whole(self._module)
         self._named_tensors = ModelTensors(self._module)
         specs = specs_of(self._named_tensors())
         ignored = ignored_by_all(specs, made)

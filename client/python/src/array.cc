@@ -36,6 +36,21 @@ std::optional<int64_t> FirstElement(const Shard& whole, const Shard& shard) {
   return first;
 }
 
+// Whether an array is a range of its tensor's row-major elements, not a box.
+bool IsRange(const Array& array, const TensorSpec& spec) {
+  return array.offsets.has_value() && array.spec.shape.size() == 1 && spec.shape.size() != 1;
+}
+
+// As FirstElement(), of an array that is a range.
+std::optional<int64_t> FirstElementOfRange(const Array& range, const Manifest& manifest,
+                                           const Shard& shard) {
+  const auto first = FirstElement(WholeTensor(manifest, shard.tensor_index), shard);
+  if (!first.has_value()) return std::nullopt;
+  const int64_t place = *first - range.offsets->front();
+  if (place < 0 || shard.element_count() > range.spec.shape.front() - place) return std::nullopt;
+  return place;
+}
+
 // Where in the memory of `whole` the first element of the shard lies, counted in elements.
 int64_t FirstPlace(const Shard& whole, const Shard& shard, const Strides& strides) {
   int64_t place = 0;
@@ -235,16 +250,18 @@ absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayou
       }
       continue;
     }
+    const bool is_range = IsRange(*array, spec);
     const std::optional<Shard> box = BoxOf(*array, manifest, shard.tensor_index,
                                            shards_of[shard.tensor_index] == 1 ? &shard : nullptr);
-    if (array->spec.dtype != spec.dtype || !box.has_value()) {
+    if (array->spec.dtype != spec.dtype || !(is_range || box.has_value())) {
       if (first_of_tensor) {
         wrong.push_back(absl::StrCat("\"", spec.name, "\": ", spec.TypeString(), " in the model, ",
                                      array->spec.TypeString(), " given"));
       }
       continue;
     }
-    auto first = FirstElement(*box, shard);
+    auto first =
+        is_range ? FirstElementOfRange(*array, manifest, shard) : FirstElement(*box, shard);
     if (!first.has_value()) {
       wrong.push_back(
           absl::StrCat("\"", spec.name, "\": the shard at [", absl::StrJoin(shard.offsets, ", "),
@@ -253,7 +270,7 @@ absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayou
       continue;
     }
     const int64_t size = DtypeSize(spec.dtype);
-    if (!array->strides.empty()) first = FirstPlace(*box, shard, array->strides);
+    if (!array->strides.empty() && !is_range) first = FirstPlace(*box, shard, array->strides);
     result.bytes.emplace_back(array->bytes.data() + *first * size, shard.element_count() * size);
     result.gpus.push_back(array->gpu);
     result.strides.push_back(array->strides);

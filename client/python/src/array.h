@@ -29,7 +29,9 @@ namespace ema::python {
 // To be copied and destroyed with the GIL held.
 struct Array {
   TensorSpec spec;  // Of the array itself.
-  // Where in its tensor it lies, if that has been said.
+  // Where in its tensor it lies, if that has been said. One offset of a tensor that has another
+  // number of dimensions than one: the array is a range of the tensor's row-major elements, and
+  // this is the first of them.
   std::optional<std::vector<int64_t>> offsets;
   std::span<const std::byte> bytes;
   Strides strides;  // As for Run::StartPush().
@@ -68,8 +70,8 @@ struct FoundShards {
 };
 
 // The bytes of a rank's shards [begin, end), found in `arrays` by name, in the layout's order. An
-// array is the whole tensor, the box of it that the rank holds, if it says where that lies (a shard
-// is then a contiguous piece of it), or just the one shard that the rank pushes. INVALID_ARGUMENT,
+// array is the whole tensor, the box or range of it that the rank holds, if it says where that lies
+// (a shard is then a contiguous piece of it), or just the one shard that the rank pushes. INVALID_ARGUMENT,
 // BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype and shape; frozen shards
 // may be missing, and are empty then. Arrays of tensors that the rank does not push are checked and
 // left alone.

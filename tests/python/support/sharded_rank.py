@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -55,6 +61,51 @@ def make_fsdp(world_size: int) -> tuple[torch.nn.Module, Rename]:
     for part in (net.up, net.down):
         fully_shard(part)
     return fully_shard(net), None
+
+
+def make_plain(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    return Net(), None
+
+
+def make_fsdp1(
+    world_size: int, net: Net | None = None, **options
+) -> tuple[torch.nn.Module, Rename]:
+    options = {"use_orig_params": True, **options}
+    return (
+        FullyShardedDataParallel(net or Net(), device_id=torch.device("cpu"), **options),
+        None,
+    )
+
+
+def make_fsdp1_wrapped(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    """Flat parameters of each layer, which are sharded again after backward only."""
+    return make_fsdp1(
+        world_size,
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+    )
+
+
+def make_fsdp1_flat(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    """Parameters that the optimizer does not see, and an ignored one: a flat one is trained or frozen."""
+    net = Net()
+    return make_fsdp1(world_size, net, use_orig_params=False, ignored_states=[net.frozen])
+
+
+def make_fsdp1_mixed(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    """Computes in bfloat16, to which the statistics are cast, too."""
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), torch.bfloat16)
+    precision = MixedPrecision(**dtypes, _module_classes_to_ignore=())
+    return make_fsdp1(world_size, mixed_precision=precision)
+
+
+def make_fsdp1_replicas(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replica", "shard"))
+    return make_fsdp1(world_size, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def make_fsdp1_whole(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    return make_fsdp1(world_size, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
 def make_hsdp(world_size: int) -> tuple[torch.nn.Module, Rename]:
@@ -130,11 +181,13 @@ def check_exception(model: torch.nn.Module, url: str) -> None:
 
 
 def log_loaded(log: dict[str, np.ndarray], kind: str, world_size: int, url: str) -> None:
-    """What a model of the same layout has that had no memory before its averages came."""
+    """What a model of the same layout has that had no memory before its averages came, or with FSDP1
+    other values."""
     module = Net
+    device = "cpu" if kind.startswith("fsdp1") else "meta"
 
     def on_meta() -> torch.nn.Module:
-        with torch.device("meta"):
+        with torch.device(device):
             return module()
 
     globals()["Net"] = on_meta
@@ -188,7 +241,7 @@ def main() -> None:
                 model(x).square().mean().backward()
                 optimizer.step()
                 log_model(log, str(ema.step), model, rename)
-            if kind == "fsdp":
+            if kind in ("fsdp", "fsdp1", "fsdp1_flat", "plain"):
                 ema_state = ema.state_dict()
                 model_state = get_model_state_dict(model, options=options)
                 if rank == 0:

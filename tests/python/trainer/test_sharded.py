@@ -23,6 +23,8 @@ from server_process import ServerProcess
 from testing import SUPPORT, Weights, assert_same_bits, exit_codes, replay, started
 
 STEPS = 26
+# Of each of several runs.
+RESUMED_STEPS = 8
 # At the first step, and when an update is due.
 DUE = [1, *range(3, STEPS + 1, 3)]
 
@@ -84,6 +86,12 @@ def test_the_class_of_fully_shard_where_pytorch_2_5_has_it(server, client, model
         ("fsdp_tensor_parallel", 4),
         ("pipeline", 2),
         ("experts", 3),
+        ("fsdp1", 2),
+        ("fsdp1_wrapped", 3),
+        ("fsdp1_flat", 2),
+        ("fsdp1_mixed", 2),
+        ("fsdp1_replicas", 4),
+        ("fsdp1_whole", 2),
     ],
 )
 def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, world_size):
@@ -109,6 +117,11 @@ def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, wor
     assert sum(int(log["sent_bytes"]) for log in logs) == sent_bytes
 
     fast = client.pull(model, track="fast")
+    if kind == "fsdp1_mixed":
+        # The model's own statistics have this dtype.
+        statistics = {n: t.bfloat16().float() for n, t in fast.items() if ".running_" in n}
+        assert len(statistics) == 2
+        fast.update(statistics)
     for log in logs:
         assert int(log["averaged_step"]) == DUE[-1]
         averaged = whole_model([log], "averaged")
@@ -139,6 +152,30 @@ def test_trained_on_two_ranks_resumed_on_four_evaluated_on_one_and_three(tmp_pat
             for world_size in (1, 3):
                 for log in run_ranks(folder, "fsdp", world_size, server.url(model), steps=0):
                     assert_same_bits(fast, whole_model([log], "averaged"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(450)  # Four times what run_ranks() gives one training.
+def test_a_run_of_fsdp1_continues_on_other_ranks_with_fsdp2_and_alone(tmp_path, model):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    runs = [("fsdp1", 2), ("fsdp1_flat", 3), ("fsdp", 2), ("plain", 1), ("fsdp1", 2)]
+    last = len(runs) * RESUMED_STEPS
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            weights: Weights = {}
+            for kind, world_size in runs:
+                logs = run_ranks(folder, kind, world_size, server.url(model), RESUMED_STEPS)
+                weights |= {key: value for log in reversed(logs) for key, value in log.items()}
+            pushes = [
+                (entry.version, whole_model([weights], str(entry.version.step)))
+                for entry in client.versions(model)
+            ]
+            assert [version.step for version, _ in pushes] == [1, *range(3, last + 1, 3)]
+            fast = client.pull(model, track="fast")
+            assert_same_bits(replay(pushes, "fast"), fast)
+            for log in run_ranks(folder, "fsdp1_wrapped", 3, server.url(model), steps=0):
+                assert_same_bits(fast, whole_model([log], "averaged"))
 
 
 def test_pieces_are_pulled_into_dtensors_of_another_mesh(server, client, model, tmp_path):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which box of a tensor this rank has in its memory: all of it, or a DTensor's local shard."""
+"""Which part of a tensor this rank has in its memory: all of it, a DTensor's local shard, or a range of
+its elements."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ema_client._client.ranges import ParameterRange, box_around, index_of
 from ema_client._client.types import Shard
 from ema_client._errors import InvalidArgumentError
 
@@ -18,13 +20,17 @@ class Piece:
 
     Attributes:
         shape: of the whole tensor.
-        box: the part's position in the tensor, with the tensor's name.
-        local: the part itself; it shares the tensor's memory.
+        box: the part's position in the tensor, with the tensor's name; of a range of elements, the
+            smallest box that contains it.
+        local: the part itself; it shares the tensor's memory. A range has one dimension.
+        first: of a range, the index of its first element in the tensor's row-major order; None: the
+            part is the box.
     """
 
     shape: tuple[int, ...]
     box: Shard
     local: Any
+    first: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -34,6 +40,23 @@ class Piece:
     def is_empty(self) -> bool:
         return 0 in self.box.extents
 
+    def cut(self, values: Any) -> Any:
+        """The values of `local`, from `values` of the box."""
+        if self.first is None:
+            return values
+        start = self.first - index_of(self.box.offsets, self.shape)
+        return values.reshape(-1)[start : start + self.local.numel()]
+
+
+def object_of(tensor: Any) -> Any:
+    """The object that a module or an optimizer has for a tensor of `named_tensors`."""
+    return tensor.parameter if isinstance(tensor, ParameterRange) else tensor
+
+
+def is_part(tensor: object) -> bool:
+    """Whether this rank may have only a part of the tensor."""
+    return isinstance(tensor, ParameterRange) or is_dtensor(tensor)
+
 
 def is_dtensor(value: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
@@ -41,11 +64,12 @@ def is_dtensor(value: object) -> bool:
 
 
 class Held(NamedTuple):
-    """This rank's part of a DTensor. Used in place of it, because detaching a DTensor takes 20 us.
+    """This rank's part of a DTensor, or a range. Used in place of a DTensor, because detaching that takes
+    20 us.
 
     Attributes:
-        local: shares the DTensor's memory, and keeps it alive.
-        offsets: position of its first element in the whole tensor.
+        local: shares the tensor's memory, and keeps it alive.
+        offsets: position of its first element in the whole tensor; of a range, one number.
     """
 
     local: Any
@@ -57,18 +81,24 @@ class HeldWeights(dict[str, Any]):
 
 
 def local_of(tensor: Any) -> Any:
-    """This rank's part of a torch tensor: the tensor itself, or a DTensor's local tensor. Fast,
-    whereas each operation on a DTensor takes 10 us or more. `piece_of` also finds its position."""
+    """This rank's part of a torch tensor: the tensor itself, a DTensor's local tensor, or a range.
+    Fast, whereas each operation on a DTensor takes 10 us or more. `piece_of` also finds its
+    position."""
+    if isinstance(tensor, ParameterRange):
+        return tensor.local
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def piece_of(name: str, tensor: Any) -> Piece:
-    """This rank's part of `tensor`, a torch tensor, and its position.
+    """This rank's part of `tensor`, a torch tensor or a range of one, and its position.
 
     Raises:
         InvalidArgumentError: a DTensor whose values are spread as partial sums.
     """
     shape = tuple(tensor.shape)
+    if isinstance(tensor, ParameterRange):
+        box = box_around(name, shape, tensor.first, tensor.count)
+        return Piece(shape, box, tensor.local, tensor.first)
     if not is_dtensor(tensor):
         return Piece(shape, Shard(name, (0,) * len(shape), shape), tensor)
     local = local_of(tensor).detach()
@@ -110,6 +140,8 @@ class BoxCache:
     def held(self, name: str, tensor: Any) -> Any:
         """A tensor, or `Held`, that keeps the current memory of a torch tensor, even if that gets
         other memory. Raises as `piece_of`."""
+        if isinstance(tensor, ParameterRange):
+            return Held(tensor.local, (tensor.first,))
         if is_dtensor(tensor):
             return Held(local_of(tensor).detach(), self.offsets_of(name, tensor))
         return tensor.detach()
@@ -138,5 +170,7 @@ def selection_of(pieces: Mapping[str, Piece]) -> tuple[list[str], list[Shard]]:
 def writes_of(tensor: Any) -> int:
     """PyTorch's version counter of a torch tensor: the number of writes, except those through `.data` and
     those of a CUDA graph's replay."""
+    if isinstance(tensor, ParameterRange):
+        return int(tensor.parameter._version + tensor.memory.writes())
     # An operation on a DTensor counts in only one of these two.
     return int(tensor._version + (local_of(tensor)._version if is_dtensor(tensor) else 0))

@@ -23,7 +23,8 @@ from ema_client._client.connection import Connection
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.model_calls import attached_files, model
 from ema_client._client.out import check_writable, write_arrays
-from ema_client._client.pieces import is_dtensor, pieces_of, selected, selection_of
+from ema_client._client.pieces import Piece, is_part, pieces_of, selected, selection_of
+from ema_client._client.ranges import ParameterRange
 from ema_client._client.pull_arguments import (
     DtypeLike,
     OutLike,
@@ -59,6 +60,7 @@ class Destination:
         framework, device: of new arrays.
         out: arrays of the caller by name; None: new arrays.
         targets: the parts of these arrays that are on this rank: of a DTensor, its local tensor.
+        pieces: the positions of these parts; empty: they are whole arrays.
         selection: names and boxes to pull instead of the caller's selection; None: the caller's.
         is_empty: `out` has no part on this rank, so only the version is needed.
     """
@@ -67,6 +69,7 @@ class Destination:
     device: Any
     out: Mapping[str, Any] | None = None
     targets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pieces: Mapping[str, Piece] = dataclasses.field(default_factory=dict)
     selection: tuple[list[str], list[Shard]] | None = None
     is_empty: bool = False
 
@@ -96,7 +99,7 @@ class Destination:
         if out is None:
             return cls(framework, device)
         arrays = targets_of(out, names_there)
-        if not any(map(is_dtensor, arrays.values())):
+        if not any(map(is_part, arrays.values())):
             check_writable("out", arrays)
             return cls(framework, device, arrays, arrays)
         pieces = pieces_of(arrays)
@@ -109,7 +112,7 @@ class Destination:
             boxes = [Shard(first.box.name, (0,) * dims, (1,) * dims)]
         targets = selected(pieces)
         check_writable("out", targets)
-        return cls(framework, device, arrays, targets, (names, boxes), is_empty)
+        return cls(framework, device, arrays, targets, pieces, (names, boxes), is_empty)
 
     def put(self, pulled: _ema.Pulled, track: str, overflow: Overflow) -> Weights:
         """Writes or wraps the pulled values, and returns the arrays."""
@@ -121,9 +124,14 @@ class Destination:
             # The server's bytes are in one buffer, from which they are copied.
             is_torch = all(is_instance(one, "torch", "Tensor") for one in self.targets.values())
             arrays = build(pulled.tensors, pulled.bytes, framework="torch" if is_torch else "numpy")
+            for name in arrays.keys() & self.pieces.keys():
+                arrays[name] = self.pieces[name].cut(arrays[name])
             wait_unread(self.targets.values())
             write_arrays(self.targets, arrays, aliases, overflow)
-            written = {name: self.out[name] for name in self.targets}
+            written = {
+                name: target if isinstance(self.out[name], ParameterRange) else self.out[name]
+                for name, target in self.targets.items()
+            }
             return Weights(written, version=version, track=track, aliases=aliases)
         if self.device is not None:
             arrays = build(pulled.tensors, pulled.bytes, framework="torch")
@@ -170,9 +178,9 @@ def pull(
         out: torch tensors or NumPy arrays by name, to write in place, with a cast to their dtypes. They
             must have exactly the pulled names (of tied tensors the first, and any others), and only
             tied ones may share memory. Or a module, for its parameters and buffers (tied ones once, by
-            any name that the model has). If some are DTensors, each rank pulls just the pieces that
-            it holds, however the trainers have sharded the model; to get one version, all ranks must
-            name it. A rank without any piece gets only the version. If the pull fails, nothing is
+            any name that the model has). If some are DTensors, or the module is FSDP1's, each rank
+            pulls just the pieces that it holds, however the trainers have sharded the model; to get one
+            version, all ranks must name it. A rank without any piece gets only the version. If the pull fails, nothing is
             written, unless a device fails during the writes. The pulled bytes are in host memory, too,
             until they have been written.
         framework: "torch" tensors, "numpy" arrays, or "auto": torch if it is installed.
@@ -183,7 +191,7 @@ def pull(
 
     Returns:
         Tensors by name, which share one buffer; `version` is the pulled version. With `out`, the given
-        tensors.
+        tensors; of parameters of FSDP1, the ranges that this rank has.
 
     Raises:
         NotFoundError: no such model, track or label; or there are several tracks, and none is "ema".

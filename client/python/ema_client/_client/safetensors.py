@@ -39,8 +39,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # The file names of transformers, and of diffusers, whose config.json has one of the keys below.
 _FOLDER_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _OF_DIFFUSERS = {"_diffusers_version", "_class_name"}
-# Parts of names that torch.compile and activation checkpointing add to what they wrap.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+# Parts of names that torch.compile, activation checkpointing and FSDP1 add to what they wrap.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 # As in the reference implementation.
 _MAX_HEADER_BYTES = 100_000_000
 

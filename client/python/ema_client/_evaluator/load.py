@@ -11,7 +11,7 @@ from ema_client._client import arrays
 from ema_client._client.first_weights import warn_of_first_weights
 from ema_client._client.mode import is_disabled, no_version
 from ema_client._client.out import check_castable, check_writable, saturated
-from ema_client._client.pieces import Piece, local_of, pieces_of
+from ema_client._client.pieces import Piece, local_of, object_of, pieces_of
 from ema_client._client.pull_arguments import check_device
 from ema_client._client.types import Overflow, Version, VersionLike
 from ema_client._client.unread import wait_unread
@@ -184,7 +184,11 @@ def load_into(
     _write({n: t for n, t in targets.items() if n not in fresh}, match.names, values)
     _put_in(module, made)
     now = named_tensors(module, rename).all()
-    lost = [name for name, t in targets.items() if now.get(name) is not made.get(id(t), t)]
+    lost = [
+        name
+        for name, t in targets.items()
+        if object_of(now.get(name)) is not object_of(made.get(id(t), t))
+    ]
     if lost:
         raise InvalidArgumentError(
             f'model "{info.name}": written, but the module has other tensors under these names: '

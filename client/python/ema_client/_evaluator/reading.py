@@ -319,7 +319,11 @@ def pull_pieces(
             assert record is not None
             return {}, record
         if len({(version_id(of_rank), of_rank.commit_time) for of_rank in pulled}) == 1:
-            return {} if weights is None else weights, pulled[0]
+            if weights is None:
+                return {}, pulled[0]
+            for name in pieces.keys() & weights.keys():
+                weights[name] = pieces[name].cut(weights[name])
+            return weights, pulled[0]
         # A label has moved, the model has been rolled back to the step, or the track has been
         # synthesized again, perhaps as the same version.
     wanted = version.number if isinstance(version, Version) else version or "newest"

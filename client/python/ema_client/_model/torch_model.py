@@ -7,14 +7,16 @@ import dataclasses
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.out import writing
 from ema_client._client.pieces import is_dtensor, local_of
+from ema_client._client.ranges import ParameterRange
 from ema_client._client.safetensors import unwrapped_name
 from ema_client._errors import InvalidArgumentError
+from ema_client._model import fsdp1
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +28,17 @@ _FSDP2 = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Parameters (tied ones once, under the first name) and persistent buffers, by name."""
+    """Parameters (tied ones once, under the first name) and persistent buffers, by name.
+
+    For parameters that FSDP1 has flattened, `ParameterRange` stands in `parameters`.
+    """
 
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
     # By first name: the further names of tied tensors in state_dict.
     aliases: dict[str, tuple[str, ...]]
+    # Of buffers that FSDP1 may cast: the dtype that they have in state_dict.
+    buffer_dtypes: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
@@ -123,8 +130,14 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_no_dtensor(module: torch.nn.Module) -> None:
-    """InvalidArgumentError: the module has DTensors, of which each rank holds only a piece."""
+def check_whole(module: torch.nn.Module) -> None:
+    """InvalidArgumentError: the module is sharded (DTensors, FSDP1), so each rank holds only a piece."""
+    if fsdp1.wrappers_in(module):
+        raise InvalidArgumentError(
+            "model: is FullyShardedDataParallel (FSDP1), of which only a piece is here; expected a whole "
+            "model",
+            reason="BAD_LAYOUT",
+        )
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise InvalidArgumentError(
@@ -205,7 +218,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         ):
             inner: object = module.module
         elif type(module).__name__ == "_FabricModule":
-            # Fabric's `module` may be inside DDP or FSDP1, and FSDP1 must be detected.
+            # Fabric's `module` may be inside DDP or FSDP1, whose wrapper has its parameters.
             inner = module._forward_module
         else:
             inner = getattr(module, "_orig_mod", None)
@@ -220,11 +233,12 @@ def named_tensors(
     """Collects the tensors of an unwrapped module. `rename`: as for `attach`.
 
     Names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
-    overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard`
-    has gathered are sharded again.
+    overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard` or
+    FSDP1 has gathered are sharded again.
 
     Raises:
-        InvalidArgumentError: part of the module is FSDP1's, or lazy without shapes.
+        InvalidArgumentError: part of the module is lazy without shapes; or FSDP1 has a part that cannot
+            be averaged, see `fsdp1.ranges_in`.
     """
 
     def clean_name(name: str) -> str:
@@ -236,16 +250,16 @@ def named_tensors(
             raise InvalidArgumentError(f'rename("{name}") gave {renamed!r}: must be a name')
         return renamed
 
-    _refuse_fsdp1(module)
     shard_again(module)
+    ranges = fsdp1.ranges_in(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         arrays.check_materialized(f'"{name}"', tensor, may_be_meta=True)
-    parameters = [(clean_name(name), tensor) for name, tensor in module.named_parameters()]
+    parameters = [(clean_name(name), tensor) for name, tensor in _named_parameters(module, ranges)]
     listed = {id(tensor): tensor for tensor in module.buffers()}
     first_names = {id(tensor): name for name, tensor in parameters}
     buffers: list[tuple[str, torch.Tensor]] = []
     aliases: dict[str, tuple[str, ...]] = {}
-    for name, tensor in _saved_tensors(module):
+    for name, tensor in _saved_tensors(module, ranges):
         name = clean_name(name)
         first = first_names.get(id(tensor))
         if first is None and id(tensor) in listed:
@@ -259,25 +273,47 @@ def named_tensors(
         raise InvalidArgumentError(
             f"tensors of one name, after `rename`: {', '.join(twice)}", reason="BAD_LAYOUT"
         )
-    return NamedTensors(dict(parameters), dict(buffers), aliases)
+    of_fsdp1 = fsdp1.buffer_dtypes(module)
+    dtypes = {name: of_fsdp1[id(tensor)] for name, tensor in buffers if id(tensor) in of_fsdp1}
+    return NamedTensors(dict(parameters), dict(buffers), aliases, dtypes)
 
 
-def _saved_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _named_parameters(module: torch.nn.Module, ranges: fsdp1.Ranges) -> Iterator[tuple[str, Any]]:
+    """Each parameter once, under its first name."""
+    if not ranges:
+        yield from module.named_parameters()
+        return
+    import torch
+
+    seen: set[int] = set()
+    for name, tensor in _saved_tensors(module, ranges):
+        is_parameter = isinstance(tensor, (torch.nn.Parameter, ParameterRange))
+        if is_parameter and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _saved_tensors(
+    module: torch.nn.Module, ranges: fsdp1.Ranges, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """The parameters and persistent buffers under all of their names, in the order of
     `state_dict()`."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
+    own = {**module._parameters, **ranges.get(id(module), {})}
+    for name, parameter in own.items():
+        if parameter is not None and not getattr(parameter, "_is_flat_param", False):
             yield prefix + name, parameter
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield prefix + name, buffer
     for name, part in module._modules.items():
         if part is not None:
-            yield from _saved_tensors(part, f"{prefix}{name}.")
+            yield from _saved_tensors(part, ranges, f"{prefix}{name}.")
 
 
 def shard_again(module: torch.nn.Module) -> None:
-    """Drops gathered parameters of `fully_shard`: the module has pieces until the next forward."""
+    """Drops gathered parameters of `fully_shard` and FSDP1: the module has pieces until the next
+    forward."""
+    fsdp1.drop_gathered(module)
     kinds = tuple(getattr(sys.modules.get(name), "FSDPModule", ()) for name in _FSDP2)
     if any(isinstance(part, kinds) for part in module.modules()):
         # The hooks of state_dict() do it, even after an exception inside a forward; reshard() does
@@ -306,7 +342,7 @@ class ModelTensors:
     def _is_unchanged(self) -> bool:
         if _are_same(_parts_of(self._module), self._parts):
             return True
-        # Parameters that `fully_shard` has gathered are other objects.
+        # Parameters that `fully_shard` or FSDP1 has gathered are other objects.
         shard_again(self._module)
         return _are_same(_parts_of(self._module), self._parts)
 
@@ -335,8 +371,10 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def has_pieces(module: torch.nn.Module) -> bool:
-    """Whether the module has DTensors, of which this rank may hold a part. The same on all ranks
-    that hold parts of one model."""
+    """Whether the module has DTensors or is FSDP1's, so that this rank may hold a part. The same on all
+    ranks that hold parts of one model."""
+    if fsdp1.wrappers_in(module):
+        return True
     shard_again(module)
     return any(map(is_dtensor, (*module.parameters(), *module.buffers())))
 
@@ -351,19 +389,6 @@ def half_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return dtypes.pop() if dtypes in ({"bfloat16"}, {"float16"}) else None
 
 
-def _refuse_fsdp1(module: torch.nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, fsdp.FullyShardedDataParallel):
-            raise InvalidArgumentError(
-                f'module "{name}": FullyShardedDataParallel (FSDP1) keeps its parameters in flat pieces '
-                "that have no names or shapes; use torch.distributed.fsdp.fully_shard (FSDP2)",
-                reason="BAD_LAYOUT",
-            )
-
-
 def specs_of(tensors: NamedTensors) -> list[_ema.Spec]:
     """The specs for the server. A tensor without memory has its type in place of a dtype."""
     specs: list[_ema.Spec] = []
@@ -371,6 +396,7 @@ def specs_of(tensors: NamedTensors) -> list[_ema.Spec]:
         _, dtype, shape, is_buffer, aliases = arrays.spec_of(
             name, tensor, is_buffer=name in tensors.buffers, aliases=tensors.aliases.get(name, ())
         )
+        dtype = str(tensors.buffer_dtypes.get(name, dtype)).removeprefix("torch.")
         if arrays.is_without_memory(tensor):
             dtype = f"{type(local_of(tensor)).__name__} without memory"
         specs.append((name, dtype, shape, is_buffer, aliases))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ema_client._client.arrays import is_instance
+from ema_client._client.pieces import object_of
 from ema_client._model.torch_model import NamedTensors
 
 if TYPE_CHECKING:
@@ -31,4 +32,6 @@ def frozen_base(module: torch.nn.Module, tensors: NamedTensors) -> list[str]:
     if not is_peft:
         return []
     kept = of_adapters - of_base
-    return [name for name in tensors.frozen() if id(tensors.parameters[name]) not in kept]
+    return [
+        name for name in tensors.frozen() if id(object_of(tensors.parameters[name])) not in kept
+    ]

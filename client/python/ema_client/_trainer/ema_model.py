@@ -17,7 +17,7 @@ from ema_client._client.state import version_id
 from ema_client._client.types import Version
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
 from ema_client._model.torch_model import (
-    check_no_dtensor,
+    check_whole,
     check_values_here,
     half_of,
     named_tensors,
@@ -73,7 +73,7 @@ class AveragedCopy:
         """
         import torch
 
-        check_no_dtensor(model)
+        check_whole(model)
         self._client = client
         self._model = model
         self._model_name = model_name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ema_client._client import gpu
-from ema_client._client.pieces import BoxCache, Held, HeldWeights, writes_of
+from ema_client._client.pieces import BoxCache, Held, HeldWeights, object_of, writes_of
 from ema_client._model.optimizers import parameter_ids, with_contained
 from ema_client._model.torch_model import NamedTensors, checksums
 
@@ -89,13 +89,15 @@ class PushedWeights:
         )
         guarded: dict[str, torch.nn.Parameter] = {}
         copied = {
-            name: held(name, buffer) for name, buffer in tensors.buffers.items() if name in names
+            name: held(name, buffer.to(tensors.buffer_dtypes.get(name, buffer.dtype)))
+            for name, buffer in tensors.buffers.items()
+            if name in names
         }
         for name, value in weights.items():
             parameter = tensors.parameters[name]
             # Another optimizer, or the forward of a model with a momentum encoder, may write a parameter
             # that the optimizers do not hold. Without optimizers, the caller of after_step() must wait.
-            is_foreign = optimized is not None and id(parameter) not in optimized
+            is_foreign = optimized is not None and id(object_of(parameter)) not in optimized
             if not is_foreign and name not in self._written:
                 guarded[name] = parameter
             elif name in self._frozen:  # Seldom pushed, so waiting costs less than the memory.

@@ -2,8 +2,8 @@
 """Which rank holds which part of a model, and what each rank pushes.
 
 Ranks need not hold the same tensors: with FSDP2 and tensor parallelism each holds a box of each
-tensor, with pipeline and expert parallelism different tensors. Ranks that hold the same box push
-even shares of it.
+tensor, with FSDP1 a range of its row-major elements, with pipeline and expert parallelism different
+tensors. Ranks that hold the same box or range push even shares of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from ema_client import _ema
-from ema_client._client.pieces import piece_of
+from ema_client._client.pieces import Piece, piece_of
+from ema_client._client.ranges import boxes_of_range
 from ema_client._client.types import Shard
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.ranks import Ranks
@@ -30,11 +31,25 @@ class Kind:
         spec: of the whole tensor.
         is_frozen: it is not trained.
         default_action: may differ between ranks.
+        is_range: ranks hold ranges of its row-major elements, which are boxes of one dimension here.
     """
 
     spec: _ema.Spec
     is_frozen: bool
     default_action: DefaultAction = ""
+    is_range: bool = False
+
+    @property
+    def dims(self) -> int:
+        """Dimensions of the boxes."""
+        return 1 if self.is_range else len(self.spec[2])
+
+    def shards_of(self, box: Sequence[int]) -> list[Shard]:
+        """The shards that offsets and extents of a box stand for."""
+        name, _, shape, *_ = self.spec
+        if self.is_range:
+            return boxes_of_range(name, shape, *box)
+        return [Shard(name, tuple(box[: self.dims]), tuple(box[self.dims :]))]
 
     def __str__(self) -> str:
         """The properties that must be equal on all ranks."""
@@ -42,12 +57,14 @@ class Kind:
         kind = f"{dtype}{list(shape)}"
         if is_buffer:
             kind += ", a buffer"
+        if self.is_range:
+            kind += ", in ranges of FSDP1"
         return f"{kind}, frozen" if self.is_frozen else kind
 
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """A box of a tensor that a rank holds.
+    """A box or range of a tensor that a rank holds.
 
     Attributes:
         box: may be empty.
@@ -94,14 +111,17 @@ def holdings_of(
     parameters = [pieces[name].local for name in tensors.parameters]
     sums = dict(zip(tensors.parameters, checksums(parameters)))
     frozen = set(tensors.frozen())
-    return [
-        Holding(
-            Kind(spec, spec[0] in frozen, default_actions.get(spec[0], "")),
-            pieces[spec[0]].box,
-            sums.get(spec[0], 0),
+
+    def holding(spec: _ema.Spec, piece: Piece) -> Holding:
+        name, box = spec[0], piece.box
+        if piece.first is not None:
+            box = Shard(name, (piece.first,), (piece.local.numel(),))
+        kind = Kind(
+            spec, name in frozen, default_actions.get(name, ""), is_range=piece.first is not None
         )
-        for spec in specs_of(tensors)
-    ]
+        return Holding(kind, box, sums.get(name, 0))
+
+    return [holding(spec, pieces[spec[0]]) for spec in specs_of(tensors)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +181,7 @@ class Layout:
         for digest, indexes in sharing.items():
             at = 0
             for kind in tables[digest]:
-                name, _, shape, *_ = kind.spec
+                name = kind.spec[0]
                 of_first, other = first.setdefault(name, (held[indexes[0]].ranks[0], kind))
                 if str(kind) != str(other):
                     raise InvalidArgumentError(
@@ -172,20 +192,18 @@ class Layout:
                 if kind.default_action and actions.get(name) != "ignore":
                     actions[name] = kind.default_action
                 places.setdefault(name, []).append((digest, at))
-                at += 2 * len(shape) + 1
+                at += 2 * kind.dims + 1
         groups: dict[tuple[int, ...], list[Shard]] = {}
         for name, (_, kind) in first.items():
-            count = len(kind.spec[2])
             holders = [
-                (held[index].ranks, held[index].numbers[at : at + 2 * count + 1])
+                (held[index].ranks, held[index].numbers[at : at + 2 * kind.dims + 1])
                 for index, at in sorted(
                     (index, at) for digest, at in places[name] for index in sharing[digest]
                 )
             ]
             for box, ranks in _by_box(kind, holders).items():
                 if rank in ranks:
-                    shard = Shard(name, box[:count], box[count:])
-                    groups.setdefault(tuple(ranks), []).append(shard)
+                    groups.setdefault(tuple(ranks), []).extend(kind.shards_of(box))
         return cls(
             specs=[kind.spec for _, kind in first.values()],
             frozen=[name for name, (_, kind) in first.items() if kind.is_frozen],
@@ -237,7 +255,7 @@ def _by_box(
     found: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for ranks, numbers in holders:
         *box, checksum = numbers
-        if 0 in box[len(shape) :] and 0 not in shape:
+        if 0 in box[kind.dims :] and 0 not in shape:
             continue
         expected, of_box = found.setdefault(tuple(box), (checksum, []))
         if checksum != expected:

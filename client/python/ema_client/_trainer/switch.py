@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client.out import writing
 from ema_client._errors import EmaError, InvalidArgumentError, failure_of
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import check_no_dtensor
+from ema_client._model.torch_model import check_whole
 from ema_client._tracks import presets
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.same_version import pull_on_all_ranks
@@ -84,7 +84,7 @@ class PresetOptions:
         """InvalidArgumentError: the module has no such method to forward, or the attachment has one
         of that name; or averages would be written back into DTensors."""
         if self.rule is not None:
-            check_no_dtensor(module)
+            check_whole(module)
         for name in self.forward_method_names:
             if not callable(getattr(module, name, None)) or hasattr(Attachment, name):
                 raise InvalidArgumentError(
