@@ -299,8 +299,9 @@ class EMAWeightAveraging(_Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._copies_at_end or self._attachment is None:
             return
+        # Not pl_module: with FSDP1, the wrapper has the parameters.
         version = copy_average_or_own(
-            pl_module, self._url, self._attachment, self._options, track=self._track
+            trainer.model, self._url, self._attachment, self._options, track=self._track
         )
         if version is not None:
             self._held[pl_module] = self._record(version)
@@ -326,7 +327,7 @@ class EMAWeightAveraging(_Callback):
         if not self._saves_average:
             return
         with averaged_or_own(
-            pl_module,
+            trainer.model,
             self._url,
             self._attachment,
             self._options,
@@ -370,7 +371,7 @@ class EMAWeightAveraging(_Callback):
                     "To use its own weights: EMAWeightAveraging(..., validate_with_average=False)"
                 )
         swap = averaged_or_own(
-            module,
+            trainer.model,
             self._url,
             self._attachment,
             self._options,

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+
+import numpy as np
+import pytest
+from ema_client._client.ranges import box_around, boxes_of_range, index_of
 
 RANK_2_OF_4 = """
 import torch
@@ -55,3 +60,24 @@ def test_pytorch_is_asked_once_for_all_that_are_spread_in_the_same_way():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (2, 1, 3, 2)])
+def test_a_range_consists_of_boxes_and_lies_in_one(shape):
+    elements = np.arange(math.prod(shape)).reshape(shape)
+
+    def within(box):
+        assert len(box.offsets) == len(box.extents) == len(shape)
+        places = zip(box.offsets, box.extents)
+        return elements[tuple(slice(first, first + n) for first, n in places)].reshape(-1).tolist()
+
+    for first in range(elements.size):
+        for count in range(elements.size - first + 1):
+            expected = list(range(first, first + count))
+            boxes = boxes_of_range("w", shape, first, count)
+            assert sum(map(within, boxes), []) == expected
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+            if count > 0:
+                around = box_around("w", shape, first, count)
+                start = first - index_of(around.offsets, shape)
+                assert within(around)[start : start + count] == expected

@@ -349,22 +349,6 @@ def test_what_is_wrong_on_one_rank_raises_on_all(server, model, tmp_path, how, e
         assert message in output
 
 
-def test_fsdp1_is_refused_with_what_to_use(server, model):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    class Part(FullyShardedDataParallel):
-        """Stands for one: a real one needs a GPU."""
-
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-            self._modules["_fsdp_wrapped_module"] = torch.nn.Linear(3, 3)
-
-    module = torch.nn.Sequential(Part())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(ema_client.InvalidArgumentError, match='module "0": .* use .*fully_shard'):
-        ema_client.attach(module, optimizer, server.url(model), half_life="4ba")
-
-
 def test_an_attachment_is_shown_in_one_line(server, model, trainer):
     with ema_client.attach(trainer.module, trainer.optimizer, server.url(model)) as ema:
         trainer.step()

@@ -65,7 +65,7 @@ def averaged(
     Waits, with a warning, until the model exists and has a version, unless `must_exist`, `version` or
     `step` is given, or this thread trains the model.
 
-    For a model of DTensors (fully_shard, tensor parallel) each rank reads only its own pieces,
+    For a sharded model (DTensors, or FSDP1's wrapper) each rank reads only its own pieces,
     however the trainers have sharded the model. All its ranks must call this together; all get the
     same version, or all raise. With `rename` or `process_group` the model may also be a part of the
     server's, such as a pipeline stage.
@@ -84,7 +84,7 @@ def averaged(
             the end.
         rename: returns the name of a tensor on the server, as for `attach`.
         process_group: of torch.distributed: all ranks that have parts of the model. None: the
-            default group, if the model has DTensors or `rename` is given; else this rank alone.
+            default group, if the model is sharded or `rename` is given; else this rank alone.
         must_exist: raises where the model does not exist, or has no version yet.
         timeout_s: seconds for each call, and for the model's first version. None: 600 for that and for
             calls that move weights, 60 for others.

@@ -78,7 +78,7 @@ def load_into(
 
     Tensors stay the same objects, and values are cast to their dtypes. Tensors on the `meta` device
     are replaced by new ones: parameters keep requires_grad, and tied ones stay tied. Tensors that
-    the track ignores are left as they are. For a model of DTensors each rank reads its own pieces,
+    the track ignores are left as they are. For a sharded model each rank reads its own pieces,
     as with `averaged`; all ranks must call this together. With `rename` or `process_group` the
     model may also be a part of the server's, such as a pipeline stage: then the track may have
     other tensors, too. Warns like `averaged` if the track has not started, or has just done so.
@@ -100,7 +100,7 @@ def load_into(
         rename: returns the name of a tensor on the server, as for `attach`; the result has these
             names, too.
         process_group: of torch.distributed: all ranks that have parts of the model. None: the
-            default group, if the model has DTensors or `rename` is given; else this rank alone.
+            default group, if the model is sharded or `rename` is given; else this rank alone.
         timeout_s: seconds for each call. None: 600 for calls that move weights, 60 for others.
 
     Returns:

@@ -53,6 +53,16 @@ def wrappers_in(module: torch.nn.Module) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, fsdp.FullyShardedDataParallel)]
 
 
+def check_none_in(module: torch.nn.Module) -> None:
+    """InvalidArgumentError: part of the module is FullyShardedDataParallel's."""
+    if wrappers_in(module):
+        raise InvalidArgumentError(
+            "model: is FullyShardedDataParallel (FSDP1), of which only a piece is here; expected a whole "
+            "model: use ema_client.attach and averaged, which accept it",
+            reason="BAD_LAYOUT",
+        )
+
+
 def ranges_in(module: torch.nn.Module) -> Ranges:
     """This rank's ranges of all parameters that FSDP1 has flattened, tied ones under each name.
 

@@ -132,12 +132,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_whole(module: torch.nn.Module) -> None:
     """InvalidArgumentError: the module is sharded (DTensors, FSDP1), so each rank holds only a piece."""
-    if fsdp1.wrappers_in(module):
-        raise InvalidArgumentError(
-            "model: is FullyShardedDataParallel (FSDP1), of which only a piece is here; expected a whole "
-            "model",
-            reason="BAD_LAYOUT",
-        )
+    fsdp1.check_none_in(module)
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise InvalidArgumentError(

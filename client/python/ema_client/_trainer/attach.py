@@ -98,7 +98,7 @@ def attach(
     `optimizer.step()` counts as a batch. When an update is due, a push starts after the step: every rank
     sends the parameters that it holds, and nothing is gathered. A rank may hold whole parameters
     (DistributedDataParallel, pipeline stages, experts) or pieces of them (fully_shard, tensor parallelism:
-    DTensor). Ranks that hold the same bytes send an even share each, except for buffers, which the first
+    DTensor; FullyShardedDataParallel: FSDP1). Ranks that hold the same bytes send an even share each, except for buffers, which the first
     of these ranks sends (BatchNorm's statistics differ between ranks). Parameters are read in place:
     client/docs/training-loop.md says which code waits before it writes them, and how other writes, frozen
     parameters and copies are handled.
@@ -108,7 +108,7 @@ def attach(
 
     Args:
         model: the model, or this rank's part of it. DistributedDataParallel, torch.compile and Lightning
-            Fabric's wrapper are unwrapped; FullyShardedDataParallel (FSDP1) is not supported. Ranks that
+            Fabric's wrapper are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper. Ranks that
             hold the same parameter, or the same piece, must have equal values.
         optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
             each parameter, in backward hooks). The first step is complete when each has stepped, and each
