@@ -71,10 +71,10 @@ struct FoundShards {
 
 // The bytes of a rank's shards [begin, end), found in `arrays` by name, in the layout's order. An
 // array is the whole tensor, the box or range of it that the rank holds, if it says where that lies
-// (a shard is then a contiguous piece of it), or just the one shard that the rank pushes. INVALID_ARGUMENT,
-// BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype and shape; frozen shards
-// may be missing, and are empty then. Arrays of tensors that the rank does not push are checked and
-// left alone.
+// (a shard is then a contiguous piece of it), or just the one shard that the rank pushes.
+// INVALID_ARGUMENT, BAD_LAYOUT: lists every missing and unexpected name, every wrong dtype and
+// shape; frozen shards may be missing, and are empty then. Arrays of tensors that the rank does not
+// push are checked and left alone.
 absl::StatusOr<FoundShards> FindShards(const Manifest& manifest, const RankLayout& layout,
                                        const std::vector<const Array*>& arrays, size_t begin,
                                        size_t end);

@@ -160,8 +160,9 @@ def log_model(
         log[f"{prefix}/{name if rename is None else rename(name)}"] = whole(tensor)
 
 
-def check_exception(model: torch.nn.Module, url: str) -> None:
-    """What an exception in the middle of an evaluation leaves is the model's own."""
+def check_evaluation(model: torch.nn.Module, url: str, uses_bfloat16: bool) -> None:
+    """An evaluation uses the averages, also after one with the model's own weights, which are there again after it,
+    and after an exception in the middle of one."""
     model.eval()
     x = torch.randn(16, 9, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -170,6 +171,15 @@ def check_exception(model: torch.nn.Module, url: str) -> None:
         def fail(*_: object) -> None:
             raise ValueError("in the middle of a forward")
 
+        with ema_client.averaged(model, url, track="fast"):
+            plain = Net().eval()
+            weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+            plain.load_state_dict({n: torch.from_numpy(value) for n, value in weights.items()})
+            tolerance = 2**-5 if uses_bfloat16 else 1e-4
+            torch.testing.assert_close(
+                model(x), plain(x), check_dtype=False, rtol=tolerance, atol=tolerance
+            )
+        assert torch.equal(model(x), expected)
         handle = model.norm.register_forward_pre_hook(fail)
         try:
             with ema_client.averaged(model, url, track="fast"):
@@ -262,7 +272,7 @@ def main() -> None:
     for name, tensor in model.state_dict().items():
         assert np.array_equal(before[name], whole(tensor)), name
     if rename is None and kind != "pipeline":
-        check_exception(model, url)
+        check_evaluation(model, url, kind == "fsdp1_mixed")
         log_loaded(log, kind, world_size, url)
     np.savez(folder / f"{rank}.npz", **log)
     dist.destroy_process_group()

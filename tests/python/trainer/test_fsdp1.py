@@ -39,7 +39,7 @@ def test_names_and_values_are_those_of_the_plain_model(server, client, model, us
             module(torch.randn(5, 3)).square().mean().backward()
             optimizer.step()
     average = client.pull(model, track="ema")
-    assert list(average) == list(plain.state_dict())
+    assert average.keys() == plain.state_dict().keys()
     with ema_client.averaged(module, server.url(model)):
         assert_same_bits(average, module.state_dict())
     ema_client.load_into(plain, server.url(model))
