@@ -105,7 +105,8 @@ absl::Status NothingFound(const std::string& directory) {
 }
 
 int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
-  size_t count = checkpoint.attached_files.size() + track.weights->files.size();
+  size_t count = checkpoint.attached_files.size();
+  for (const TensorFiles* const files : track.all_files()) count += files->files.size();
   if (track.weights->index.has_value()) ++count;
   return static_cast<int64_t>(count);
 }

@@ -14,7 +14,7 @@
 namespace ema::cli {
 namespace {
 
-constexpr std::array<ScheduleOption, 23> kOptions = {{
+constexpr std::array<ScheduleOption, 24> kOptions = {{
     {"half_life", "Training time until a contribution halves, such as 1000ba"},
     {"ramp_ratio", "The half-life is at most this share of the time since the start, such as 0.09"},
     {"debias", "Begin with zeros, and correct for their share", true},
@@ -33,6 +33,7 @@ constexpr std::array<ScheduleOption, 23> kOptions = {{
     {"sigma_rel", "Power-function profile of this relative width, such as 0.05"},
     {"age_offset", "With --sigma-rel: added to the time since the start, such as 1"},
     {"uniform", "The mean of all updates (SWA)", true},
+    {"mean_of_last", "The mean of this number of last updates (LAWA), such as 5"},
     {"copy", "The latest weights", true},
     {"update_interval", "Training time between two updates, such as 10ba"},
     {"interval_phase", "Shifts the updates by this number of units of the interval"},
@@ -145,22 +146,28 @@ int64_t Pushes::IndexAt(const TrainingDuration& moment) const {
 }
 
 // The share that updates of these weights have in the average after them.
-double ShareOf(absl::Span<const double> weights) {
+double ShareOf(const Schedule& schedule, absl::Span<const double> weights) {
+  if (schedule.kept_weights_count() > 0) {
+    return std::min(1.0, weights.back() * static_cast<double>(weights.size()));
+  }
   double log_decay = 0;
   for (const double weight : weights) log_decay += std::log1p(-weight);
   return -std::expm1(log_decay);
 }
 
-ExplainedUpdate Describe(absl::Span<const double> weights, double time, double interval) {
+ExplainedUpdate Describe(const Schedule& schedule, absl::Span<const double> weights, double time) {
   constexpr double kLn2 = 0.693147180559945309417;
+  const double interval = schedule.update_interval().value;
   const int64_t count = static_cast<int64_t>(weights.size());
   ExplainedUpdate update{.number = count, .time = time, .weight = weights.back()};
   if (update.weight > 0) {
     update.window = interval / update.weight;
-    update.half_life = interval * kLn2 / -std::log1p(-update.weight);
+    if (schedule.kept_weights_count() == 0) {
+      update.half_life = interval * kLn2 / -std::log1p(-update.weight);
+    }
   }
   for (const int64_t last : kShareCounts) {
-    if (last <= count) update.shares.push_back(ShareOf(weights.subspan(count - last)));
+    if (last <= count) update.shares.push_back(ShareOf(schedule, weights.subspan(count - last)));
   }
   return update;
 }
@@ -212,7 +219,7 @@ absl::StatusOr<Explanation> ExplainSchedule(const Schedule& schedule,
     if (!update.due || !state.started.has_value()) continue;
     weights.push_back(update.update_weight);
     if (weights.size() != 2 && !IsShown(static_cast<int64_t>(weights.size()))) continue;
-    explanation.updates.push_back(Describe(weights, *time, schedule.update_interval().value));
+    explanation.updates.push_back(Describe(schedule, weights, *time));
   }
   if (weights.empty()) {
     return Refuse(absl::StrCat(schedule.ToString(),

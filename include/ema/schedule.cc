@@ -251,6 +251,8 @@ absl::StatusOr<double> Schedule::Weight(const State& state, const TrainingTime& 
       return 1 - DecayAt(rule, decays_now);
     } else if constexpr (std::is_same_v<OneRule, UniformRule>) {
       return 1 / moment.averaged_number;
+    } else if constexpr (std::is_same_v<OneRule, MeanOfLastRule>) {
+      return 1 / std::min(moment.averaged_number, static_cast<double>(rule.count));
     } else if constexpr (std::is_same_v<OneRule, CopyRule>) {
       return 1;
     } else {

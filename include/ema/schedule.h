@@ -21,7 +21,8 @@
 
 namespace ema {
 
-// Every rule defines a decay `d` for each update; the update is `ema += (1 - d) * (param - ema)`.
+// Every rule defines a decay `d` for each update; the update is `ema += (1 - d) * (param - ema)`,
+// except that of MeanOfLastRule.
 // `elapsed` is the training time since the track's last update, `age` the time since its start.
 
 // `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`: late, skipped or merged updates
@@ -113,6 +114,15 @@ struct UniformRule {
   friend bool operator==(const UniformRule&, const UniformRule&) = default;
 };
 
+// The mean of the weights of the last `count` updates (LAWA), of all updates while there are fewer.
+// `d = 1 - 1/n` for n weights, but the update also takes the oldest of them out of the mean.
+struct MeanOfLastRule {
+  static constexpr int64_t kMinCount = 2;
+  static constexpr int64_t kMaxCount = 16;
+  int64_t count = kMinCount;
+  friend bool operator==(const MeanOfLastRule&, const MeanOfLastRule&) = default;
+};
+
 // The latest weights, bit for bit, in the dtype that was pushed.
 struct CopyRule {
   friend bool operator==(const CopyRule&, const CopyRule&) = default;
@@ -128,7 +138,7 @@ class Schedule {
  public:
   using Rule =
       std::variant<HalfLifeRule, ConstantDecayRule, InverseGammaRule, RampRule, ExponentialRampRule,
-                   DecaysRule, PowerFunctionRule, UniformRule, CopyRule>;
+                   DecaysRule, PowerFunctionRule, UniformRule, MeanOfLastRule, CopyRule>;
 
   // The values of a track before its start. (The very first push always sets them.)
   enum class BeforeStart {
@@ -164,7 +174,7 @@ class Schedule {
   //   ("10"), min_decay, max_decay, count_offset;  exp_ramp ("2000"), max_decay, count_offset;
   //   decays
   //   ("0dur:0.996 1dur:1"), decays_shape ("linear", "cosine");  sigma_rel ("0.05"), age_offset;
-  //   uniform ("true");  copy ("true");
+  //   uniform ("true");  mean_of_last ("5");  copy ("true");
   // and for all rules update_interval ("5ba"), interval_phase ("1"), ema_start ("0.1dur"),
   // before_start ("reinit", "copy", "hold"), ema_end ("0.9dur").
   using Fields = std::vector<std::pair<std::string, std::string>>;
@@ -182,6 +192,12 @@ class Schedule {
   const Options& options() const { return options_; }
   const Rule& rule() const { return options_.rule; }
   bool is_copy() const { return std::holds_alternative<CopyRule>(options_.rule); }
+  // Of how many earlier updates an update needs the weights: one less than the count of a
+  // MeanOfLastRule, else 0.
+  int64_t kept_weights_count() const {
+    const auto* const rule = std::get_if<MeanOfLastRule>(&options_.rule);
+    return rule != nullptr ? rule->count - 1 : 0;
+  }
   // Length 0: at every push.
   TrainingDuration update_interval() const { return update_interval_; }
 

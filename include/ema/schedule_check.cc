@@ -132,6 +132,15 @@ absl::Status CheckRule(const PowerFunctionRule& rule) {
 }
 
 absl::Status CheckRule(const UniformRule& /*rule*/) { return absl::OkStatus(); }
+absl::Status CheckRule(const MeanOfLastRule& rule) {
+  if (rule.count >= MeanOfLastRule::kMinCount && rule.count <= MeanOfLastRule::kMaxCount) {
+    return absl::OkStatus();
+  }
+  return BadSchedule(absl::StrCat("mean_of_last ", rule.count, ": must be ",
+                                  MeanOfLastRule::kMinCount, " to ", MeanOfLastRule::kMaxCount,
+                                  ", such as 5; for the latest weights as they are, use copy"));
+}
+
 absl::Status CheckRule(const CopyRule& /*rule*/) { return absl::OkStatus(); }
 
 absl::Status CheckInterval(const Schedule::Options& options) {

@@ -34,7 +34,8 @@ constexpr unsigned kUniform = 32;
 constexpr unsigned kCopy = 64;
 constexpr unsigned kExponentialRamp = 128;
 constexpr unsigned kDecays = 256;
-constexpr unsigned kAnyRule = 511;
+constexpr unsigned kMeanOfLast = 512;
+constexpr unsigned kAnyRule = 1023;
 constexpr unsigned kWarmUps = kInverseGamma | kRamp | kExponentialRamp;
 
 struct FieldInfo {
@@ -44,7 +45,7 @@ struct FieldInfo {
   const char* example;
 };
 
-constexpr std::array<FieldInfo, 23> kFields = {{
+constexpr std::array<FieldInfo, 24> kFields = {{
     {"half_life", kHalfLife, true, "1000ba"},
     {"ramp_ratio", kHalfLife, true, "0.09"},
     {"debias", kHalfLife, false, "true"},
@@ -62,6 +63,7 @@ constexpr std::array<FieldInfo, 23> kFields = {{
     {"sigma_rel", kPowerFunction, true, "0.05"},
     {"age_offset", kPowerFunction, false, "1"},
     {"uniform", kUniform, true, "true"},
+    {"mean_of_last", kMeanOfLast, true, "5"},
     {"copy", kCopy, true, "true"},
     {"update_interval", kAnyRule, false, "5ba"},
     {"interval_phase", kAnyRule, false, "1"},
@@ -325,6 +327,11 @@ absl::StatusOr<Schedule::Rule> ReadRule(const Values& values, unsigned kind) {
     }
     case kUniform:
       return UniformRule{};
+    case kMeanOfLast: {
+      MeanOfLastRule rule;
+      EMA_ASSIGN_OR_RETURN(rule.count, values.Whole("mean_of_last", rule.count));
+      return rule;
+    }
     default:
       return CopyRule{};
   }
@@ -379,6 +386,7 @@ class RuleWriter {
     if (rule.age_offset != 0) Add("age_offset", NumberText(rule.age_offset));
   }
   void operator()(const UniformRule& /*rule*/) { Add("uniform", "true"); }
+  void operator()(const MeanOfLastRule& rule) { Add("mean_of_last", absl::StrCat(rule.count)); }
   void operator()(const CopyRule& /*rule*/) { Add("copy", "true"); }
 
  private:

@@ -41,6 +41,18 @@ absl::Status CheckMatches(const TrackConfig& track, const TensorRule& rule,
   return AsRuleError(track, FindTensors(rule.pattern, manifest, budget).status());
 }
 
+// A mean of the last updates needs their weights, which are kept for whole tracks.
+absl::Status CheckNoMeanOfLast(const Schedule& rule, const Schedule& track) {
+  for (const Schedule* const schedule : {&rule, &track}) {
+    if (schedule->kept_weights_count() == 0) continue;
+    return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
+                     absl::StrCat("mean_of_last ", schedule->kept_weights_count() + 1,
+                                  ": must be the only schedule of its track; use two tracks, each "
+                                  "with the other's tensors ignored, such as \"head.*\" ignore"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckRuleSchedules(const TrackConfig& track) {
   constexpr size_t kMaxSchedules = 16;
   for (const TensorRule& rule : track.tensor_rules) {
@@ -51,6 +63,10 @@ absl::Status CheckRuleSchedules(const TrackConfig& track) {
       return BadTrack(track, what +
                                  "a schedule has no use where nothing is averaged; give an "
                                  "average one, such as half_life=1000ba, or no schedule");
+    }
+    if (const absl::Status status = CheckNoMeanOfLast(*rule.schedule, track.schedule);
+        !status.ok()) {
+      return BadTrack(track, absl::StrCat(what, status.message()));
     }
     if (rule.schedule->is_copy()) {
       return BadTrack(track, what +
@@ -192,6 +208,7 @@ std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& ma
 }
 
 absl::StatusOr<Schedule> RuleSchedule(const Schedule& rule, const Schedule& track) {
+  EMA_RETURN_IF_ERROR(CheckNoMeanOfLast(rule, track));
   Schedule::Options options = rule.options();
   if (options.update_interval.has_value() || track.update_interval().value == 0) return rule;
   options.update_interval = track.update_interval();

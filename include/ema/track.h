@@ -63,7 +63,7 @@ std::optional<NonFinitePolicy> ParseNonFinitePolicy(std::string_view name);
 //    lacks them);
 //  - more than 256 patterns have wildcards, or matching them takes too long;
 //  - a rule's schedule is a copy or has no use (the rule does not average, or the track is a copy),
-//    or more than 16 rules have one;
+//    or more than 16 rules have one, or it or the track's is a mean of the last updates;
 //  - a snapshot_interval is 0, or the track is not a power function, or a rule has a schedule.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 
@@ -76,7 +76,8 @@ absl::Status CheckRulesMatch(const TrackConfig& track, const Manifest& manifest)
 std::vector<TensorAction> ActionsOf(const TrackConfig& track, const Manifest& manifest);
 
 // The effective schedule of a rule: without an update_interval it gets the track's. To be applied
-// when a track is read from text or a message. BAD_SCHEDULE: the rule cannot use that interval.
+// when a track is read from text or a message. BAD_SCHEDULE: the rule cannot use that interval, or
+// one of the two is a mean of the last updates.
 absl::StatusOr<Schedule> RuleSchedule(const Schedule& rule, const Schedule& track);
 
 // The schedules of a track, in this order everywhere: its own, then those of its tensor rules.

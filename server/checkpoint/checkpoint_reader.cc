@@ -62,6 +62,10 @@ absl::StatusOr<TrackSnapshot> RestoreTrack(const Job& job, const CheckpointTrack
                          .last_steps = saved.last_steps,
                          .frozen_digest = saved.frozen_digest};
   EMA_ASSIGN_OR_RETURN(snapshot.blocks, RestoreBlocks(job, *track, *saved.weights));
+  for (const TensorFiles& files : saved.latest_weights) {
+    EMA_ASSIGN_OR_RETURN(Blocks blocks, RestoreBlocks(job, *track, files));
+    snapshot.latest_weights.push_back(std::make_shared<const Blocks>(std::move(blocks)));
+  }
   return snapshot;
 }
 

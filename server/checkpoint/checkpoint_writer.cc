@@ -95,10 +95,17 @@ SmallFile Describe(std::string_view name, std::string_view bytes) {
           Crc32c(0, std::as_bytes(std::span(bytes)))};
 }
 
+// A track's values, or weights that it keeps, and their number among these.
+struct Source {
+  const Track& track;
+  const Blocks& blocks;
+  size_t weights = 0;  // As for TensorFileName().
+};
+
 // Appends one tensor's bytes, and puts its checksums into `files`.
-absl::Status WriteTensor(const Job& job, const TrackSnapshot& source, int64_t tensor_index,
+absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_index,
                          WritableFile& file, TensorFiles& files) {
-  const StorageLayout::Entry& entry = source.track->layout().entry(tensor_index);
+  const StorageLayout::Entry& entry = source.track.layout().entry(tensor_index);
   uint32_t crc = 0;
   uint32_t piece_crc = 0;
   int64_t piece_bytes = 0;
@@ -106,7 +113,7 @@ absl::Status WriteTensor(const Job& job, const TrackSnapshot& source, int64_t te
     const int64_t n = std::min(kReadBytes, entry.length_bytes - done);
     EMA_ASSIGN_OR_RETURN(
         const std::vector<HostPiece> host_pieces,
-        ReadBlocks(job.model.device(), *source.track, source.blocks, entry.offset + done, n));
+        ReadBlocks(job.model.device(), source.track, source.blocks, entry.offset + done, n));
     for (const HostPiece& host_piece : host_pieces) {
       // A block may end inside a piece.
       for (auto rest = host_piece.bytes; !rest.empty();) {
@@ -130,9 +137,9 @@ absl::Status WriteTensor(const Job& job, const TrackSnapshot& source, int64_t te
 }
 
 // Writes one file of a track, of the tensors `order`.
-absl::Status WriteFile(const Job& job, const TrackSnapshot& source,
-                       const std::vector<int64_t>& order, TensorFile& saved, TensorFiles& files) {
-  const Track& track = *source.track;
+absl::Status WriteFile(const Job& job, const Source& source, const std::vector<int64_t>& order,
+                       TensorFile& saved, TensorFiles& files) {
+  const Track& track = source.track;
   std::vector<TensorSpec> specs;
   specs.reserve(order.size());
   for (const int64_t i : order) {
@@ -178,27 +185,27 @@ std::string IndexText(const Manifest& manifest, const StorageLayout& layout,
   return absl::StrCat(index.dump(2), "\n");
 }
 
-absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const TrackSnapshot& source) {
+absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
   const Manifest& manifest = job.model.manifest();
-  const StorageLayout& layout = source.track->layout();
+  const StorageLayout& layout = source.track.layout();
   const std::vector<std::vector<int64_t>> dealt =
       DealOut(FileOrder(layout), layout, job.options.max_file_bytes);
   TensorFiles files;
   files.tensor_crc32c.resize(manifest.tensor_count());
   files.piece_crc32c.resize(manifest.tensor_count());
   for (size_t f = 0; f < dealt.size(); ++f) {
-    files.files.push_back({.name = TensorFileName(f, dealt.size())});
+    files.files.push_back({.name = TensorFileName(f, dealt.size(), source.weights)});
     EMA_RETURN_IF_ERROR(WriteFile(job, source, dealt[f], files.files.back(), files));
   }
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
     files.digest =
         Crc32cCombine(files.digest, files.tensor_crc32c[i], layout.entry(i).length_bytes);
   }
-  if (dealt.size() == 1) return files;
+  if (dealt.size() == 1 || source.weights > 0) return files;
   const std::string index = IndexText(manifest, layout, files, dealt);
   files.index = Describe(kIndexFileName, index);
   EMA_RETURN_IF_ERROR(WriteSmallFile(
-      job, JoinPath(TrackPath(job.path, source.track->name()), kIndexFileName), index));
+      job, JoinPath(TrackPath(job.path, source.track.name()), kIndexFileName), index));
   return files;
 }
 
@@ -209,7 +216,11 @@ absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& 
                          .frozen_digest = snapshot.frozen_digest};
   const std::string directory = TrackPath(job.path, snapshot.track->name());
   EMA_RETURN_IF_ERROR(job.file_system.CreateDirectory(directory));
-  EMA_ASSIGN_OR_RETURN(result.weights, WriteTensors(job, snapshot));
+  EMA_ASSIGN_OR_RETURN(result.weights, WriteTensors(job, {*snapshot.track, snapshot.blocks}));
+  for (const BlocksRef& blocks : snapshot.latest_weights) {
+    const Source source = {*snapshot.track, *blocks, result.latest_weights.size() + 1};
+    EMA_ASSIGN_OR_RETURN(result.latest_weights.emplace_back(), WriteTensors(job, source));
+  }
   for (const auto& file : job.attached_files) {
     EMA_RETURN_IF_ERROR(WriteSmallFile(job, JoinPath(directory, file->name), file->bytes));
   }
@@ -259,7 +270,8 @@ int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
   int64_t bytes = 0;
   for (const TrackSnapshot& track : snapshot.tracks) {
     if (!IsChosen(options, track.track->name())) continue;
-    bytes += track.track->layout().total_bytes() + attached_bytes;
+    const auto copies = static_cast<int64_t>(1 + track.latest_weights.size());
+    bytes += copies * track.track->layout().total_bytes() + attached_bytes;
   }
   return bytes;
 }

@@ -13,6 +13,8 @@
 namespace ema {
 namespace {
 
+static_assert(MeanOfLastRule::kMaxCount - 1 == kMaxEarlierWeights);
+
 // Whether `next` continues where `before` ends after `count` elements.
 bool IsContiguousWith(const FoldTarget& before, const FoldTarget& next, int64_t count,
                       int64_t source_bytes) {
@@ -116,7 +118,7 @@ absl::StatusOr<int64_t> ChunkFolder::FoldElements(const Place& place, Dtype dtyp
   for (const size_t t : changing_tracks_) {
     if (!next_.Changes(next_.plan().tracks[t], place.tensor_index)) continue;
     tracks_.push_back(t);
-    count = std::min(count, SetTarget(t, place, end_tensor, dtype, targets_.emplace_back()));
+    count = std::min(count, AddTargets(t, place, end_tensor, dtype));
   }
   if (targets_.empty()) {
     const TensorSpec& spec = next_.model().manifest->tensor(place.tensor_index);
@@ -160,12 +162,12 @@ int64_t ChunkFolder::StoredOffset(size_t t, const Place& place) const {
   return entry.offset + place.element * DtypeSize(entry.dtype);
 }
 
-int64_t ChunkFolder::SetTarget(size_t t, const Place& place, int64_t end_tensor, Dtype source_dtype,
-                               FoldTarget& target) const {
+int64_t ChunkFolder::AddTargets(size_t t, const Place& place, int64_t end_tensor,
+                                Dtype source_dtype) {
+  using Kind = FoldTarget::Kind;
   const int64_t tensor_index = place.tensor_index;
   const TrackPlan& plan = next_.plan().tracks[t];
   const Track& track = *plan.track;
-  const NextSnapshot::TrackBlocks& next = next_.next(t);
   const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
   const int64_t stored_size = DtypeSize(entry.dtype);
   const int64_t byte = StoredOffset(t, place);
@@ -174,24 +176,41 @@ int64_t ChunkFolder::SetTarget(size_t t, const Place& place, int64_t end_tensor,
   const StorageLayout::Entry& last = track.layout().entry(end_tensor - 1);
   int64_t bytes = std::min(track.block_start(block + 1), last.offset + last.length_bytes) - byte;
   const Schedule::Update& update = plan.updates[track.schedule_index(tensor_index)];
-  target = {.update_weight = update.update_weight, .next = next[block]->data() + in_block};
-  if (track.action(tensor_index) == TensorAction::kAverage) {
-    using Kind = FoldTarget::Kind;
-    const bool is_float64 = entry.dtype == Dtype::kFloat64;
-    if (NextSnapshot::IsAssigned(plan, tensor_index)) {
-      target.kind = is_float64 ? Kind::kAssignFloat64 : Kind::kAssign;
-    } else {
-      target.kind = is_float64 ? Kind::kAverageFloat64 : Kind::kAverage;
-      if (update.from_zero) {
-        target.current = next_.zeros()->data();
-        bytes = std::min(bytes, next_.zeros()->size_bytes());
-      } else {
-        target.current = plan.base->blocks[block]->data() + in_block;
-      }
-    }
+  const bool is_averaged = track.action(tensor_index) == TensorAction::kAverage;
+  const bool is_float64 = entry.dtype == Dtype::kFloat64;
+  FoldTarget target{.next = next_.next(t)[block]->data() + in_block};
+  if (is_averaged) {
+    target.kind = is_float64 ? Kind::kAssignFloat64 : Kind::kAssign;
   } else if (source_dtype != entry.dtype) {
-    target.kind = FoldTarget::Kind::kAssign;  // A copy that was rounded for the wire.
+    target.kind = Kind::kAssign;  // A copy that was rounded for the wire.
   }
+  if (!next_.next_weights(t).empty()) {
+    targets_.push_back(target);
+    targets_.back().next = next_.next_weights(t)[block]->data() + in_block;
+  }
+  if (!is_averaged || NextSnapshot::IsAssigned(plan, tensor_index)) {
+    targets_.push_back(target);
+    return bytes / stored_size;
+  }
+  target.update_weight = update.update_weight;
+  const absl::Span<const BlocksRef> earlier_weights = NextSnapshot::EarlierWeights(plan);
+  if (!earlier_weights.empty()) {
+    target.kind = is_float64 ? Kind::kMeanFloat64 : Kind::kMean;
+    for (const BlocksRef& weights : earlier_weights) {
+      target.current = (*weights)[block]->data() + in_block;
+      targets_.push_back(target);
+      target.next = nullptr;
+    }
+    return bytes / stored_size;
+  }
+  target.kind = is_float64 ? Kind::kAverageFloat64 : Kind::kAverage;
+  if (update.from_zero) {
+    target.current = next_.zeros()->data();
+    bytes = std::min(bytes, next_.zeros()->size_bytes());
+  } else {
+    target.current = plan.base->blocks[block]->data() + in_block;
+  }
+  targets_.push_back(target);
   return bytes / stored_size;
 }
 
@@ -201,7 +220,7 @@ bool ChunkFolder::ContinuesRun(Dtype dtype, const std::byte* source, int64_t off
   const int64_t count = run_.element_count;
   const int64_t element_size = DtypeSize(dtype);
   if (count == 0 || dtype != run_.source_dtype || source != run_.source + count * element_size ||
-      targets_.empty() || tracks_ != run_tracks_ ||
+      targets_.empty() || tracks_ != run_tracks_ || targets_.size() != run_targets_.size() ||
       offset != run_offset_ + count * targets_.front().StoredBytes(element_size)) {
     return false;
   }

@@ -62,10 +62,9 @@ class ChunkFolder {
                          int64_t count);
   // The offset of an element in the bytes of track `t`.
   int64_t StoredOffset(size_t t, const Place& place) const;
-  // Points `target` at an element of track `t`. Returns how many elements are contiguous there, of
-  // tensors before `end_tensor`.
-  int64_t SetTarget(size_t t, const Place& place, int64_t end_tensor, Dtype source_dtype,
-                    FoldTarget& target) const;
+  // Adds to `targets_` what an element does to track `t`. Returns how many elements are contiguous
+  // there, of tensors before `end_tensor`.
+  int64_t AddTargets(size_t t, const Place& place, int64_t end_tensor, Dtype source_dtype);
   // Whether `targets_`, for the bytes at `source`, continue where `run_` ends, in memory and in the
   // tracks. `offset`: of the first element in its track.
   bool ContinuesRun(Dtype dtype, const std::byte* source, int64_t offset) const;
@@ -76,7 +75,7 @@ class ChunkFolder {
   DeviceStream& device_stream_;
   std::vector<size_t> changing_tracks_;
   bool folds_tensors_separately_ = false;
-  // The tracks that the current elements change, and a target in each.
+  // The tracks that the current elements change, and the targets in them.
   std::vector<FoldTarget> targets_;
   std::vector<size_t> tracks_;
   FoldOp run_;              // Its elements are not folded yet.

@@ -29,6 +29,22 @@ Blocks TakeBlocks(std::vector<std::shared_ptr<Block>>& next, const Blocks* base)
   return blocks;
 }
 
+// The kept weights after an update, whose `state` and `values` are the new ones. `pushed`: the new
+// blocks of its weights; where there is none, the newest weights' before.
+std::vector<BlocksRef> TakeLatestWeights(const TrackPlan& plan, const TrackState& state,
+                                         const Blocks& values,
+                                         std::vector<std::shared_ptr<Block>>& pushed) {
+  if (!plan.updates[0].due) return plan.base->latest_weights;
+  if (state[0].averaged_count <= 1) return {std::make_shared<const Blocks>(values)};
+  std::vector<BlocksRef> latest = plan.base->latest_weights;
+  const BlocksRef newest = latest.back();
+  const int64_t kept_count = plan.track->config().schedule.kept_weights_count();
+  if (std::ssize(latest) == kept_count) latest.erase(latest.begin());
+  latest.push_back(
+      pushed.empty() ? newest : std::make_shared<const Blocks>(TakeBlocks(pushed, newest.get())));
+  return latest;
+}
+
 // The weight in the dtype in which the track's averages are computed.
 double AppliedWeight(const TrackPlan& plan, double weight) {
   return plan.track->config().dtype == Dtype::kFloat64 ? weight : static_cast<float>(weight);
@@ -60,6 +76,13 @@ bool NextSnapshot::IsAssigned(const TrackPlan& plan, int64_t tensor_index) {
   return AppliedWeight(plan, weight) == 1;
 }
 
+absl::Span<const BlocksRef> NextSnapshot::EarlierWeights(const TrackPlan& plan) {
+  const Schedule::Update& update = plan.updates[0];
+  const bool is_mean = plan.track->config().schedule.kept_weights_count() > 0 && update.due &&
+                       update.update_weight > 0 && update.update_weight < 1;
+  return is_mean ? plan.base->latest_weights : absl::Span<const BlocksRef>();
+}
+
 NonFiniteElement NextSnapshot::Locate(NonFiniteElement element) const {
   for (const TrackPlan& plan : plan_.tracks) {
     if (!Changes(plan, element.source_id)) continue;
@@ -78,11 +101,16 @@ NonFiniteElement NextSnapshot::Locate(NonFiniteElement element) const {
 absl::Status NextSnapshot::Allocate() {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
   next_.resize(plan_.tracks.size());
+  next_weights_.resize(plan_.tracks.size());
   bool needs_zeros = false;
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
     const TrackPlan& plan = plan_.tracks[t];
     if (!IsDue(plan.updates)) continue;
-    EMA_RETURN_IF_ERROR(AllocateTrack(plan, next_[t], *stream));
+    const Blocks* const base = plan.base != nullptr ? &plan.base->blocks : nullptr;
+    EMA_RETURN_IF_ERROR(AllocateTrack(plan, base, next_[t], *stream));
+    if (const auto earlier = EarlierWeights(plan); !earlier.empty()) {
+      EMA_RETURN_IF_ERROR(AllocateTrack(plan, earlier.back().get(), next_weights_[t], *stream));
+    }
     needs_zeros |= std::any_of(plan.updates.begin(), plan.updates.end(),
                                [](const Schedule::Update& update) { return update.from_zero; });
   }
@@ -93,8 +121,8 @@ absl::Status NextSnapshot::Allocate() {
   return stream->Synchronize().status();
 }
 
-absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, TrackBlocks& next,
-                                         DeviceStream& stream) const {
+absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, const Blocks* base,
+                                         TrackBlocks& next, DeviceStream& stream) const {
   const Track& track = *plan.track;
   const absl::Span<const StorageLayout::Entry> entries = track.layout().entries();
   std::vector<std::shared_ptr<Block>> blocks(track.block_count());
@@ -108,7 +136,7 @@ absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, TrackBlocks& nex
   bool is_previous_kept = false;
   for (size_t i = 0; i < entries.size(); ++i) {
     if (entries[i].length_bytes == 0) continue;
-    const bool is_kept = plan.base != nullptr && !Changes(plan, i);
+    const bool is_kept = base != nullptr && !Changes(plan, i);
     if (is_kept) {
       if (!is_previous_kept && !extends_range(entries[i].offset)) {
         kept.push_back({.begin = entries[i].offset});
@@ -126,7 +154,9 @@ absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, TrackBlocks& nex
   const auto is_null = [](const std::shared_ptr<Block>& block) { return block == nullptr; };
   if (std::all_of(blocks.begin(), blocks.end(), is_null)) return absl::OkStatus();
   next = std::move(blocks);
-  for (const Range& range : kept) EMA_RETURN_IF_ERROR(CopyFromBase(plan, next, range, stream));
+  for (const Range& range : kept) {
+    EMA_RETURN_IF_ERROR(CopyFromBase(track, *base, next, range, stream));
+  }
 
   // Padding between tensors is served to readers: it must not show what the memory held before.
   int64_t end = 0;
@@ -144,17 +174,17 @@ absl::Status NextSnapshot::AllocateTrack(const TrackPlan& plan, TrackBlocks& nex
   return absl::OkStatus();
 }
 
-absl::Status NextSnapshot::CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
+absl::Status NextSnapshot::CopyFromBase(const Track& track, const Blocks& base,
+                                        const TrackBlocks& next, Range range,
                                         DeviceStream& stream) {
-  const Track& track = *plan.track;
   for (int64_t byte = range.begin; byte < range.end;) {
     const int64_t block = track.FindBlock(byte);
     const int64_t in_block = byte - track.block_start(block);
     const int64_t n = std::min(range.end, track.block_start(block + 1)) - byte;
     byte += n;
     if (next[block] == nullptr) continue;
-    EMA_RETURN_IF_ERROR(stream.Copy(next[block]->data() + in_block,
-                                    plan.base->blocks[block]->data() + in_block, n));
+    EMA_RETURN_IF_ERROR(
+        stream.Copy(next[block]->data() + in_block, base[block]->data() + in_block, n));
   }
   return absl::OkStatus();
 }
@@ -164,10 +194,14 @@ absl::Status NextSnapshot::RestoreTensors(const absl::btree_set<int64_t>& tensor
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<DeviceStream> stream, model_.device->NewStream());
   for (size_t t = 0; t < plan_.tracks.size(); ++t) {
     if (next_[t].empty()) continue;
+    const TrackPlan& plan = plan_.tracks[t];
     for (const int64_t tensor : tensors) {
-      const StorageLayout::Entry& entry = plan_.tracks[t].track->layout().entry(tensor);
+      const StorageLayout::Entry& entry = plan.track->layout().entry(tensor);
       const Range range{entry.offset, entry.offset + entry.length_bytes};
-      EMA_RETURN_IF_ERROR(CopyFromBase(plan_.tracks[t], next_[t], range, *stream));
+      EMA_RETURN_IF_ERROR(CopyFromBase(*plan.track, plan.base->blocks, next_[t], range, *stream));
+      if (next_weights_[t].empty()) continue;
+      EMA_RETURN_IF_ERROR(CopyFromBase(*plan.track, *EarlierWeights(plan).back(), next_weights_[t],
+                                       range, *stream));
     }
   }
   return stream->Synchronize().status();
@@ -226,6 +260,9 @@ TrackSnapshot NextSnapshot::TakeTrack(size_t t, int64_t version, int64_t frozen_
     if (next[i] != nullptr) track.block_versions[i] = version;
   }
   track.blocks = TakeBlocks(next, plan.base != nullptr ? &plan.base->blocks : nullptr);
+  if (plan.track->config().schedule.kept_weights_count() > 0) {
+    track.latest_weights = TakeLatestWeights(plan, track.state, track.blocks, next_weights_[t]);
+  }
   return track;
 }
 
@@ -270,7 +307,9 @@ TrackVersion NextSnapshot::ScheduleRecord(const TrackPlan& plan, size_t i) const
   record.update_weight = AppliedWeight(plan, weight);
   const int64_t steps = has_state ? plan_.step - plan.base->last_steps[i] : 1;
   record.window_steps = Quotient(static_cast<double>(steps), weight);
-  if (!schedule.is_copy() && weight < 1) record.stall_gap = Quotient(unit, weight);
+  // A mean of the last k is computed anew each time.
+  const bool can_stall = !schedule.is_copy() && schedule.kept_weights_count() == 0;
+  if (can_stall && weight < 1) record.stall_gap = Quotient(unit, weight);
   return record;
 }
 

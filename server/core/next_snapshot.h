@@ -12,6 +12,7 @@
 
 #include "absl/container/btree_set.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "ema/manifest.h"
 #include "server/base/observer.h"
 #include "server/core/snapshot.h"
@@ -70,6 +71,9 @@ class NextSnapshot {
   const StepPlan& plan() const { return plan_; }
   // The new blocks of plan().tracks[t]; empty if the track does not change.
   const TrackBlocks& next(size_t t) const { return next_[t]; }
+  // Where the pushed weights themselves go, for the means to come; empty if the track keeps none,
+  // or if next(t) is equal to them.
+  const TrackBlocks& next_weights(size_t t) const { return next_weights_[t]; }
   // A small block of zeros: the current values of averages that begin with zeros. Null: no average
   // does.
   const Block* zeros() const { return zeros_.get(); }
@@ -78,6 +82,9 @@ class NextSnapshot {
   bool Changes(const TrackPlan& plan, int64_t tensor_index) const;
   // Whether they replace the track's values, because the weight is 1. REQUIRES: Changes().
   static bool IsAssigned(const TrackPlan& plan, int64_t tensor_index);
+  // The earlier weights that the update averages with the pushed ones, the oldest first: none but
+  // for a mean of the last k.
+  static absl::Span<const BlocksRef> EarlierWeights(const TrackPlan& plan);
   // Converts an element that a device names by the first tensor of a run to the element of its own
   // tensor.
   NonFiniteElement Locate(NonFiniteElement element) const;
@@ -100,10 +107,12 @@ class NextSnapshot {
       : model_(model), run_(run), plan_(plan), base_(std::move(base)) {}
 
   absl::Status Allocate();
-  absl::Status AllocateTrack(const TrackPlan& plan, TrackBlocks& next, DeviceStream& stream) const;
+  // `base`: what keeps its values in `next` where the track does not change. Null: nothing.
+  absl::Status AllocateTrack(const TrackPlan& plan, const Blocks* base, TrackBlocks& next,
+                             DeviceStream& stream) const;
   // Copies the base's values of a range into the new blocks.
-  static absl::Status CopyFromBase(const TrackPlan& plan, const TrackBlocks& next, Range range,
-                                   DeviceStream& stream);
+  static absl::Status CopyFromBase(const Track& track, const Blocks& base, const TrackBlocks& next,
+                                   Range range, DeviceStream& stream);
   // Copies the base's values of whole tensors, in all tracks.
   absl::Status RestoreTensors(const absl::btree_set<int64_t>& tensors) const;
   Version NewRecord(const absl::btree_set<int64_t>& skipped) const;
@@ -123,7 +132,8 @@ class NextSnapshot {
   const TrainerRun& run_;
   const StepPlan& plan_;
   const SnapshotRef base_;
-  std::vector<TrackBlocks> next_;  // Parallel to plan_.tracks.
+  std::vector<TrackBlocks> next_;          // Parallel to plan_.tracks.
+  std::vector<TrackBlocks> next_weights_;  // The same.
   std::shared_ptr<Block> zeros_;
 };
 

@@ -48,12 +48,18 @@ class StoredTrack {
   virtual absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes) = 0;
 };
 
+// Shared by the versions that keep the same weights.
+using BlocksRef = std::shared_ptr<const Blocks>;
+
 // One track at one version: its values and the state of its schedules.
 struct TrackSnapshot {
   TrackRef track;
   Blocks blocks;
   // The bytes of a version that is read from the disk, which has no blocks; else null.
   std::shared_ptr<StoredTrack> stored;
+  // Of a mean of the last k: the weights of the last k - 1 updates, or of all while there are
+  // fewer, the oldest first. Before its start and at its first update, the weights are the values.
+  std::vector<BlocksRef> latest_weights;
   // At which version each block was made; 0: before the server started.
   std::vector<int64_t> block_versions;
   TrackState state;

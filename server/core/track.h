@@ -69,7 +69,8 @@ class Track {
     return actions() == other.actions() &&
            tables_->schedule_indices == other.tables_->schedule_indices &&
            SchedulesOf(config_).size() == SchedulesOf(other.config_).size() &&
-           config_.dtype == other.config_.dtype;
+           config_.dtype == other.config_.dtype &&
+           config_.schedule.kept_weights_count() == other.config_.schedule.kept_weights_count();
   }
   // The same for the config of a stored track, however that is cut into blocks.
   bool HasFormOf(const TrackConfig& stored, const Manifest& manifest) const {
@@ -92,11 +93,12 @@ class Track {
   int64_t neighbours_end(int64_t tensor_index) const {
     return tables_->neighbours_ends[tensor_index];
   }
-  // Memory of `version_count` versions at most; INT64_MAX if it overflows.
+  // Memory of `version_count` versions at most, each of which may keep weights of its own;
+  // INT64_MAX if it overflows.
   int64_t MemoryBytes(int64_t version_count) const {
+    const int64_t copies = version_count * (1 + config_.schedule.kept_weights_count());
     int64_t bytes = 0;
-    return __builtin_mul_overflow(layout().total_bytes(), version_count, &bytes) ? INT64_MAX
-                                                                                 : bytes;
+    return __builtin_mul_overflow(layout().total_bytes(), copies, &bytes) ? INT64_MAX : bytes;
   }
   // REQUIRES: added to a model.
   int64_t reserved_bytes() const { return reservation_->bytes(); }

@@ -166,8 +166,8 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
     if (before.config() == config) continue;
     if (!before.HasFormOf(*made)) {
       return BadRequest(absl::StrCat("track \"", config.name, "\" (", before.config_text(),
-                                     "): tensor_rules (but their schedules), buffers, dtype "
-                                     "and copy cannot be changed to those of (",
+                                     "): tensor_rules (but their schedules), buffers, dtype, "
+                                     "mean_of_last and copy cannot be changed to those of (",
                                      TrackText(config), "); remove it and add another"));
     }
     EMA_RETURN_IF_ERROR(CheckSameProfile(before, config));
@@ -273,8 +273,10 @@ absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snap
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());
     TrackState state = base != nullptr ? base->state : TrackState(updates.size());
     if (start.imported_updates > 0) {
-      // This push is the last of them.
-      const int64_t before = start.imported_updates - 1;
+      // This push is the last of them. A mean of the last ones, whose weights are not there, begins
+      // with it.
+      const bool is_mean_of_last = track->config().schedule.kept_weights_count() > 0;
+      const int64_t before = is_mean_of_last ? 0 : start.imported_updates - 1;
       for (Schedule::State& of_schedule : state) {
         of_schedule.update_count = of_schedule.averaged_count = before;
       }

@@ -91,10 +91,23 @@ void FoldBatch::AddTargets(const FoldOp& op, int64_t first, int phase) {
     };
     move(target.current);
     move(target.next);
+    if (target.is_earlier_weight()) continue;
     targets_.push_back({.current = target.current,
                         .next = target.next,
                         .update_weight = target.update_weight,
                         .kind = target.kind});
+  }
+  // Behind those that the tiles count.
+  size_t last = static_cast<size_t>(shared_.first_target) - 1;
+  for (const FoldTarget& target : shared_.targets) {
+    if (!target.is_earlier_weight()) {
+      ++last;
+      continue;
+    }
+    if (targets_[last].more_weights++ == 0) {
+      targets_[last].first_weight = static_cast<int32_t>(targets_.size());
+    }
+    targets_.push_back({.current = target.current});
   }
 }
 
@@ -143,7 +156,9 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes) {
             .first_target = shared_.first_target,
             .run = static_cast<int32_t>(note_count()),
             .begin = static_cast<uint16_t>(phase),
-            .target_count = static_cast<uint8_t>(target_count),
+            .target_count = static_cast<uint8_t>(
+                std::count_if(op.targets.begin(), op.targets.end(),
+                              [](const auto& target) { return !target.is_earlier_weight(); })),
             .format = FormatOf(op.source_dtype),
             .element_bytes = static_cast<uint8_t>(element_bytes),
             .is_aligned = shared_.is_aligned};

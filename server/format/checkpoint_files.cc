@@ -6,9 +6,10 @@
 #include "ema/error_reason.h"
 
 namespace ema {
-std::string TensorFileName(size_t index, size_t count) {
-  if (count == 1) return "model.safetensors";
-  return absl::StrFormat("model-%05d-of-%05d.safetensors", index + 1, count);
+std::string TensorFileName(size_t index, size_t count, size_t weights) {
+  const std::string stem = weights == 0 ? "model" : absl::StrCat("latest-", weights);
+  if (count == 1) return stem + ".safetensors";
+  return absl::StrFormat("%s-%05d-of-%05d.safetensors", stem, index + 1, count);
 }
 
 std::string TracksPath(std::string_view checkpoint_path) {

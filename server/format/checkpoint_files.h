@@ -6,6 +6,8 @@
 //   KEEP                                      maybe; see folder_files.h
 //   tracks/<track>/model.safetensors          or model-00001-of-00003.safetensors, ... and
 //                  model.safetensors.index.json
+//   tracks/<track>/latest-1.safetensors       of a mean of the last k: the weights that it keeps,
+//                                             the oldest first, in as many files as the average
 //   tracks/<track>/<attached>                 small files of the trainer's, such as config.json
 //
 // A track's folder has the layout that Hugging Face's tools write and read.
@@ -30,7 +32,8 @@ inline constexpr std::string_view kIndexFileName = "model.safetensors.index.json
 inline constexpr int64_t kMaxIndexFileBytes = int64_t{512} << 20;
 
 // "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one.
-std::string TensorFileName(size_t index, size_t count);
+// `weights`: 0 for the average, else the number of the kept weights, as in "latest-1.safetensors".
+std::string TensorFileName(size_t index, size_t count, size_t weights = 0);
 
 std::string TracksPath(std::string_view checkpoint_path);
 std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name);

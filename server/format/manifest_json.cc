@@ -2,6 +2,7 @@
 #include "server/format/manifest_json.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -53,6 +54,7 @@ void VisitFields(auto& io, MaybeConst<CheckpointTrack> auto& track) {
   io("last_steps", track.last_steps);
   io("frozen_digest", track.frozen_digest);
   io("weights", track.weights);
+  io.IfAny("latest_weights", track.latest_weights);
 }
 
 void VisitFields(auto& io, MaybeConst<CheckpointManifest> auto& checkpoint) {
@@ -70,8 +72,10 @@ void VisitFields(auto& io, MaybeConst<CheckpointManifest> auto& checkpoint) {
 
 namespace {
 
-// `place`: such as ".tracks[0].weights". As all checks here, returns what is wrong; empty: nothing.
-std::string CheckFiles(const std::string& place, const TensorFiles& files, size_t tensor_count) {
+// `place`: such as ".tracks[0].weights". `weights`: as for TensorFileName(). As all checks here,
+// returns what is wrong; empty: nothing.
+std::string CheckFiles(const std::string& place, const TensorFiles& files, size_t weights,
+                       size_t tensor_count) {
   if (files.tensor_crc32c.size() != tensor_count || files.piece_crc32c.size() != tensor_count) {
     return absl::StrCat(place, " has ", files.tensor_crc32c.size(), " tensor_crc32c and ",
                         files.piece_crc32c.size(), " piece_crc32c, expected ", tensor_count);
@@ -79,12 +83,12 @@ std::string CheckFiles(const std::string& place, const TensorFiles& files, size_
   if (files.files.empty()) return absl::StrCat(place, ".files is empty");
   // No other names: they become paths.
   for (size_t i = 0; i < files.files.size(); ++i) {
-    const std::string expected = TensorFileName(i, files.files.size());
+    const std::string expected = TensorFileName(i, files.files.size(), weights);
     if (files.files[i].name != expected) {
       return absl::StrCat(place, ".files[", i, "].name is not \"", expected, "\"");
     }
   }
-  const bool needs_index = files.files.size() > 1;
+  const bool needs_index = weights == 0 && files.files.size() > 1;
   if (files.index.has_value() != needs_index ||
       (needs_index && files.index->name != kIndexFileName)) {
     return absl::StrCat(place, ".index is not ",
@@ -107,8 +111,22 @@ std::string CheckTrack(const std::string& place, const CheckpointTrack& track,
       return absl::StrCat(place, ".states: updates without a last_update");
     }
   }
+  const int64_t kept_count = track.config.schedule.kept_weights_count();
+  int64_t expected_count = 0;
+  if (track.weights.has_value() && kept_count > 0) {
+    expected_count = std::clamp<int64_t>(track.state[0].averaged_count, 1, kept_count);
+  }
+  if (std::ssize(track.latest_weights) != expected_count) {
+    return absl::StrCat(place, " has ", track.latest_weights.size(), " latest_weights, expected ",
+                        expected_count);
+  }
   if (!track.weights.has_value()) return "";
-  return CheckFiles(place + ".weights", *track.weights, tensor_count);
+  std::string problem = CheckFiles(place + ".weights", *track.weights, 0, tensor_count);
+  for (size_t i = 0; i < track.latest_weights.size() && problem.empty(); ++i) {
+    problem = CheckFiles(absl::StrCat(place, ".latest_weights[", i, "]"), track.latest_weights[i],
+                         i + 1, tensor_count);
+  }
+  return problem;
 }
 
 std::string CheckAttachedFiles(const std::vector<SmallFile>& files) {
@@ -137,7 +155,9 @@ const CheckpointTrack* CheckpointManifest::Find(std::string_view track_name) con
 int64_t CheckpointManifest::FolderBytes(const CheckpointTrack& track) const {
   if (!track.weights.has_value()) return 0;
   int64_t bytes = 0;
-  for (const TensorFile& file : track.weights->files) bytes += file.file_bytes;
+  for (const TensorFiles* const files : track.all_files()) {
+    for (const TensorFile& file : files->files) bytes += file.file_bytes;
+  }
   if (track.weights->index.has_value()) bytes += track.weights->index->file_bytes;
   for (const SmallFile& file : attached_files) bytes += file.file_bytes;
   return bytes;

@@ -22,7 +22,7 @@ namespace ema {
 // The format that this build writes and reads; earlier ones were never released. A later format
 // keeps the checksum as its first member, and its format_version, so that it is rejected by version
 // instead of being taken for damage.
-inline constexpr int64_t kCheckpointFormatVersion = 5;
+inline constexpr int64_t kCheckpointFormatVersion = 6;
 
 // A tensor longer than this has a checksum for each piece of this size, so that a part of it can be
 // read and verified without the rest.
@@ -46,10 +46,11 @@ struct SmallFile {
   friend bool operator==(const SmallFile&, const SmallFile&) = default;
 };
 
-// The tensors of a track, in one or more safetensors files; each is in one file only.
+// The tensors of a track, or of weights that it keeps, in one or more safetensors files; each is in
+// one file only.
 struct TensorFiles {
   std::vector<TensorFile> files;   // Named by TensorFileName().
-  std::optional<SmallFile> index;  // If there is more than one file.
+  std::optional<SmallFile> index;  // If there is more than one file, but not of kept weights.
   // CRC32C of each tensor, in the manifest's order; 0 for tensors that are not in the files.
   std::vector<uint32_t> tensor_crc32c;
   // CRC32C of each kPieceBytes of a tensor that is longer than that; else empty.
@@ -68,6 +69,14 @@ struct CheckpointTrack {
   std::vector<int64_t> last_steps;  // Parallel to `state`.
   int64_t frozen_digest = 0;        // See TrackSnapshot.
   std::optional<TensorFiles> weights;
+  std::vector<TensorFiles> latest_weights;  // See TrackSnapshot.
+
+  // Both of them. REQUIRES: it has weights.
+  std::vector<const TensorFiles*> all_files() const {
+    std::vector<const TensorFiles*> all = {&*weights};
+    for (const TensorFiles& files : latest_weights) all.push_back(&files);
+    return all;
+  }
 
   friend bool operator==(const CheckpointTrack&, const CheckpointTrack&) = default;
 };

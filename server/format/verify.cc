@@ -56,7 +56,11 @@ absl::Status CheckTensorFiles(const StorageLayout& layout, const TensorFiles& fi
 
 absl::Status CheckTrack(const Manifest& manifest, const CheckpointTrack& track) {
   if (!track.weights.has_value()) return absl::OkStatus();
-  return CheckTensorFiles(LayoutOf(track, manifest), *track.weights);
+  const StorageLayout layout = LayoutOf(track, manifest);
+  for (const TensorFiles* const files : track.all_files()) {
+    EMA_RETURN_IF_ERROR(CheckTensorFiles(layout, *files));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::string> ReadSmall(FileSystem& file_system, const std::string& track_path,
@@ -137,7 +141,9 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
                               const CheckpointManifest& checkpoint, const CheckpointTrack& track,
                               Others others) {
   Contents contents;
-  for (const TensorFile& file : track.weights->files) contents.files.insert(file.name);
+  for (const TensorFiles* const files : track.all_files()) {
+    for (const TensorFile& file : files->files) contents.files.insert(file.name);
+  }
   if (track.weights->index.has_value()) contents.files.insert(track.weights->index->name);
   for (const SmallFile& file : checkpoint.attached_files) contents.files.insert(file.name);
   return CheckFolder(file_system, TrackPath(path, track.config.name), std::move(contents), others);
@@ -148,13 +154,17 @@ absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
                          const PauseHook& rest) {
   EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
   EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
-  EMA_ASSIGN_OR_RETURN(
-      const std::unique_ptr<TensorReader> reader,
-      TensorReader::Open(file_system, TrackPath(path, track.config.name), *track.weights,
-                         checkpoint.manifest, LayoutOf(track, checkpoint.manifest)));
-  return reader->ReadAll([&rest](int64_t, int64_t, std::span<const std::byte>) {
-    return rest != nullptr ? rest() : absl::OkStatus();
-  });
+  const StorageLayout layout = LayoutOf(track, checkpoint.manifest);
+  for (const TensorFiles* const files : track.all_files()) {
+    EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TensorReader> reader,
+                         TensorReader::Open(file_system, TrackPath(path, track.config.name), *files,
+                                            checkpoint.manifest, layout));
+    const auto pause = [&rest](int64_t, int64_t, std::span<const std::byte>) {
+      return rest != nullptr ? rest() : absl::OkStatus();
+    };
+    EMA_RETURN_IF_ERROR(reader->ReadAll(pause));
+  }
+  return absl::OkStatus();
 }
 
 // A checkpoint that somebody has renamed would be taken for another version.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// next = fma(w, p - e, e), many elements at a time, in float32 or float64. Highway compiles the
-// first part of this file once for each family of processors and picks one at run time. Families
-// without a fused multiply-add get the scalar definition: a product that is rounded before the
-// addition gives other bits.
+// next = fma(w, p - e, e), many elements at a time, in float32 or float64; and means. Highway
+// compiles the first part of this file once for each family of processors and picks one at run
+// time. Families without a fused multiply-add get the scalar definition: a product that is rounded
+// before the addition gives other bits.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <type_traits>
 
 #include "server/kernel/ema_kernel.h"
@@ -240,6 +241,51 @@ void FoldRun(const std::byte* source, int64_t count, const Places<kKind>& places
   check = check_in_register;
 }
 
+// The earlier weights of a mean, the oldest first, and where the mean goes to.
+template <Kind kKind>
+struct MeanPlaces {
+  const StoredAs<kKind>* earlier[kMaxEarlierWeights];
+  int earlier_count = 0;
+  StoredAs<kKind>* next = nullptr;
+};
+
+// The mean of kLanes elements; `i`: the first, in `places`.
+template <class Source, Kind kKind>
+HWY_INLINE void MeanVector(const std::byte* source, const MeanPlaces<kKind>& places, int64_t i,
+                           FiniteCheck& check) {
+  const DoubleTag tag;
+  Doubles newest = {hn::Zero(tag), hn::Zero(tag)};
+  if constexpr (IsFloat64(kKind)) {
+    newest = LoadDoubles<Source>(source);
+    check.Add(newest);
+  } else {
+    const FloatVec value = Source::Load(source);
+    check.Add(value);
+    newest = Widened(value);
+  }
+  Doubles differences = {hn::Zero(tag), hn::Zero(tag)};
+  for (int j = 0; j < places.earlier_count; ++j) {
+    const StoredAs<kKind>* const address = places.earlier[j] + i;
+    Doubles weight = {hn::Zero(tag), hn::Zero(tag)};
+    if constexpr (IsFloat64(kKind)) {
+      weight = {hn::LoadU(tag, address), hn::LoadU(tag, address + kLanes / 2)};
+    } else {
+      weight = Widened(hn::LoadU(FloatTag(), address));
+    }
+    differences = {hn::Add(differences.lower, hn::Sub(weight.lower, newest.lower)),
+                   hn::Add(differences.upper, hn::Sub(weight.upper, newest.upper))};
+  }
+  const DoubleVec count = hn::Set(tag, places.earlier_count + 1.0);
+  const Doubles mean = {hn::Add(newest.lower, hn::Div(differences.lower, count)),
+                        hn::Add(newest.upper, hn::Div(differences.upper, count))};
+  if constexpr (IsFloat64(kKind)) {
+    Store<false>(mean.lower, places.next + i);
+    Store<false>(mean.upper, places.next + i + kLanes / 2);
+  } else {
+    Store<false>(Rounded(mean), places.next + i);
+  }
+}
+
 // As the source's dtype, not rounded.
 template <class Source>
 void CheckRun(const std::byte* source, int64_t count, FiniteCheck& check) {
@@ -285,6 +331,35 @@ void FoldTile(const FoldTarget& target, const Tile& tile, FiniteCheck& check) {
   }
 }
 
+template <class Source, Kind kKind>
+void MeanTile(std::span<const FoldTarget> targets, const Tile& tile, FiniteCheck& check) {
+  MeanPlaces<kKind> places;
+  places.next = reinterpret_cast<StoredAs<kKind>*>(targets.front().next) + tile.begin;
+  for (const FoldTarget& target : targets) {
+    places.earlier[places.earlier_count++] =
+        reinterpret_cast<const StoredAs<kKind>*>(target.current) + tile.begin;
+  }
+  int64_t i = 0;
+  for (; i + kLanes <= tile.count; i += kLanes) {
+    MeanVector<Source, kKind>(tile.source + i * Source::kElementBytes, places, i, check);
+  }
+  if (i == tile.count) return;
+  // The rest, by way of padded copies.
+  std::byte source[kLanes * Source::kElementBytes] = {};
+  StoredAs<kKind> earlier[kMaxEarlierWeights][kLanes] = {};
+  StoredAs<kKind> next[kLanes];
+  MeanPlaces<kKind> padded;
+  padded.next = next;
+  const size_t count = static_cast<size_t>(tile.count - i);
+  std::memcpy(source, tile.source + i * Source::kElementBytes, count * Source::kElementBytes);
+  for (int j = 0; j < places.earlier_count; ++j) {
+    std::memcpy(earlier[j], places.earlier[j] + i, count * sizeof(next[0]));
+    padded.earlier[padded.earlier_count++] = earlier[j];
+  }
+  MeanVector<Source, kKind>(source, padded, 0, check);
+  std::memcpy(places.next + i, next, count * sizeof(next[0]));
+}
+
 void CopyTile(const FoldTarget& target, const Tile& tile, int64_t element_bytes) {
   const int64_t size_bytes = tile.count * element_bytes;
   std::byte* next = target.next + tile.begin * element_bytes;
@@ -305,7 +380,9 @@ template <class Source>
 bool FoldTileOfFloats(const FoldOp& op, const Tile& tile) {
   FiniteCheck check;
   bool is_checked = false;
-  for (const FoldTarget& target : op.targets) {
+  for (size_t t = 0; t < op.targets.size(); ++t) {
+    const FoldTarget& target = op.targets[t];
+    if (target.is_earlier_weight()) continue;
     is_checked |= target.kind != Kind::kCopy;
     switch (target.kind) {
       case Kind::kAverage:
@@ -319,6 +396,12 @@ bool FoldTileOfFloats(const FoldOp& op, const Tile& tile) {
         break;
       case Kind::kAssignFloat64:
         FoldTile<Source, Kind::kAssignFloat64>(target, tile, check);
+        break;
+      case Kind::kMean:
+        MeanTile<Source, Kind::kMean>(TargetsOfMean(op.targets.subspan(t)), tile, check);
+        break;
+      case Kind::kMeanFloat64:
+        MeanTile<Source, Kind::kMeanFloat64>(TargetsOfMean(op.targets.subspan(t)), tile, check);
         break;
       case Kind::kCopy:
         CopyTile(target, tile, Source::kElementBytes);
@@ -390,26 +473,38 @@ HWY_EXPORT(FoldSimd);
 
 SourceFormat FormatOf(Dtype dtype) { return static_cast<SourceFormat>(dtype); }
 
-// `param`: the `i`-th element, in the dtype of the target's averages.
+// `param`: the `i`-th element, in the dtype of the target's averages. `targets`: the target, and
+// those after it.
 template <typename Stored>
-void FoldFloat(Stored param, int64_t i, const FoldTarget& target) {
+void FoldFloat(Stored param, int64_t i, std::span<const FoldTarget> targets) {
+  const FoldTarget& target = targets.front();
   const int64_t offset = i * int64_t{sizeof(Stored)};
-  if (IsAverage(target.kind)) {
+  if (IsMean(target.kind)) {
+    double differences = 0;
+    targets = TargetsOfMean(targets);
+    for (const FoldTarget& earlier : targets) {
+      differences += double{LoadAs<Stored>(earlier.current + offset)} - double{param};
+    }
+    param = static_cast<Stored>(MeanOf(param, differences, static_cast<int>(targets.size()) + 1));
+  } else if (IsAverage(target.kind)) {
     param = UpdatedAverage(LoadAs<Stored>(target.current + offset), param,
                            static_cast<Stored>(target.update_weight));
   }
   std::memcpy(target.next + offset, &param, sizeof(param));
 }
 
-// What the `i`-th element, at `source`, does to one target.
-void FoldElement(Dtype dtype, const std::byte* source, int64_t i, const FoldTarget& target) {
+// What the `i`-th element, at `source`, does to the first of `targets`.
+void FoldElement(Dtype dtype, const std::byte* source, int64_t i,
+                 std::span<const FoldTarget> targets) {
+  const FoldTarget& target = targets.front();
+  if (target.is_earlier_weight()) return;
   if (target.kind == FoldTarget::Kind::kCopy) {
     const int64_t size = DtypeSize(dtype);
     std::memcpy(target.next + i * size, source, size);
   } else if (IsFloat64(target.kind)) {
-    FoldFloat(LoadDouble(FormatOf(dtype), source), i, target);
+    FoldFloat(LoadDouble(FormatOf(dtype), source), i, targets);
   } else {
-    FoldFloat(LoadFloat(FormatOf(dtype), source), i, target);
+    FoldFloat(LoadFloat(FormatOf(dtype), source), i, targets);
   }
 }
 
@@ -420,8 +515,8 @@ std::optional<int64_t> FoldOnCpu(const FoldOp& op) { return HWY_DYNAMIC_DISPATCH
 std::optional<int64_t> FoldScalar(const FoldOp& op) {
   const int64_t source_bytes = DtypeSize(op.source_dtype);
   for (int64_t i = 0; i < op.element_count; ++i) {
-    for (const FoldTarget& target : op.targets) {
-      FoldElement(op.source_dtype, op.source + i * source_bytes, i, target);
+    for (size_t t = 0; t < op.targets.size(); ++t) {
+      FoldElement(op.source_dtype, op.source + i * source_bytes, i, op.targets.subspan(t));
     }
   }
   if (!IsFloat(op.source_dtype)) return std::nullopt;

@@ -32,18 +32,27 @@ enum class FoldKind : uint8_t {
   kCopy,     // next[i] = source[i], the source's dtype and bits
   kAverageFloat64,  // as kAverage, but all float64, `w` not rounded
   kAssignFloat64,   // next[i] = double(source[i])
+  kMean,  // next[i] = the mean of float(source[i]) and earlier weights, all float32: see MeanOf()
+  kMeanFloat64,  // the same, but all float64
 };
+
+// The earlier weights of a mean, at most.
+inline constexpr int kMaxEarlierWeights = 15;
 
 EMA_HOST_DEVICE constexpr bool IsAverage(FoldKind kind) {
   return kind == FoldKind::kAverage || kind == FoldKind::kAverageFloat64;
 }
+EMA_HOST_DEVICE constexpr bool IsMean(FoldKind kind) {
+  return kind == FoldKind::kMean || kind == FoldKind::kMeanFloat64;
+}
 // Whether averages are stored as float64.
 EMA_HOST_DEVICE constexpr bool IsFloat64(FoldKind kind) {
-  return kind == FoldKind::kAverageFloat64 || kind == FoldKind::kAssignFloat64;
+  return kind == FoldKind::kAverageFloat64 || kind == FoldKind::kAssignFloat64 ||
+         kind == FoldKind::kMeanFloat64;
 }
 // Whether pushed values are rounded to float32: float64 values that are too large become infinite.
 EMA_HOST_DEVICE constexpr bool IsFloat32(FoldKind kind) {
-  return kind == FoldKind::kAverage || kind == FoldKind::kAssign;
+  return kind == FoldKind::kAverage || kind == FoldKind::kAssign || kind == FoldKind::kMean;
 }
 
 // How a pushed element is to be read. For floats the numbers are those of Dtype.
@@ -118,6 +127,13 @@ EMA_HOST_DEVICE inline float UpdatedAverage(float ema, float param, float update
 }
 EMA_HOST_DEVICE inline double UpdatedAverage(double ema, double param, double update_weight) {
   return std::fma(update_weight, param - ema, ema);
+}
+
+// The mean of `count` weights in float64, which a float32 track rounds once. `differences`: the sum
+// of weight - newest over the earlier weights, added up from the oldest on. The mean of equal
+// weights is exactly these.
+EMA_HOST_DEVICE inline double MeanOf(double newest, double differences, int count) {
+  return newest + differences / count;
 }
 
 }  // namespace ema

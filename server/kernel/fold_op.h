@@ -14,7 +14,9 @@
 
 namespace ema {
 
-// What one run of pushed elements does to one track.
+// What one run of pushed elements does to one track. A mean of n weights has n - 1 targets of the
+// same kind, one after the other, whose `current` are the earlier weights, the oldest first. Only
+// the first of them has `next`.
 struct FoldTarget {
   using Kind = FoldKind;  // fold_element.h says what each does.
   Kind kind = Kind::kCopy;
@@ -24,12 +26,22 @@ struct FoldTarget {
   const std::byte* current = nullptr;
   std::byte* next = nullptr;
 
+  // Whether it only adds an earlier weight to the mean of a target before it.
+  bool is_earlier_weight() const { return next == nullptr; }
   // Bytes of a stored element whose source element has `source_bytes`.
   int64_t StoredBytes(int64_t source_bytes) const {
     if (kind == Kind::kCopy) return source_bytes;
     return IsFloat64(kind) ? int64_t{sizeof(double)} : int64_t{sizeof(float)};
   }
 };
+
+// The targets of the mean that `targets` begin with.
+inline std::span<const FoldTarget> TargetsOfMean(std::span<const FoldTarget> targets) {
+  const auto end = std::find_if(targets.begin() + 1, targets.end(), [](const FoldTarget& target) {
+    return !target.is_earlier_weight();
+  });
+  return targets.first(static_cast<size_t>(end - targets.begin()));
+}
 
 // One run of pushed elements and everything to be done with it, in one read of the source.
 struct FoldOp {

@@ -36,7 +36,12 @@ struct alignas(16) DeviceFoldTarget {
   std::byte* next = nullptr;
   double update_weight = 1;
   FoldKind kind = FoldKind::kCopy;
+  // Of a mean: where the targets of the earlier weights but the oldest are in the table; only
+  // their `current` is read.
+  uint8_t more_weights = 0;
+  int32_t first_weight = 0;
 };
+static_assert(sizeof(DeviceFoldTarget) == 32, "two loads");
 
 // Neighbouring elements of one op, or of several that are neighbours themselves: lanes [begin, end)
 // of kFoldTileElements. Lane 0 is where vectors begin, which may be before the first element.
@@ -218,6 +223,40 @@ EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t fir
   average.Store(next);
 }
 
+// The same for a mean: vector by vector, with one earlier weight after the other, as more of them
+// would need more registers than all other kinds.
+template <FoldKind kKind, SourceFormat kFormat, typename Bits, int kVectors>
+EMA_HOST_DEVICE inline void MeanInto(const FoldTable& table, const DeviceFoldTarget& target,
+                                     int64_t first, const Vectors<Bits, kVectors>& pushed) {
+  using Stored = StoredAs<kKind>;
+  const DeviceFoldTarget* const more = table.targets + target.first_weight;
+  std::byte* const next = target.next;
+  const std::byte* const oldest = target.current;
+  const int more_weights = target.more_weights;
+  EMA_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t offset = (first + v * kFoldStride) * static_cast<int64_t>(sizeof(Stored));
+    double differences[kFoldVector] = {};
+    EMA_NO_UNROLL
+    for (int j = 0; j <= more_weights; ++j) {
+      const std::byte* const earlier = j == 0 ? oldest : more[j - 1].current;
+      const Lanes<Stored> weights = LoadLanes<Stored>(earlier + offset);
+      EMA_UNROLL
+      for (int i = 0; i < kFoldVector; ++i) {
+        const auto param = ValueOf<Stored>(kFormat, pushed.vectors[v].lane[i]);
+        differences[i] += double{weights.lane[i]} - double{param};
+      }
+    }
+    Lanes<Stored> mean;
+    EMA_UNROLL
+    for (int i = 0; i < kFoldVector; ++i) {
+      const auto param = ValueOf<Stored>(kFormat, pushed.vectors[v].lane[i]);
+      mean.lane[i] = static_cast<Stored>(MeanOf(param, differences[i], more_weights + 2));
+    }
+    StoreLanes(mean, next + offset);
+  }
+}
+
 // Copies whole, aligned vectors from lane `lane` on; in registers throughout.
 template <typename T, int kVectors>
 EMA_HOST_DEVICE inline void CopyVectors(const FoldTable& table, const FoldTile& tile, int lane) {
@@ -258,6 +297,12 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
       case FoldKind::kAssignFloat64:
         FoldInto<FoldKind::kAssignFloat64, kFormat>(target, first, pushed);
         break;
+      case FoldKind::kMean:
+        MeanInto<FoldKind::kMean, kFormat>(table, target, first, pushed);
+        break;
+      case FoldKind::kMeanFloat64:
+        MeanInto<FoldKind::kMeanFloat64, kFormat>(table, target, first, pushed);
+        break;
     }
   }
   // Last, as it waits for the pushed values, which the loads of averages need not.
@@ -271,9 +316,18 @@ EMA_HOST_DEVICE inline void FoldVectors(const FoldTable& table, const FoldTile& 
 
 // Updates element `i` of one target, of any alignment.
 template <typename Stored>
-EMA_HOST_DEVICE inline void FoldInto(const DeviceFoldTarget& target, int64_t i, Stored param) {
+EMA_HOST_DEVICE inline void FoldInto(const FoldTable& table, const DeviceFoldTarget& target,
+                                     int64_t i, Stored param) {
   const int64_t offset = i * static_cast<int64_t>(sizeof(Stored));
-  if (IsAverage(target.kind)) {
+  if (IsMean(target.kind)) {
+    double differences = double{LoadAs<Stored>(target.current + offset)} - double{param};
+    EMA_NO_UNROLL
+    for (int j = 0; j < target.more_weights; ++j) {
+      const std::byte* const earlier = table.targets[target.first_weight + j].current;
+      differences += double{LoadAs<Stored>(earlier + offset)} - double{param};
+    }
+    param = static_cast<Stored>(MeanOf(param, differences, target.more_weights + 2));
+  } else if (IsAverage(target.kind)) {
     param = UpdatedAverage(LoadAs<Stored>(target.current + offset), param,
                            static_cast<Stored>(target.update_weight));
   }
@@ -298,10 +352,10 @@ EMA_HOST_DEVICE inline void FoldElement(const FoldTable& table, const FoldTile& 
       EMA_NO_UNROLL
       for (int b = 0; b < tile.element_bytes; ++b) next[b] = source[b];
     } else if (IsFloat64(target.kind)) {
-      FoldInto(target, i, exact);
+      FoldInto(table, target, i, exact);
     } else {
       is_finite &= IsFinite(rounded);
-      FoldInto(target, i, rounded);
+      FoldInto(table, target, i, rounded);
     }
   }
   if (!is_finite) NoteNonFinite(table, tile);

@@ -99,6 +99,69 @@ TEST_F(CheckpointFormatTest, ComesBackBitForBitHoweverItIsSplit) {
   }
 }
 
+TEST_F(CheckpointFormatTest, AMeanOfTheLastGoesOnAsIfNothingHadHappened) {
+  ModelConfig config = EveryKindOfModel("mean");
+  config.tracks = {
+      {"two", MakeSchedule("mean_of_last=2")},
+      {"late", MakeSchedule("mean_of_last=3, ema_start=100ba")},
+      {.name = "fine", .schedule = MakeSchedule("mean_of_last=5"), .dtype = Dtype::kFloat64}};
+  const auto push = [](TestRank& rank, int64_t version) {
+    return rank.Push(10 * version, RandomWeights(*MakeManifest(EveryKindOfTensor()), version));
+  };
+  for (const int64_t max_file_bytes : {int64_t{5'000'000'000}, int64_t{100}}) {
+    SCOPED_TRACE(max_file_bytes);
+    ModelStore models(TestDevice(), SmallBlocks());
+    const auto model = models.Create(config)->model;
+    TestRank rank(model, "launch");
+    ASSERT_THAT(rank.Join(), IsOk());
+    for (int64_t version = 1; version <= 4; ++version) ASSERT_THAT(push(rank, version), IsOk());
+    const SnapshotRef saved = *model->history().Pin(0);
+    EMA_ASSERT_OK_AND_ASSIGN(
+        const CheckpointManifest written,
+        WriteCheckpoint(files_, latch_, "/c", *model, *saved, {.max_file_bytes = max_file_bytes}));
+    EXPECT_THAT(written.tracks[0].latest_weights, SizeIs(1));
+    EXPECT_THAT(written.tracks[1].latest_weights, SizeIs(1));
+    EXPECT_THAT(written.tracks[2].latest_weights, SizeIs(4));
+    int64_t bytes = 0;
+    for (const std::string& path : FilesIn(files_, "/c/tracks")) {
+      bytes += static_cast<int64_t>(files_.FileBytes(path).size());
+    }
+    EXPECT_EQ(written.total_bytes, bytes);
+    EXPECT_GT(bytes, CheckpointDataBytes(*model, *saved, {}));
+    EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest verified, VerifyCheckpoint(files_, "/c"));
+    EXPECT_EQ(verified.tracks, written.tracks);
+    EXPECT_THAT(CheckNoUnknownFiles(files_, "/c", verified), IsOk());
+
+    ModelStore loaded(TestDevice(), SmallBlocks());
+    ASSERT_THAT(Load(files_, "/c", loaded), IsOk());
+    const std::shared_ptr<Model> again = *loaded.Get("mean");
+    ExpectSameVersion(*again, *model, *saved);
+    TestRank next(again, "next");
+    ASSERT_THAT(next.Join(), IsOk());
+    for (int64_t version = 5; version <= 12; ++version) {
+      ASSERT_THAT(push(rank, version), IsOk());
+      ASSERT_THAT(push(next, version), IsOk());
+      for (int64_t t = 0; t < 3; ++t) {
+        EXPECT_TRUE(TensorsOf(*again, **again->history().Pin(0), t) ==
+                    TensorsOf(*model, **model->history().Pin(0), t))
+            << version << " " << t;
+      }
+    }
+
+    // The kept weights are as protected as the average.
+    const std::string file = "/c/tracks/fine/" + written.tracks[2].latest_weights[3].files[0].name;
+    const std::string good = files_.FileBytes(file);
+    files_.FileBytes(file).back() ^= 1;
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c").status(), IsCorrupt());
+    EXPECT_THAT(Load(files_, "/c"), IsCorrupt());
+    files_.FileBytes(file) = good;
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c"), IsOk());
+    ASSERT_THAT(files_.RemoveFile(file), IsOk());
+    EXPECT_THAT(VerifyCheckpoint(files_, "/c").status(), IsCorrupt());
+    ASSERT_THAT(files_.RemoveTree("/c"), IsOk());
+  }
+}
+
 TEST_F(CheckpointFormatTest, SplitsAsHuggingFaceDoes) {
   constexpr int64_t kMaxFileBytes = 100;
   EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest written,

@@ -561,13 +561,13 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheNextSaveIsLoaded) {
 }
 
 TEST_F(DamageTest, ACheckpointOfANewerServerStopsTheStart) {
-  files_.FileBytes(PathOf(2) + "/manifest.json") = FormatJsonFile(6, Json::object());
+  files_.FileBytes(PathOf(2) + "/manifest.json") = FormatJsonFile(7, Json::object());
   auto store = OpenStore(files_);
   ModelStore models(TestDevice(), SmallBlocks());
   EXPECT_THAT(store->LoadAll(models),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("model \"m\""), HasSubstr("step-000000000020"),
-                             HasSubstr("format_version 6"))));
+                             HasSubstr("format_version 7"))));
   EXPECT_THAT(files_.Exists(PathOf(2) + "/manifest.json"), IsOkAndHolds(true));
 }
 

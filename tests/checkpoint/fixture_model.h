@@ -2,7 +2,7 @@
 //
 // The version that is in every fixture of tests/checkpoint/fixtures: one of each format of a
 // release, as the code of its time wrote it. From the first release on they are never written
-// again. That of format 5 is split (24 bytes a file) and has an attached file, `{"layers": 2}` as
+// again. That of format 6 is split (24 bytes a file) and has an attached file, `{"layers": 2}` as
 // config.json.
 #ifndef EMA_TESTS_CHECKPOINT_FIXTURE_MODEL_H_
 #define EMA_TESTS_CHECKPOINT_FIXTURE_MODEL_H_

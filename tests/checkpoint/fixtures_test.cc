@@ -67,7 +67,7 @@ TEST_P(FixturesTest, LoadsAsItWas) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, FixturesTest, testing::Values(5),
+INSTANTIATE_TEST_SUITE_P(Formats, FixturesTest, testing::Values(6),
                          [](const testing::TestParamInfo<int64_t>& tested) {
                            return absl::StrCat("Format", tested.param);
                          });

@@ -31,7 +31,7 @@ using ::testing::SizeIs;
 class CheckpointCopyTest : public testing::Test {
  protected:
   CheckpointCopyTest() {
-    const std::string fixture = std::string(EMA_FIXTURES) + "/format-5";
+    const std::string fixture = std::string(EMA_FIXTURES) + "/format-6";
     EXPECT_THAT(files_.CreateDirectory("/c"), IsOk());
     for (const auto& entry : std::filesystem::recursive_directory_iterator(fixture)) {
       const std::string path = "/c" + entry.path().string().substr(fixture.size());

@@ -21,7 +21,7 @@ namespace {
 using ::testing::_;
 using ::testing::HasSubstr;
 
-const std::string kFixture = std::string(EMA_FIXTURES) + "/format-5";
+const std::string kFixture = std::string(EMA_FIXTURES) + "/format-6";
 
 // A folder of two copies of the same checkpoint.
 class CheckpointFilesTest : public testing::Test {
@@ -61,7 +61,7 @@ class CheckpointFilesTest : public testing::Test {
 };
 
 TEST_F(CheckpointFilesTest, CopiesAreVerifiedAndSaidToBe) {
-  EXPECT_THAT(copied_, HasSubstr("format-5 (step 30"));
+  EXPECT_THAT(copied_, HasSubstr("format-6 (step 30"));
   EXPECT_THAT(copied_, HasSubstr("verified"));
   const Result one = Verify(folder_ + "/a/", /*json=*/false);
   EXPECT_THAT(one.status, IsOk());

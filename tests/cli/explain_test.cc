@@ -60,6 +60,19 @@ TEST(ExplainTest, MeanGivesEachUpdateTheSame) {
   EXPECT_EQ(update.shares[3], 1);
 }
 
+TEST(ExplainTest, MeanOfTheLastHasNothingOlder) {
+  EMA_ASSERT_OK_AND_ASSIGN(const Explanation explanation, TryExplain("mean_of_last=4"));
+  const ExplainedUpdate& second = explanation.updates[1];
+  EXPECT_EQ(second.number, 2);
+  EXPECT_EQ(second.weight, 0.5);
+  const ExplainedUpdate& update = explanation.updates[3];
+  EXPECT_EQ(update.number, 100);
+  EXPECT_EQ(update.weight, 0.25);
+  EXPECT_EQ(*update.window, 4);
+  EXPECT_EQ(update.half_life, std::nullopt);
+  EXPECT_THAT(update.shares, ElementsAre(0.25, 1, 1));
+}
+
 TEST(ExplainTest, CountsFromTheStart) {
   EMA_ASSERT_OK_AND_ASSIGN(
       const Explanation explanation,
@@ -129,7 +142,7 @@ TEST(ExplainTest, HasAnOptionForEveryField) {
     EXPECT_THAT(schedule, StatusIs(absl::StatusCode::kInvalidArgument,
                                    testing::Not(HasSubstr("unknown field"))));
   }
-  EXPECT_THAT(ScheduleOptions(), SizeIs(23));
+  EXPECT_THAT(ScheduleOptions(), SizeIs(24));
 }
 
 TEST(ExplainTest, PrintsTablesAndJson) {

@@ -96,6 +96,11 @@ TEST(FirstValueTest, WhatCountsUpdatesNeedsTheirNumber) {
   }
 }
 
+TEST(FirstValueTest, IsLostByAMeanOfTheLast) {
+  EXPECT_THAT(CheckKeepsFirstValue(Track("mean_of_last=3"), TrainingTime::AtBatch(100), 100),
+              IsLost("needs the weights of each"));
+}
+
 TEST(FirstValueTest, IsLostByWhatBeginsLater) {
   for (const char* schedule :
        {"half_life=100ba, ema_start=50ba", "half_life=100ba, ema_start=50ba, before_start=copy",

@@ -328,6 +328,30 @@ class Folder {
     return folded;
   }
 
+  // One target: the mean of `source` and of `earlier` weights, which are stored as `kind` says.
+  Folded FoldMean(Kind kind, Dtype dtype, const Bytes& source, int64_t count,
+                  const std::vector<Bytes>& earlier, int64_t offset) {
+    const int64_t size = StoredSize(kind, dtype);
+    std::vector<FoldTarget> targets;
+    for (size_t i = 0; i < earlier.size(); ++i) {
+      targets.push_back({.kind = kind});
+      targets.back().current = Holding(i + 1, offset * size, earlier[i], count * size);
+    }
+    targets[0].next = Guarded(0, offset * size, count * size);
+    EXPECT_THAT(stream_->Synchronize(), IsOk());
+    const auto found = stream_->Fold({dtype, source.data(), count, targets});
+    const auto found_later = stream_->Synchronize();
+    EXPECT_THAT(found, IsOk());
+    EXPECT_THAT(found_later, IsOk());
+    Folded folded;
+    if (found.ok()) folded.non_finite = *found;
+    if (found_later.ok() && !found_later->empty()) {
+      folded.non_finite = found_later->front().element;
+    }
+    folded.next.push_back(Read(0, (offset + count + kGuardElements) * size));
+    return folded;
+  }
+
  private:
   std::byte* Memory(size_t index, int64_t size_bytes) {
     if (blocks_.size() <= index) blocks_.resize(index + 1);

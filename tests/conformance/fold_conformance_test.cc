@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -94,6 +95,49 @@ TEST_P(FoldConformanceTest, ManyTargetsAtOnceEqualTheDefinition) {
     for (const int64_t count : {1, 15, 1000, 2050, 16384, 70000}) {
       const Folded folded = folder_.Fold(dtype, source, count, current, targets, 1);
       ASSERT_EQ(Misses(folded, dtype, source, count, current, targets), "");
+    }
+  }
+}
+
+// newest + sum(weight - newest) / n in float64, from the oldest on, and rounded once.
+TEST_P(FoldConformanceTest, AMeanEqualsTheDefinition) {
+  for (const Dtype dtype : kFloatDtypes) {
+    for (const Kind kind : {Kind::kMean, Kind::kMeanFloat64}) {
+      for (const int earlier_count : {1, 2, kMaxEarlierWeights}) {
+        for (const int64_t count : {1, 5, 16, 33, 2050, 16389}) {
+          SCOPED_TRACE(testing::Message() << DtypeName(dtype) << ", kind " << static_cast<int>(kind)
+                                          << ", " << earlier_count << " weights of " << count);
+          const int64_t size = StoredSize(kind, dtype);
+          const int64_t offset = count % 3;
+          Bytes source = RandomElements(dtype, count, 40);
+          std::vector<Bytes> earlier;
+          for (int i = 0; i < earlier_count; ++i) {
+            const Bytes weights = RandomElements(Dtype::kFloat32, count, 41 + i);
+            earlier.push_back(FirstAverages(kind, weights, count));
+          }
+          const Folded folded = folder_.FoldMean(kind, dtype, source, count, earlier, offset);
+          ASSERT_EQ(folded.non_finite, std::nullopt);
+          const Bytes& next = folded.next[0];
+          ASSERT_EQ(GuardMisses(next, offset * size, (offset + count) * size), "");
+          for (int64_t i = 0; i < count; ++i) {
+            const std::byte* const element = source.data() + i * DtypeSize(dtype);
+            const double newest =
+                IsFloat64(kind) ? DoubleOf(dtype, element) : ValueOf(dtype, element);
+            double differences = 0;
+            for (const Bytes& weights : earlier) {
+              differences += AverageAt(kind, weights.data() + i * size) - newest;
+            }
+            double expected = newest + differences / (earlier_count + 1);
+            if (!IsFloat64(kind)) expected = static_cast<float>(expected);
+            const double got = AverageAt(kind, next.data() + (offset + i) * size);
+            ASSERT_TRUE(IsSame(expected, got)) << i << ": expected " << expected << ", got " << got;
+          }
+          const Bytes infinity = NonFiniteElements(dtype)[0];
+          std::copy(infinity.begin(), infinity.end(), source.end() - std::ssize(infinity));
+          EXPECT_EQ(folder_.FoldMean(kind, dtype, source, count, earlier, offset).non_finite,
+                    count - 1);
+        }
+      }
     }
   }
 }

@@ -154,6 +154,101 @@ TEST_F(AveragingTest, BeforeTheStartATrackIsWhatItsScheduleSays) {
   EXPECT_EQ(Read("hold")[0], 2.5);
 }
 
+TEST_F(AveragingTest, AMeanOfTheLastIsThatOfThePushedWeights) {
+  TrackConfig fine = Track("fine", "mean_of_last=16");
+  fine.dtype = Dtype::kFloat64;
+  Create({Track("mean", "mean_of_last=3"), fine, Track("raw", "copy")},
+         {{"w", Dtype::kFloat32, {3}}, {"count", Dtype::kInt32, {1}}, {"v", Dtype::kFloat32, {1}}});
+  std::vector<double> pushed;
+  const auto mean_of = [&pushed](size_t count) {
+    count = std::min(count, pushed.size());
+    double differences = 0;
+    for (size_t i = pushed.size() - count; i < pushed.size(); ++i) {
+      differences += pushed[i] - pushed.back();
+    }
+    return pushed.back() + differences / static_cast<double>(count);
+  };
+  for (int step = 1; step <= 20; ++step) {
+    const float value = std::sin(static_cast<float>(step)) * 1e3f;
+    ASSERT_THAT(Push(step, {value, 1, -value, 5.0f * step, value}), IsOk());
+    pushed.push_back(value);
+    const float mean = static_cast<float>(mean_of(3));
+    // The bits that were pushed as an int32 are copied.
+    EXPECT_THAT(Read("mean"), ElementsAre(mean, 1, -mean, 5.0f * step, mean)) << step;
+    const std::vector<std::byte> bytes = *ReadAll(*model_, "fine");
+    double averages[3] = {};
+    std::memcpy(averages, bytes.data(), sizeof(averages));
+    EXPECT_THAT(averages, ElementsAre(mean_of(16), 1, -mean_of(16))) << step;
+    const TrackVersion record = model_->history().latest()->tracks[0];
+    EXPECT_EQ(record.update_weight, 1.0f / static_cast<float>(std::min(step, 3)));
+    EXPECT_EQ(record.window_steps, std::min(step, 3));
+    EXPECT_EQ(record.stall_gap, 0);
+  }
+  EXPECT_THAT(warnings_, IsEmpty());
+}
+
+TEST_F(AveragingTest, AMeanOfTheLastBeginsAtItsStart) {
+  Create({Track("reinit", "mean_of_last=3, ema_start=3ba"),
+          Track("copy", "mean_of_last=3, ema_start=3ba, before_start=copy"),
+          Track("hold", "mean_of_last=3, ema_start=3ba, before_start=hold"),
+          Track("rare", "mean_of_last=2, update_interval=2ba")});
+  const std::vector<float> from_3 = {3, 3.5, 4, 5};
+  const std::vector<float> from_first = {1, 2.5, 10.0f / 3, 5};
+  const std::vector<float> rare = {1, 1.5, 1.5, 3, 3, 5};
+  for (int step = 1; step <= 6; ++step) {
+    const float value = static_cast<float>(step);
+    ASSERT_THAT(Push(step, {value, value, value}), IsOk());
+    EXPECT_EQ(Read("reinit")[0], step < 3 ? 1 : from_3[step - 3]);
+    EXPECT_EQ(Read("copy")[0], step < 3 ? value : from_3[step - 3]);
+    EXPECT_EQ(Read("hold")[0], step < 3 ? 1 : from_first[step - 3]);
+    EXPECT_EQ(Read("rare")[0], rare[step - 1]);
+  }
+}
+
+TEST_F(AveragingTest, ASkippedTensorRepeatsItsLatestWeights) {
+  Create({Track("mean", "mean_of_last=2")},
+         {{"a", Dtype::kFloat32, {2}}, {"b", Dtype::kFloat32, {1}}}, NonFinitePolicy::kSkipTensor);
+  ASSERT_THAT(Push(1, {2, 2, 2}), IsOk());
+  ASSERT_THAT(Push(2, {4, 4, 4}), IsOk());
+  ASSERT_THAT(Push(3, {8, kNan, 8}), IsOk());
+  EXPECT_THAT(Read("mean"), ElementsAre(3, 3, 6));
+  ASSERT_THAT(Push(4, {6, 6, 10}), IsOk());
+  EXPECT_THAT(Read("mean"), ElementsAre(5, 5, 9));
+}
+
+TEST_F(AveragingTest, VersionsShareTheWeightsThatAMeanKeeps) {
+  Create({Track("mean", "mean_of_last=4")}, {{"w", Dtype::kFloat32, {5000}}});
+  const int64_t layout_bytes = model_->Describe().tracks[0]->layout().total_bytes();
+  EXPECT_EQ(model_->tracks().reserved_bytes(), 5 * 4 * layout_bytes);  // As SmallBlocks().
+  std::vector<SnapshotRef> pinned;
+  for (int step = 1; step <= 9; ++step) {
+    ASSERT_THAT(Push(step, std::vector<float>(5000, static_cast<float>(step))), IsOk());
+    if (step >= 8) pinned.push_back(*model_->history().Pin(0));
+  }
+  const std::vector<BlocksRef>& before = pinned[0]->tracks[0].latest_weights;
+  const std::vector<BlocksRef>& after = pinned[1]->tracks[0].latest_weights;
+  ASSERT_THAT(after, SizeIs(3));
+  EXPECT_EQ(before[1], after[0]);
+  EXPECT_EQ(before[2], after[1]);
+  EXPECT_LE(model_->device().memory_use().block_bytes, model_->tracks().reserved_bytes());
+}
+
+TEST_F(AveragingTest, TheLengthOfAMeanOfTheLastCannotChange) {
+  Create({Track("mean", "mean_of_last=3"), Track("ema", "smoothing=0.5")});
+  for (const TrackConfig& changed :
+       {Track("mean", "mean_of_last=4"), Track("mean", "smoothing=0.5"),
+        Track("ema", "mean_of_last=3")}) {
+    EXPECT_THAT(model_->UpdateTracks({.put = {changed}}),
+                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("mean_of_last")));
+  }
+  ASSERT_THAT(Push(1, {0, 0, 0}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.put = {Track("mean", "mean_of_last=3, update_interval=2ba")}}),
+              IsOk());
+  ASSERT_THAT(Push(2, {2, 2, 2}), IsOk());
+  ASSERT_THAT(Push(4, {7, 7, 7}), IsOk());
+  EXPECT_THAT(Read("mean"), ElementsAre(3, 3, 3));
+}
+
 TEST_F(AveragingTest, WhatIsCopiedIsTheNewestAlsoWhereTheAverageStays) {
   // The seconds stand still, and with them an average over them.
   TrackConfig fine = Track("fine", "half_life=1s, update_interval=1ba");
@@ -488,8 +583,8 @@ TEST_F(AveragingTest, CreatingTheModelAgainIsOkAsItWasAndAsItIs) {
 // The result of one track does not depend on which other tracks there are.
 TEST_F(AveragingTest, ATrackDoesNotFeelOtherTracks) {
   const std::vector<std::string> schedules = {
-      "10ba",         "smoothing=0.9, zero_init=plain",     "copy", "inv_gamma=1",
-      "uniform=true", "half_life=30ba, update_interval=3ba"};
+      "10ba",         "smoothing=0.9, zero_init=plain",      "copy",          "inv_gamma=1",
+      "uniform=true", "half_life=30ba, update_interval=3ba", "mean_of_last=5"};
   std::vector<TrackConfig> tracks;
   for (size_t i = 0; i < schedules.size(); ++i) {
     tracks.push_back(Track("t" + std::to_string(i), schedules[i]));

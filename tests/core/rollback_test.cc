@@ -47,8 +47,9 @@ class RollbackTest : public testing::Test {
         {.name = "slow", .schedule = MakeSchedule("10ba", "3ba")},
         {.name = "raw", .schedule = MakeSchedule("copy")},
         {.name = "zero", .schedule = MakeSchedule("smoothing=0.9, zero_init=debias")},
-        {.name = "fine", .schedule = MakeSchedule("5ba")}};
-    tracks.back().dtype = Dtype::kFloat64;
+        {.name = "fine", .schedule = MakeSchedule("5ba")},
+        {.name = "mean", .schedule = MakeSchedule("mean_of_last=3")}};
+    tracks[4].dtype = Dtype::kFloat64;
     return tracks;
   }
 
@@ -112,6 +113,11 @@ class RollbackTest : public testing::Test {
     if (source == Source::kMemory) return loaded;
     for (TrackSnapshot& track : loaded->tracks) {
       EMA_RETURN_IF_ERROR(MakeFresh(*track.track, track.blocks));
+      for (BlocksRef& weights : track.latest_weights) {
+        Blocks blocks = *weights;
+        EMA_RETURN_IF_ERROR(MakeFresh(*track.track, blocks));
+        weights = std::make_shared<const Blocks>(std::move(blocks));
+      }
       track.block_versions.assign(track.blocks.size(), 0);
     }
     return loaded;
@@ -213,7 +219,7 @@ TEST_P(RollbackFromTest, WhatComesAfterIsWhatWouldHaveComeWithoutTheStepsBetween
   EXPECT_EQ(record.restored_from, (VersionId{5, 7}));
   EXPECT_GT(record.run_epoch, first->run_epoch());
   EXPECT_GE(record.commit_time, good->record.commit_time);
-  EXPECT_EQ(record.tracks.size(), 5);
+  EXPECT_EQ(record.tracks.size(), 6);
   for (const TrackVersion& track : record.tracks) EXPECT_FALSE(track.updated);
   EXPECT_EQ(model_->history().latest()->id(), record.id());
   ExpectSame(*model_, *straight);
@@ -448,7 +454,7 @@ TEST_F(RollbackTest, TracksThatCameOrWentSinceAreAsTheyAreNow) {
   EMA_ASSERT_OK_AND_ASSIGN(const Version record, RollBack(good));
   std::vector<std::string> names;
   for (const TrackVersion& track : record.tracks) names.push_back(track.track);
-  EXPECT_THAT(names, ElementsAre("ema", "slow", "zero"));
+  EXPECT_THAT(names, ElementsAre("ema", "slow", "zero", "mean"));
   const SnapshotRef now = *model_->history().Pin(0);
   EXPECT_EQ(now->Find("raw"), nullptr);
   EXPECT_EQ(now->Find("ema")->track->config(), faster);
@@ -507,11 +513,11 @@ TEST_F(RollbackTest, AVersionOfWhichNoTrackFitsIsRefused) {
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 1);
   ASSERT_THAT(model_->UpdateTracks({.put = {{.name = "late", .schedule = MakeSchedule("2ba")}},
-                                    .remove = {"ema", "slow", "raw", "zero", "fine"}}),
+                                    .remove = {"ema", "slow", "raw", "zero", "fine", "mean"}}),
               IsOk());
   // Takes effect with a commit, or a rollback.
   EXPECT_THAT(RollBack(1), AllOf(StatusIs(absl::StatusCode::kFailedPrecondition,
-                                          HasSubstr("ema, slow, raw, zero, fine")),
+                                          HasSubstr("ema, slow, raw, zero, fine, mean")),
                                  ReasonIs(ErrorReason::kModelDiffers)));
   EXPECT_THAT(Versions(), ElementsAre(1));
   EXPECT_THAT(committed(), ElementsAre(1));
@@ -674,7 +680,7 @@ TEST_F(RollbackTest, WhetherAnUpdateIsDueIsAskedOfAVersion) {
     return model_->tracks().IsDueBy(time, model_->history().NewestStates());
   };
   EXPECT_THAT(is_due_by(TrainingTime::AtBatch(1)), IsOkAndHolds(true));  // The first.
-  ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "raw", "zero", "fine"}}), IsOk());
+  ASSERT_THAT(model_->UpdateTracks({.remove = {"ema", "raw", "zero", "fine", "mean"}}), IsOk());
   const auto rank = OpenRun(model_, "run");
   Train(*rank, 1, 4);
   // "slow" is due at multiples of 3.

@@ -106,6 +106,28 @@ TEST_F(SharingTest, FrozenTensorsArePushedOnceAndSharedFromThen) {
   }
 }
 
+TEST_F(SharingTest, AMeanOfTheLastSharesFrozenTensorsOfItsWeights) {
+  Create({{.name = "mean", .schedule = MakeSchedule("mean_of_last=3")}});
+  OpenRun("launch");
+  ASSERT_THAT(Push(1, 2, 7), IsOk());
+  for (int step = 2; step <= 5; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const PushResult result, Push(step, 2.0f * step));
+    EXPECT_TRUE(result.plan.may_omit_frozen);
+  }
+  EXPECT_THAT(Read("mean"), ElementsAre(8, 8, 7, 7));
+  const TrackSnapshot& track = *(*model_->history().Pin(0))->Find("mean");
+  ASSERT_EQ(track.latest_weights.size(), 2);
+  const Blocks& weights = *track.latest_weights[1];
+  EXPECT_EQ(weights.back(), track.blocks.back());
+  EXPECT_NE(weights.front(), track.blocks.front());
+  // With other values there are two kinds in the mean, until all of its weights are new.
+  ASSERT_THAT(Push(6, 12, 1), IsOk());
+  EXPECT_THAT(Read("mean"), ElementsAre(10, 10, 5, 5));
+  ASSERT_THAT(Push(7, 14, 1), IsOk());
+  ASSERT_THAT(Push(8, 16, 1), IsOk());
+  EXPECT_THAT(Read("mean"), ElementsAre(14, 14, 1, 1));
+}
+
 TEST_F(SharingTest, SmallFrozenTensorsAreCarriedAlong) {
   TrackConfig wide{.name = "ema", .schedule = MakeSchedule("smoothing=0.5")};
   wide.dtype = Dtype::kFloat64;

@@ -148,6 +148,36 @@ TEST(ManifestJsonTest, WhatIsWrittenIsReadBackExactly) {
   }
 }
 
+TEST(ManifestJsonTest, AMeanOfTheLastHasTheWeightsThatItsStateSays) {
+  CheckpointManifest checkpoint = MakeCheckpoint();
+  CheckpointTrack& track = checkpoint.tracks[1];
+  track.config.schedule = *Schedule::Parse("mean_of_last=3");
+  const auto parsed = [&checkpoint] {
+    return ParseCheckpointManifest(EncodeCheckpointManifest(checkpoint));
+  };
+  const auto is_refused = [](const std::string& message) {
+    return StatusIs(absl::StatusCode::kDataLoss, HasSubstr(message));
+  };
+  EXPECT_THAT(parsed(), is_refused("tracks[1] has 0 latest_weights, expected 1"));
+  TensorFiles files = *track.weights;
+  for (int64_t count = 1; count <= 5; ++count) {
+    track.state[0].averaged_count = count;
+    if (count <= 2) {
+      files.files[0].name = absl::StrCat("latest-", count, ".safetensors");
+      track.latest_weights.push_back(files);
+    }
+    EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest read, parsed());
+    EXPECT_EQ(read.tracks[1], track);
+  }
+  EXPECT_EQ(checkpoint.FolderBytes(track), 3 * 12 + 1'000);
+  track.latest_weights[1].files[0].name = "../x";
+  EXPECT_THAT(parsed(),
+              is_refused("latest_weights[1].files[0].name is not \"latest-2.safetensors\""));
+  track.latest_weights[1].files[0].name = "latest-2.safetensors";
+  track.latest_weights[0].index = SmallFile{"model.safetensors.index.json", 99, 1};
+  EXPECT_THAT(parsed(), is_refused("latest_weights[0].index is not null"));
+}
+
 TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
   const std::string text = EncodeCheckpointManifest(MakeCheckpoint());
   for (size_t i = 0; i < text.size(); ++i) {
@@ -167,13 +197,13 @@ TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
 TEST(ManifestJsonTest, ANewerFormatIsRefusedByName) {
   const std::string text =
       WithChecksum(absl::StrReplaceAll(EncodeCheckpointManifest(MakeCheckpoint()),
-                                       {{"\"format_version\": 5", "\"format_version\": 6"}}));
+                                       {{"\"format_version\": 6", "\"format_version\": 7"}}));
   EXPECT_THAT(ParseCheckpointManifest(text),
               StatusIs(absl::StatusCode::kFailedPrecondition,
-                       HasSubstr("format_version 6; this build reads only 5")));
+                       HasSubstr("format_version 7; this build reads only 6")));
   // However different the rest of it is.
-  EXPECT_THAT(ParseCheckpointManifest(FormatJsonFile(6, Json::object({{"other", 1}}))),
-              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 6")));
+  EXPECT_THAT(ParseCheckpointManifest(FormatJsonFile(7, Json::object({{"other", 1}}))),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("format_version 7")));
 }
 
 // Takes minutes if each member is searched for among all others.
@@ -194,7 +224,7 @@ TEST(ManifestJsonTest, VeryManyMembersAreReadInTime) {
 }
 
 TEST(ManifestJsonTest, AForeignTextIsRefused) {
-  for (const char* const other : {"", "1", "[[], {\"format_version\": 5}]", "\"", "{", "{}"}) {
+  for (const char* const other : {"", "1", "[[], {\"format_version\": 6}]", "\"", "{", "{}"}) {
     EXPECT_THAT(ParseCheckpointManifest(other),
                 StatusIs(absl::StatusCode::kDataLoss, HasSubstr("checksum is wrong, or missing")))
         << other;
@@ -354,9 +384,9 @@ INSTANTIATE_TEST_SUITE_P(
                 "\"tokenizer.model\" is too large, or there twice"},
         BadCase{"RestoredFromNothing", "\"version\":5,", "\"version\":0,",
                 "version.restored_from.version"},
-        BadCase{"FormatVersionIsZero", "\"format_version\": 5", "\"format_version\": 0",
+        BadCase{"FormatVersionIsZero", "\"format_version\": 6", "\"format_version\": 0",
                 "format_version is not an integer"},
-        BadCase{"FormatVersionIsMissing", "\"format_version\": 5", "\"format\": 5",
+        BadCase{"FormatVersionIsMissing", "\"format_version\": 6", "\"format\": 6",
                 "format_version is missing"}),
     [](const testing::TestParamInfo<BadCase>& tested) { return tested.param.name; });
 

@@ -71,6 +71,9 @@ struct PlainDecay {
     return total > 0 ? std::pow(1 - elapsed / total, GammaOfSigmaRel(r.sigma_rel) + 1.0L) : 0;
   }
   long double operator()(const UniformRule& /*r*/) const { return 1 - 1 / n; }
+  long double operator()(const MeanOfLastRule& r) const {
+    return 1 - 1 / std::min(n, static_cast<long double>(r.count));
+  }
   long double operator()(const CopyRule& /*r*/) const { return 0; }
 
   template <typename Rule>

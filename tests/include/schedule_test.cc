@@ -61,6 +61,20 @@ std::vector<double> Trace(const std::string& schedule, int count, bool from_zero
   return averages;
 }
 
+TEST(ScheduleTest, AMeanOfTheLastWeighsTheUpdatesThatThereAre) {
+  const Schedule schedule = Parse("mean_of_last=3, ema_start=2ba");
+  EXPECT_EQ(schedule.kept_weights_count(), 2);
+  EXPECT_EQ(Parse("uniform=true").kept_weights_count(), 0);
+  Schedule::State state;
+  std::vector<double> weights;
+  for (int n = 1; n <= 6; ++n) {
+    const Schedule::Update update = *schedule.Plan(state, At(n));
+    state = schedule.Next(state, update, At(n));
+    weights.push_back(update.update_weight);
+  }
+  EXPECT_THAT(weights, ElementsAre(1, 1, 1 / 2.0, 1 / 3.0, 1 / 3.0, 1 / 3.0));
+}
+
 TEST(ScheduleTest, IntervalDefaultsToOneUnitOrEveryPush) {
   EXPECT_EQ(Parse("200ba").update_interval(), (TrainingDuration{1, TimeUnit::kBatch}));
   EXPECT_EQ(Parse("2ep").update_interval(), (TrainingDuration{1, TimeUnit::kEpoch}));
@@ -68,7 +82,7 @@ TEST(ScheduleTest, IntervalDefaultsToOneUnitOrEveryPush) {
   EXPECT_EQ(Parse("0.1dur").update_interval(), (TrainingDuration{0, TimeUnit::kProgress}));
   EXPECT_EQ(Parse("1h").update_interval(), (TrainingDuration{0, TimeUnit::kSecond}));
   for (const char* text : {"copy", "smoothing=0.9", "ramp_ratio=0.09", "sigma_rel=0.1", "ramp=10",
-                           "inv_gamma=1", "uniform=true"}) {
+                           "inv_gamma=1", "uniform=true", "mean_of_last=5"}) {
     EXPECT_EQ(Parse(text).update_interval(), (TrainingDuration{1, TimeUnit::kBatch})) << text;
   }
 }

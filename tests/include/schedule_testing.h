@@ -84,7 +84,7 @@ inline Schedule::Rule RandomRule(Random& random) {
   const double low = OneIn(random, 2) ? 0 : RandomReal(random, 0, 0.5);
   const double high = OneIn(random, 2) ? 0.9999 : RandomReal(random, 0.5, 1);
   const double offset = OneIn(random, 2) ? 0 : static_cast<double>(RandomInt(random, 1, 5));
-  switch (RandomInt(random, 0, 8)) {
+  switch (RandomInt(random, 0, 9)) {
     case 0: {
       HalfLifeRule rule{RandomDuration(random, 2000)};
       if (OneIn(random, 3)) rule.ramp_ratio = RandomReal(random, 0.01, 2);
@@ -117,6 +117,8 @@ inline Schedule::Rule RandomRule(Random& random) {
       return PowerFunctionRule{std::min(kMaxSigmaRel, RandomReal(random, 0.005, 0.3))};
     case 5:
       return UniformRule{};
+    case 9:
+      return MeanOfLastRule{RandomInt(random, 2, 16)};
     default:
       return CopyRule{};
   }

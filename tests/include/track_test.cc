@@ -131,6 +131,13 @@ TEST(ValidateTrackTest, RefusesAScheduleThatHasNoUse) {
               HasSubstr("where nothing is averaged"));
   EXPECT_THAT(refused(Track("200ba", {{"mask", kAverage, *Schedule::Parse("copy")}})),
               HasSubstr("give the action \"copy\""));
+  const Schedule mean = *Schedule::Parse("mean_of_last=5");
+  EXPECT_THAT(refused(Track("mean_of_last=5", {{"mask", kAverage, half_life}})),
+              HasSubstr("mean_of_last 5: must be the only schedule of its track"));
+  EXPECT_THAT(refused(Track("200ba", {{"mask", kAverage, mean}})),
+              HasSubstr("mean_of_last 5: must be the only schedule of its track"));
+  EXPECT_THAT(RuleSchedule(mean, half_life), ReasonIs(ErrorReason::kBadSchedule));
+  EXPECT_THAT(ValidateTrack(Track("mean_of_last=5", {{"mask", kCopy}}), TestManifest()), IsOk());
   EXPECT_THAT(refused(Track("200ba", std::vector<TensorRule>(17, {"mask", kAverage, half_life}))),
               HasSubstr("17 have a schedule; at most 16"));
 }

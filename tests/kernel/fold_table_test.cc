@@ -278,6 +278,54 @@ TEST_F(FoldTableTest, OneReadOfTheSourceFeedsAllTargets) {
   }
 }
 
+// Each between two other targets.
+TEST_F(FoldTableTest, AMeanReadsAllItsEarlierWeights) {
+  for (const Dtype dtype : kFloats) {
+    for (const FoldKind kind : {FoldKind::kMean, FoldKind::kMeanFloat64}) {
+      for (const size_t weight_count : {1, 2, kMaxEarlierWeights}) {
+        for (const int64_t count : kSizes) {
+          if (count == 0) continue;
+          const std::vector<std::byte> source = Pushed(dtype, count, random_, true);
+          const int64_t stored = StoredBytes(kind, dtype);
+          const auto new_averages = [&] {
+            return std::make_unique<Averages>(count * stored, count % 2 * stored, random_);
+          };
+          std::vector<std::unique_ptr<Averages>> weights(weight_count);
+          for (auto& of_update : weights) of_update = new_averages();
+          std::vector<std::unique_ptr<Averages>> results(6);
+          for (auto& result : results) result = new_averages();
+          const auto targets_of = [&](size_t first) {
+            const auto next = [&](size_t i) {
+              return results[first + i]->next.get() + results[first + i]->offset;
+            };
+            const FoldKind assign = IsFloat64(kind) ? FoldKind::kAssignFloat64 : FoldKind::kAssign;
+            std::vector<FoldTarget> targets = {{.kind = assign, .next = next(0)}};
+            for (const auto& of_update : weights) {
+              targets.push_back({.kind = kind, .current = of_update->current.get()});
+              targets.back().current += of_update->offset;
+            }
+            targets[1].next = next(1);
+            targets.push_back({.kind = assign, .next = next(2)});
+            return targets;
+          };
+          const std::vector<FoldTarget> expected = targets_of(0);
+          const std::vector<FoldTarget> got = targets_of(3);
+          FoldScalar({dtype, source.data(), count, expected});
+          AddToBatch({dtype, source.data(), count, got});
+          Launch();
+          for (size_t i = 0; i < 3; ++i) {
+            ASSERT_EQ(std::memcmp(results[i]->next.get(), results[i + 3]->next.get(),
+                                  results[i]->total_bytes),
+                      0)
+                << "target " << i << ", " << weight_count << " weights of " << count;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(found_.empty());
+}
+
 // Small tensors of a model with several tracks: each is at the same place in all of them, or not.
 TEST_F(FoldTableTest, NeighboursShareTheirTargets) {
   constexpr int64_t kPiece = 101;

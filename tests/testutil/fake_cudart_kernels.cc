@@ -47,8 +47,20 @@ FoundTile FindTile(const FindKernelMemory& find, const ema::FoldTable& table, in
     const int64_t stored = ema::FoldTarget{.kind = target.kind}.StoredBytes(tile.element_bytes);
     const int64_t skipped = (tile.target_offset + tile.begin) * stored;
     move(target.next, skipped, stored, "a target's next");
-    if (ema::IsAverage(target.kind)) {
-      move(target.current, skipped, stored, "a target's current");
+    if (!ema::IsAverage(target.kind) && !ema::IsMean(target.kind)) continue;
+    move(target.current, skipped, stored, "a target's current");
+  }
+  for (int t = 0; t < tile.target_count; ++t) {
+    const ema::DeviceFoldTarget target = found.targets[t];
+    if (target.more_weights == 0) continue;
+    found.targets[t].first_weight = static_cast<int32_t>(found.targets.size());
+    const ema::DeviceFoldTarget* const weights = FindItems(
+        find, table.targets + target.first_weight, target.more_weights, "a mean's targets");
+    const int64_t stored = ema::FoldTarget{.kind = target.kind}.StoredBytes(tile.element_bytes);
+    for (int j = 0; j < target.more_weights; ++j) {
+      found.targets.push_back(weights[j]);
+      move(found.targets.back().current, (tile.target_offset + tile.begin) * stored, stored,
+           "an earlier weight of a mean");
     }
   }
   if (table.non_finite != nullptr) {

@@ -21,7 +21,8 @@ bool CountsUpdates(const Schedule::Rule& rule) {
 std::optional<TimeUnit> AgeUnit(const Schedule& schedule) {
   const Schedule::Rule& rule = schedule.rule();
   if (schedule.is_copy() || std::holds_alternative<ConstantDecayRule>(rule) ||
-      std::holds_alternative<DecaysRule>(rule) || std::holds_alternative<UniformRule>(rule)) {
+      std::holds_alternative<DecaysRule>(rule) || std::holds_alternative<UniformRule>(rule) ||
+      std::holds_alternative<MeanOfLastRule>(rule)) {
     return std::nullopt;
   }
   if (const auto* const half_life = std::get_if<HalfLifeRule>(&rule)) {
@@ -35,6 +36,9 @@ std::optional<TimeUnit> AgeUnit(const Schedule& schedule) {
 std::string WhyFirstValueIsLost(const Schedule& schedule, const TrainingTime& now,
                                 int64_t updates) {
   if (schedule.is_copy()) return "";
+  if (schedule.kept_weights_count() > 0) {
+    return "a mean of the last updates needs the weights of each of them";
+  }
   const TrainingDuration& start = schedule.options().start;
   const bool has_started = start.value == 0 || now.Get(start.unit).value_or(0) >= start.value;
   const std::optional<TimeUnit> age_unit = AgeUnit(schedule);

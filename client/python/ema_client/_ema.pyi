@@ -71,6 +71,9 @@ class Schedule:
     def to_fields(self) -> dict[str, str]: ...
     @property
     def is_copy(self) -> bool: ...
+    # Of a mean of the last k: k - 1. Else 0.
+    @property
+    def kept_weights_count(self) -> int: ...
     # Empty: an update is due at every push.
     @property
     def update_interval(self) -> str: ...
@@ -124,11 +127,15 @@ def even_share(
     world_size: int,
     boxes: Sequence[ShardTuple] | None = None,
 ) -> tuple[list[ShardTuple], int]: ...
+
+# `earlier`: lists of weights like `emas`, the oldest first; if there are any, emas[i] becomes the mean
+# of params[i] and of their `i`-th arrays.
 def fold_many(
     emas: Sequence[object],
     params: Sequence[object],
     update_weight: float,
     threads: int = 0,
+    earlier: list[list[Any]] = ...,
 ) -> None: ...
 
 # Reads tensors in place, if their type is exactly one of `types`. None for each tensor that must be

@@ -164,6 +164,8 @@ class _Track:
     state: list[_ema.ScheduleState] = dataclasses.field(default_factory=list)
     # Empty before the first update. Averaged tensors have the track's dtype.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    # Of a mean of the last k: the averaged tensors at the last k - 1 updates, the oldest first.
+    latest: list[dict[str, torch.Tensor]] = dataclasses.field(default_factory=list)
     record: TrackVersion | None = None
     # For each schedule, the number of the last `update` call that was due; 0: none.
     last_calls: list[int] = dataclasses.field(default_factory=list)
@@ -177,6 +179,10 @@ class _Track:
             {name: action for name, (action, _) in zip(names, actions)},
             {name: schedule for name, (_, schedule) in zip(names, actions)},
         )
+
+    @property
+    def kept_count(self) -> int:
+        return self.track.schedule.kept_weights_count
 
     def names(self, action: str, schedule: int | None = None) -> list[str]:
         return [
@@ -333,6 +339,10 @@ class LocalEMA:
                 if due and weight > 0:
                     self._fold(track, schedule, host, weight, from_zero)
             track.state = track.track.next(track.state, now)
+            if track.kept_count and plan[0][0] and track.state[0].averaged_count <= 1:
+                # The values are still the weights of one update.
+                values = {name: track.tensors[name] for name in track.names("average")}
+                track.latest = [arrays.copies_on("cpu", values)]
             self._record(track, plan)
         return self.records
 
@@ -358,11 +368,15 @@ class LocalEMA:
         if from_zero:
             for name in averaged:
                 track.tensors[name].zero_()
-        _ema.fold_many(
-            [track.tensors[name] for name in averaged],
-            [source[name] for name in averaged],
-            weight,
-        )
+        emas = [track.tensors[name] for name in averaged]
+        params = [source[name] for name in averaged]
+        earlier: list[list[torch.Tensor]] = []
+        if track.kept_count and weight < 1:
+            earlier = [[weights[name] for name in averaged] for weights in track.latest]
+            newest = {name: _zeros(ema.shape, ema.dtype) for name, ema in zip(averaged, emas)}
+            _ema.fold_many(list(newest.values()), params, 1.0)
+            track.latest = [*track.latest, newest][-track.kept_count :]
+        _ema.fold_many(emas, params, weight, earlier=earlier)
 
     def _record(self, track: _Track, plan: list[tuple[bool, float, bool, float]]) -> None:
         track.last_calls = track.last_calls or [0] * len(plan)
@@ -402,7 +416,10 @@ class LocalEMA:
                 else struct.unpack("f", struct.pack("f", weight))[0]
             ),
             window_steps=(self._calls - last_call if last_call else 1) / weight,
-            stall_gap=_UNITS[track.track.dtype] / weight if weight < 1 else 0.0,
+            # A mean of the last k is computed anew each time.
+            stall_gap=(
+                _UNITS[track.track.dtype] / weight if weight < 1 and not track.kept_count else 0.0
+            ),
         )
 
     def _get(self, name: str | None) -> _Track:
@@ -496,6 +513,7 @@ class LocalEMA:
                     ],
                     "last_calls": list(track.last_calls),
                     "tensors": dict(track.tensors),
+                    "latest": [dict(weights) for weights in track.latest],
                 }
                 for name, track in self._tracks.items()
             },
@@ -505,8 +523,8 @@ class LocalEMA:
         """Continues from a `state_dict`, even if the tracks had other schedules.
 
         Raises:
-            InvalidArgumentError: the state has other tracks, or other tensors in them. Nothing was
-                changed.
+            InvalidArgumentError: the state has other tracks, other tensors in them, or another
+                mean_of_last. Nothing was changed.
         """
         places = ("in the state", "in this LocalEMA")
         arrays.check_names("tracks", expected=self._tracks, given=state["tracks"], places=places)
@@ -525,9 +543,25 @@ class LocalEMA:
             arrays.check_names(
                 f'track "{name}"', expected=stored, given=saved["tensors"], places=places
             )
+            kept = track.kept_count
+            expected = min(max(saved["states"][0]["averaged_count"], 1), kept)
+            if len(saved["latest"]) != expected:
+                raise InvalidArgumentError(
+                    f'track "{name}": needs the weights of {expected} updates for mean_of_last, the '
+                    f'state has those of {len(saved["latest"])}',
+                    reason="BAD_LAYOUT",
+                )
+            for weights in saved["latest"]:
+                arrays.check_names(
+                    f'track "{name}", latest',
+                    expected=track.names("average"),
+                    given=weights,
+                    places=places,
+                )
             wrong = [
                 f"{tensor}: {_kind(value)}"
-                for tensor, value in saved["tensors"].items()
+                for tensors in (saved["tensors"], *saved["latest"])
+                for tensor, value in tensors.items()
                 if value.shape != current[tensor].shape
                 or str(value.dtype)
                 != (
@@ -546,6 +580,7 @@ class LocalEMA:
             track.state = [_ema.ScheduleState.from_fields(**state) for state in saved["states"]]
             track.last_calls = list(saved["last_calls"])
             track.tensors = arrays.copies_on("cpu", saved["tensors"])
+            track.latest = [arrays.copies_on("cpu", weights) for weights in saved["latest"]]
             track.record = None
         self._batch = state["batch"]
         self._calls = state["calls"]

@@ -132,9 +132,12 @@ class OperandList {
 struct Update {
   Operand param;
   Operand ema;
+  std::vector<Operand> earlier;  // Weights that are averaged with `param`, the oldest first.
 };
 
-absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params, size_t index) {
+absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params,
+                                  std::vector<std::unique_ptr<OperandList>>& earlier,
+                                  size_t index) {
   Update update;
   EMA_ASSIGN_OR_RETURN(update.param, params.Read(index));
   if (!IsFloat(update.param.dtype)) {
@@ -151,6 +154,16 @@ absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params, size_t
     return BadRequest(absl::StrCat(emas.NameOf(index), ": expected ", update.param.element_count,
                                    " elements, as many as ", params.NameOf(index), " has, found ",
                                    update.ema.element_count));
+  }
+  for (const auto& weights : earlier) {
+    EMA_ASSIGN_OR_RETURN(update.earlier.emplace_back(), weights->Read(index));
+    const Operand& operand = update.earlier.back();
+    if (operand.dtype != update.ema.dtype || operand.element_count != update.ema.element_count) {
+      return BadRequest(absl::StrCat(
+          weights->NameOf(index), ": expected ", update.ema.element_count, " elements of ",
+          std::string(DtypeName(update.ema.dtype)), ", as ", emas.NameOf(index), " has, found ",
+          operand.element_count, " of ", std::string(DtypeName(operand.dtype))));
+    }
   }
   return update;
 }
@@ -230,9 +243,21 @@ class Folder {
 
   void FoldPart(const Update& update, int64_t first, int64_t count) const {
     const bool is_float64 = update.ema.dtype == Dtype::kFloat64;
+    const int64_t offset = first * DtypeSize(update.ema.dtype);
+    const std::byte* source = update.param.data + first * DtypeSize(update.param.dtype);
     FoldTarget target;
     target.update_weight = update_weight_;
-    target.current = target.next = update.ema.data + first * DtypeSize(update.ema.dtype);
+    target.current = target.next = update.ema.data + offset;
+    if (!update.earlier.empty()) {
+      std::vector<FoldTarget> targets;
+      target.kind = is_float64 ? FoldKind::kMeanFloat64 : FoldKind::kMean;
+      for (const Operand& weights : update.earlier) {
+        target.current = weights.data + offset;
+        targets.push_back(std::exchange(target, {.kind = target.kind}));
+      }
+      FoldOnCpu({update.param.dtype, source, count, targets});
+      return;
+    }
     // As the server decides it.
     if (is_float64) {
       target.kind = update_weight_ == 1 ? FoldKind::kAssignFloat64 : FoldKind::kAverageFloat64;
@@ -240,7 +265,6 @@ class Folder {
       const bool is_assigned = static_cast<float>(update_weight_) == 1;
       target.kind = is_assigned ? FoldKind::kAssign : FoldKind::kAverage;
     }
-    const std::byte* source = update.param.data + first * DtypeSize(update.param.dtype);
     // Where values are not finite is of no use here: the average has them already.
     FoldOnCpu({update.param.dtype, source, count, {&target, 1}});
   }
@@ -252,14 +276,21 @@ class Folder {
   std::atomic<int64_t> next_ = 0;  // Shares out pieces; what they hold was there before.
 };
 
-absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& params) {
+absl::StatusOr<std::vector<Update>> ReadUpdates(
+    OperandList& emas, OperandList& params, std::vector<std::unique_ptr<OperandList>>& earlier) {
   if (params.size() != emas.size()) {
     return BadRequest(absl::StrCat("params: expected ", emas.size(),
                                    " arrays, one for each of emas, found ", params.size()));
   }
+  for (const auto& weights : earlier) {
+    if (weights->size() == emas.size()) continue;
+    return BadRequest(absl::StrCat("earlier: expected ", emas.size(),
+                                   " arrays in each list, one for each of emas, found ",
+                                   weights->size()));
+  }
   std::vector<Update> updates(emas.size());
   for (size_t i = 0; i < updates.size(); ++i) {
-    EMA_ASSIGN_OR_RETURN(updates[i], ReadUpdate(emas, params, i));
+    EMA_ASSIGN_OR_RETURN(updates[i], ReadUpdate(emas, params, earlier, i));
   }
   EMA_RETURN_IF_ERROR(CheckNoOverlap(updates, emas));
   return updates;
@@ -267,8 +298,10 @@ absl::StatusOr<std::vector<Update>> ReadUpdates(OperandList& emas, OperandList& 
 
 // emas[i] += update_weight * (params[i] - emas[i]) in place, by the server's kernel; a weight of 1
 // assigns. Averages are float32 or float64. `threads`: at most so many, 0 for one per core.
+// `earlier`, if any: lists of weights like `emas`, the oldest first; then emas[i] becomes the mean
+// of params[i] and the `i`-th array of each list, and the weight is not used.
 void FoldMany(const nb::object& emas, const nb::object& params, double update_weight,
-              int64_t threads) {
+              int64_t threads, const nb::list& earlier) {
   if (!(update_weight >= 0 && update_weight <= 1)) {
     ThrowStatus(BadRequest(absl::StrCat("update_weight: expected 0 to 1, found ", update_weight)));
   }
@@ -277,7 +310,16 @@ void FoldMany(const nb::object& emas, const nb::object& params, double update_we
   }
   OperandList ema_list("emas", emas, /*is_written=*/true);
   OperandList param_list("params", params, /*is_written=*/false);
-  const std::vector<Update> updates = Unwrap(ReadUpdates(ema_list, param_list));
+  if (earlier.size() > static_cast<size_t>(kMaxEarlierWeights)) {
+    ThrowStatus(BadRequest(absl::StrCat("earlier: expected at most ", kMaxEarlierWeights,
+                                        " lists, found ", earlier.size())));
+  }
+  std::vector<std::unique_ptr<OperandList>> earlier_lists;
+  for (const nb::handle list : earlier) {
+    earlier_lists.push_back(std::make_unique<OperandList>("earlier", nb::borrow(list),
+                                                          /*is_written=*/false));
+  }
+  const std::vector<Update> updates = Unwrap(ReadUpdates(ema_list, param_list, earlier_lists));
   const GilReleased released;
   Folder(updates, update_weight)
       .Run(threads > 0 ? threads : static_cast<int64_t>(std::thread::hardware_concurrency()));
@@ -286,7 +328,8 @@ void FoldMany(const nb::object& emas, const nb::object& params, double update_we
 }  // namespace
 
 void BindFold(nb::module_& module) {
-  module.def("fold_many", &FoldMany, "emas"_a, "params"_a, "update_weight"_a, "threads"_a = 0);
+  module.def("fold_many", &FoldMany, "emas"_a, "params"_a, "update_weight"_a, "threads"_a = 0,
+             "earlier"_a = nb::list());
 }
 
 }  // namespace ema::python

@@ -98,7 +98,12 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
         {pattern, ToAction(name, absl::StrCat("tensor_rules: ", pattern), action,
                            R"("average", "copy" or "ignore", such as {"head.*": "ignore"})")});
     if (rule_schedule.has_value()) {
-      track.tensor_rules.back().schedule = Unwrap(RuleSchedule(*rule_schedule, schedule));
+      const absl::StatusOr<Schedule> made = RuleSchedule(*rule_schedule, schedule);
+      if (!made.ok()) {
+        ThrowStatus(WithPlace(made.status(),
+                              absl::StrCat("track \"", name, "\": tensor_rules: ", pattern, ": ")));
+      }
+      track.tensor_rules.back().schedule = *made;
     }
   }
   if (snapshot_interval.has_value()) {
@@ -220,6 +225,7 @@ void BindTypes(nb::module_& module) {
           "parse", [](const std::string& text) { return Unwrap(Schedule::Parse(text)); }, "text"_a)
       .def("to_fields", &ToFields)
       .def_prop_ro("is_copy", &Schedule::is_copy)
+      .def_prop_ro("kept_weights_count", &Schedule::kept_weights_count)
       .def_prop_ro("update_interval",
                    [](const Schedule& schedule) {
                      const TrainingDuration interval = schedule.update_interval();

@@ -163,6 +163,7 @@ def test_a_model_with_versions_is_refused(client, emactl, model, folder):
         ({"smoothing": 0.9, "zero_init": "debias"}, "counts updates"),
         ({"half_life": "9ba", "debias": True}, "give the step"),
         ({"uniform": True}, "counts updates"),
+        ({"mean_of_last": 3}, "needs the weights of each"),
         ({"sigma_rel": 0.1}, "give the step"),
         ({"half_life": "9ba", "ema_start": "50ba"}, "ema_start"),
     ],

@@ -11,6 +11,7 @@ from fractions import Fraction
 import ema_client
 import numpy as np
 import pytest
+import torch
 from ema_client._client import version_calls
 from server_process import ServerProcess
 from testing import assert_same_bits, random_weights, replay
@@ -130,6 +131,64 @@ def test_float64_averages_are_those_of_numpy_bit_for_bit_also_after_a_restart(tm
                 sliced = client.pull(model, track=track, slices=box, framework="numpy")
                 np.testing.assert_array_equal(sliced["large"], expected["large"][3:23, 5:12])
             assert_same_bits(client.pull(model, track="raw", framework="numpy"), pushed[-1])
+        assert server.stop() == 0
+
+
+def test_means_of_the_last_are_those_of_a_local_ema_also_after_a_restart_and_a_rollback(
+    tmp_path, model
+):
+    tracks = {
+        "mean": {"mean_of_last": 3, "tensor_rules": {"copied": "copy"}},
+        "wide": {"mean_of_last": 16, "dtype": "float64"},
+        "rare": {"mean_of_last": 4, "update_interval": "2ba", "ema_start": "3ba"},
+    }
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(torch.zeros(33, 31))
+    net.half = torch.nn.Parameter(torch.zeros(1003, dtype=torch.float16))
+    net.copied = torch.nn.Parameter(torch.zeros(7))
+    net.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    local = ema_client.LocalEMA(net, tracks=tracks)
+
+    def train(step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        net.count.fill_(step)
+        return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+    def push(run: ema_client.Run, steps: range) -> None:
+        for step in steps:
+            run.push(step=step, weights=train(step))
+
+    def assert_same(client: ema_client.Client) -> None:
+        for track in tracks:
+            expected = {name: value.numpy() for name, value in local.weights(track).items()}
+            assert_same_bits(expected, client.pull(model, track=track, framework="numpy"))
+
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        with ema_client.Client(server.address) as client:
+            info = client.create_model(model, train(0), tracks=tracks)
+            elements = 33 * 31 + 1003 + 7
+            # The copies of a version, times the versions: 2 that readers hold, 3 others.
+            assert info.reserved_bytes >= 5 * elements * (3 * 4 + 16 * 8 + 4 * 4)
+            with client.open_run(model) as run:
+                for step in range(1, 6):
+                    run.push(step=step, weights=train(step))
+                    local.update()
+                    assert_same(client)
+            saved = client.create_checkpoint(model).version
+        server.kill()
+        server.start()
+        with ema_client.Client(server.address) as client:
+            with client.open_run(model) as run:
+                push(run, range(6, 9))
+            client.restore(model, version=saved)
+            with client.open_run(model) as run:
+                for step in range(6, 26):
+                    run.push(step=step, weights=train(step))
+                    local.update()
+            assert_same(client)
         assert server.stop() == 0
 
 

@@ -24,6 +24,7 @@ TRACKS: dict[str, ema_client.Track] = {
     "warm": ema_client.Track(inv_gamma=1.0, power=0.75),
     "zero": ema_client.Track(smoothing=0.95, zero_init="debias"),
     "swa": ema_client.Track(uniform=True, ema_start="20ba"),
+    "mean": ema_client.Track(mean_of_last=5, update_interval="2ba"),
     "exact": ema_client.Track(half_life="30ba", dtype="float64"),
     "samples": ema_client.Track(half_life="200sp", update_interval="10sp"),
     "raw": ema_client.Track(copy=True),

@@ -80,6 +80,27 @@ def test_float64_averages_keep_what_float32_drops() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_mean_with_earlier_weights(rng: np.random.Generator, dtype: Any) -> None:
+    params = [rng.standard_normal(size) for size in SIZES]
+    earlier = [[rng.standard_normal(size).astype(dtype) for size in SIZES] for _ in range(3)]
+    means = [np.full(size, np.nan, dtype) for size in SIZES]
+    _ema.fold_many(means, params, 0.25, earlier=earlier)
+    for mean, param, *others in zip(means, params, *earlier):
+        newest = param.astype(dtype).astype(np.float64)
+        differences = sum(other.astype(np.float64) - newest for other in others)
+        np.testing.assert_array_equal(mean, (newest + differences / 4).astype(dtype))
+    ema = np.zeros(4, np.float32)
+    for wrong, message in (
+        ([[]], "earlier: expected 1 arrays in each list"),
+        ([[np.zeros(5, np.float32)]], r"earlier\[0\]: expected 4 elements of float32"),
+        ([[np.zeros(4)]], r"earlier\[0\]: expected 4 elements of float32"),
+        ([[ema]] * 16, "earlier: expected at most 15 lists, found 16"),
+    ):
+        with pytest.raises(ema_client.InvalidArgumentError, match=message):
+            _ema.fold_many([ema], [GOOD], 0.5, earlier=wrong)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_number_of_threads_changes_no_bit(rng: np.random.Generator, dtype: Any) -> None:
     params = [rng.standard_normal(size, np.float32) for size in SIZES * 2]
     starts = [rng.standard_normal(size, dtype) for size in SIZES * 2]

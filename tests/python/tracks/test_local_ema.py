@@ -48,6 +48,13 @@ def widened(model: torch.nn.Module) -> dict[str, np.ndarray]:
     }
 
 
+def mean_of(samples: list[np.ndarray]) -> np.ndarray:
+    """As the server computes the mean of the last ones."""
+    newest = samples[-1].astype(np.float64)
+    differences = sum(sample.astype(np.float64) - newest for sample in samples[:-1])
+    return (newest + differences / len(samples)).astype(samples[-1].dtype)
+
+
 def test_averages_are_bit_equal_to_a_replay():
     model = Net()
     ema = LocalEMA(model, half_life="7ba", update_interval="2ba")
@@ -400,6 +407,7 @@ def test_state_dict_goes_on_where_it_was():
             "wide": Track(half_life="9ba", dtype="float64", ema_start="5ba"),
             "swa": Track(uniform=True, update_interval="3ba"),
             "late": Track(half_life="0.5dur", ema_start="0.5dur"),
+            "mean": Track(mean_of_last=4),
         }
         return LocalEMA(model, tracks=tracks)
 
@@ -417,9 +425,42 @@ def test_state_dict_goes_on_where_it_was():
             file.seek(0)
             ema = make(model)
             ema.load_state_dict(torch.load(file))
-    for track in ("wide", "swa", "late"):
+    for track in ("wide", "swa", "late", "mean"):
         assert_same_bits(straight.weights(track), ema.weights(track))
     assert straight.records == ema.records
+
+
+def test_a_mean_of_the_last_is_that_of_the_weights():
+    model = Net()
+    tracks = {
+        "mean": Track(mean_of_last=3),
+        "hold": Track(mean_of_last=3, ema_start="3ba", before_start="hold"),
+        "copy": Track(mean_of_last=3, ema_start="3ba", before_start="copy"),
+    }
+    ema = LocalEMA(model, tracks=tracks)
+    seen = []
+    for n in range(1, 8):
+        shake(model, n)
+        records = ema.update()
+        assert records["mean"].update_weight == pytest.approx(1 / min(n, 3))
+        assert records["mean"].stall_gap == 0
+        seen.append(widened(model))
+        for track, samples in {
+            "mean": seen[-3:],
+            "hold": [seen[0], *seen[3:]][-3:],
+            "copy": seen[2:][-3:] if n >= 3 else seen[-1:],
+        }.items():
+            expected = {
+                name: mean_of([sample[name] for sample in samples])
+                for name, value in seen[-1].items()
+                if value.dtype == np.float32
+            }
+            weights = ema.weights(track)
+            assert_same_bits(expected, {name: weights[name] for name in expected})
+    state = ema.state_dict()
+    other = LocalEMA(model, tracks=tracks | {"mean": Track(mean_of_last=4)})
+    with pytest.raises(ema_client.InvalidArgumentError, match="weights of 3 updates.*those of 2"):
+        other.load_state_dict(state)
 
 
 def test_a_state_that_does_not_fit_changes_nothing():

@@ -26,6 +26,7 @@ TRACKS = [
     Track(sigma_rel=0.05),
     Track(sigma_rel=0.1, age_offset=1.0, snapshot_interval="50ep"),
     Track(uniform=True, paused=True),
+    Track(mean_of_last=5, update_interval="100ba"),
     Track(copy=True, tensor_rules={"head.*": "ignore"}),
     Track(
         half_life="1ba",
@@ -145,6 +146,14 @@ BAD = {
     "sigma_rel": (Track(sigma_rel=0.3), "sigma_rel 0.3.*0.288"),
     "flag": (Track(uniform=1), "uniform 1.*True or False"),
     "phase": (Track(half_life="5ba", interval_phase=1.5), "interval_phase 1.5.*whole number"),
+    "mean": (Track(mean_of_last=2.5), "mean_of_last 2.5.*whole number, such as 5"),
+    "mean-of-one": (Track(mean_of_last=1), "mean_of_last 1: must be 2 to 16.*copy"),
+    "mean-of-many": (Track(mean_of_last=17), "mean_of_last 17: must be 2 to 16"),
+    "mean-rule": (
+        Track(mean_of_last=5, tensor_rules={"a": "5ba"}),
+        "tensor_rules: a: mean_of_last 5: must be the only schedule",
+    ),
+    "mean-too": ({"mean_of_last": 5, "half_life": "5ba"}, "half_life and mean_of_last"),
     "start": (Track(ema_start="-1ba"), "ema_start"),
     "before": (Track(before_start="wait"), "before_start.*reinit or copy or hold"),
     "buffers": (Track(buffers="drop"), 'buffers "drop": must be "average" or "copy" \\['),

@@ -302,6 +302,7 @@ FIELDS = [
     {"ramp": 10, "interval_phase": 1, "update_interval": "4ba"},
     {"sigma_rel": 0.1, "age_offset": 1},
     {"uniform": True, "ema_start": "3ba", "before_start": "copy"},
+    {"mean_of_last": 4, "update_interval": "2ba"},
     {"copy": True},
 ]
 

@@ -45,6 +45,7 @@ class Track:
     - decays: `d` at points of the training time, and between them.
     - sigma_rel: `d = (1 - elapsed / age)^(gamma + 1)`, the power-function profile of that width.
     - uniform: the mean of all updates since the start.
+    - mean_of_last: the mean of this number of last updates, of all while there are fewer (LAWA).
     - copy: the latest weights as they are.
 
     Attributes:
@@ -67,6 +68,8 @@ class Track:
         sigma_rel: relative width of the profile, above 0 and at most 1/sqrt(12).
         age_offset: added to the time since the start, in the interval's unit; default 0.
         uniform, copy: True selects this rule.
+        mean_of_last: 2 to 16, such as 5. The server keeps that many copies of the weights in each
+            version. Tensor rules cannot have schedules then.
         update_interval: such as "5ba". None: one unit of the half-life, else "1ba".
         interval_phase: updates are due at interval_phase + k * update_interval.
         ema_start: when averaging starts, such as "0.1dur". None: at once.
@@ -112,6 +115,7 @@ class Track:
     sigma_rel: float | None = None
     age_offset: float | None = None
     uniform: bool | None = None
+    mean_of_last: int | None = None
     copy: bool | None = None
     tensor_rules: TensorRules = ()
     buffers: str = _Default("average")
@@ -256,6 +260,7 @@ TrackLike = Union[str, Track, Mapping[str, Any]]
 _DURATIONS = ("half_life", "update_interval", "ema_start", "ema_end")
 _WORDS = ("before_start", "zero_init", "decays", "decays_shape")
 _FLAGS = ("debias", "uniform", "copy")
+_WHOLE_NUMBERS = ("interval_phase", "mean_of_last")
 _NUMBERS = (
     "smoothing",
     "ramp_ratio",
@@ -278,6 +283,7 @@ _OTHER_RULES = frozenset(_NUMBERS) | {
     "decays",
     "decays_shape",
     "uniform",
+    "mean_of_last",
     "copy",
 }
 _FIELD_NAMES = (*(field.name for field in dataclasses.fields(Track)), "decay")
@@ -293,7 +299,7 @@ def track_from(track: _ema.Track) -> Track:
             values[name] = float(text)
         elif name in _FLAGS:
             values[name] = text == "true"
-        elif name == "interval_phase":
+        elif name in _WHOLE_NUMBERS:
             values[name] = int(text)
         else:
             values[name] = text
@@ -390,7 +396,7 @@ def _unknown_field(field: str) -> str:
 def _schedule_fields(track: Track) -> dict[str, str]:
     """The track's rule and times as text, without loss of precision."""
     fields = {}
-    for field in (*_DURATIONS, *_WORDS, *_FLAGS, *_NUMBERS, "interval_phase"):
+    for field in (*_DURATIONS, *_WORDS, *_FLAGS, *_NUMBERS, *_WHOLE_NUMBERS):
         value = getattr(track, field)
         if value is not None and not (value is False and field in _FLAGS):
             fields[field] = _text(field, value)
@@ -404,7 +410,7 @@ def _text(field: str, value: Any) -> str:
         if value is True:
             return "true"
         raise _bad(f"{field} {value!r}: must be True or False")
-    if field not in _NUMBERS and field != "interval_phase":
+    if field not in _NUMBERS and field not in _WHOLE_NUMBERS:
         return str(value)
     kind, what = (float, "a number") if field in _NUMBERS else (int, "a whole number")
     try:
@@ -428,6 +434,7 @@ _EXAMPLES = {
     "sigma_rel": "0.05",
     "age_offset": "1.0",
     "interval_phase": "1",
+    "mean_of_last": "5",
 }
 
 

@@ -78,6 +78,7 @@ class _OfTracks(_OfPresets, total=False):
     ema_end: str | None
     interval_phase: int | None
     max_decay: float | None
+    mean_of_last: int | None
     ramp: float | None
     ramp_ratio: float | None
     uniform: bool | None

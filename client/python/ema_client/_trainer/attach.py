@@ -131,8 +131,9 @@ def attach(
             unit of the half-life, such as "1ba".
         ema_start: when averaging starts, such as "0.1dur". Default: at once.
         ramp_ratio, debias, inv_gamma, power, ramp, min_decay, max_decay, sigma_rel, age_offset, uniform,
-            copy, zero_init, before_start, ema_end, interval_phase: other rules and their options, as for
-            `Track`. For a short training, ramp_ratio=0.1 shortens the half-life while training is young.
+            mean_of_last, copy, zero_init, before_start, ema_end, interval_phase: other rules and their
+            options, as for `Track`. For a short training, ramp_ratio=0.1 shortens the half-life while
+            training is young.
         preset: averages as a library does: its name ("diffusers"), with the library's own arguments under
             their names (beta=0.9999), or a dict of all: {"preset": "diffusers", "decay": 0.999}; see
             `Track.preset`. A name that `attach` has, too, keeps its meaning here. The preset "composer" is
