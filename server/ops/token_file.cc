@@ -102,9 +102,11 @@ absl::StatusOr<std::vector<TokenFile::Entry>> TokenFile::Parse(std::string_view 
     }
     for (size_t i = 2; i < words.size(); ++i) {
       if (!IsModelPattern(words[i])) {
-        // What is long may be a token.
+        // What is as long as a token may be one, or a damaged one.
         const std::string shown =
-            IsToken(words[i]) ? "" : absl::StrCat(", ", Quoted({words[i].data(), words[i].size()}));
+            words[i].size() >= kLeastTokenBytes
+                ? ""
+                : absl::StrCat(", ", Quoted({words[i].data(), words[i].size()}));
         return bad(absl::StrCat("word ", i + 1, shown,
                                 ": expected a model's name, or the beginning of one followed by "
                                 "\"*\"; a comment needs a line of its own"));

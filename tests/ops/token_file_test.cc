@@ -126,6 +126,9 @@ INSTANTIATE_TEST_SUITE_P(
                 "line 1: word 4, \".tmp*\": expected"},
         BadFile{"NoName", "admin secret-6f1d2c70b4e94b0f a,b", "word 3, \"a,b\": expected"},
         BadFile{"ASecondToken", "admin token-6f1d2c70b4e94b0f secret-7a5b2c70b4e9/0f==",
+                "line 1: word 3: expected a model's name"},
+        BadFile{"ASecondTokenThatIsNotPrintable",
+                "admin token-6f1d2c70b4e94b0f secret-7a5b2c70\xff-b4e94b0f",
                 "line 1: word 3: expected a model's name"}),
     [](const auto& suite) { return suite.param.name; });
 
