@@ -13,14 +13,14 @@ namespace {
 
 constexpr std::string_view kPartialInfix = "-part-";
 
-// Takes `prefix` and then a number off the front of `text`.
+// Takes `prefix` and then a number, 0 or more, off the front of `text`.
 std::optional<int64_t> TakeNumber(std::string_view prefix, std::string_view& text) {
   if (text.substr(0, prefix.size()) != prefix) return std::nullopt;
   text.remove_prefix(prefix.size());
   int64_t value = 0;
   const std::from_chars_result result =
       std::from_chars(text.data(), text.data() + text.size(), value);
-  if (result.ec != std::errc()) return std::nullopt;
+  if (result.ec != std::errc() || value < 0) return std::nullopt;
   text.remove_prefix(result.ptr - text.data());
   return value;
 }

@@ -88,6 +88,9 @@ TEST(CheckpointNameTest, NamesOfPartsAndOfWhatIsSetAsideAreParsed) {
   EXPECT_EQ(ParseStoredName(part + "0"), std::nullopt);
   EXPECT_EQ(ParseStoredName(whole + "-part-0000000G"), std::nullopt);
   EXPECT_EQ(ParseStoredName(".corrupt-" + whole), std::nullopt);
+  for (const CheckpointId& negative : {CheckpointId{-7, 3, 30}, {7, -3, 30}, {7, 3, -30}}) {
+    EXPECT_EQ(ParseStoredName(CheckpointName(negative)), std::nullopt);
+  }
   EXPECT_EQ(ParseSetAsideName(".corrupt-" + whole), (StoredName{id, false}));
   EXPECT_EQ(ParseSetAsideName(".corrupt-" + whole + "-12"), (StoredName{id, false}));
   EXPECT_EQ(ParseSetAsideName(".corrupt-" + part + "-1"), (StoredName{id, true}));
