@@ -9,6 +9,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "server/base/printable.h"
 
 namespace ema {
 namespace {
@@ -47,7 +48,7 @@ std::string_view ErrorReasonName(ErrorReason reason) {
 
 absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message,
                        absl::Duration retry_delay) {
-  absl::Status status(code, ToAbsl(message));
+  absl::Status status(code, EscapeUnprintable(message));
   SetNumber(status, kReasonUrl, static_cast<int>(reason));
   if (retry_delay > absl::ZeroDuration()) SetRetryDelay(status, retry_delay);
   return status;
@@ -58,7 +59,8 @@ absl::Status BadRequest(std::string_view message) {
 }
 
 absl::Status WithPlace(const absl::Status& status, std::string_view where) {
-  absl::Status result(status.code(), absl::StrCat(ToAbsl(where), status.message()));
+  absl::Status result(status.code(),
+                      EscapeUnprintable(absl::StrCat(ToAbsl(where), status.message())));
   status.ForEachPayload([&result](absl::string_view url, const absl::Cord& payload) {
     result.SetPayload(url, payload);
   });

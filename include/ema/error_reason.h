@@ -84,13 +84,13 @@ enum class ErrorReason : int {
 // number that this build does not know.
 std::string_view ErrorReasonName(ErrorReason reason);
 
-// A Status with `reason` attached, and with `retry_delay`, if that is more than zero. REQUIRES:
-// code is not OK.
+// A Status with `reason` and, if it is more than zero, `retry_delay`. Control characters in
+// `message`, and bytes that are not UTF-8, are escaped as in C. REQUIRES: code is not OK.
 absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_view message,
                        absl::Duration retry_delay = absl::ZeroDuration());
 // INVALID_ARGUMENT, BAD_REQUEST.
 absl::Status BadRequest(std::string_view message);
-// `status` with `where` prepended to its message; OK stays OK.
+// `status` with `where` prepended to its message, escaped as by MakeError(); OK stays OK.
 absl::Status WithPlace(const absl::Status& status, std::string_view where);
 
 // The reason attached to `status`; kUnspecified if there is none.

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
 #include "ema/v1/error.pb.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -44,6 +45,16 @@ TEST(ErrorReasonTest, ReasonTravelsWithTheStatus) {
   EXPECT_EQ(MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep,
                       "step 41 is not after 41", absl::Milliseconds(250)),
             copy);
+}
+
+TEST(ErrorReasonTest, MessagesDoNotControlTerminals) {
+  const absl::Status status =
+      MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
+                "\"caf\u00e9\x1b[31m\xc2\x9b\n\x7f\x80\xc3\": \xe2\x82\xac, \\ and 'quotes'");
+  EXPECT_EQ(status.message(),
+            "\"caf\u00e9\\x1b[31m\\xc2\\x9b\\n\\x7f\\x80\\xc3\": \xe2\x82\xac, \\ and 'quotes'");
+  EXPECT_EQ(WithPlace(status, "track \"\x1b\": ").message(),
+            absl::StrCat("track \"\\x1b\": ", status.message()));
 }
 
 TEST(ErrorReasonTest, StatusWithoutPayloadHasNoReason) {

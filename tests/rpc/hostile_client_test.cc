@@ -118,6 +118,18 @@ TEST_F(HostileClientTest, ACallWithoutARequestIsRejected) {
   }
 }
 
+TEST_F(HostileClientTest, ControlCharactersOfARequestAreEscapedInTheError) {
+  const std::string name = "a\x1b[31m\xc2\x9b\n";
+  const std::string escaped = R"("a\x1b[31m\xc2\x9b\n")";
+  EXPECT_THAT(Pull(name).result.status.error_message(), testing::HasSubstr(escaped));
+  v1::CreateModelRequest request = CreateRequest("n");
+  request.add_tracks()->set_name(name);
+  grpc::ClientContext context;
+  v1::CreateModelResponse response;
+  EXPECT_THAT(stub_->CreateModel(&context, request, &response).error_message(),
+              testing::HasSubstr(escaped));
+}
+
 TEST_F(HostileClientTest, ACompressedRequestIsRefused) {
   grpc::ClientContext context;
   context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
