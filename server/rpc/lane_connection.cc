@@ -114,7 +114,7 @@ absl::Status LaneConnection::Serve(v1::LaneRequest request) {
     EMA_ASSIGN_OR_RETURN(const Caller caller,
                          rpc_->admission.Admit(method, request.authorization(), peer_, model));
     StreamSlots& slots = is_push ? rpc_->pushes : rpc_->pulls;
-    EMA_RETURN_IF_ERROR(slots.Enter(this, caller.authorization, model));
+    EMA_RETURN_IF_ERROR(slots.Enter(this, caller.authorization, caller.log.peer, model));
     const absl::Cleanup leave = [&] { slots.Leave(this); };
     const LogCallerScope scope(&caller.log);
     return is_push ? ServePush(request.push()) : ServePull(std::move(*request.mutable_pull()));
@@ -267,7 +267,7 @@ absl::Status LaneConnection::WhyEnded(const absl::Status& status) const {
   if (is_stalled_.load(std::memory_order_relaxed)) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                      "the lane was idle for too long (--stream-timeout) or too slow "
-                     "(--min-pull-bytes-per-second)");
+                     "(--min-pull-bytes-per-second), or another client needed its place");
   }
   return is_stopping_.load() ? DrainingError() : status;
 }

@@ -34,7 +34,7 @@ class LaneConnection final : public StreamCall {
 
  private:
   void End(StreamEnd why) override {
-    (why == StreamEnd::kStalled ? is_stalled_ : is_revoked_).store(true, std::memory_order_relaxed);
+    (why == StreamEnd::kRevoked ? is_revoked_ : is_stalled_).store(true, std::memory_order_relaxed);
   }
 
   // Receives the message that begins a call. INVALID_ARGUMENT, BAD_REQUEST: it is another message.

@@ -53,7 +53,8 @@ absl::Status PullCall::Start() {
   EMA_ASSIGN_OR_RETURN(const v1::PullRequest request, Parse<v1::PullRequest>(request_));
   EMA_ASSIGN_OR_RETURN(caller_, rpc_->admission.Admit(kPull, context_, request.model()));
   const LogCallerScope scope(&caller_.log);
-  EMA_RETURN_IF_ERROR(rpc_->pulls.Enter(this, caller_.authorization, request.model()));
+  EMA_RETURN_IF_ERROR(
+      rpc_->pulls.Enter(this, caller_.authorization, caller_.log.peer, request.model()));
   return handler_.Open(request);
 }
 

@@ -44,7 +44,8 @@ void PushCall::OnAccepted(bool ok) {
 absl::Status PushCall::Start() {
   // gRPC delivers a push before its first message, which names the model.
   EMA_ASSIGN_OR_RETURN(caller_, rpc_->admission.Admit(kPush, context_, /*model=*/std::nullopt));
-  return rpc_->pushes.Enter(this, caller_.authorization, /*model=*/std::nullopt);
+  return rpc_->pushes.Enter(this, caller_.authorization, caller_.log.peer,
+                            /*model=*/std::nullopt);
 }
 
 void PushCall::Read() {
@@ -147,6 +148,7 @@ absl::Status PushCall::HandleCommit(const v1::PushCommit& commit) {
 
 void PushCall::End(StreamEnd why) {
   if (why == StreamEnd::kRevoked) return Finish(RevokedError());
+  if (why == StreamEnd::kOverShare) return Finish(OverShareError("push"));
   Finish(MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                    absl::StrCat("stream idle for ",
                                 absl::FormatDuration(absl::FromChrono(WaitingTime(SteadyNow()))),

@@ -2,12 +2,22 @@
 #include "server/rpc/stream_slots.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "server/rpc/authorization.h"
 
 namespace ema {
+
+absl::Status OverShareError(const std::string& kind) {
+  constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
+  return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
+                   absl::StrCat("this client had more than half of the ", kind,
+                                " streams that the server allows (--max-", kind,
+                                "-streams), and another client needed one"),
+                   kRetryDelay);
+}
 
 absl::Status RevokedError() {
   return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken,
@@ -32,18 +42,20 @@ void StreamCall::SetWaiting(bool waiting) {
 }
 
 absl::Status StreamSlots::Enter(StreamCall* call, const std::string& authorization,
-                                std::optional<std::string_view> model) {
+                                std::string_view peer, std::optional<std::string_view> model) {
+  Slot slot;
+  slot.authorization = authorization;
+  slot.address = peer.substr(0, peer.rfind(':'));
+  if (model.has_value()) slot.model.emplace(*model);
   absl::MutexLock lock(&mu_);
-  if (static_cast<int64_t>(slots_.size()) >= options_.limit && !EvictLongestStalledLocked()) {
+  if (static_cast<int64_t>(slots_.size()) >= options_.limit && !EvictLocked(slot)) {
     const std::string kind(options_.kind);
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
                      absl::StrCat(slots_.size(), " ", kind, " streams are open (limit ",
                                   options_.limit, ", --max-", kind, "-streams)"),
                      options_.retry_delay);
   }
-  Slot& slot = slots_[call];
-  slot.authorization = authorization;
-  if (model.has_value()) slot.model.emplace(*model);
+  slots_[call] = std::move(slot);
   return absl::OkStatus();
 }
 
@@ -110,18 +122,43 @@ void StreamSlots::EndRevoked(const Authenticator& authenticator) {
   }
 }
 
-bool StreamSlots::EvictLongestStalledLocked() {
-  const SteadyTime now = SteadyNow();
-  const auto longest =
-      std::max_element(slots_.begin(), slots_.end(), [now](const auto& a, const auto& b) {
-        return a.first->WaitingTime(now) < b.first->WaitingTime(now);
-      });
-  if (longest == slots_.end() || now < next_eviction_time_ ||
-      absl::FromChrono(longest->first->WaitingTime(now)) < options_.stall_timeout / 10) {
-    return false;
+const StreamSlots::Slot* StreamSlots::FindOverShareLocked() const {
+  // Boyer and Moore's majority vote ("MJRTY", 1981) leaves the only caller that can have so many.
+  const Slot* candidate = nullptr;
+  int64_t lead = 0;
+  for (const auto& [call, slot] : slots_) {
+    if (lead == 0) candidate = &slot;
+    lead += slot.IsOfCaller(*candidate) ? 1 : -1;
   }
-  next_eviction_time_ = After(now, options_.stall_timeout / 40);
-  longest->first->End(StreamEnd::kStalled);
+  if (candidate == nullptr) return nullptr;
+  const int64_t count = std::count_if(slots_.begin(), slots_.end(), [candidate](const auto& entry) {
+    return entry.second.IsOfCaller(*candidate);
+  });
+  // Half is rounded up: two callers would evict each other for ever for the odd slot.
+  return count > (options_.limit + 1) / 2 ? candidate : nullptr;
+}
+
+bool StreamSlots::EvictLocked(const Slot& newcomer) {
+  const SteadyTime now = SteadyNow();
+  const Slot* const over_share = FindOverShareLocked();
+  auto longest = slots_.end();
+  for (auto it = slots_.begin(); it != slots_.end(); ++it) {
+    if (over_share != nullptr && !it->second.IsOfCaller(*over_share)) continue;
+    if (longest == slots_.end() || it->first->WaitingTime(now) > longest->first->WaitingTime(now)) {
+      longest = it;
+    }
+  }
+  if (longest == slots_.end()) return false;
+  if (over_share != nullptr && !newcomer.IsOfCaller(*over_share)) {
+    longest->first->End(StreamEnd::kOverShare);
+  } else {
+    if (now < next_eviction_time_ ||
+        absl::FromChrono(longest->first->WaitingTime(now)) < options_.stall_timeout / 10) {
+      return false;
+    }
+    next_eviction_time_ = After(now, options_.stall_timeout / 40);
+    longest->first->End(StreamEnd::kStalled);
+  }
   slots_.erase(longest);
   return true;
 }

@@ -23,9 +23,13 @@ namespace ema {
 
 // Why the server ends a stream.
 enum class StreamEnd {
-  kStalled,  // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
-  kRevoked,  // Its token is no longer valid for the call.
+  kStalled,    // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
+  kOverShare,  // Its caller has more than half of the slots, and another caller needs one.
+  kRevoked,    // Its token is no longer valid for the call.
 };
+// RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverShare gives a caller. `kind` as in
+// StreamSlots::Options.
+absl::Status OverShareError(const std::string& kind);
 // UNAUTHENTICATED, BAD_TOKEN: the error that kRevoked gives a caller.
 absl::Status RevokedError();
 
@@ -60,10 +64,18 @@ class StreamCall {
   SteadyTime::duration worked_ = {};
 };
 
-// The slots of one kind of stream. When all are taken, a new stream gets the slot of the one that
-// has stalled longest, if that has exchanged nothing for a tenth of the stall time-out. Two such
-// evictions are at least a fortieth of the time-out apart: on a slow path, where no message arrives
-// in that time, streams would otherwise evict each other for ever. Thread-safe.
+// The slots of one kind of stream. When all are taken, a new stream may get the slot of another:
+//
+// - If a caller, which is a token and an address, has more than half of the slots, a stream of
+//   another caller gets the slot of its stream that has waited longest. So no caller can keep
+//   others out, however it uses its slots.
+// - Otherwise a new stream gets the slot of the stream that has stalled longest, if that has
+//   exchanged nothing for a tenth of the stall time-out. A caller that has more than half of the
+//   slots gets only its own this way. Two such evictions are at least a fortieth of the time-out
+//   apart: on a slow path, where no message arrives in that time, streams would otherwise evict
+//   each other for ever.
+//
+// Thread-safe.
 //
 // Order for one call: Enter(), SetModel() and SetPinnedVersion() as they become known, Leave()
 // before the call is destroyed.
@@ -80,8 +92,9 @@ class StreamSlots {
   };
   explicit StreamSlots(const Options& options) : options_(options) {}
 
-  // `authorization` and `model` as for Authorize(). RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: no slot.
-  absl::Status Enter(StreamCall* call, const std::string& authorization,
+  // `authorization` and `model` as for Authorize(), `peer` as LogCaller.peer. RESOURCE_EXHAUSTED,
+  // TOO_MANY_STREAMS: no slot.
+  absl::Status Enter(StreamCall* call, const std::string& authorization, std::string_view peer,
                      std::optional<std::string_view> model) ABSL_LOCKS_EXCLUDED(mu_);
   // These three do nothing for a call that has no slot, or has lost it.
   void SetModel(StreamCall* call, std::string_view model) ABSL_LOCKS_EXCLUDED(mu_);
@@ -100,7 +113,12 @@ class StreamSlots {
 
  private:
   struct Slot {
+    bool IsOfCaller(const Slot& other) const {
+      return authorization == other.authorization && address == other.address;
+    }
+
     std::string authorization;
+    std::string address;  // The peer without its port.
     std::optional<std::string> model;
     std::optional<VersionId> pinned_version;
     // The window over which the speed is being measured, and the result of the one before.
@@ -110,8 +128,10 @@ class StreamSlots {
   };
 
   void MeasureSpeed(const StreamCall& call, Slot& slot, SteadyTime now) const;
-  // False: no stream has stalled for long enough.
-  bool EvictLongestStalledLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // A slot of the caller that has more than half of them; null: there is none.
+  const Slot* FindOverShareLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Evicts a stream to make room for `newcomer`. False: none may be evicted.
+  bool EvictLocked(const Slot& newcomer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const Options options_;
   mutable absl::Mutex mu_;

@@ -46,10 +46,11 @@ absl::Status WatchCall::Start(const v1::WatchRequest& request) {
     return BadRequest(absl::StrCat("after_version: ", request.after_version(), ", incarnation: ",
                                    request.incarnation(), " given, expected 0 or more"));
   }
-  EMA_RETURN_IF_ERROR(rpc_->watches.Enter(this, caller_.authorization, request.model()));
+  EMA_RETURN_IF_ERROR(
+      rpc_->watches.Enter(this, caller_.authorization, caller_.log.peer, request.model()));
   {
     absl::MutexLock lock(&mu_);
-    if (finishing_) return absl::OkStatus();  // Its token was revoked a moment ago.
+    if (finishing_) return absl::OkStatus();  // End() was called a moment ago.
     if (request.has_after_version()) {
       last_version_ = request.after_version();
       last_incarnation_ = request.incarnation();
@@ -65,12 +66,12 @@ absl::Status WatchCall::Start(const v1::WatchRequest& request) {
   return absl::OkStatus();
 }
 
-void WatchCall::End(StreamEnd) {
+void WatchCall::End(StreamEnd why) {
   absl::MutexLock lock(&mu_);
-  is_revoked_ = true;
+  end_error_ = why == StreamEnd::kRevoked ? RevokedError() : OverShareError("watch");
   // A reader that accepts nothing would not receive a status either: the stream is cut.
   if (writing_) return context_.TryCancel();
-  FinishLocked(RevokedError());
+  FinishLocked(end_error_);
 }
 
 void WatchCall::Advance() {
@@ -108,7 +109,7 @@ void WatchCall::OnWritten(bool ok) {
     // It may also have been cancelled while this was written.
     if (!ok || is_cancelled_)
       return FinishLocked(absl::CancelledError("client cancelled the call"));
-    if (is_revoked_) return FinishLocked(RevokedError());
+    if (!end_error_.ok()) return FinishLocked(end_error_);
   }
   Advance();
 }

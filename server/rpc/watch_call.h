@@ -64,7 +64,7 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   int64_t last_incarnation_ ABSL_GUARDED_BY(mu_) = 0;
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool is_cancelled_ ABSL_GUARDED_BY(mu_) = false;  // By the client.
-  bool is_revoked_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status end_error_ ABSL_GUARDED_BY(mu_);     // Given by End().
   bool finishing_ ABSL_GUARDED_BY(mu_) = false;
 };
 

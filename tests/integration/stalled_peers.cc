@@ -5,6 +5,7 @@
 #include <chrono>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 
 namespace ema {
@@ -15,7 +16,7 @@ StalledPeers::~StalledPeers() {
   thread_.join();
 }
 
-void StalledPeers::Connect(const std::string& address) {
+void StalledPeers::Connect(const std::string& address, std::string_view token) {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // Or gRPC takes megabytes that nobody has asked for.
@@ -25,14 +26,21 @@ void StalledPeers::Connect(const std::string& address) {
   channel->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(10));
   absl::MutexLock lock(&mu_);
   channel_ = channel;
+  authorization_ = token.empty() ? "" : absl::StrCat("Bearer ", std::string(token));
   stub_ = v1::EmaService::NewStub(channel_);
+}
+
+StalledPeers::Peer& StalledPeers::AddPeer() {
+  Peer& peer = peers_.emplace_back();
+  if (!authorization_.empty()) peer.context.AddMetadata("authorization", authorization_);
+  peer.begin = absl::Now();
+  return peer;
 }
 
 void StalledPeers::StartPush(std::vector<v1::PushRequest> messages) {
   absl::MutexLock lock(&mu_);
-  Peer& peer = peers_.emplace_back();
+  Peer& peer = AddPeer();
   peer.messages = std::move(messages);
-  peer.begin = absl::Now();
   peer.writer = stub_->PrepareAsyncPush(&peer.context, &peer.response, &queue_);
   peer.writer->StartCall(&peer.progress);
   peer.writer->Finish(&peer.status, &peer.finish);
@@ -40,8 +48,7 @@ void StalledPeers::StartPush(std::vector<v1::PushRequest> messages) {
 
 void StalledPeers::StartPull(const v1::PullRequest& request) {
   absl::MutexLock lock(&mu_);
-  Peer& peer = peers_.emplace_back();
-  peer.begin = absl::Now();
+  Peer& peer = AddPeer();
   peer.reader = stub_->PrepareAsyncPull(&peer.context, request, &queue_);
   peer.reader->StartCall(&peer.progress);
   peer.reader->Finish(&peer.status, &peer.finish);

@@ -10,6 +10,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -27,8 +28,8 @@ class StalledPeers {
   StalledPeers() : thread_([this] { Loop(); }) {}
   ~StalledPeers();
 
-  // The next streams go over a new connection to this address.
-  void Connect(const std::string& address) ABSL_LOCKS_EXCLUDED(mu_);
+  // The next streams go over a new connection to this address, with this token, if it is one.
+  void Connect(const std::string& address, std::string_view token = "") ABSL_LOCKS_EXCLUDED(mu_);
   // Opens a push, sends `messages`, then nothing.
   void StartPush(std::vector<v1::PushRequest> messages) ABSL_LOCKS_EXCLUDED(mu_);
   // Asks for a version and reads nothing of it.
@@ -73,11 +74,13 @@ class StalledPeers {
   };
 
   void Loop() ABSL_LOCKS_EXCLUDED(mu_);
+  Peer& AddPeer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void OnProgress(Peer& peer, bool ok) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   grpc::CompletionQueue queue_;
   mutable absl::Mutex mu_;
   std::shared_ptr<grpc::Channel> channel_ ABSL_GUARDED_BY(mu_);
+  std::string authorization_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<v1::EmaService::Stub> stub_ ABSL_GUARDED_BY(mu_);
   std::list<Peer> peers_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;

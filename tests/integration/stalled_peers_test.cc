@@ -5,12 +5,18 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <string_view>
+#include <thread>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/client.h"
@@ -66,10 +72,10 @@ bool Eventually(absl::Duration timeout, const Condition& condition) {
 class StalledPeersTest : public testing::Test {
  protected:
   // The good pair has "good", with one version; the stalled pushers are the ranks of "crowd".
-  void Start(std::vector<std::string> options) {
+  void Start(std::vector<std::string> options, const Client::Options& client_options = {}) {
     EMA_ASSERT_OK_AND_ASSIGN(server_, ServerProcess::Start(EMA_SERVER_BINARY, options));
     proxy_ = std::make_unique<TcpProxy>(server_->port());
-    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_->address()));
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_->address(), client_options));
     const std::vector<TrackConfig> tracks = {{.name = "ema", .schedule = *Schedule::Parse("1ba")}};
     ASSERT_THAT(client_->CreateModel(
                     "good", *Manifest::Create({{.name = "w", .shape = {kElements}}}), tracks),
@@ -265,8 +271,10 @@ TEST_F(StalledPeersTest, AGoodPairWorksBesideThemAndAllIsFreedWhenTheyLeave) {
 
 TEST_F(StalledPeersTest, ThoseWithoutAPlaceAreRefusedAtOnceAndTheGoodPairGetsThatOfAStalledOne) {
   constexpr absl::Duration kStreamTimeout = absl::Minutes(1);
+  // Without the lane, whose address is another, all are one caller.
   Start({"--stream-timeout", absl::FormatDuration(kStreamTimeout), "--memory-bytes", "1G",
-         "--drain-grace", "1s"});
+         "--drain-grace", "1s"},
+        {.same_host_lane = false});
   StalledPeers pushers;
   StalledPeers pullers;
   StartPushers(pushers);
@@ -291,6 +299,57 @@ TEST_F(StalledPeersTest, ThoseWithoutAPlaceAreRefusedAtOnceAndTheGoodPairGetsTha
                           }),
             0);
   EXPECT_LT(ended.size(), size_t{kPeers});
+  EXPECT_EQ(server_->Stop(), 0);
+}
+
+TEST_F(StalledPeersTest, OneCallerWhoTakesAllPlacesAgainAndAgainDoesNotSlowAGoodPairDown) {
+  constexpr char kGood[] = "good-6f1d2c70b4e94b0f";
+  constexpr char kGreedy[] = "greedy-0d0f6f0c0b3a4a";
+  const std::string tokens = absl::StrCat(testing::TempDir(), "/stalled_peers_tokens-", getpid());
+  std::ofstream(tokens) << "trainer " << kGood << "\ntrainer " << kGreedy << "\n";
+  const absl::Cleanup remove = [&] { std::remove(tokens.c_str()); };
+  Start({"--auth-tokens", tokens, "--memory-bytes", "1G", "--drain-grace", "1s"},
+        {.same_host_lane = false, .token = kGood});
+  int64_t step = 1;
+  const auto time_steps = [&] {
+    const absl::Time begin = absl::Now();
+    for (int i = 0; i < 40; ++i) PushAndPull(++step);
+    return absl::Now() - begin;
+  };
+  const absl::Duration alone = time_steps();
+
+  StalledPeers pushers;
+  StalledPeers pullers;
+  pushers.Connect(server_->address(), kGreedy);
+  pullers.Connect(server_->address(), kGreedy);
+  v1::PullRequest pull;
+  pull.set_model("good");
+  pull.set_track("ema");
+  pull.set_version(step);  // One version: pins have a limit of their own.
+  std::atomic<bool> is_over = false;
+  std::thread greedy([&] {
+    size_t push_count = 0;
+    size_t pull_count = 0;
+    while (!is_over) {
+      for (; push_count < kPushStreams + pushers.ended().size(); ++push_count) {
+        pushers.StartPush({});
+      }
+      for (; pull_count < kPullStreams + pullers.ended().size(); ++pull_count) {
+        pullers.StartPull(pull);
+      }
+      absl::SleepFor(kPollInterval);
+    }
+  });
+  EXPECT_TRUE(pushers.AwaitStalled(kPushStreams, kTimeout));
+  EXPECT_TRUE(pullers.AwaitStalled(kPullStreams, kTimeout));
+  const absl::Duration beside = time_steps();
+  is_over = true;
+  greedy.join();
+  std::cout << "the good pair's speed: " << absl::FDivDuration(alone, beside)
+            << " of that without the other\n";
+  // Without shares, each step has to wait until a stream has stalled for 3 s, and its eviction is
+  // due. The rest is for others who use this machine.
+  EXPECT_LT(beside, 2 * alone + absl::Seconds(1));
   EXPECT_EQ(server_->Stop(), 0);
 }
 

@@ -4,14 +4,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
 namespace {
 
+constexpr char kPeer[] = "ipv4:10.0.0.1:4711";
 constexpr absl::Duration kStallTimeout = absl::Seconds(1);
 
 StreamSlots::Options SlotsOf(int64_t limit, absl::Duration stall_timeout = kStallTimeout) {
@@ -30,9 +35,13 @@ class FakeCall final : public StreamCall {
  public:
   using StreamCall::CountBytes;
   using StreamCall::SetWaiting;
-  void End(StreamEnd) override { ++ended; }
+  void End(StreamEnd why) override {
+    ++ended;
+    end = why;
+  }
 
   int ended = 0;
+  StreamEnd end = StreamEnd::kRevoked;
 };
 
 TEST(StreamSlotsTest, BusyStreamsAreNotEvicted) {
@@ -40,16 +49,17 @@ TEST(StreamSlotsTest, BusyStreamsAreNotEvicted) {
   FakeCall busy;
   FakeCall waiting;
   FakeCall newcomer;
-  ASSERT_THAT(slots.Enter(&busy, "", std::nullopt), IsOk());
-  ASSERT_THAT(slots.Enter(&waiting, "", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&busy, "", kPeer, std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&waiting, "", kPeer, std::nullopt), IsOk());
   waiting.SetWaiting(true);  // Not for long.
-  EXPECT_THAT(slots.Enter(&newcomer, "", std::nullopt),
+  EXPECT_THAT(slots.Enter(&newcomer, "", kPeer, std::nullopt),
               AllOf(ReasonIs(ErrorReason::kTooManyStreams),
                     StatusIs(absl::StatusCode::kResourceExhausted,
                              testing::HasSubstr("2 push streams are open (limit 2"))));
   waiting.SetWaiting(false);
   Sleep(kStallTimeout / 5);
-  EXPECT_THAT(slots.Enter(&newcomer, "", std::nullopt), ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_THAT(slots.Enter(&newcomer, "", kPeer, std::nullopt),
+              ReasonIs(ErrorReason::kTooManyStreams));
   EXPECT_EQ(busy.ended + waiting.ended, 0);
 }
 
@@ -62,34 +72,86 @@ TEST(StreamSlotsTest, TheLongestStalledStreamIsEvictedOneAtATime) {
   FakeCall later;
   FakeCall newcomer;
   for (FakeCall* const call : {&busy, &longest, &later}) {
-    ASSERT_THAT(slots.Enter(call, "", std::nullopt), IsOk());
+    ASSERT_THAT(slots.Enter(call, "", kPeer, std::nullopt), IsOk());
   }
   longest.SetWaiting(true);
   Sleep(kLongTimeout / 10);
   later.SetWaiting(true);
   Sleep(kLongTimeout / 10);
-  ASSERT_THAT(slots.Enter(&newcomer, "", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&newcomer, "", kPeer, std::nullopt), IsOk());
   EXPECT_EQ(longest.ended, 1);
   EXPECT_EQ(later.ended, 0);
   slots.Leave(&longest);  // It has no slot any more.
   FakeCall another;
-  EXPECT_THAT(slots.Enter(&another, "", std::nullopt), ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_THAT(slots.Enter(&another, "", kPeer, std::nullopt),
+              ReasonIs(ErrorReason::kTooManyStreams));
   EXPECT_EQ(later.ended, 0);
   Sleep(kLongTimeout / 40);
-  ASSERT_THAT(slots.Enter(&another, "", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&another, "", kPeer, std::nullopt), IsOk());
   EXPECT_EQ(later.ended, 1);
   FakeCall refused;
-  EXPECT_THAT(slots.Enter(&refused, "", std::nullopt), ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_THAT(slots.Enter(&refused, "", kPeer, std::nullopt),
+              ReasonIs(ErrorReason::kTooManyStreams));
   slots.Leave(&busy);
-  EXPECT_THAT(slots.Enter(&refused, "", std::nullopt), IsOk());
+  EXPECT_THAT(slots.Enter(&refused, "", kPeer, std::nullopt), IsOk());
+}
+
+TEST(StreamSlotsTest, ACallerWithMoreThanHalfOfTheSlotsGivesThemToOthers) {
+  // A caller is a token and an address, whatever its port.
+  struct Caller {
+    std::string token;
+    std::string address;
+  };
+  const Caller greedy = {"a", "ipv4:10.0.0.1"};
+  for (const Caller& other : {Caller{"b", "ipv4:10.0.0.1"}, {"a", "ipv4:10.0.0.2"}}) {
+    SCOPED_TRACE(other.token + other.address);
+    StreamSlots slots(SlotsOf(5));
+    int port = 0;
+    const auto enter = [&](FakeCall& call, const Caller& caller) {
+      return slots.Enter(&call, caller.token, absl::StrCat(caller.address, ":", ++port), "m");
+    };
+    std::vector<FakeCall> calls(5);
+    for (FakeCall& call : calls) ASSERT_THAT(enter(call, greedy), IsOk());
+    calls[3].SetWaiting(true);
+    std::vector<FakeCall> others(3);
+    ASSERT_THAT(enter(others[0], other), IsOk());
+    EXPECT_EQ(calls[3].ended, 1) << "the one that waits";
+    EXPECT_EQ(calls[3].end, StreamEnd::kOverShare);
+    ASSERT_THAT(enter(others[1], other), IsOk());
+    const auto ended_count = [&] {
+      return std::count_if(calls.begin(), calls.end(), [](const auto& call) { return call.ended; });
+    };
+    EXPECT_EQ(ended_count(), 2) << "busy ones, too";
+    // Now it has half of them, rounded up.
+    EXPECT_THAT(enter(others[2], other), ReasonIs(ErrorReason::kTooManyStreams));
+    EXPECT_THAT(enter(calls[3], greedy), ReasonIs(ErrorReason::kTooManyStreams));
+    EXPECT_EQ(ended_count(), 2);
+    EXPECT_EQ(others[0].ended + others[1].ended, 0);
+  }
+}
+
+TEST(StreamSlotsTest, ACallerWithMoreThanHalfOfTheSlotsGetsNoneOfAnother) {
+  StreamSlots slots(SlotsOf(4));
+  FakeCall other;
+  std::vector<FakeCall> calls(3);
+  ASSERT_THAT(slots.Enter(&other, "other", kPeer, "m"), IsOk());
+  other.SetWaiting(true);
+  for (FakeCall& call : calls) ASSERT_THAT(slots.Enter(&call, "greedy", kPeer, "m"), IsOk());
+  calls[1].SetWaiting(true);
+  Sleep(kStallTimeout / 10);
+  FakeCall newcomer;
+  ASSERT_THAT(slots.Enter(&newcomer, "greedy", kPeer, "m"), IsOk());
+  EXPECT_EQ(calls[1].ended, 1);
+  EXPECT_EQ(calls[1].end, StreamEnd::kStalled);
+  EXPECT_EQ(other.ended, 0) << "though it has waited longer";
 }
 
 TEST(StreamSlotsTest, StreamsThatStallForTheTimeoutAreEnded) {
   StreamSlots slots(SlotsOf(2));
   FakeCall stalled;
   FakeCall busy;
-  ASSERT_THAT(slots.Enter(&stalled, "", std::nullopt), IsOk());
-  ASSERT_THAT(slots.Enter(&busy, "", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&stalled, "", kPeer, std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&busy, "", kPeer, std::nullopt), IsOk());
   stalled.SetWaiting(true);
   slots.EndStalled(SteadyNow());
   EXPECT_EQ(stalled.ended, 0);
@@ -106,7 +168,7 @@ TEST(StreamSlotsTest, SlowPullsOfOneVersionAreEnded) {
   FakeCall newer;
   FakeCall of_another_model;
   for (FakeCall* const call : {&fast, &slow, &slow_too, &newer, &of_another_model}) {
-    ASSERT_THAT(slots.Enter(call, "", call == &of_another_model ? "n" : "m"), IsOk());
+    ASSERT_THAT(slots.Enter(call, "", kPeer, call == &of_another_model ? "n" : "m"), IsOk());
     slots.SetPinnedVersion(call, {call == &newer ? 8 : 7, 1});
   }
   const SteadyTime begin = SteadyNow();
@@ -139,9 +201,9 @@ TEST(StreamSlotsTest, StreamsWhoseTokenIsNoLongerValidAreEnded) {
   FakeCall revoked;
   FakeCall known;
   FakeCall of_another_model;
-  ASSERT_THAT(slots.Enter(&revoked, "revoked", std::nullopt), IsOk());
-  ASSERT_THAT(slots.Enter(&known, "known", "mine"), IsOk());
-  ASSERT_THAT(slots.Enter(&of_another_model, "known", std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&revoked, "revoked", kPeer, std::nullopt), IsOk());
+  ASSERT_THAT(slots.Enter(&known, "known", kPeer, "mine"), IsOk());
+  ASSERT_THAT(slots.Enter(&of_another_model, "known", kPeer, std::nullopt), IsOk());
   slots.EndRevoked(authenticator);
   EXPECT_EQ(revoked.ended, 1);
   EXPECT_EQ(known.ended + of_another_model.ended, 0);
