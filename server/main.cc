@@ -35,7 +35,7 @@ namespace {
 
 // To look costs a walk over the free parts of the heap.
 constexpr absl::Duration kTrimInterval = absl::Seconds(10);
-// A start makes 22 on two cores, beside those for each core and queue. Of those it lacks gRPC
+// A start makes 23 on two cores, beside those for each core and queue. Of those it lacks gRPC
 // aborts, and others are waited for without end.
 constexpr int64_t kStartThreads = 32;
 

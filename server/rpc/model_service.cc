@@ -41,6 +41,16 @@ SnapshotRef PinNamed(const ModelStore& store, const Request& request,
   return pinned.ok() ? *std::move(pinned) : nullptr;
 }
 
+// True: the tables of the model's tracks take more than a few milliseconds to make. False if there
+// are so many tensors or tracks that the call is rejected at once.
+bool HasLargeTables(const v1::CreateModelRequest& request) {
+  constexpr int64_t kMaxQuickEntries = 20'000;
+  const int64_t tensor_count = request.manifest().tensors_size();
+  const int64_t track_count = request.tracks_size();
+  return Manifest::CheckCount(tensor_count).ok() && track_count <= kMaxTracks &&
+         tensor_count * track_count > kMaxQuickEntries;
+}
+
 constexpr char kDefaultMetricLabel[] = "best";
 
 absl::StatusOr<VersionId> ReadVersion(int64_t version, int64_t incarnation) {
@@ -68,13 +78,19 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
       return Placement{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
     };
   };
-  EMA_LISTEN(CreateModel);
+  EMA_LISTEN(CreateModel, [workers](const v1::CreateModelRequest& request) {
+    return Placement{.worker = HasLargeTables(request) ? workers.creating : nullptr,
+                     .held = nullptr};
+  });
   EMA_LISTEN(GetModel);
   ListenUnary(rpc, queue, &rpc->service, "/ema.v1.EmaService/ListModels",
               &RpcContext::EmaService::RequestListModels,
               [this](const v1::ListModelsRequest&, const Access& access)
                   -> absl::StatusOr<v1::ListModelsResponse> { return ListModels(access); });
-  EMA_LISTEN(UpdateModel);
+  EMA_LISTEN(UpdateModel, [workers](const v1::UpdateModelRequest& request) {
+    return Placement{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr,
+                     .held = nullptr};
+  });
   EMA_LISTEN(DeleteModel, on(workers.saving));
   EMA_LISTEN(AttachFile);
   EMA_LISTEN(GetAttachedFile, on(workers.quick));

@@ -27,6 +27,8 @@ class ModelService {
 
   // Each runs one kind of call on a thread of its own.
   struct Workers {
+    // Calls that make tables of very many tensors and tracks.
+    Worker* creating;
     // Calls that read the disk, but wait for no save.
     Worker* quick;
     // Calls that save, or wait for a save. While they are queued, the version that they name stays

@@ -132,6 +132,7 @@ void RpcServer::StartThreads() {
   for (const auto& [worker, need] :
        {std::pair(&quick_calls_, Need::kCheckpoints), std::pair(&saving_calls_, Need::kCheckpoints),
         std::pair(&disk_reader_, Need::kCheckpoints), std::pair(&device_reader_, Need::kServing),
+        std::pair(&creating_calls_, Need::kServing),
         // These may run for minutes.
         std::pair(&restoring_calls_, Need::kNeither),
         std::pair(&computing_calls_, Need::kNeither)}) {
@@ -291,8 +292,8 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   for (std::thread* const thread : {&watchdog_, &file_watch_}) {
     if (thread->joinable()) thread->join();
   }
-  for (Worker* const worker : {&quick_calls_, &saving_calls_, &restoring_calls_, &computing_calls_,
-                               &disk_reader_, &device_reader_}) {
+  for (Worker* const worker : {&quick_calls_, &saving_calls_, &creating_calls_, &restoring_calls_,
+                               &computing_calls_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
@@ -304,7 +305,8 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   PullCall::Listen(&context_, queue);
   WatchCall::Listen(&context_, queue->get());
   models_.Listen(&context_, queue->get(),
-                 {.quick = &quick_calls_,
+                 {.creating = &creating_calls_,
+                  .quick = &quick_calls_,
                   .saving = &saving_calls_,
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});

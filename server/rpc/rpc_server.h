@@ -74,7 +74,7 @@ class RpcServer {
   // Unary calls that may wait for each of their workers.
   static constexpr int64_t kMaxWaitingCalls = 64;
   // Memory of the requests that wait for all workers together.
-  static constexpr int64_t kWaitingBytes = int64_t{140} << 20;
+  static constexpr int64_t kWaitingBytes = int64_t{204} << 20;
 
   // Bytes that gRPC may hold for one push stream: its window, or a message that has arrived in
   // part.
@@ -152,13 +152,15 @@ class RpcServer {
   SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
 
   // Last: calls that wait there refer to the members above. Requests of the first three are short;
-  // those that restore have the layout of a rank, and pulls may have a long list of tensors.
+  // those that create have a manifest, those that restore the layout of a rank, and pulls may have
+  // a long list of tensors.
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
   static constexpr int64_t kLongBytes = int64_t{64} << 20;
-  static_assert(3 * kShortBytes + 2 * kLongBytes == kWaitingBytes);
+  static_assert(3 * kShortBytes + 3 * kLongBytes == kWaitingBytes);
   Worker quick_calls_{"quick-calls", kMaxWaitingCalls, kShortBytes};
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes};
+  Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function queued or running in each of these.
   Worker disk_reader_;

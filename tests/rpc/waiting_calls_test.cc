@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Calls that wait for a thread of the server's.
+#include <algorithm>
 #include <atomic>
 #include <functional>
+#include <iostream>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
@@ -228,6 +231,46 @@ TEST_F(WaitingCallsTest, ADrainingServerDoesNotBeginThoseThatBeginWork) {
   EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_DRAINING);
   EXPECT_EQ(held_.begun, 2);
+}
+
+TEST_F(WaitingCallsTest, TheCreationOfAVeryLargeModelDoesNotHoldUpOtherCalls) {
+  v1::CreateModelRequest request;
+  request.set_model("large");
+  for (int i = 0; i < 100'000; ++i) {
+    v1::TensorSpec& tensor = *request.mutable_manifest()->add_tensors();
+    tensor.set_name(absl::StrCat("w", i));
+    tensor.set_dtype(v1::DTYPE_FLOAT32);
+    tensor.add_shape(1);
+  }
+  for (int i = 0; i < 64; ++i) {
+    v1::Track& track = *request.add_tracks();
+    track.set_name(absl::StrCat("ema", i));
+    (*track.mutable_schedule())["half_life"] = "1ba";
+  }
+  const absl::Time begin = absl::Now();
+  absl::Time end;
+  grpc::Status status;
+  std::thread creator([&] {
+    grpc::ClientContext context;
+    v1::CreateModelResponse response;
+    status = stub_->CreateModel(&context, request, &response);
+    end = absl::Now();
+    held_.release.Notify();
+  });
+  absl::Duration longest;
+  while (!held_.release.HasBeenNotified()) {
+    grpc::ClientContext context;
+    v1::GetModelRequest get;
+    get.set_model("m");
+    v1::Model model;
+    const absl::Time asked = absl::Now();
+    EXPECT_TRUE(stub_->GetModel(&context, get, &model).ok());
+    longest = std::max(longest, absl::Now() - asked);
+  }
+  creator.join();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  std::cout << "it took " << end - begin << ", other calls at most " << longest << "\n";
+  EXPECT_LT(longest, (end - begin) / 2);
 }
 
 TEST_F(WaitingCallsTest, ARequestThatIsLargerThanAllThatMayWaitIsInvalid) {
