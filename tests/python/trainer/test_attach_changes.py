@@ -90,7 +90,8 @@ def test_an_optimizer_that_replaces_the_attached_one_is_said_at_close(server, mo
     with ema_client.attach(net, optimizer, server.url(model), half_life="3ba"):
         step(net, optimizer)
         step(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    (warning,) = warnings_of(caplog)
+    # A push that had not read the weights when they were written is said to be skipped, too.
+    (warning,) = [w for w in warnings_of(caplog) if "push of step 1 skipped" not in w]
     assert "its steps are not averaged: call attach() again with it" in warning
 
 
