@@ -77,25 +77,27 @@ std::string FormatJsonFile(int64_t format_version, const Json& object) {
   return Opening(covered) + covered;
 }
 
+std::string ParseStrictJson(std::string_view text, ParsedJson& json) {
+  // The parser takes a zero byte for the end.
+  if (text.find('\0') != std::string_view::npos) return "it has a zero byte";
+  StrictnessChecker checker;
+  if (!ParsedJson::sax_parse(text.begin(), text.end(), &checker)) return checker.problem();
+  json = ParsedJson::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  return "";
+}
+
 absl::StatusOr<ParsedJson> ParseJsonFile(std::string_view file_name, int64_t format_version,
                                          std::string_view text) {
   const size_t opening = Opening("").size();
   if (text.size() < opening || text.substr(0, opening) != Opening(text.substr(opening))) {
     return CorruptJsonFile(file_name, "the checksum is wrong, or missing");
   }
-  // The parser takes a zero byte for the end.
-  if (text.find('\0') != std::string_view::npos) {
-    return CorruptJsonFile(file_name, "it has a zero byte");
-  }
-  StrictnessChecker checker;
-  if (!ParsedJson::sax_parse(text.begin(), text.end(), &checker)) {
-    return CorruptJsonFile(file_name, checker.problem());
-  }
-  ParsedJson json =
-      ParsedJson::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  ParsedJson json;
+  std::string problem = ParseStrictJson(text, json);
+  if (!problem.empty()) return CorruptJsonFile(file_name, problem);
   int64_t found = 0;
   const auto it = json.find("format_version");
-  const std::string problem = it == json.end() ? " is missing" : ReadJson(*it, found, 1);
+  problem = it == json.end() ? " is missing" : ReadJson(*it, found, 1);
   if (!problem.empty()) return CorruptJsonFile(file_name, "format_version" + problem);
   if (found != format_version) {
     return absl::FailedPreconditionError(absl::StrCat(std::string(file_name),

@@ -25,6 +25,11 @@ std::string FormatJsonFile(int64_t format_version, const Json& object);
 absl::StatusOr<ParsedJson> ParseJsonFile(std::string_view file_name, int64_t format_version,
                                          std::string_view text);
 
+// Parses a text that may be anything. Returns the problem, such as "it is not JSON at byte 7"; a
+// key that an object has twice and deep nesting are problems, too. Empty: there is none. Never
+// throws.
+std::string ParseStrictJson(std::string_view text, ParsedJson& json);
+
 // The error DATA_LOSS, CHECKPOINT_CORRUPT, for a problem of ReadJson() in this file.
 absl::Status CorruptJsonFile(std::string_view file_name, const std::string& problem);
 

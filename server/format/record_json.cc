@@ -9,18 +9,6 @@
 namespace ema {
 namespace {
 
-// Reads the one of `all` whose JSON is `json`, a name.
-template <typename Enum>
-std::string ReadName(const ParsedJson& json, std::initializer_list<Enum> all, Enum& value) {
-  if (!json.is_string()) return " is not a string";
-  const std::string& name = json.get_ref<const std::string&>();
-  for (const Enum one : all) {
-    value = one;
-    if (Json(one) == Json(name)) return "";
-  }
-  return absl::StrCat(" is \"", name, "\", which this build does not know");
-}
-
 // Reads a text by `parse`, which returns a StatusOr.
 template <typename T, typename Parse>
 std::string ReadText(const ParsedJson& json, Parse parse, T& value) {

@@ -9,6 +9,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -87,6 +88,18 @@ std::string ReadJson(const ParsedJson& json, TrainingDuration& value);
 std::string ReadJson(const ParsedJson& json, TrainingTime& value);
 std::string ReadJson(const ParsedJson& json, Schedule& value);
 std::string ReadJson(const ParsedJson& json, Manifest& value);
+
+// Reads the one of `all`, values of an enum, whose JSON is `json`, a name.
+template <typename Enum>
+std::string ReadName(const ParsedJson& json, std::initializer_list<Enum> all, Enum& value) {
+  if (!json.is_string()) return " is not a string";
+  const std::string& name = json.get_ref<const std::string&>();
+  for (const Enum one : all) {
+    value = one;
+    if (Json(one) == Json(name)) return "";
+  }
+  return absl::StrCat(" is \"", name, "\", which this build does not know");
+}
 
 // A value to read into. A schedule has no default.
 template <typename T>
