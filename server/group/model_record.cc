@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/model_record.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
+#include "server/format/json_file.h"
+#include "server/format/record_json.h"
+
+namespace ema::group {
+
+// The templates of record_json.h look for these in the namespace of a record.
+using ema::ReadJson;
+using ema::to_json;
+
+using State = ModelRecord::State;
+
+std::string_view StateName(State state) {
+  switch (state) {
+    case State::kCreating:
+      return "CREATING";
+    case State::kActive:
+      return "ACTIVE";
+    case State::kDeleting:
+      return "DELETING";
+  }
+  return "";
+}
+
+void to_json(Json& json, State state) { json = StateName(state); }
+
+std::string ReadJson(const ParsedJson& json, State& state) {
+  return ReadName(json, {State::kCreating, State::kActive, State::kDeleting}, state);
+}
+
+void VisitFields(auto& io, MaybeConst<MemberRecord> auto& member) {
+  io("boot", member.boot);
+  io("address", member.address);
+  io("device", member.device);
+  io("memory_budget_bytes", member.memory_budget_bytes);
+  io("free_memory_bytes", member.free_memory_bytes);
+  io("program_version", member.program_version);
+  io("protocol", member.protocol, 1);
+}
+
+void VisitFields(auto& io, MaybeConst<Partition> auto& partition) {
+  io("member", partition.member);
+  io("boot", partition.boot);
+  io("first_tensor", partition.first_tensor);
+  io("tensor_count", partition.tensor_count);
+}
+
+void VisitFields(auto& io, MaybeConst<GroupCheckpoint> auto& checkpoint) {
+  io("incarnation", checkpoint.id.incarnation);
+  io("version", checkpoint.id.version, 1, kMaxStoredCount);
+  io("step", checkpoint.step, 0, kMaxStoredCount);
+  io("total_bytes", checkpoint.total_bytes);
+  io("keep", checkpoint.keep);
+}
+
+void VisitFields(auto& io, MaybeConst<ModelRecord> auto& record) {
+  io("state", record.state);
+  io("incarnation", record.incarnation, 1, kMaxStoredCount);
+  io("tracks_revision", record.tracks_revision);
+  io("base", record.base);
+  io("partitions", record.partitions);
+  io("checkpoints", record.checkpoints);
+  io("labels", record.labels);
+}
+
+namespace {
+
+std::string NameOf(const VersionId& id) {
+  return absl::StrCat("version ", id.version, " of incarnation ", id.incarnation);
+}
+
+// The functions Find...Problem() return a problem as ReadJson() does.
+
+std::string FindPartitionsProblem(const std::vector<Partition>& partitions) {
+  if (partitions.empty()) return ".partitions is empty";
+  absl::flat_hash_set<std::string_view> members;
+  int64_t next_tensor = 0;
+  for (size_t i = 0; i < partitions.size(); ++i) {
+    const Partition& partition = partitions[i];
+    const std::string place = absl::StrCat(".partitions[", i, "]");
+    if (const absl::Status status = ValidateName("member", partition.member); !status.ok()) {
+      return absl::StrCat(place, ": ", status.message());
+    }
+    if (!members.insert(partition.member).second) {
+      return absl::StrCat(place, ".member: \"", partition.member, "\" is there twice");
+    }
+    if (partition.boot.empty()) return place + ".boot is empty";
+    if (partition.first_tensor != next_tensor) {
+      return absl::StrCat(place, ".first_tensor is ", partition.first_tensor, ", expected ",
+                          next_tensor);
+    }
+    const int64_t most = kMaxTensorCount - next_tensor;
+    if (partition.tensor_count < 1 || partition.tensor_count > most) {
+      return absl::StrCat(place, ".tensor_count is ", partition.tensor_count, ", expected 1 to ",
+                          most);
+    }
+    next_tensor += partition.tensor_count;
+  }
+  return "";
+}
+
+std::string FindCheckpointsProblem(const ModelRecord& record) {
+  const std::vector<GroupCheckpoint>& checkpoints = record.checkpoints;
+  for (size_t i = 0; i < checkpoints.size(); ++i) {
+    const VersionId& id = checkpoints[i].id;
+    const std::string place = absl::StrCat(".checkpoints[", i, "] is ", NameOf(id));
+    if (id.incarnation > record.incarnation) {
+      return absl::StrCat(place, ", but the model is in incarnation ", record.incarnation);
+    }
+    if (i > 0 && id <= checkpoints[i - 1].id) {
+      return absl::StrCat(place, ", and comes after ", NameOf(checkpoints[i - 1].id));
+    }
+  }
+  if (record.base.has_value() && record.durable() == nullptr) {
+    return absl::StrCat(".base is ", NameOf(*record.base), ", which is not in .checkpoints");
+  }
+  return "";
+}
+
+std::string FindLabelsProblem(const ModelRecord& record) {
+  for (size_t i = 0; i < record.labels.size(); ++i) {
+    const CheckpointLabel& label = record.labels[i];
+    const std::string place = absl::StrCat(".labels[", i, "]");
+    if (const absl::Status status = ValidateName("label", label.name); !status.ok()) {
+      return absl::StrCat(place, ": ", status.message());
+    }
+    if (i > 0 && label.name <= record.labels[i - 1].name) {
+      return absl::StrCat(place, ".label: \"", label.name, "\" comes after \"",
+                          record.labels[i - 1].name, "\"");
+    }
+    const GroupCheckpoint* const checkpoint = record.Find(label.id);
+    if (checkpoint == nullptr || checkpoint->step != label.step) {
+      return absl::StrCat(place, " is of ", NameOf(label.id), " at step ", label.step,
+                          ", which is not in .checkpoints");
+    }
+  }
+  return "";
+}
+
+std::string FindProblem(const ModelRecord& record) {
+  std::string problem = FindPartitionsProblem(record.partitions);
+  if (problem.empty()) problem = FindCheckpointsProblem(record);
+  if (problem.empty()) problem = FindLabelsProblem(record);
+  return problem;
+}
+
+std::string FindProblem(const MemberRecord& record) {
+  return record.boot.empty() ? ".boot is empty" : "";
+}
+
+std::string Message(std::string_view key, const std::string& problem) {
+  return absl::StrCat(std::string(key), ": ", absl::StripPrefix(problem, "."));
+}
+
+template <typename Record>
+std::string Format(const Record& record) {
+  Json json = Json::object({{"format_version", kRecordFormatVersion}});
+  json.update(Json(record));
+  // A text of an option may be anything.
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+template <typename Record>
+absl::StatusOr<Record> Parse(std::string_view key, std::string_view text) {
+  ParsedJson json;
+  int64_t format_version = 0;
+  Record record;
+  std::string problem = ParseStrictJson(text, json);
+  if (problem.empty()) {
+    const auto it = json.find("format_version");
+    problem = it == json.end() ? " is missing" : ReadJson(*it, format_version, 1);
+    if (!problem.empty()) problem = "format_version" + problem;
+  }
+  if (problem.empty()) {
+    if (format_version > kRecordFormatVersion) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(std::string(key), ": written in format_version ", format_version,
+                       "; this build reads only ", kRecordFormatVersion,
+                       ": install the version of the other members, which is newer, on this one"));
+    }
+    json.erase("format_version");
+    problem = ReadJson(json, record);
+  }
+  if (problem.empty()) problem = FindProblem(record);
+  if (!problem.empty()) return absl::DataLossError(Message(key, problem));
+  return record;
+}
+
+absl::Status CheckState(const ModelRecord& record, State expected) {
+  if (record.state == expected) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("state: ", std::string(StateName(record.state)),
+                                                    ", expected ",
+                                                    std::string(StateName(expected))));
+}
+
+int64_t TensorCount(const std::vector<Partition>& partitions) {
+  int64_t count = 0;
+  for (const Partition& partition : partitions) count += partition.tensor_count;
+  return count;
+}
+
+}  // namespace
+
+// --- Records ---
+
+std::string FormatMemberRecord(const MemberRecord& record) { return Format(record); }
+
+absl::StatusOr<MemberRecord> ParseMemberRecord(std::string_view key, std::string_view text) {
+  return Parse<MemberRecord>(key, text);
+}
+
+absl::StatusOr<std::string> FormatModelRecord(std::string_view key, const ModelRecord& record) {
+  if (const std::string problem = FindProblem(record); !problem.empty()) {
+    return absl::InvalidArgumentError(Message(key, problem));
+  }
+  std::string text = Format(record);
+  if (text.size() <= kMaxRecordBytes) return text;
+  return absl::ResourceExhaustedError(absl::StrCat(
+      std::string(key), ": the record would have ", text.size(), " bytes (limit ", kMaxRecordBytes,
+      ") with ", record.partitions.size(), " partitions, ", record.checkpoints.size(),
+      " checkpoints and ", record.labels.size(), " labels: delete checkpoints or labels"));
+}
+
+absl::StatusOr<ModelRecord> ParseModelRecord(std::string_view key, std::string_view text) {
+  return Parse<ModelRecord>(key, text);
+}
+
+const GroupCheckpoint* ModelRecord::Find(const VersionId& id) const {
+  const auto it = std::find_if(checkpoints.begin(), checkpoints.end(),
+                               [&](const GroupCheckpoint& one) { return one.id == id; });
+  return it != checkpoints.end() ? &*it : nullptr;
+}
+
+const GroupCheckpoint* ModelRecord::durable() const {
+  if (!checkpoints.empty() && checkpoints.back().id.incarnation == incarnation) {
+    return &checkpoints.back();
+  }
+  return base.has_value() ? Find(*base) : nullptr;
+}
+
+std::optional<int64_t> ModelRecord::PartitionOf(std::string_view member,
+                                                std::string_view boot) const {
+  for (size_t i = 0; i < partitions.size(); ++i) {
+    if (partitions[i].member == member && partitions[i].boot == boot) {
+      return static_cast<int64_t>(i);
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<Partition> ModelRecord::PartitionsWithBoot(std::string_view member,
+                                                       std::string_view boot) const {
+  std::vector<Partition> changed = partitions;
+  for (Partition& partition : changed) {
+    if (partition.member == member) partition.boot = boot;
+  }
+  return changed;
+}
+
+// --- Changes ---
+
+absl::StatusOr<ModelRecord> Activate(ModelRecord record) {
+  EMA_RETURN_IF_ERROR(CheckState(record, State::kCreating));
+  record.state = State::kActive;
+  return record;
+}
+
+absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_micros,
+                                        int64_t newest_stored_incarnation) {
+  const int64_t newest = std::max(record_incarnation, newest_stored_incarnation);
+  if (newest >= kMaxStoredCount) {
+    return absl::FailedPreconditionError(absl::StrCat("incarnation: ", newest,
+                                                      " in the registry or in a checkpoint's name, "
+                                                      "expected less than ",
+                                                      kMaxStoredCount));
+  }
+  return std::max(newest + 1, now_micros);
+}
+
+absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request) {
+  EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
+  const GroupCheckpoint* const base =
+      request.base.has_value() ? record.Find(*request.base) : record.durable();
+  if (request.base.has_value() && base == nullptr) {
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
+                     absl::StrCat("base: there is no checkpoint of ", NameOf(*request.base)));
+  }
+  const int64_t tensor_count = TensorCount(record.partitions);
+  if (const int64_t count = TensorCount(request.partitions); count != tensor_count) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("partitions: they have ", count, " tensors, expected ", tensor_count));
+  }
+  EMA_ASSIGN_OR_RETURN(record.incarnation, NextIncarnation(record.incarnation, request.now_micros,
+                                                           request.newest_stored_incarnation));
+  if (base != nullptr) record.base = base->id;
+  record.partitions = request.partitions;
+  return record;
+}
+
+absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnation,
+                                          const GroupCheckpoint& checkpoint) {
+  EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
+  if (incarnation != record.incarnation) {
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                     absl::StrCat("incarnation: ", NameOf(checkpoint.id), " was saved in ",
+                                  incarnation, ", but ", record.incarnation, " has begun"));
+  }
+  const auto it =
+      std::lower_bound(record.checkpoints.begin(), record.checkpoints.end(), checkpoint.id,
+                       [](const GroupCheckpoint& one, const VersionId& id) { return one.id < id; });
+  if (it == record.checkpoints.end() || it->id != checkpoint.id) {
+    record.checkpoints.insert(it, checkpoint);
+    return record;
+  }
+  if (it->step != checkpoint.step || it->total_bytes != checkpoint.total_bytes) {
+    return absl::AlreadyExistsError(absl::StrCat("checkpoint: ", NameOf(checkpoint.id), " at step ",
+                                                 checkpoint.step, " with ", checkpoint.total_bytes,
+                                                 " bytes was saved, but the record has it at step ",
+                                                 it->step, " with ", it->total_bytes, " bytes"));
+  }
+  it->keep = it->keep || checkpoint.keep;
+  return record;
+}
+
+absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id) {
+  EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
+  const auto in_use = [&](std::string_view why) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
+                     absl::StrCat("checkpoint: ", NameOf(id), " ", std::string(why)));
+  };
+  for (const CheckpointLabel& label : record.labels) {
+    if (label.id == id) return in_use(absl::StrCat("has the label \"", label.name, "\""));
+  }
+  const GroupCheckpoint* const durable = record.durable();
+  if (durable != nullptr && durable->id == id) {
+    return in_use("is the one from which a restarted member would continue");
+  }
+  std::erase_if(record.checkpoints, [&](const GroupCheckpoint& one) { return one.id == id; });
+  return record;
+}
+
+absl::StatusOr<ModelRecord> SetLabels(ModelRecord record, std::vector<CheckpointLabel> labels) {
+  EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
+  for (const CheckpointLabel& label : labels) {
+    if (record.Find(label.id) == nullptr) {
+      return MakeError(
+          absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
+          absl::StrCat("label \"", label.name, "\": ", NameOf(label.id), " has no checkpoint"));
+    }
+  }
+  std::sort(labels.begin(), labels.end(),
+            [](const CheckpointLabel& a, const CheckpointLabel& b) { return a.name < b.name; });
+  record.labels = std::move(labels);
+  return record;
+}
+
+}  // namespace ema::group

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The records that a group keeps in its registry, as JSON: one of each member and one of each
+// model; and the changes of a model's record.
+//
+// Parse...() returns FAILED_PRECONDITION for a record in another format, and DATA_LOSS for one that
+// is damaged: a field is missing, unknown, doubled or out of range. Messages begin with the key and
+// name the field.
+#ifndef EMA_SERVER_GROUP_MODEL_RECORD_H_
+#define EMA_SERVER_GROUP_MODEL_RECORD_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "ema/checkpoint_info.h"
+#include "ema/version_id.h"
+
+namespace ema::group {
+
+// The format of the records that this build writes and reads.
+inline constexpr int64_t kRecordFormatVersion = 1;
+// The longest record. etcd accepts 1.5 MiB; an object of Kubernetes has 1 MiB with all else in it.
+inline constexpr size_t kMaxRecordBytes = 1'000'000;
+
+// A server process of the group. The value of the key members/NAME, which has a lease.
+struct MemberRecord {
+  std::string boot;     // Identifies one life of the process: RandomHex(4).
+  std::string address;  // HOST:PORT, for clients and the other members.
+  std::string device;   // Such as "cuda:0".
+  int64_t memory_budget_bytes = 0;
+  int64_t free_memory_bytes = 0;  // The part of the budget that no model has reserved.
+  std::string program_version;
+  int64_t protocol = 0;  // The version of the messages between members.
+
+  friend bool operator==(const MemberRecord&, const MemberRecord&) = default;
+};
+
+std::string FormatMemberRecord(const MemberRecord& record);
+absl::StatusOr<MemberRecord> ParseMemberRecord(std::string_view key, std::string_view text);
+
+// A run of a model's tensors, which one member has. The home of the model has partition 0.
+struct Partition {
+  std::string member;
+  std::string boot;          // Of the member's process that has joined, or is to join.
+  int64_t first_tensor = 0;  // An index in the manifest.
+  int64_t tensor_count = 0;
+
+  friend bool operator==(const Partition&, const Partition&) = default;
+};
+
+// A version that all partitions have on the disk.
+struct GroupCheckpoint {
+  VersionId id;
+  int64_t step = 0;
+  int64_t total_bytes = 0;
+  bool keep = false;  // Retention never removes it.
+
+  friend bool operator==(const GroupCheckpoint&, const GroupCheckpoint&) = default;
+};
+
+// What a group has decided about a model. The value of the key models/NAME; every change replaces
+// the value, provided that it is the one that was read.
+struct ModelRecord {
+  enum class State {
+    kCreating,  // The members reserve memory.
+    kActive,
+    kDeleting,
+  };
+  State state = State::kCreating;
+  int64_t incarnation = 0;
+  // The changes of the model's tracks and settings so far.
+  int64_t tracks_revision = 0;
+  // The checkpoint that all partitions load at the beginning of the incarnation; absent: none, the
+  // model has no version then. Once the incarnation has a checkpoint of its own, it may be removed.
+  std::optional<VersionId> base;
+  // Together they have all tensors, in order. No member has two.
+  std::vector<Partition> partitions;
+  std::vector<GroupCheckpoint> checkpoints;  // In the order of their commits.
+  std::vector<CheckpointLabel> labels;       // Each of a checkpoint; sorted by name.
+
+  // The checkpoint of that version; null: there is none.
+  const GroupCheckpoint* Find(const VersionId& id) const;
+  // The checkpoint to which a crash takes the model back: the newest one of this incarnation, or
+  // the base. Checkpoints that a rollback has discarded are newer than the base, but of earlier
+  // incarnations. Null: the model would have no version.
+  const GroupCheckpoint* durable() const;
+  // The partition of that process; nullopt: it has none. A process of another boot, which may be an
+  // earlier life of the same member, has none.
+  std::optional<int64_t> PartitionOf(std::string_view member, std::string_view boot) const;
+  bool IsHome(std::string_view member, std::string_view boot) const {
+    return PartitionOf(member, boot) == 0;
+  }
+  // The partitions, with the member's boot replaced: for Reform(), when a member has restarted. The
+  // same as `partitions` if the member has none, or has that boot there.
+  std::vector<Partition> PartitionsWithBoot(std::string_view member, std::string_view boot) const;
+
+  friend bool operator==(const ModelRecord&, const ModelRecord&) = default;
+};
+
+// "CREATING", "ACTIVE", "DELETING".
+std::string_view StateName(ModelRecord::State state);
+
+// INVALID_ARGUMENT: a text that ParseModelRecord() would call damaged. RESOURCE_EXHAUSTED: it is
+// longer than kMaxRecordBytes. Messages begin with the key.
+absl::StatusOr<std::string> FormatModelRecord(std::string_view key, const ModelRecord& record);
+absl::StatusOr<ModelRecord> ParseModelRecord(std::string_view key, std::string_view text);
+
+// --- Changes of a model's record ---
+//
+// Each returns the next record; FormatModelRecord() checks it. FAILED_PRECONDITION: the record is
+// in another state. Messages do not name the model.
+
+// All members have reserved the memory of the model: CREATING becomes ACTIVE.
+absl::StatusOr<ModelRecord> Activate(ModelRecord record);
+
+// A number for an incarnation that none has had, also if the registry or the clock went back: at
+// least the present time in microseconds, and higher than that of the record and than any in the
+// group's folder, each 0 if there is none. FAILED_PRECONDITION: there is no such number.
+absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_micros,
+                                        int64_t newest_stored_incarnation);
+
+struct ReformRequest {
+  // As for NextIncarnation().
+  int64_t now_micros = 0;
+  int64_t newest_stored_incarnation = 0;
+  std::vector<Partition> partitions;
+  std::optional<VersionId> base;  // Nullopt: durable(). Else a checkpoint of the record.
+};
+// Begins the next incarnation of an ACTIVE model: all versions in memory end, and the partitions
+// load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base. INVALID_ARGUMENT: the
+// partitions have another number of tensors than before.
+absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request);
+
+// All partitions have the checkpoint on the disk, and it has been verified. `incarnation`: the one
+// in which it was saved. If the record has it already, only GroupCheckpoint::keep is set. ABORTED,
+// FENCED: another incarnation. ALREADY_EXISTS: one of that version differs.
+absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnation,
+                                          const GroupCheckpoint& checkpoint);
+// OK if there is none. After this change its files can be removed. FAILED_PRECONDITION,
+// CHECKPOINT_IN_USE: it has a label, or is durable().
+absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id);
+
+// Replaces all labels. OUT_OF_RANGE, VERSION_NOT_KEPT: a label's version has no checkpoint.
+absl::StatusOr<ModelRecord> SetLabels(ModelRecord record, std::vector<CheckpointLabel> labels);
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_MODEL_RECORD_H_
