@@ -105,7 +105,7 @@ absl::Status TrainerRun::Join(int64_t rank, int64_t world_size, RankLayout layou
                                   " has joined this run with another layout; to "
                                   "change it, all ranks open a run with a new launch_id"));
   }
-  const absl::Status added = Add(rank, std::move(layout));
+  absl::Status added = Add(rank, std::move(layout));
   if (failure_.ok() || rank == failed_rank_) {
     failure_ = added;
     failed_rank_ = rank;

@@ -140,7 +140,7 @@ std::string TomlString(const std::string& text) {
 
 // The present value.
 std::string TomlValue(const CLI::Option& option) {
-  const std::string text = option.get_default_str();
+  std::string text = option.get_default_str();
   if (IsNumber(option) || option.get_expected_max() == 0) return text;
   if (option.get_expected_max() == 1) return TomlString(text);
   std::vector<std::string> elements = absl::StrSplit(text, ',');

@@ -464,7 +464,7 @@ absl::Status PushEngine::RejoinError() const {
 bool PushEngine::is_fenced() const { return GetErrorReason(RejoinError()) == ErrorReason::kFenced; }
 
 absl::Status PushEngine::AwayError() const {
-  const absl::Status problem = RejoinError();
+  absl::Status problem = RejoinError();
   if (GetErrorReason(problem) == ErrorReason::kFenced) return problem;
   return absl::UnavailableError(
       absl::StrCat("model \"", model_, "\": the server or a rank is away: ", ErrorText(problem)));
