@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Calls to etcd: connections, deadlines, the next endpoint, and the user's token.
+#ifndef EMA_SERVER_REGISTRY_ETCD_CLIENT_H_
+#define EMA_SERVER_REGISTRY_ETCD_CLIENT_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "etcd/v3/rpc.grpc.pb.h"
+#include "server/base/log_event.h"
+#include "server/base/steady_wait.h"
+#include "server/registry/etcd_registry.h"
+
+namespace ema {
+
+// The end of the range of all keys with a prefix. REQUIRES: `prefix` is not empty, and is text.
+std::string PrefixEnd(std::string_view prefix);
+
+RegistryEntry ToEntry(const etcdserverpb::KeyValue& pair);
+
+// Errors as Registry. Thread-safe.
+class EtcdClient {
+ public:
+  // A channel to one endpoint. One that has failed is never used again, so that gRPC's pauses
+  // between attempts to connect do not delay calls, and renewed files of TLS are read.
+  struct Connection {
+    Connection(std::string endpoint_url, const std::shared_ptr<grpc::Channel>& channel)
+        : endpoint(std::move(endpoint_url)),
+          kv(channel),
+          lease(channel),
+          watch(channel),
+          auth(channel) {}
+
+    const std::string endpoint;
+    etcdserverpb::KV::Stub kv;
+    etcdserverpb::Lease::Stub lease;
+    etcdserverpb::Watch::Stub watch;
+    etcdserverpb::Auth::Stub auth;
+  };
+
+  // As EtcdRegistry::Create().
+  static absl::StatusOr<std::shared_ptr<EtcdClient>> Create(EtcdOptions options);
+
+  // Runs `attempt` until it succeeds, perhaps at several endpoints. `operation` is for the message:
+  // "put \"key\"".
+  using Attempt = absl::FunctionRef<grpc::Status(Connection&, grpc::ClientContext&)>;
+  absl::Status Call(const std::string& operation, Attempt attempt) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Reads a key, or all keys from `key` to `range_end` if that is not empty.
+  absl::StatusOr<etcdserverpb::RangeResponse> Range(std::string_view key,
+                                                    std::string_view range_end);
+
+  struct Change {
+    bool is_made = false;
+    int64_t revision = 0;          // The key's, if the change was made.
+    etcdserverpb::KeyValue found;  // Otherwise what is there; mod_revision 0: nothing.
+    bool may_be_ours = false;      // `found` may come from a first attempt, whose answer was lost.
+  };
+  // Puts a value under a lease (0: none), or deletes the key without a value, if the key's revision
+  // is `revision`.
+  absl::StatusOr<Change> CompareAndSet(std::string_view key, int64_t revision,
+                                       std::optional<std::string_view> value, int64_t lease);
+
+  // A context for a stream on the current connection. It is cancelled when the client leaves the
+  // endpoint.
+  struct Stream {
+    std::shared_ptr<Connection> connection;
+    std::shared_ptr<grpc::ClientContext> context;
+  };
+  absl::StatusOr<Stream> OpenStream() ABSL_LOCKS_EXCLUDED(mu_);
+
+  void NoteContact() { last_contact_ = SteadyNow(); }
+  SteadyTime last_contact() const { return last_contact_; }
+  const LogSink& log() const { return options_.log; }
+
+ private:
+  EtcdClient(EtcdOptions options, std::vector<std::string> endpoints)
+      : options_(std::move(options)), endpoints_(std::move(endpoints)) {}
+
+  // Opens one if the last one was left.
+  absl::StatusOr<std::shared_ptr<Connection>> CurrentConnection() ABSL_LOCKS_EXCLUDED(mu_);
+  // The next call uses the next endpoint. Nothing happens if another thread left `missed` before.
+  void Leave(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
+  // Runs `attempt` once, or twice if etcd rejects the token.
+  grpc::Status CallOnce(Connection& connection, SteadyTime deadline, Attempt attempt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  grpc::Status Authenticate(Connection& connection, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
+
+  const EtcdOptions options_;
+  const std::vector<std::string> endpoints_;  // URLs with ports, of one scheme.
+  // Relaxed would do: it orders nothing.
+  std::atomic<SteadyTime> last_contact_ = SteadyNow();
+
+  absl::Mutex mu_;
+  size_t endpoint_index_ ABSL_GUARDED_BY(mu_) = 0;
+  std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);  // Null: none to that endpoint yet.
+  std::vector<std::weak_ptr<grpc::ClientContext>> streams_ ABSL_GUARDED_BY(mu_);
+  std::string token_ ABSL_GUARDED_BY(mu_);  // Empty: none yet.
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_REGISTRY_ETCD_CLIENT_H_

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/registry/etcd_membership.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
+
+namespace ema {
+namespace {
+
+constexpr absl::Duration kRetryInterval = absl::Milliseconds(500);
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Membership>> EtcdMembership::Join(std::shared_ptr<EtcdClient> client,
+                                                                 std::string_view key,
+                                                                 std::string_view value,
+                                                                 absl::Duration ttl) {
+  std::unique_ptr<EtcdMembership> member(new EtcdMembership(std::move(client), key, value, ttl));
+  if (absl::Status status = member->Renew(); !status.ok()) {
+    // Without this it would end after the TTL.
+    if (member->lease_ != 0) member->RevokeLease().IgnoreError();
+    return status;
+  }
+  member->thread_ = std::thread(&EtcdMembership::Run, member.get());
+  return member;
+}
+
+EtcdMembership::~EtcdMembership() { Stop(); }
+
+void EtcdMembership::Stop() {
+  {
+    absl::MutexLock lock(&mu_);
+    is_stopped_ = true;
+    stop_wait_.WakeAll();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+absl::Status EtcdMembership::status() const {
+  absl::MutexLock lock(&mu_);
+  return status_;
+}
+
+absl::Status EtcdMembership::Leave() {
+  Stop();
+  return lease_ == 0 ? absl::OkStatus() : RevokeLease();
+}
+
+void EtcdMembership::Run() {
+  bool was_ok = true;
+  while (true) {
+    {
+      absl::MutexLock lock(&mu_);
+      const absl::Duration pause = was_ok ? ttl_ / 3 : std::min(ttl_ / 3, kRetryInterval);
+      const auto is_stopped = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopped_; };
+      if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), pause), is_stopped)) return;
+    }
+    const int64_t old_lease = lease_;
+    const absl::Status status = Renew();
+    if (status.ok() && (!was_ok || lease_ != old_lease)) {
+      LogTo(client_->log(), LogLevel::kInfo, "registry membership regained",
+            {{"key", key_}, {"is_new_lease", lease_ != old_lease}});
+    } else if (was_ok && !status.ok()) {
+      LogTo(client_->log(), LogLevel::kWarning, "registry membership not renewed",
+            {{"key", key_}, {"ttl", ttl_}, {"error", status}});
+    }
+    was_ok = status.ok();
+    absl::MutexLock lock(&mu_);
+    status_ = status;
+  }
+}
+
+absl::Status EtcdMembership::Renew() {
+  if (lease_ != 0) EMA_RETURN_IF_ERROR(KeepLease());
+  if (lease_ == 0) EMA_RETURN_IF_ERROR(GrantLease());
+  return has_key_ ? absl::OkStatus() : PutKey();
+}
+
+absl::Status EtcdMembership::GrantLease() {
+  etcdserverpb::LeaseGrantRequest request;
+  request.set_ttl_seconds(absl::ToInt64Seconds(absl::Ceil(requested_ttl_, absl::Seconds(1))));
+  etcdserverpb::LeaseGrantResponse response;
+  EMA_RETURN_IF_ERROR(
+      client_->Call(absl::StrCat("grant a lease for ", Quoted(key_)),
+                    [&](EtcdClient::Connection& connection, grpc::ClientContext& context) {
+                      return connection.lease.LeaseGrant(&context, request, &response);
+                    }));
+  lease_ = response.id();
+  ttl_ = absl::Seconds(response.ttl_seconds());
+  return absl::OkStatus();
+}
+
+absl::Status EtcdMembership::KeepLease() {
+  etcdserverpb::LeaseKeepAliveRequest request;
+  request.set_id(lease_);
+  etcdserverpb::LeaseKeepAliveResponse response;
+  EMA_RETURN_IF_ERROR(client_->Call(
+      absl::StrCat("renew the lease of ", Quoted(key_)),
+      [&](EtcdClient::Connection& connection, grpc::ClientContext& context) {
+        // A stream for each renewal, so that a renewal has a deadline, and can move to another
+        // endpoint.
+        const auto stream = connection.lease.LeaseKeepAlive(&context);
+        const bool is_answered = stream->Write(request) && stream->Read(&response);
+        stream->WritesDone();
+        const grpc::Status status = stream->Finish();
+        return status.ok() && !is_answered
+                   ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "ended without an answer")
+                   : status;
+      }));
+  if (response.ttl_seconds() <= 0) {
+    lease_ = 0;
+    has_key_ = false;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status EtcdMembership::RevokeLease() {
+  etcdserverpb::LeaseRevokeRequest request;
+  request.set_id(lease_);
+  etcdserverpb::LeaseRevokeResponse response;
+  const absl::Status status =
+      client_->Call(absl::StrCat("revoke the lease of ", Quoted(key_)),
+                    [&](EtcdClient::Connection& connection, grpc::ClientContext& context) {
+                      return connection.lease.LeaseRevoke(&context, request, &response);
+                    });
+  // It has expired, or a first attempt, whose answer was lost, has revoked it.
+  return absl::IsNotFound(status) ? absl::OkStatus() : status;
+}
+
+absl::Status EtcdMembership::PutKey() {
+  EMA_ASSIGN_OR_RETURN(const EtcdClient::Change change,
+                       client_->CompareAndSet(key_, /*revision=*/0, value_, lease_));
+  has_key_ = change.is_made || change.found.lease() == lease_;
+  if (has_key_) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat("key ", Quoted(key_), " has the value ",
+                                               Quoted(change.found.value()),
+                                               " of another process, which may have ended less "
+                                               "than its TTL ago"));
+}
+
+}  // namespace ema

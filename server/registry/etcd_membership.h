@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef EMA_SERVER_REGISTRY_ETCD_MEMBERSHIP_H_
+#define EMA_SERVER_REGISTRY_ETCD_MEMBERSHIP_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "server/base/steady_wait.h"
+#include "server/registry/etcd_client.h"
+#include "server/registry/registry.h"
+
+namespace ema {
+
+// A key under a lease of etcd, which a thread renews three times in its TTL. When etcd has ended
+// the lease, the thread puts the key again under a new one.
+class EtcdMembership final : public Membership {
+ public:
+  // As Registry::Join().
+  static absl::StatusOr<std::unique_ptr<Membership>> Join(std::shared_ptr<EtcdClient> client,
+                                                          std::string_view key,
+                                                          std::string_view value,
+                                                          absl::Duration ttl);
+  ~EtcdMembership() override;
+
+  absl::Status status() const override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Leave() override ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  EtcdMembership(std::shared_ptr<EtcdClient> client, std::string_view key, std::string_view value,
+                 absl::Duration ttl)
+      : client_(std::move(client)), key_(key), value_(value), requested_ttl_(ttl) {}
+
+  void Run() ABSL_LOCKS_EXCLUDED(mu_);
+  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
+  // Renews the lease, and puts the key if it is not there.
+  absl::Status Renew();
+  absl::Status GrantLease();
+  absl::Status KeepLease();
+  absl::Status RevokeLease();
+  absl::Status PutKey();
+
+  const std::shared_ptr<EtcdClient> client_;
+  const std::string key_;
+  const std::string value_;
+  const absl::Duration requested_ttl_;
+  std::thread thread_;
+
+  // Of the thread while it runs.
+  int64_t lease_ = 0;  // 0: none.
+  absl::Duration ttl_;
+  bool has_key_ = false;  // Under `lease_`.
+
+  mutable absl::Mutex mu_;
+  SteadyWait stop_wait_;
+  bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_REGISTRY_ETCD_MEMBERSHIP_H_
