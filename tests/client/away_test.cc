@@ -16,6 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/trainer/run_joiner.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/step_pusher.h"
@@ -313,6 +314,23 @@ TEST_F(AwayTest, SkipStartsWithoutTheServerAndJoinsLater) {
   EXPECT_EQ(pusher_->stats().skipped, pusher_->step() - 1);
   EXPECT_EQ(Pulled(), Weights());
   pusher_ = nullptr;  // It uses `warnings`.
+}
+
+TEST_F(AwayTest, ALateStartReplacesNoLaterTraining) {
+  Attach(OnError::kSkip);
+  Step();
+  ASSERT_THAT(pusher_->WaitPushed(), IsOk());
+  const client_internal::RunJoiner joiner(
+      std::shared_ptr<Client>(std::shared_ptr<Client>(), &*client_),
+      {.model = "m", .existing = StepPusher::Existing::kNew});
+  const absl::Status refused =
+      joiner.Open(/*last_run_epoch=*/0, absl::Seconds(5), absl::Now() - absl::Minutes(2)).status();
+  EXPECT_THAT(refused, ReasonIs(ErrorReason::kResumeMismatch));
+  EXPECT_THAT(refused, StatusIs(absl::StatusCode::kFailedPrecondition,
+                                HasSubstr("another training has committed step 1")));
+  Step();
+  EXPECT_THAT(pusher_->WaitPushed(), IsOk());
+  EXPECT_EQ(Pulled(), Weights());
 }
 
 TEST_F(AwayTest, WithoutAnOnErrorItDoesNotStart) {

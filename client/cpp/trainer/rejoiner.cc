@@ -184,7 +184,7 @@ absl::StatusOr<Rejoiner::RejoinedRun> Rejoiner::Join(bool& is_reachable) {
   const bool was_open = lost_step_.has_value();
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<Run> run,
                        was_open ? joiner_->Reopen(lost_run_epoch_, kRejoinTimeout)
-                                : joiner_->Open(lost_run_epoch_, kRejoinTimeout));
+                                : joiner_->Open(lost_run_epoch_, kRejoinTimeout, started_));
   is_reachable = true;
   // Another launch that comes before the other ranks must fence this one.
   if (!was_open) lost_run_epoch_ = run->run_epoch();

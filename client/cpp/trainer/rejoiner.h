@@ -14,6 +14,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "client/cpp/trainer/run_joiner.h"
 #include "client/cpp/trainer/trainer_log.h"
 #include "client/cpp/transport/retry.h"
@@ -72,6 +74,7 @@ class Rejoiner : public std::enable_shared_from_this<Rejoiner> {
   const std::shared_ptr<const RunJoiner> joiner_;
   const std::shared_ptr<const TrainerLog> log_;
   const std::optional<int64_t> lost_step_;  // Absent: the run was never open.
+  const absl::Time started_ = absl::Now();
   // These belong to the thread once it runs.
   int64_t lost_run_epoch_ = 0;
   std::shared_ptr<PendingPush> lost_push_;

@@ -13,13 +13,18 @@ namespace {
 
 // A model may have to be read from the server's disk.
 constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
+// Of the server's clock and this machine's, at most.
+constexpr absl::Duration kClockDifference = absl::Minutes(1);
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Open(int64_t last_run_epoch,
-                                                     absl::Duration timeout) const {
+absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Open(int64_t last_run_epoch, absl::Duration timeout,
+                                                     absl::Time started) const {
   Client::RunOptions options = options_.run;
   options.last_run_epoch = last_run_epoch;
+  const bool is_late = started < absl::InfiniteFuture();
+  // Once this rank has joined, the server knows a later training, and fences this one.
+  if (is_late && last_run_epoch == 0) EMA_RETURN_IF_ERROR(CheckNoLaterTraining(started, timeout));
   if (options.resume.has_value() && options.resume->version.has_value()) {
     // A model that is gone cannot be resumed; it must not be created anew.
     EMA_RETURN_IF_ERROR(client_->GetModel(options_.model, timeout).status());
@@ -27,10 +32,26 @@ absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Open(int64_t last_run_epoch,
   EMA_RETURN_IF_ERROR(CreateOrReplaceModel(timeout));
   absl::StatusOr<std::unique_ptr<Run>> run =
       client_->OpenRun(options_.model, options, OpenTimeout(timeout));
-  if (last_run_epoch > 0 && GetErrorReason(run.status()) == ErrorReason::kFenced) {
+  if ((is_late || last_run_epoch > 0) && GetErrorReason(run.status()) == ErrorReason::kFenced) {
     return FencedError(timeout);
   }
   return run;
+}
+
+absl::Status RunJoiner::CheckNoLaterTraining(absl::Time started, absl::Duration timeout) const {
+  const absl::StatusOr<ModelInfo> info = client_->GetModel(options_.model, timeout);
+  if (GetErrorReason(info.status()) == ErrorReason::kModelNotFound) return absl::OkStatus();
+  EMA_RETURN_IF_ERROR(info.status());
+  // No rank of this training can have made a version before all have joined.
+  if (!info->latest.has_value() || info->latest->commit_time <= started + kClockDifference) {
+    return absl::OkStatus();
+  }
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
+      absl::StrCat(
+          "model \"", options_.model, "\": another training has committed step ",
+          info->latest->step,
+          " since this one started without the server; start this one again to take over"));
 }
 
 absl::Duration RunJoiner::OpenTimeout(absl::Duration timeout) const {

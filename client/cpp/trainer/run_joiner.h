@@ -47,7 +47,11 @@ class RunJoiner {
   // the first time, at its resume point; does not wait for the other ranks. `last_run_epoch`: of an
   // earlier call for the same launch; 0: there was none. Errors as StepPusher::Create().
   // UNAVAILABLE: rank 0 has not yet replaced the model (Existing::kNew).
-  absl::StatusOr<std::unique_ptr<Run>> Open(int64_t last_run_epoch, absl::Duration timeout) const;
+  //
+  // `started`: when this training began without the server. FAILED_PRECONDITION, RESUME_MISMATCH: a
+  // version is later, so another training has begun since, which this one must not replace.
+  absl::StatusOr<std::unique_ptr<Run>> Open(int64_t last_run_epoch, absl::Duration timeout,
+                                            absl::Time started = absl::InfiniteFuture()) const;
   // The timeout of calls of Open() and Run::WaitReady() that resume a model from the server's disk;
   // `timeout` if this run resumes none.
   absl::Duration OpenTimeout(absl::Duration timeout) const;
@@ -59,6 +63,8 @@ class RunJoiner {
   absl::StatusOr<std::unique_ptr<Run>> Reopen(int64_t last_run_epoch, absl::Duration timeout) const;
 
  private:
+  // The last error of Open().
+  absl::Status CheckNoLaterTraining(absl::Time started, absl::Duration timeout) const;
   // Creates the model unless it exists, with its files. Errors as Client::CreateModel().
   absl::Status CreateModel(absl::Duration timeout) const;
   // CreateModel(), after treating the existing model as Options::existing says. Each rank decides

@@ -545,13 +545,13 @@ class LocalEMA:
             )
             kept = track.kept_count
             expected = min(max(saved["states"][0]["averaged_count"], 1), kept)
-            if len(saved["latest"]) != expected:
+            if len(saved.get("latest", [])) != expected:
                 raise InvalidArgumentError(
                     f'track "{name}": needs the weights of {expected} updates for mean_of_last, the '
-                    f'state has those of {len(saved["latest"])}',
+                    f'state has those of {len(saved.get("latest", []))}',
                     reason="BAD_LAYOUT",
                 )
-            for weights in saved["latest"]:
+            for weights in saved.get("latest", []):
                 arrays.check_names(
                     f'track "{name}", latest',
                     expected=track.names("average"),
@@ -560,7 +560,7 @@ class LocalEMA:
                 )
             wrong = [
                 f"{tensor}: {_kind(value)}"
-                for tensors in (saved["tensors"], *saved["latest"])
+                for tensors in (saved["tensors"], *saved.get("latest", []))
                 for tensor, value in tensors.items()
                 if value.shape != current[tensor].shape
                 or str(value.dtype)
@@ -580,7 +580,7 @@ class LocalEMA:
             track.state = [_ema.ScheduleState.from_fields(**state) for state in saved["states"]]
             track.last_calls = list(saved["last_calls"])
             track.tensors = arrays.copies_on("cpu", saved["tensors"])
-            track.latest = [arrays.copies_on("cpu", weights) for weights in saved["latest"]]
+            track.latest = [arrays.copies_on("cpu", weights) for weights in saved.get("latest", [])]
             track.record = None
         self._batch = state["batch"]
         self._calls = state["calls"]

@@ -10,13 +10,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ema_client import _ema
+from ema_client._client.arrays import Framework
 from ema_client._client.client import Client
 from ema_client._client.mode import Mode, no_server_error, no_version
+from ema_client._client.pull_arguments import selection_from
 from ema_client._client.read import local_clients
 from ema_client._client.types import (
     ModelInfo,
@@ -28,7 +31,7 @@ from ema_client._client.types import (
 )
 from ema_client._client.url import split_url
 from ema_client._client.timeouts import CALL_TIMEOUT_S
-from ema_client._errors import EmaError, FailedPreconditionError
+from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
 from ema_client._local import LocalEMA
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
@@ -210,6 +213,8 @@ class LocalClient(_NoClient):
         self._model_name = model_name
         self._average = average
         self.version: Version | None = None
+        # Held while averages are updated or copied: evaluations have threads of their own.
+        self._lock = threading.RLock()
 
     @property
     def tracks(self) -> list[_ema.Track]:
@@ -217,6 +222,10 @@ class LocalClient(_NoClient):
 
     def update(self, step: int, now: dict[str, float]) -> None:
         """Updates the averages that are due at this step; each step that updates one makes a version."""
+        with self._lock:
+            self._update(step, now)
+
+    def _update(self, step: int, now: dict[str, float]) -> None:
         records = self._average.update(now)
         if any(record.updated for record in records.values()):
             self.version = Version(
@@ -247,16 +256,33 @@ class LocalClient(_NoClient):
         track: str | None = None,
         version: VersionLike | None = None,
         step: int | None = None,
-        tensors: Collection[str] | None = None,
+        tensors: str | Collection[str] | None = None,
         slices: Any = None,
         out: Any = None,
+        framework: Framework = "auto",
         device: Any = None,
+        on_progress: Any = None,
         **_: Any,
     ) -> Weights:
-        """Copies of the averages, as torch tensors in their own dtype."""
-        for argument, value in (("slices", slices), ("out", out), ("device", device)):
-            if value:
+        """Copies of the averages, as torch tensors in their own dtype: callers that write them into a
+        model cast them."""
+        refused = {"slices": slices, "out": out, "device": device, "on_progress": on_progress}
+        for argument, value in refused.items():
+            if value is not None:
                 raise no_server_error("local", f"pull({argument}=)")
+        if framework not in ("auto", "torch"):
+            raise no_server_error("local", f'pull(framework="{framework}")')
+        with self._lock:
+            return self._pull(name, track, version, step, selection_from(tensors, None)[0])
+
+    def _pull(
+        self,
+        name: str,
+        track: str | None,
+        version: VersionLike | None,
+        step: int | None,
+        chosen_names: list[str],
+    ) -> Weights:
         newest = self.version
         if newest is None:
             raise FailedPreconditionError(f'model "{name}" has no version yet', reason="NO_VERSION")
@@ -269,8 +295,16 @@ class LocalClient(_NoClient):
         chosen = self._average._get(track).track.name
         values = self._average.weights(chosen)
         aliases = {alias: one for alias, one in self._average._aliases().items() if one in values}
-        if tensors is not None:
-            values = {key: one for key, one in values.items() if aliases.get(key, key) in tensors}
+        if chosen_names:
+            unknown = set(chosen_names) - values.keys() - aliases.keys()
+            if unknown:
+                raise InvalidArgumentError(
+                    f'tensors: track "{chosen}" has no {", ".join(sorted(unknown))} (EMA_MODE=local '
+                    "takes whole names, no patterns)",
+                    reason="BAD_LAYOUT",
+                )
+            wanted_names = {aliases.get(one, one) for one in chosen_names} | set(chosen_names)
+            values = {key: one for key, one in values.items() if key in wanted_names}
         aliases = {alias: one for alias, one in aliases.items() if one in values}
         return Weights(values, version=newest, track=chosen, aliases=aliases)
 

@@ -40,6 +40,7 @@ from ema_client._client.url import split_url
 from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues
+from ema_client._model.fsdp1 import check_savable
 from ema_client._tracks.presets import check_count, refuse
 from ema_client._tracks.track import SCHEDULE_NAMES, WHOLE_TRACK, Track
 from ema_client._trainer.attach import attach
@@ -241,6 +242,7 @@ class EMAWeightAveraging(_Callback):
             )
         if self._saves_average:
             _check_savers(trainer)
+            check_savable(trainer.model, "save_average=False")
         self._close()  # After a fit that an exception has ended.
         self._held.pop(pl_module, None)
         if not self._loaded and trainer.global_step > 0:

@@ -42,6 +42,7 @@ from ema_client._client.types import Version, VersionLike
 from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues, averaged
+from ema_client._model.fsdp1 import check_savable
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import unwrap
 from ema_client._trainer.attach import attach
@@ -238,6 +239,8 @@ class EmaCallback(_TrainerCallback):
         if is_retry and options.get("existing") is None:
             # The trainer keeps the weights of the failed training, as auto_find_batch_size does.
             options["existing"] = "continue"
+        if self._saves_average:
+            check_savable(self._model, "save_average=False")
         self._attachment = attach(
             self._model, kwargs["optimizer"], self._url, **{**defaults, **options}
         )

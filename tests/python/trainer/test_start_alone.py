@@ -86,9 +86,8 @@ def test_skip_starts_without_the_average_and_joins_later(later, model, caplog):
     )
     assert time.monotonic() - begin < 20
     first, second = caplog.messages[:2]
-    assert (
-        "attach() tries to reach the server for 1 s, and then starts the training without" in first
-    )
+    assert "attach() tries to reach the server for " in first
+    assert " s, and then starts the training without the average" in first
     assert "the training starts without its average" in second and later.address in second
     step = stepper(net, optimizer)
     for _ in range(5):

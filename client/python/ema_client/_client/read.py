@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ema_client._client.arrays import Framework
 from ema_client._client.client import Client
-from ema_client._client.mode import current_mode
+from ema_client._client.mode import current_mode, no_server_error
 from ema_client._client.pull_arguments import DtypeLike, OutLike
 from ema_client._client.types import Overflow, Shard, Version, VersionLike, Weights
 from ema_client._client.url import split_url
@@ -25,6 +25,11 @@ def connect(address: str, model_name: str, *, timeout_s: float | None = None) ->
     """
     if current_mode() == "local" and (address, model_name) in local_clients:
         return cast(Client, local_clients[address, model_name])
+    if current_mode() == "local":
+        raise no_server_error(
+            "local",
+            f'model "{model_name}" at {address}: no attach() of this process averages it; reading it',
+        )
     return Client(address, timeout_s=timeout_s)
 
 

@@ -63,6 +63,17 @@ def check_none_in(module: torch.nn.Module) -> None:
         )
 
 
+def check_savable(module: torch.nn.Module, cure: str) -> None:
+    """InvalidArgumentError: a framework's checkpoint cannot have this model's averages, as FSDP1 has the
+    parameters. `cure`: what to give instead."""
+    if wrappers_in(module):
+        raise InvalidArgumentError(
+            "model: is FullyShardedDataParallel (FSDP1), whose averages a checkpoint of the framework "
+            f"cannot have: give {cure}, and pull them with ema_client.pull",
+            reason="BAD_LAYOUT",
+        )
+
+
 def ranges_in(module: torch.nn.Module) -> Ranges:
     """This rank's ranges of all parameters that FSDP1 has flattened, tied ones under each name.
 
@@ -75,6 +86,10 @@ def ranges_in(module: torch.nn.Module) -> Ranges:
         if part._handle is None:  # All its parameters belong to wrappers inside it, or are ignored.
             continue
         flat, memory = part._handle.flat_param, _FlatShard(part)
+        if part._is_root is None and part._handle._offload_params:
+            # The first forward moves its values to other memory.
+            problem = "is offloaded to the CPU, and no forward has run yet: run one first"
+            raise _refused(flat._fqns[0], problem)
         for index, (info, place) in enumerate(zip(flat._param_infos, flat._shard_param_infos)):
             shape = tuple(flat._shapes[index])
             if flat._param_extensions[index] is not None:

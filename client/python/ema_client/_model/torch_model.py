@@ -216,7 +216,8 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
             # Fabric's `module` may be inside DDP or FSDP1, whose wrapper has its parameters.
             inner = module._forward_module
         else:
-            inner = getattr(module, "_orig_mod", None)
+            # FSDP1 has the attributes of the module inside.
+            inner = module._modules.get("_orig_mod")
         if not isinstance(inner, torch.nn.Module):
             return module
         module = inner

@@ -95,12 +95,14 @@ def join(
             break
         try:
             if is_next:
+                if plan.may_start_alone(state is not None):
+                    plan.await_server(timeout_s)
                 run = plan.open_run(launch, timeout_s)
                 if state is None and run.latest is not None:
                     step = run.latest.step
         except Exception as raised:
             if plan.may_start_alone(state is not None) and is_outage(raised):
-                outage = str(raised)
+                outage = f"rank {ranks.rank}: {raised}" if ranks.world_size > 1 else str(raised)
             else:
                 failure = raised
         of_ranks = ranks.gather_or_raise(failure, (step, outage))
@@ -231,8 +233,7 @@ class Plan:
         may_start_alone = self.may_start_alone(state is not None)
         try:
             if may_start_alone:
-                with contextlib.suppress(UnauthenticatedError, PermissionDeniedError):
-                    self.client.server_info(timeout_s=min(START_WAIT_S, timeout_s))
+                self.await_server(timeout_s)
             self.warn_of_changes(self.create(timeout_s, state))
             return ""
         except OUTAGES as raised:
@@ -249,10 +250,15 @@ class Plan:
             reason=error.reason,
         )
 
+    def await_server(self, timeout_s: float) -> None:
+        """Waits for the server as long as a training that may start without it does. Raises OUTAGES."""
+        with contextlib.suppress(UnauthenticatedError, PermissionDeniedError):
+            self.client.server_info(timeout_s=min(START_WAIT_S, timeout_s))
+
     def warn_of_start_alone(self, outage: str) -> None:
         _logger.warning(
             'model "%s": the training starts without its average (on_error="skip"), and joins when the '
-            "server can be reached; the steps until then are not averaged: %s",
+            "all ranks reach the server; the steps until then are not averaged: %s",
             self.model_name,
             outage,
         )
