@@ -62,7 +62,7 @@ SAID = {
     "buffers": "tracks without buffers is ['ema'] on rank 0, [] on rank 1",
     "start_step": "start_step is None on rank 0, 10.0 on rank 1",
     "existing": "existing is None on rank 0, 'new' on rank 1",
-    "policies": "non_finite is 'reject' on rank 0, 'skip' on rank 1; on_error is 'skip' on rank 0, ",
+    "policies": "non_finite is 'reject' on rank 0, 'skip' on rank 1; on_error is None on rank 0, ",
     "optimizer": "optimizer is None on rank 0, 'given' on rank 1",
     "same": "attached",
     "the same preset": "attached",
