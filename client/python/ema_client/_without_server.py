@@ -37,13 +37,13 @@ from ema_client._model.optimizers import check_held, unwrap_optimizers, with_con
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import ModelTensors, named_tensors, specs_of, unwrap, write
 from ema_client._tracks.track import track_from
-from ema_client._trainer.arguments import PushOptions, check_module, check_values
-from ema_client._trainer.attach import options_and_tracks
+from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.buffers import AveragedBuffers
 from ema_client._trainer.ema_model import EmaModel
 from ema_client._trainer.frozen import FrozenTensors
 from ema_client._trainer.joining import Joined, of_known_dtypes
+from ema_client._trainer.switch import PresetOptions
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +54,13 @@ _logger = logging.getLogger(__name__)
 
 
 def attach_without_server(
-    mode: Mode, given: Mapping[str, Any], track_arguments: Mapping[str, Any]
+    mode: Mode,
+    given: Mapping[str, Any],
+    options: PresetOptions,
+    tracks: list[_ema.Track],
+    undecided: Collection[str],
 ) -> Attachment:
-    """`attach` with the arguments `given`, which are checked as with a server.
+    """`attach` with the arguments `given`, which have been checked. The rest: of `options_and_tracks`.
 
     Raises:
         FailedPreconditionError: "local", and the training has several ranks, or an argument needs a
@@ -64,11 +68,8 @@ def attach_without_server(
         InvalidArgumentError, TypeError: as `attach`.
     """
     model, optimizer = given["model"], given["optimizer"]
-    check_module(model)
     address, model_name = split_url(given["url"])
-    check_values(given)
     optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
-    options, tracks, undecided = options_and_tracks(given, track_arguments)
     module = unwrap(model)
     options.check(module)
     tensors = ModelTensors(module)

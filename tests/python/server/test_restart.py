@@ -144,7 +144,7 @@ def test_means_of_the_last_are_those_of_a_local_ema_also_after_a_restart_and_a_r
     }
     net = torch.nn.Module()
     net.weight = torch.nn.Parameter(torch.zeros(33, 31))
-    net.half = torch.nn.Parameter(torch.zeros(1003, dtype=torch.float16))
+    net.small = torch.nn.Parameter(torch.zeros(1003, dtype=torch.float16))
     net.copied = torch.nn.Parameter(torch.zeros(7))
     net.register_buffer("count", torch.zeros((), dtype=torch.int64))
     local = ema_client.LocalEMA(net, tracks=tracks)

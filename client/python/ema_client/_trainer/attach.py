@@ -236,7 +236,9 @@ def attach(
         # Imported here: it is a layer above, and most trainings do not need it.
         from ema_client._without_server import attach_without_server
 
-        return attach_without_server(mode, given, track_arguments)
+        check_module(model)
+        check_values(given)
+        return attach_without_server(mode, given, *options_and_tracks(given, track_arguments))
     ranks = Ranks.current(process_group, call="attach()", timeout_s=timeout_s)
     # If this rank raised at once, the others would wait for it, so a failure is sent to all ranks.
     failure: Exception | None = None
