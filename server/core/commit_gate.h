@@ -19,15 +19,17 @@ namespace ema {
 // Model::Close() end it. Timeouts, ranks that abandon it and a stop of the server do not; a new
 // run, a later step and a rollback have to wait.
 //
-// The model calls it from any thread, without a lock of the model. It may call the model.
+// The model calls it from any thread. OnDropped() may be called inside Model::OpenPush(), so it
+// must not call OpenPush() or RollBack(). Neither function may throw.
 class CommitGate {
  public:
   virtual ~CommitGate() = default;
 
   // The open step is prepared. `record`: of its version, still without incarnation and commit time.
-  // `may_omit_frozen`: as PushPlan's, once the version is published.
+  // `may_omit_frozen`: whether the next push may omit frozen tensors if this version is published.
   virtual void OnPrepared(const Version& record, bool may_omit_frozen) = 0;
-  // The open step, prepared or not, has ended without a version.
+  // The open step, prepared or not, has ended without a version. May come before OnPrepared() of
+  // the same step; it is then dropped all the same.
   virtual void OnDropped(int64_t run_epoch, int64_t step, const absl::Status& why) = 0;
 };
 

@@ -133,7 +133,7 @@ class NextSnapshot {
   const StepPlan& plan_;
   const SnapshotRef base_;
   std::vector<TrackBlocks> next_;          // Parallel to plan_.tracks.
-  std::vector<TrackBlocks> next_weights_;  // The same.
+  std::vector<TrackBlocks> next_weights_;  // As next_, for next_weights().
   std::shared_ptr<Block> zeros_;
 };
 

@@ -71,7 +71,7 @@ struct CheckpointTrack {
   std::optional<TensorFiles> weights;
   std::vector<TensorFiles> latest_weights;  // See TrackSnapshot.
 
-  // Both of them. REQUIRES: it has weights.
+  // The files of the average, then those of the kept weights. REQUIRES: it has weights.
   std::vector<const TensorFiles*> all_files() const {
     std::vector<const TensorFiles*> all = {&*weights};
     for (const TensorFiles& files : latest_weights) all.push_back(&files);

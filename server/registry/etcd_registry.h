@@ -33,9 +33,9 @@ struct EtcdOptions {
   LogSink log;  // Lost and regained contact.
 };
 
-// Uses one endpoint at a time. An endpoint that fails to answer within half of the call's time, or
-// at once, is left for the next one; running watches move along. Each call tries each endpoint at
-// most once.
+// Uses one endpoint at a time. An endpoint that refuses the connection, or does not answer within
+// half of the call's time, is left for the next one; running watches move along. Each call tries
+// each endpoint at most once.
 class EtcdRegistry final : public Registry {
  public:
   // Does not contact etcd. INVALID_ARGUMENT: an endpoint or a file.

@@ -71,9 +71,9 @@ class StreamCall {
 //   others out, however it uses its slots.
 // - Otherwise a new stream gets the slot of the stream that has stalled longest, if that has
 //   exchanged nothing for a tenth of the stall time-out. A caller that has more than half of the
-//   slots gets only its own this way. Two such evictions are at least a fortieth of the time-out
-//   apart: on a slow path, where no message arrives in that time, streams would otherwise evict
-//   each other for ever.
+//   slots can replace only its own stalled streams. Two such evictions are at least a fortieth of
+//   the time-out apart: on a slow path, where no message arrives in that time, streams would
+//   otherwise evict each other for ever.
 //
 // Thread-safe.
 //

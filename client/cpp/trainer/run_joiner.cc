@@ -13,7 +13,7 @@ namespace {
 
 // A model may have to be read from the server's disk.
 constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
-// Of the server's clock and this machine's, at most.
+// The clocks of the server and of this machine differ by no more than this.
 constexpr absl::Duration kClockDifference = absl::Minutes(1);
 
 }  // namespace
@@ -26,7 +26,7 @@ absl::StatusOr<std::unique_ptr<Run>> RunJoiner::Open(int64_t last_run_epoch, abs
   // Once this rank has joined, the server knows a later training, and fences this one.
   if (is_late && last_run_epoch == 0) EMA_RETURN_IF_ERROR(CheckNoLaterTraining(started, timeout));
   if (options.resume.has_value() && options.resume->version.has_value()) {
-    // A model that is gone cannot be resumed; it must not be created anew.
+    // A deleted model cannot be resumed, and must not be created again.
     EMA_RETURN_IF_ERROR(client_->GetModel(options_.model, timeout).status());
   }
   EMA_RETURN_IF_ERROR(CreateOrReplaceModel(timeout));

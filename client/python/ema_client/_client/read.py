@@ -23,14 +23,14 @@ def connect(address: str, model_name: str, *, timeout_s: float | None = None) ->
 
     FailedPreconditionError: EMA_MODE is "disabled", or this process has no average of the model.
     """
-    if current_mode() == "local" and (address, model_name) in local_clients:
+    if current_mode() != "local":
+        return Client(address, timeout_s=timeout_s)
+    if (address, model_name) in local_clients:
         return cast(Client, local_clients[address, model_name])
-    if current_mode() == "local":
-        raise no_server_error(
-            "local",
-            f'model "{model_name}" at {address}: no attach() of this process averages it; reading it',
-        )
-    return Client(address, timeout_s=timeout_s)
+    raise no_server_error(
+        "local",
+        f'model "{model_name}" at {address}: no attach() of this process averages it; reading it',
+    )
 
 
 def pull(
