@@ -4,6 +4,7 @@
 #include <string>
 
 #include "ema/error_reason.h"
+#include "server/wire/convert.h"
 
 namespace ema {
 
@@ -18,7 +19,7 @@ grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContext& conte
   // Status and detail travel as metadata, of which clients accept 8 KiB; some bytes become three.
   constexpr size_t kMaxMessageBytes = 2048;
   if (status.ok()) return grpc::Status::OK;
-  context.AddTrailingMetadata("ema-error-detail-bin", DetailOf(status).SerializeAsString());
+  context.AddTrailingMetadata(kErrorDetailKey, DetailOf(status).SerializeAsString());
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()),
                       std::string(status.message().substr(0, kMaxMessageBytes)));
 }

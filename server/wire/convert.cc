@@ -89,6 +89,24 @@ void ToProto(const TrackVersion& track, v1::TrackRecord* proto) {
 
 }  // namespace
 
+absl::Status ErrorFromDetail(absl::StatusCode code, std::string_view message,
+                             const v1::ErrorDetail& detail) {
+  absl::Status error = MakeError(code, static_cast<ErrorReason>(detail.reason()), message);
+  if (detail.retry_delay_ms() > 0) {
+    SetRetryDelay(error, absl::Milliseconds(detail.retry_delay_ms()));
+  }
+  return error;
+}
+
+absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail) {
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  v1::ErrorDetail parsed;
+  if (!parsed.ParseFromArray(detail.data(), static_cast<int>(detail.size()))) {
+    return absl::Status(code, status.error_message());
+  }
+  return ErrorFromDetail(code, status.error_message(), parsed);
+}
+
 absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto) {
   if (!v1::Dtype_IsValid(proto.dtype()) || proto.dtype() == v1::DTYPE_UNSPECIFIED) {
     return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadManifest,

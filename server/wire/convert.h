@@ -5,8 +5,12 @@
 #ifndef EMA_SERVER_WIRE_CONVERT_H_
 #define EMA_SERVER_WIRE_CONVERT_H_
 
+#include <grpcpp/support/status.h>
+
+#include <string_view>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
 #include "ema/model_info.h"
@@ -15,9 +19,19 @@
 #include "ema/shard.h"
 #include "ema/time.h"
 #include "ema/track.h"
+#include "ema/v1/error.pb.h"
 #include "ema/v1/types.pb.h"
 
 namespace ema {
+
+// The trailer that carries an ErrorDetail.
+inline constexpr char kErrorDetailKey[] = "ema-error-detail-bin";
+
+// An error with the reason and the retry delay of `detail`. REQUIRES: it is not OK.
+absl::Status ErrorFromDetail(absl::StatusCode code, std::string_view message,
+                             const v1::ErrorDetail& detail);
+// `detail`: a serialized ErrorDetail. If it is malformed, the error has neither.
+absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail);
 
 // INVALID_ARGUMENT, BAD_MANIFEST: a dtype that this build does not know; not otherwise validated.
 absl::StatusOr<TensorSpec> FromProto(const v1::TensorSpec& proto);

@@ -53,28 +53,10 @@ absl::StatusOr<Client::CheckpointInfo::State> StateFromProto(v1::Checkpoint::Sta
   }
 }
 
-absl::Status MakeServerError(absl::StatusCode code, std::string_view message,
-                             const v1::ErrorDetail& detail) {
-  absl::Status error = MakeError(code, static_cast<ErrorReason>(detail.reason()), message);
-  if (detail.retry_delay_ms() > 0) {
-    SetRetryDelay(error, absl::Milliseconds(detail.retry_delay_ms()));
-  }
-  return error;
-}
-
 }  // namespace
 
-absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail) {
-  const auto code = static_cast<absl::StatusCode>(status.error_code());
-  v1::ErrorDetail parsed;
-  if (!parsed.ParseFromArray(detail.data(), static_cast<int>(detail.size()))) {
-    return absl::Status(code, status.error_message());
-  }
-  return MakeServerError(code, status.error_message(), parsed);
-}
-
 absl::Status ErrorOf(const v1::LaneError& error) {
-  return MakeServerError(static_cast<absl::StatusCode>(error.code()), error.message(),
+  return ErrorFromDetail(static_cast<absl::StatusCode>(error.code()), error.message(),
                          error.detail());
 }
 

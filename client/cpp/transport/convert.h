@@ -5,8 +5,6 @@
 #ifndef EMA_CLIENT_CPP_TRANSPORT_CONVERT_H_
 #define EMA_CLIENT_CPP_TRANSPORT_CONVERT_H_
 
-#include <grpcpp/support/status.h>
-
 #include <string_view>
 
 #include "absl/status/status.h"
@@ -18,13 +16,7 @@
 
 namespace ema::client_internal {
 
-// The trailer that carries an ErrorDetail.
-inline constexpr char kErrorDetailKey[] = "ema-error-detail-bin";
-
-// `status` with the reason and the retry delay of `detail`, a serialized ErrorDetail. REQUIRES:
-// status is not OK.
-absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail);
-// The same for an error message of a lane.
+// The error that a lane's message carries.
 absl::Status ErrorOf(const v1::LaneError& error);
 
 // An INTERNAL error about a reply of the server.
