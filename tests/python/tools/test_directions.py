@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "server/core": VALUES | {"server/kernel", "server/device"},
     "server/registry": VALUES | {"proto"},
     "server/format": VALUES | {"server/core"},
-    "server/group": VALUES | {"server/format"},
+    "server/group": VALUES | {"server/format", "server/registry"},
     "server/checkpoint": VALUES | {"server/format", "server/core", "server/kernel"},
     "server/rpc": VALUES | {"proto", "server/wire", "server/core"},
     "server/ops": VALUES | {"server/core", "server/device"},
