@@ -21,6 +21,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
+using ::testing::Eq;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Key;
@@ -138,7 +139,7 @@ TEST_F(MemberTest, RecordIsReplacedOnlyByWhoHasReadIt) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto a, Join("a", "b1"));
   EMA_ASSERT_OK_AND_ASSIGN(const auto b, Join("b", "b2"));
   const ModelRecord first = ModelOn("a", "b1");
-  EXPECT_THAT(a->Read("m"), IsOkAndHolds(std::nullopt));
+  EXPECT_THAT(a->Read("m"), IsOkAndHolds(Eq(std::nullopt)));
   EMA_ASSERT_OK_AND_ASSIGN(const int64_t created, a->Write("m", first, 0));
   EXPECT_THAT(b->Write("m", first, 0), StatusIs(absl::StatusCode::kAborted, HasSubstr("models/m")));
 
@@ -163,7 +164,7 @@ TEST_F(MemberTest, InvalidRecordIsNotWritten) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto a, Join("a", "b1"));
   EXPECT_THAT(a->Write("m", ModelRecord(), 0),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("/ema/g/models/m")));
-  EXPECT_THAT(a->Read("m"), IsOkAndHolds(std::nullopt));
+  EXPECT_THAT(a->Read("m"), IsOkAndHolds(Eq(std::nullopt)));
 }
 
 TEST_F(MemberTest, DamagedRecordIsLoggedOnceAndLeftOut) {
