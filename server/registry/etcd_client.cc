@@ -116,6 +116,15 @@ bool IsMiss(const grpc::Status& status) {
   }
 }
 
+// The code of an error that is not a miss.
+absl::StatusCode CodeOf(const grpc::Status& status) {
+  // "too many requests", or the database is full, until an operator has compacted it.
+  if (status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED) {
+    return absl::StatusCode::kUnavailable;
+  }
+  return static_cast<absl::StatusCode>(status.error_code());  // Their numbers are equal.
+}
+
 // A token expires, and changes of users make older ones invalid.
 bool IsStaleToken(const grpc::Status& status) {
   return status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
@@ -152,26 +161,51 @@ absl::StatusOr<std::shared_ptr<EtcdClient::Connection>> EtcdClient::CurrentConne
   return connection_;
 }
 
-void EtcdClient::Leave(const Connection& missed) {
-  std::vector<std::weak_ptr<grpc::ClientContext>> streams;
-  {
-    absl::MutexLock lock(&mu_);
-    if (connection_.get() != &missed) return;
-    connection_ = nullptr;
-    endpoint_index_ = (endpoint_index_ + 1) % endpoints_.size();
-    streams.swap(streams_);
+std::shared_ptr<EtcdClient::Connection> EtcdClient::SuspectConnection() {
+  absl::MutexLock lock(&mu_);
+  for (const OpenedStream& stream : streams_) {
+    std::shared_ptr<Connection> connection = stream.connection.lock();
+    if (connection != nullptr && connection != connection_ && !stream.context.expired()) {
+      return connection;
+    }
   }
-  for (const auto& stream : streams) {
-    if (const auto context = stream.lock()) context->TryCancel();
-  }
+  return nullptr;
 }
 
-absl::Status EtcdClient::Call(const std::string& operation, Attempt attempt) {
-  const SteadyTime deadline = After(SteadyNow(), options_.call_timeout);
+void EtcdClient::Leave(const Connection& missed) {
+  absl::MutexLock lock(&mu_);
+  if (connection_.get() != &missed) return;
+  connection_ = nullptr;
+  endpoint_index_ = (endpoint_index_ + 1) % endpoints_.size();
+}
+
+void EtcdClient::EndStreams(const Connection& missed) {
+  absl::MutexLock lock(&mu_);
+  std::erase_if(streams_, [&](const OpenedStream& stream) {
+    if (stream.connection.lock().get() != &missed) return stream.context.expired();
+    if (const auto context = stream.context.lock()) context->TryCancel();
+    return true;
+  });
+}
+
+absl::Status EtcdClient::Call(const std::string& operation, SteadyTime deadline, Attempt attempt) {
+  return CallFrom(nullptr, operation, deadline, attempt, /*ends_streams=*/false);
+}
+
+absl::Status EtcdClient::Probe(const std::string& operation, SteadyTime deadline, Attempt attempt) {
+  return CallFrom(SuspectConnection(), operation, deadline, attempt, /*ends_streams=*/true);
+}
+
+absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::string& operation,
+                                  SteadyTime deadline, Attempt attempt, bool ends_streams) {
+  const size_t most_attempts = endpoints_.size() + (first != nullptr ? 1 : 0);
   std::string misses;
   for (size_t tried = 1;; ++tried) {
-    EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Connection> connection, CurrentConnection());
-    const bool is_last = tried == endpoints_.size();
+    std::shared_ptr<Connection> connection = std::exchange(first, nullptr);
+    if (connection == nullptr) {
+      EMA_ASSIGN_OR_RETURN(connection, CurrentConnection());
+    }
+    const bool is_last = tried == most_attempts;
     const SteadyTime start = SteadyNow();
     const SteadyTime end =
         is_last ? deadline : std::min(deadline, After(start, options_.call_timeout / 2));
@@ -187,11 +221,9 @@ absl::Status EtcdClient::Call(const std::string& operation, Attempt attempt) {
                                  : status.error_message();
     absl::StrAppend(&misses, misses.empty() ? "" : "; ", connection->endpoint, ": ", text);
     const std::string message = absl::StrCat("etcd cannot ", operation, ": ", misses);
-    if (!is_miss) {
-      // The numbers of the codes are equal.
-      return absl::Status(static_cast<absl::StatusCode>(status.error_code()), message);
-    }
+    if (!is_miss) return absl::Status(CodeOf(status), message);
     Leave(*connection);
+    if (ends_streams) EndStreams(*connection);
     if (is_last || SteadyNow() >= deadline) return absl::UnavailableError(message);
   }
 }
@@ -242,7 +274,7 @@ absl::StatusOr<etcdserverpb::RangeResponse> EtcdClient::Range(std::string_view k
   request.set_key(std::string(key));
   request.set_range_end(std::string(range_end));
   etcdserverpb::RangeResponse response;
-  EMA_RETURN_IF_ERROR(Call(absl::StrCat("read ", Quoted(key)),
+  EMA_RETURN_IF_ERROR(Call(absl::StrCat("read ", Quoted(key)), CallDeadline(),
                            [&](Connection& connection, grpc::ClientContext& context) {
                              return connection.kv.Range(&context, request, &response);
                            }));
@@ -251,7 +283,7 @@ absl::StatusOr<etcdserverpb::RangeResponse> EtcdClient::Range(std::string_view k
 
 absl::StatusOr<EtcdClient::Change> EtcdClient::CompareAndSet(std::string_view key, int64_t revision,
                                                              std::optional<std::string_view> value,
-                                                             int64_t lease) {
+                                                             int64_t lease, SteadyTime deadline) {
   etcdserverpb::TxnRequest request;
   etcdserverpb::Compare& compare = *request.add_compare();
   compare.set_target(etcdserverpb::Compare::MOD);
@@ -268,15 +300,16 @@ absl::StatusOr<EtcdClient::Change> EtcdClient::CompareAndSet(std::string_view ke
   request.add_failure()->mutable_range()->set_key(std::string(key));
 
   etcdserverpb::TxnResponse response;
-  int attempts = 0;
+  bool may_be_made_before = false;
   EMA_RETURN_IF_ERROR(Call(absl::StrCat(value.has_value() ? "put " : "delete ", Quoted(key)),
-                           [&](Connection& connection, grpc::ClientContext& context) {
-                             ++attempts;
-                             return connection.kv.Txn(&context, request, &response);
+                           deadline, [&](Connection& connection, grpc::ClientContext& context) {
+                             grpc::Status status = connection.kv.Txn(&context, request, &response);
+                             if (IsMiss(status)) may_be_made_before = true;
+                             return status;
                            }));
   Change result{.is_made = response.succeeded(), .revision = response.header().revision()};
   if (!result.is_made) {
-    result.may_be_ours = attempts > 1;
+    result.may_be_ours = may_be_made_before;
     if (response.responses_size() > 0 && response.responses(0).range().kvs_size() > 0) {
       result.found = response.responses(0).range().kvs(0);
     }
@@ -290,10 +323,9 @@ absl::StatusOr<EtcdClient::Stream> EtcdClient::OpenStream() {
   // An etcd that has no leader ends the stream, instead of being silent.
   context->AddMetadata("hasleader", "true");
   absl::MutexLock lock(&mu_);
-  if (connection != connection_) context->TryCancel();
   if (!token_.empty()) context->AddMetadata("token", token_);
-  std::erase_if(streams_, [](const auto& stream) { return stream.expired(); });
-  streams_.push_back(context);
+  std::erase_if(streams_, [](const OpenedStream& stream) { return stream.context.expired(); });
+  streams_.push_back({connection, context});
   return Stream{std::move(connection), std::move(context)};
 }
 

@@ -55,10 +55,18 @@ class EtcdClient {
   // As EtcdRegistry::Create().
   static absl::StatusOr<std::shared_ptr<EtcdClient>> Create(EtcdOptions options);
 
+  // When a call that begins now must end.
+  SteadyTime CallDeadline() const { return After(SteadyNow(), options_.call_timeout); }
+
   // Runs `attempt` until it succeeds, perhaps at several endpoints. `operation` is for the message:
-  // "put \"key\"".
+  // "put \"key\"". A miss, such as no answer in time, makes later calls use the next endpoint.
   using Attempt = absl::FunctionRef<grpc::Status(Connection&, grpc::ClientContext&)>;
-  absl::Status Call(const std::string& operation, Attempt attempt) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Call(const std::string& operation, SteadyTime deadline, Attempt attempt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // The same for a request that etcd answers fast. It is made first on a connection that a call has
+  // left although it has streams, if there is one, and a miss ends the connection's streams.
+  absl::Status Probe(const std::string& operation, SteadyTime deadline, Attempt attempt)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Reads a key, or all keys from `key` to `range_end` if that is not empty.
   absl::StatusOr<etcdserverpb::RangeResponse> Range(std::string_view key,
@@ -68,15 +76,16 @@ class EtcdClient {
     bool is_made = false;
     int64_t revision = 0;          // The key's, if the change was made.
     etcdserverpb::KeyValue found;  // Otherwise what is there; mod_revision 0: nothing.
-    bool may_be_ours = false;      // `found` may come from a first attempt, whose answer was lost.
+    bool may_be_ours = false;      // `found` may come from an attempt whose answer was lost.
   };
   // Puts a value under a lease (0: none), or deletes the key without a value, if the key's revision
   // is `revision`.
   absl::StatusOr<Change> CompareAndSet(std::string_view key, int64_t revision,
-                                       std::optional<std::string_view> value, int64_t lease);
+                                       std::optional<std::string_view> value, int64_t lease,
+                                       SteadyTime deadline);
 
-  // A context for a stream on the current connection. It is cancelled when the client leaves the
-  // endpoint.
+  // A context for a stream on the current connection. It is cancelled when a Probe() on that
+  // connection is missed. Other missed calls do not end it: etcd may only have been slow.
   struct Stream {
     std::shared_ptr<Connection> connection;
     std::shared_ptr<grpc::ClientContext> context;
@@ -88,13 +97,25 @@ class EtcdClient {
   const LogSink& log() const { return options_.log; }
 
  private:
+  // Of a Stream, whose owner ends it.
+  struct OpenedStream {
+    std::weak_ptr<Connection> connection;
+    std::weak_ptr<grpc::ClientContext> context;
+  };
+
   EtcdClient(EtcdOptions options, std::vector<std::string> endpoints)
       : options_(std::move(options)), endpoints_(std::move(endpoints)) {}
 
   // Opens one if the last one was left.
   absl::StatusOr<std::shared_ptr<Connection>> CurrentConnection() ABSL_LOCKS_EXCLUDED(mu_);
-  // The next call uses the next endpoint. Nothing happens if another thread left `missed` before.
+  // One that was left and has streams. Null: there is none.
+  std::shared_ptr<Connection> SuspectConnection() ABSL_LOCKS_EXCLUDED(mu_);
+  // `first`: the connection of the first attempt; null: the current one.
+  absl::Status CallFrom(std::shared_ptr<Connection> first, const std::string& operation,
+                        SteadyTime deadline, Attempt attempt, bool ends_streams);
+  // The next call uses the next endpoint, unless another thread left `missed` before.
   void Leave(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
+  void EndStreams(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `attempt` once, or twice if etcd rejects the token.
   grpc::Status CallOnce(Connection& connection, SteadyTime deadline, Attempt attempt)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -108,7 +129,7 @@ class EtcdClient {
   absl::Mutex mu_;
   size_t endpoint_index_ ABSL_GUARDED_BY(mu_) = 0;
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);  // Null: none to that endpoint yet.
-  std::vector<std::weak_ptr<grpc::ClientContext>> streams_ ABSL_GUARDED_BY(mu_);
+  std::vector<OpenedStream> streams_ ABSL_GUARDED_BY(mu_);
   std::string token_ ABSL_GUARDED_BY(mu_);  // Empty: none yet.
 };
 

@@ -20,9 +20,10 @@ absl::StatusOr<std::unique_ptr<Membership>> EtcdMembership::Join(std::shared_ptr
                                                                  std::string_view value,
                                                                  absl::Duration ttl) {
   std::unique_ptr<EtcdMembership> member(new EtcdMembership(std::move(client), key, value, ttl));
-  if (absl::Status status = member->Renew(); !status.ok()) {
+  const SteadyTime deadline = member->client_->CallDeadline();
+  if (absl::Status status = member->Renew(deadline); !status.ok()) {
     // Without this it would end after the TTL.
-    if (member->lease_ != 0) member->RevokeLease().IgnoreError();
+    if (member->lease_ != 0) member->RevokeLease(deadline).IgnoreError();
     return status;
   }
   member->thread_ = std::thread(&EtcdMembership::Run, member.get());
@@ -46,8 +47,10 @@ absl::Status EtcdMembership::status() const {
 }
 
 absl::Status EtcdMembership::Leave() {
+  // A renewal that runs uses a part of the time.
+  const SteadyTime deadline = client_->CallDeadline();
   Stop();
-  return lease_ == 0 ? absl::OkStatus() : RevokeLease();
+  return lease_ == 0 ? absl::OkStatus() : RevokeLease(deadline);
 }
 
 void EtcdMembership::Run() {
@@ -60,7 +63,7 @@ void EtcdMembership::Run() {
       if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), pause), is_stopped)) return;
     }
     const int64_t old_lease = lease_;
-    const absl::Status status = Renew();
+    const absl::Status status = Renew(client_->CallDeadline());
     if (status.ok() && (!was_ok || lease_ != old_lease)) {
       LogTo(client_->log(), LogLevel::kInfo, "registry membership regained",
             {{"key", key_}, {"is_new_lease", lease_ != old_lease}});
@@ -74,18 +77,18 @@ void EtcdMembership::Run() {
   }
 }
 
-absl::Status EtcdMembership::Renew() {
-  if (lease_ != 0) EMA_RETURN_IF_ERROR(KeepLease());
-  if (lease_ == 0) EMA_RETURN_IF_ERROR(GrantLease());
-  return has_key_ ? absl::OkStatus() : PutKey();
+absl::Status EtcdMembership::Renew(SteadyTime deadline) {
+  if (lease_ != 0) EMA_RETURN_IF_ERROR(KeepLease(deadline));
+  if (lease_ == 0) EMA_RETURN_IF_ERROR(GrantLease(deadline));
+  return has_key_ ? absl::OkStatus() : PutKey(deadline);
 }
 
-absl::Status EtcdMembership::GrantLease() {
+absl::Status EtcdMembership::GrantLease(SteadyTime deadline) {
   etcdserverpb::LeaseGrantRequest request;
   request.set_ttl_seconds(absl::ToInt64Seconds(absl::Ceil(requested_ttl_, absl::Seconds(1))));
   etcdserverpb::LeaseGrantResponse response;
   EMA_RETURN_IF_ERROR(
-      client_->Call(absl::StrCat("grant a lease for ", Quoted(key_)),
+      client_->Call(absl::StrCat("grant a lease for ", Quoted(key_)), deadline,
                     [&](EtcdClient::Connection& connection, grpc::ClientContext& context) {
                       return connection.lease.LeaseGrant(&context, request, &response);
                     }));
@@ -94,12 +97,12 @@ absl::Status EtcdMembership::GrantLease() {
   return absl::OkStatus();
 }
 
-absl::Status EtcdMembership::KeepLease() {
+absl::Status EtcdMembership::KeepLease(SteadyTime deadline) {
   etcdserverpb::LeaseKeepAliveRequest request;
   request.set_id(lease_);
   etcdserverpb::LeaseKeepAliveResponse response;
-  EMA_RETURN_IF_ERROR(client_->Call(
-      absl::StrCat("renew the lease of ", Quoted(key_)),
+  EMA_RETURN_IF_ERROR(client_->Probe(
+      absl::StrCat("renew the lease of ", Quoted(key_)), deadline,
       [&](EtcdClient::Connection& connection, grpc::ClientContext& context) {
         // A stream for each renewal, so that a renewal has a deadline, and can move to another
         // endpoint.
@@ -118,12 +121,12 @@ absl::Status EtcdMembership::KeepLease() {
   return absl::OkStatus();
 }
 
-absl::Status EtcdMembership::RevokeLease() {
+absl::Status EtcdMembership::RevokeLease(SteadyTime deadline) {
   etcdserverpb::LeaseRevokeRequest request;
   request.set_id(lease_);
   etcdserverpb::LeaseRevokeResponse response;
   const absl::Status status =
-      client_->Call(absl::StrCat("revoke the lease of ", Quoted(key_)),
+      client_->Call(absl::StrCat("revoke the lease of ", Quoted(key_)), deadline,
                     [&](EtcdClient::Connection& connection, grpc::ClientContext& context) {
                       return connection.lease.LeaseRevoke(&context, request, &response);
                     });
@@ -131,9 +134,9 @@ absl::Status EtcdMembership::RevokeLease() {
   return absl::IsNotFound(status) ? absl::OkStatus() : status;
 }
 
-absl::Status EtcdMembership::PutKey() {
+absl::Status EtcdMembership::PutKey(SteadyTime deadline) {
   EMA_ASSIGN_OR_RETURN(const EtcdClient::Change change,
-                       client_->CompareAndSet(key_, /*revision=*/0, value_, lease_));
+                       client_->CompareAndSet(key_, /*revision=*/0, value_, lease_, deadline));
   has_key_ = change.is_made || change.found.lease() == lease_;
   if (has_key_) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat("key ", Quoted(key_), " has the value ",

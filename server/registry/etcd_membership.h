@@ -38,11 +38,11 @@ class EtcdMembership final : public Membership {
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
   // Renews the lease, and puts the key if it is not there.
-  absl::Status Renew();
-  absl::Status GrantLease();
-  absl::Status KeepLease();
-  absl::Status RevokeLease();
-  absl::Status PutKey();
+  absl::Status Renew(SteadyTime deadline);
+  absl::Status GrantLease(SteadyTime deadline);
+  absl::Status KeepLease(SteadyTime deadline);
+  absl::Status RevokeLease(SteadyTime deadline);
+  absl::Status PutKey(SteadyTime deadline);
 
   const std::shared_ptr<EtcdClient> client_;
   const std::string key_;

@@ -38,8 +38,9 @@ absl::StatusOr<std::vector<RegistryEntry>> EtcdRegistry::ReadPrefix(std::string_
 
 absl::StatusOr<int64_t> EtcdRegistry::CompareAndPut(std::string_view key, int64_t revision,
                                                     std::string_view value) {
-  EMA_ASSIGN_OR_RETURN(const EtcdClient::Change change,
-                       client_->CompareAndSet(key, revision, value, /*lease=*/0));
+  EMA_ASSIGN_OR_RETURN(
+      const EtcdClient::Change change,
+      client_->CompareAndSet(key, revision, value, /*lease=*/0, client_->CallDeadline()));
   if (change.is_made) return change.revision;
   const int64_t found = change.found.mod_revision();
   if (change.may_be_ours && found > revision && change.found.value() == value) return found;
@@ -47,8 +48,9 @@ absl::StatusOr<int64_t> EtcdRegistry::CompareAndPut(std::string_view key, int64_
 }
 
 absl::Status EtcdRegistry::CompareAndDelete(std::string_view key, int64_t revision) {
-  EMA_ASSIGN_OR_RETURN(const EtcdClient::Change change,
-                       client_->CompareAndSet(key, revision, std::nullopt, /*lease=*/0));
+  EMA_ASSIGN_OR_RETURN(
+      const EtcdClient::Change change,
+      client_->CompareAndSet(key, revision, std::nullopt, /*lease=*/0, client_->CallDeadline()));
   const int64_t found = change.found.mod_revision();
   if (change.is_made || (change.may_be_ours && found == 0)) return absl::OkStatus();
   return ConflictError(key, revision, found);

@@ -34,8 +34,9 @@ struct EtcdOptions {
 };
 
 // Uses one endpoint at a time. An endpoint that refuses the connection, or does not answer within
-// half of the call's time, is left for the next one; running watches move along. Each call tries
-// each endpoint at most once.
+// half of the call's time, is left for the next one. Each call tries each endpoint at most once. A
+// watch moves when its stream breaks, or its endpoint does not answer a renewal of a membership
+// either: one slow call does not interrupt it.
 class EtcdRegistry final : public Registry {
  public:
   // Does not contact etcd. INVALID_ARGUMENT: an endpoint or a file.

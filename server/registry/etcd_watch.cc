@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/registry/etcd_watch.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,7 +10,8 @@
 namespace ema {
 namespace {
 
-constexpr absl::Duration kRetryInterval = absl::Milliseconds(200);
+constexpr absl::Duration kShortestPause = absl::Milliseconds(200);
+constexpr absl::Duration kLongestPause = absl::Seconds(5);
 
 RegistryUpdate ToUpdate(const etcdserverpb::WatchResponse& response) {
   RegistryUpdate update;
@@ -40,8 +42,17 @@ EtcdWatch::~EtcdWatch() {
 }
 
 void EtcdWatch::Run() {
+  absl::Duration pause = kShortestPause;
   while (true) {
-    const absl::Status status = Follow();
+    const SteadyTime start = SteadyNow();
+    const absl::StatusOr<int64_t> revision = ReportAll();
+    const absl::Status status =
+        revision.ok() ? FollowChanges(/*start_revision=*/*revision + 1) : revision.status();
+    // etcd answers, but refuses the watch or ends it soon. Each attempt costs it a read of all
+    // keys.
+    const bool is_refused =
+        (revision.ok() || !absl::IsUnavailable(status)) && Since(start) < kLongestPause;
+    pause = is_refused ? std::min(2 * pause, kLongestPause) : kShortestPause;
     absl::MutexLock lock(&mu_);
     if (!is_stopped_ && !is_interrupted_) {
       is_interrupted_ = true;
@@ -49,11 +60,11 @@ void EtcdWatch::Run() {
             {{"prefix", prefix_}, {"error", status}});
     }
     const auto is_stopped = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopped_; };
-    if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), kRetryInterval), is_stopped)) return;
+    if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), pause), is_stopped)) return;
   }
 }
 
-absl::Status EtcdWatch::Follow() {
+absl::StatusOr<int64_t> EtcdWatch::ReportAll() {
   EMA_ASSIGN_OR_RETURN(const etcdserverpb::RangeResponse range,
                        client_->Range(prefix_, PrefixEnd(prefix_)));
   if (std::exchange(is_interrupted_, false)) {
@@ -62,7 +73,7 @@ absl::Status EtcdWatch::Follow() {
   RegistryUpdate update{.is_complete = true};
   for (const etcdserverpb::KeyValue& pair : range.kvs()) update.entries.push_back(ToEntry(pair));
   on_update_(update);
-  return FollowChanges(range.header().revision() + 1);
+  return range.header().revision();
 }
 
 absl::Status EtcdWatch::FollowChanges(int64_t start_revision) {

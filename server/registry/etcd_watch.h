@@ -17,8 +17,8 @@
 namespace ema {
 
 // Reads all keys with a prefix, then follows their changes in a stream. When the stream has ended
-// (the client has left the endpoint, etcd has restarted or has no leader, or the changes have been
-// compacted), it reads all keys again.
+// (a probe was missed, etcd has restarted or has no leader, or the changes have been compacted), it
+// reads all keys again. It pauses for up to 5 s if etcd refuses the stream again and again.
 class EtcdWatch final : public RegistryWatch {
  public:
   // As Registry::Watch().
@@ -28,8 +28,9 @@ class EtcdWatch final : public RegistryWatch {
 
  private:
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  // Returns why it has ended.
-  absl::Status Follow() ABSL_LOCKS_EXCLUDED(mu_);
+  // Reads and reports all keys, and returns the revision that they had together.
+  absl::StatusOr<int64_t> ReportAll() ABSL_LOCKS_EXCLUDED(mu_);
+  // Returns why the stream has ended.
   absl::Status FollowChanges(int64_t start_revision) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::shared_ptr<EtcdClient> client_;
