@@ -5,6 +5,11 @@
 
 namespace ema {
 
+bool HasRightsOf(Role role, Role needed) {
+  if (role == Role::kServer) return needed == Role::kServer || needed == Role::kAnonymous;
+  return role >= needed;
+}
+
 std::string_view RoleName(Role role) {
   switch (role) {
     case Role::kAnonymous:
@@ -15,6 +20,8 @@ std::string_view RoleName(Role role) {
       return "trainer";
     case Role::kAdmin:
       return "admin";
+    case Role::kServer:
+      return "server";
   }
   return "unknown";
 }

@@ -12,13 +12,18 @@
 
 namespace ema {
 
-// Each role has the rights of the ones before it.
+// HasRightsOf() compares roles.
 enum class Role {
   kAnonymous,  // Callers that have not identified themselves.
   kEvaluator,  // Reads, and reports scores.
   kTrainer,    // Creates models and pushes to them.
   kAdmin,      // Deletes, rolls back, and changes running models.
+  kServer,     // Another server of the group. Only it may make the calls between servers.
 };
+
+// Whether `role` has the rights of `needed`. Each role has those of the ones before it, but an
+// admin is not a server, and a server has no rights of evaluators, trainers and admins.
+bool HasRightsOf(Role role, Role needed);
 
 // Returns "trainer" and so on.
 std::string_view RoleName(Role role);

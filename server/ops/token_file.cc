@@ -42,7 +42,7 @@ absl::StatusOr<std::string> Read(const std::string& path) {
 }
 
 std::optional<Role> ParseRole(absl::string_view text) {
-  for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
+  for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin, Role::kServer}) {
     if (std::string_view(text.data(), text.size()) == RoleName(role)) return role;
   }
   return std::nullopt;
@@ -88,7 +88,7 @@ absl::StatusOr<std::vector<TokenFile::Entry>> TokenFile::Parse(std::string_view 
     const std::optional<Role> role = ParseRole(words[0]);
     // A token in the wrong place must not get into a log.
     if (!role.has_value()) {
-      return bad("the first word is not a role; expected trainer, evaluator or admin");
+      return bad("the first word is not a role; expected evaluator, trainer, admin or server");
     }
     if (words.size() < 2 || !IsToken(words[1])) {
       return bad(absl::StrCat("expected a token of ", kLeastTokenBytes, " to ", kMostTokenBytes,

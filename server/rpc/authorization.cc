@@ -54,6 +54,11 @@ constexpr Rule kRules[] = {
      /*concerns_all_models=*/true},
     {"/ema.v1.EmaService/Drain", Role::kAdmin, /*is_rejected_while_draining=*/false,
      /*concerns_all_models=*/true},
+
+    {"/ema.v1.GroupService/ReservePartition", Role::kServer, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.GroupService/Prepare", Role::kServer},
+    {"/ema.v1.GroupService/Sync", Role::kServer},
+    {"/ema.v1.GroupService/PublishState", Role::kServer},
 };
 
 // Null: there is no rule.
@@ -95,7 +100,7 @@ absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string
   if (rule == nullptr) {
     return NotAllowed(absl::StrCat(name, ": no role is allowed to call it"));
   }
-  if (access.role < rule->role) {
+  if (!HasRightsOf(access.role, rule->role)) {
     return NotAllowed(absl::StrCat(name, ": the token has the role ",
                                    std::string(RoleName(access.role)), ", expected ",
                                    std::string(RoleName(rule->role))));

@@ -17,8 +17,8 @@ inline constexpr char kHealthCheck[] = "/grpc.health.v1.Health/Check";
 // "Push" of "/ema.v1.EmaService/Push".
 std::string_view ShortName(std::string_view method);
 
-// The lowest role that may call `method`, such as "/ema.v1.EmaService/Push". nullopt: there is no
-// rule, so no role may call it.
+// The role whose rights a call of `method` needs, such as "/ema.v1.EmaService/Push". nullopt: there
+// is no rule, so no role may call it.
 std::optional<Role> RoleFor(std::string_view method);
 
 // True for calls that start work that may take long. A draining server still accepts the others:

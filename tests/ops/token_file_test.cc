@@ -51,9 +51,11 @@ class TokenFileTest : public testing::Test {
 };
 
 TEST_F(TokenFileTest, SaysWhatTheBearerOfEachTokenMayDo) {
-  const auto file = Open(std::string("# who   token\n\n trainer\t") + kTrainer +
-                         " vision-* gpt\r\nevaluator " + kEvaluator);
+  const auto file =
+      Open(std::string("# who   token\n\n trainer\t") + kTrainer + " vision-* gpt\r\nevaluator " +
+           kEvaluator + "\nserver server-token-0123456789");
   ASSERT_THAT(file, IsOk());
+  EXPECT_EQ((*file)->Authenticate(Bearer("server-token-0123456789"))->role, Role::kServer);
   const auto trainer = (*file)->Authenticate(Bearer(kTrainer));
   ASSERT_THAT(trainer, IsOk());
   EXPECT_EQ(trainer->role, Role::kTrainer);

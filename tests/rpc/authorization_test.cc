@@ -16,6 +16,7 @@
 
 #include "absl/time/clock.h"
 #include "ema/client.h"
+#include "ema/v1/group.pb.h"
 #include "tests/rpc/rpc_fixture.h"
 
 namespace ema {
@@ -25,6 +26,8 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
 
+constexpr Role kRoles[] = {Role::kEvaluator, Role::kTrainer, Role::kAdmin, Role::kServer};
+
 // Tokens are the roles' names; those that end with "-of-m" are only for models that begin with m.
 class FakeAuthenticator final : public Authenticator {
  public:
@@ -33,7 +36,7 @@ class FakeAuthenticator final : public Authenticator {
       return MakeError(absl::StatusCode::kUnauthenticated, ErrorReason::kBadToken, "revoked");
     }
     if (knows_only_of_others) return Access{.role = Role::kAdmin, .models = {"other"}};
-    for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
+    for (const Role role : kRoles) {
       const std::string token = "Bearer " + std::string(RoleName(role));
       if (authorization == token) return Access{.role = role, .models = {}};
       if (authorization == token + "-of-m") return Access{.role = role, .models = {"m*"}};
@@ -144,10 +147,11 @@ TEST_F(AuthorizationTest, EveryRpcHasARuleAndRefusesWhoHasNoToken) {
 TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
   for (const auto* method : AllMethods()) {
     const Role needed = RoleFor(PathOf(*method)).value_or(Role::kAnonymous);
-    for (const Role role : {Role::kEvaluator, Role::kTrainer, Role::kAdmin}) {
+    for (const Role role : kRoles) {
       const CallResult result = Call(*method, std::string(RoleName(role)), "m");
-      EXPECT_EQ(IsRefused(result), role < needed) << method->name() << " " << RoleName(role);
-      if (role < needed) {
+      const bool is_allowed = role != Role::kServer && role >= needed;
+      EXPECT_EQ(IsRefused(result), !is_allowed) << method->name() << " " << RoleName(role);
+      if (!is_allowed) {
         EXPECT_EQ(result.status.error_code(), grpc::StatusCode::PERMISSION_DENIED);
         EXPECT_THAT(result.status.error_message(),
                     HasSubstr(absl::StrCat(method->name(), ": the token has the role ",
@@ -155,6 +159,26 @@ TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
                                            std::string(RoleName(needed)))));
       }
     }
+  }
+}
+
+TEST_F(AuthorizationTest, CallsBetweenServersAreForServersOnly) {
+  const google::protobuf::ServiceDescriptor* const service =
+      v1::SyncRequest::descriptor()->file()->FindServiceByName("GroupService");
+  for (int i = 0; i < service->method_count(); ++i) {
+    const std::string path = PathOf(*service->method(i));
+    for (const Role role : kRoles) {
+      const std::string token = absl::StrCat("Bearer ", std::string(RoleName(role)));
+      const absl::StatusOr<Access> access = Authorize(&authenticator_, path, token, "m");
+      if (role == Role::kServer) {
+        EXPECT_THAT(access, IsOk()) << path;
+      } else {
+        EXPECT_THAT(access,
+                    StatusIs(absl::StatusCode::kPermissionDenied, HasSubstr("expected server")))
+            << path;
+      }
+    }
+    EXPECT_THAT(Authorize(&authenticator_, path, "", "m"), ReasonIs(ErrorReason::kBadToken));
   }
 }
 
