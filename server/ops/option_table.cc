@@ -7,7 +7,9 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <charconv>
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -24,6 +26,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
 #include "server/base/socket_address.h"
 
 namespace ema {
@@ -96,6 +99,24 @@ absl::Status CheckHttpListen(const std::string& text) {
   return Bad(text, "is not host:port, such as 127.0.0.1:8080 or [::]:0");
 }
 
+// An address that other hosts can connect to.
+absl::Status CheckAdvertise(const std::string& text) {
+  const int port = NumberAfterColon(text);
+  const bool is_any = text.starts_with("0.0.0.0:") || text.starts_with("[::]:");
+  if (text.empty() || (port > 0 && port <= 65535 && !text.starts_with("unix:") && !is_any)) {
+    return absl::OkStatus();
+  }
+  return Bad(text, "is not host:port of this server, such as ema-0.example:50051");
+}
+
+absl::Status CheckName(const std::string& text) {
+  return text.empty() ? absl::OkStatus() : ValidateName("name", text);
+}
+
+absl::Status CheckNotEmpty(const std::string& text) {
+  return text.empty() ? Bad(text, "is empty") : absl::OkStatus();
+}
+
 // An integer without a unit.
 std::optional<int64_t> ParseCount(const std::string& text) {
   int64_t count = 0;
@@ -159,11 +180,13 @@ class Table {
     Add(name, type, help, set, [&value] { return value; });
   }
 
-  // Texts that are separated by commas.
+  // Texts that are separated by commas. None is valid if that is the default.
   void Texts(const std::string& name, std::vector<std::string>& values, const std::string& type,
              const std::string& help, Check check) {
-    const auto set = [&values, check = std::move(check)](const std::string& text) {
-      std::vector<std::string> given = absl::StrSplit(text, ',');
+    const auto set = [&values, may_be_empty = values.empty(),
+                      check = std::move(check)](const std::string& text) {
+      std::vector<std::string> given;
+      if (!text.empty() || !may_be_empty) given = absl::StrSplit(text, ',');
       for (const std::string& element : given) EMA_RETURN_IF_ERROR(check(element));
       values = std::move(given);
       return absl::OkStatus();
@@ -279,8 +302,8 @@ void AddSecurity(Table& table, ServerOptions& o) {
              "Without --auth-tokens, each client with such a certificate has the rights of "
              "an admin. Empty: clients need no certificate");
   table.Text("auth-tokens", o.auth_tokens, "FILE",
-             "File of bearer tokens. Each line holds a role (evaluator, trainer or admin), a "
-             "token, and optionally the models that it is valid for, such as vision-*. Calls "
+             "File of bearer tokens. Each line holds a role (evaluator, trainer, admin or server), "
+             "a token, and optionally the models that it is valid for, such as vision-*. Calls "
              "without a valid token are rejected. A changed file is reloaded; replace it by "
              "a rename. Empty: clients need no token");
   table.Switch("allow-unauthenticated", o.allow_unauthenticated,
@@ -401,9 +424,68 @@ void AddLogging(Table& table, ServerOptions& o) {
              "Format of the log: text or one JSON object per line", OneOf({"text", "json"}));
 }
 
+void AddGroup(Table& table, ServerOptions& o) {
+  table.Group("Group of servers");
+  table.Text("group", o.group, "NAME",
+             "Name of the group of servers that keep models together, each server a part of every "
+             "model. It needs --etcd and --advertise. Empty: this server is on its own",
+             CheckName);
+  table.Text("member", o.member, "NAME",
+             "Name of this server in its group. A restarted server must have the same name. "
+             "Empty: the host's name",
+             CheckName);
+  table.Text("advertise", o.advertise, "HOST:PORT",
+             "Address of this server for clients and for the other servers of its group",
+             CheckAdvertise);
+  table.Texts("etcd", o.etcd, "URL",
+              "Endpoints of the group's etcd, separated by commas, such as http://a:2379,b:2379",
+              CheckNotEmpty);
+  table.Text("etcd-ca", o.etcd_ca, "FILE",
+             "PEM file with the CA of etcd's certificates. Empty: the system's CAs");
+  table.Text("etcd-cert", o.etcd_cert, "FILE",
+             "PEM file with this server's certificate for etcd. Empty: none");
+  table.Text("etcd-key", o.etcd_key, "FILE", "PEM file with the private key of --etcd-cert");
+  table.Duration(
+      "etcd-patience", o.etcd_patience, absl::Seconds(10),
+      "While etcd does not answer, keep committing steps for this long. Afterwards reject "
+      "them, because another server may have replaced this one");
+  table.Text("group-token-file", o.group_token_file, "FILE",
+             "File with the token that this server presents to the others, which must have it in "
+             "their --auth-tokens with the role server. Empty: none");
+}
+
 // Something tells who may use the server.
 bool HasAuthentication(const ServerOptions& options) {
   return !options.tls_client_ca.empty() || !options.auth_tokens.empty();
+}
+
+void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& problems) {
+  if (o.group.empty()) {
+    const std::pair<const char*, bool> given[] = {
+        {"member", !o.member.empty()},
+        {"advertise", !o.advertise.empty()},
+        {"etcd", !o.etcd.empty()},
+        {"etcd-ca", !o.etcd_ca.empty()},
+        {"etcd-cert", !o.etcd_cert.empty()},
+        {"etcd-key", !o.etcd_key.empty()},
+        {"etcd-patience", o.etcd_patience != ServerOptions().etcd_patience},
+        {"group-token-file", !o.group_token_file.empty()},
+    };
+    for (const auto& [name, is_given] : given) {
+      if (is_given) problems.push_back({name, "given without --group"});
+    }
+    return;
+  }
+  if (o.etcd.empty()) problems.push_back({"group", "given without --etcd"});
+  if (o.advertise.empty()) problems.push_back({"group", "given without --advertise"});
+  if (!o.auth_tokens.empty() && o.group_token_file.empty()) {
+    problems.push_back({"group", "given with --auth-tokens, but without --group-token-file"});
+  }
+  const std::string host = HostName();
+  if (o.member.empty() && !ValidateName("name", host).ok()) {
+    problems.push_back({"member", absl::StrCat("not given, and the host's name \"", host,
+                                               "\" is not a valid name")});
+  }
 }
 
 // Only this host can reach `listen`. A name other than localhost may be any address.
@@ -457,6 +539,7 @@ void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems)
   AddDevice(table, options);
   AddCheckpoints(table, options);
   AddStatistics(table, options);
+  AddGroup(table, options);
   AddLimits(table, options);
   AddTimeLimits(table, options);
   AddLogging(table, options);
@@ -464,6 +547,11 @@ void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems)
 
 std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
   std::vector<LogEvent> doubts;
+  if (!options.group.empty() && options.data_dir.empty()) {
+    doubts.push_back({LogLevel::kWarning,
+                      "a crash of one server loses the averages of its group",
+                      {{"group", options.group}, {"expected", "--data-dir"}}});
+  }
   if (options.auth_tokens.empty() || !options.tls_cert.empty()) return doubts;
   for (const std::string& listen : options.listen) {
     if (IsLocal(listen)) continue;
@@ -472,6 +560,11 @@ std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
                       {{"listen", listen}, {"expected", "--tls-cert and --tls-key"}}});
   }
   return doubts;
+}
+
+std::string HostName() {
+  std::array<char, HOST_NAME_MAX + 1> name{};
+  return gethostname(name.data(), name.size()) == 0 ? name.data() : "";
 }
 
 std::vector<OptionConflict> OptionConflicts(const ServerOptions& options) {
@@ -488,6 +581,7 @@ std::vector<OptionConflict> OptionConflicts(const ServerOptions& options) {
     problems.push_back(
         {"block-bytes", absl::StrCat(options.block_bytes, " is no multiple of ", kBlockGranule)});
   }
+  AddGroupConflicts(options, problems);
   if (HasAuthentication(options) || options.allow_unauthenticated) return problems;
   for (const std::string& listen : options.listen) {
     if (IsLocal(listen)) continue;

@@ -35,6 +35,9 @@ inline constexpr std::string_view kTimeLimits = "Time limits";
 // (capture_default_str()) is the present value. Both arguments must outlive `app`.
 void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems);
 
+// The name of this host; the default of --member.
+std::string HostName();
+
 // "default", "flag", "file", or the name of the environment variable. REQUIRES: `app` has parsed.
 // Not safe against a concurrent setenv().
 std::string SourceOf(const CLI::App& app, const CLI::Option& option);

@@ -143,7 +143,7 @@ std::string TomlValue(const CLI::Option& option) {
   std::string text = option.get_default_str();
   if (IsNumber(option) || option.get_expected_max() == 0) return text;
   if (option.get_expected_max() == 1) return TomlString(text);
-  std::vector<std::string> elements = absl::StrSplit(text, ',');
+  std::vector<std::string> elements = absl::StrSplit(text, ',', absl::SkipEmpty());
   for (std::string& element : elements) element = TomlString(element);
   return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
 }
@@ -246,6 +246,7 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   if (parsed.options.thread_count == 0) {
     parsed.options.thread_count = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
   }
+  if (parsed.options.member.empty()) parsed.options.member = HostName();
   return parsed;
 }
 

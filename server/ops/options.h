@@ -51,6 +51,17 @@ struct ServerOptions {
   std::string auth_tokens;  // Empty: no authentication by tokens.
   bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
+  // The group of servers that share models; empty: none, and then the options below are not used.
+  std::string group;
+  std::string member;             // The name of this server in it; not empty after ParseOptions().
+  std::string advertise;          // HOST:PORT for clients and the other members.
+  std::vector<std::string> etcd;  // Endpoints, such as "http://a:2379". The first scheme is of all.
+  std::string etcd_ca;            // PEM files, for https.
+  std::string etcd_cert;
+  std::string etcd_key;
+  // How long the server may commit steps while etcd does not answer.
+  absl::Duration etcd_patience = absl::Minutes(10);
+  std::string group_token_file;  // With this server's token for the other members.
   // After SIGTERM: how long all calls are still served while probes report NOT_SERVING; then how
   // long running calls may take.
   absl::Duration drain_delay = absl::ZeroDuration();

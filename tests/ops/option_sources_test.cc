@@ -251,7 +251,9 @@ TEST_F(OptionSourcesTest, AFileIsRealToml) {
                       "\"max-models\" = 1_000\n"
                       "max-push-streams = 0x10\n"
                       "allow-unauthenticated = true\r\n"
+                      "etcd = []\n"
                       "max-message-bytes = 8388608\n")});
+  EXPECT_THAT(options.etcd, IsEmpty());
   EXPECT_THAT(options.listen, ElementsAre("127.0.0.1:1", "unix:/run/#.sock"));
   EXPECT_EQ(options.data_dir, "/a # b \xc3\xa9");
   EXPECT_EQ(options.max_models, 1000);

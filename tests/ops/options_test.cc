@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/options.h"
 
+#include <unistd.h>
+
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -14,6 +17,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::Not;
 
 ParsedOptions Parse(std::vector<const char*> arguments) {
@@ -133,6 +137,38 @@ TEST(OptionsTest, TlsNeedsCertificateAndKey) {
   EXPECT_THAT(Parse({"--tls-client-ca=a"}).text, HasSubstr("--tls-cert"));
 }
 
+TEST(OptionsTest, OptionsOfAGroupAreRead) {
+  const ParsedOptions parsed =
+      Parse({"--group=g", "--etcd=https://a:2379,b", "--advertise=host:50051", "--member=ema-0",
+             "--etcd-ca=ca", "--etcd-cert=cert", "--etcd-key=key", "--etcd-patience=1m",
+             "--group-token-file=token"});
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  const ServerOptions& o = parsed.options;
+  EXPECT_EQ(o.group, "g");
+  EXPECT_THAT(o.etcd, ElementsAre("https://a:2379", "b"));
+  EXPECT_EQ(o.advertise, "host:50051");
+  EXPECT_EQ(o.member, "ema-0");
+  EXPECT_EQ(o.etcd_ca, "ca");
+  EXPECT_EQ(o.etcd_cert, "cert");
+  EXPECT_EQ(o.etcd_key, "key");
+  EXPECT_EQ(o.etcd_patience, absl::Minutes(1));
+  EXPECT_EQ(o.group_token_file, "token");
+  ASSERT_EQ(parsed.warnings.size(), 1);
+  EXPECT_EQ(ToText(parsed.warnings[0]),
+            "a crash of one server loses the averages of its group group=g expected=--data-dir");
+
+  EXPECT_THAT(Parse({"--print-config"}).text, HasSubstr("\netcd = []  # default\n"));
+
+  const ParsedOptions defaults =
+      Parse({"--group=g", "--etcd=http://a", "--advertise=host:1", "--data-dir=d"});
+  ASSERT_FALSE(defaults.should_exit) << defaults.text;
+  EXPECT_THAT(defaults.warnings, IsEmpty());
+  EXPECT_EQ(defaults.options.etcd_patience, absl::Minutes(10));
+  std::array<char, 256> host{};
+  ASSERT_EQ(gethostname(host.data(), host.size()), 0);
+  EXPECT_EQ(defaults.options.member, host.data());
+}
+
 TEST(OptionsTest, FlagsAreRead) {
   const ParsedOptions parsed = Parse({"--listen",
                                       "[::1]:0,unix:/run/ema.sock",
@@ -218,6 +254,21 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"DurationZero", {"--stream-timeout", "0s"}, "is not a duration from 1ms to 8760h"},
         BadCase{"DurationInfinite", {"--drain-grace", "inf"}, "\"inf\" is not a duration"},
         BadCase{"LogFormat", {"--log-format", "xml"}, "\"xml\" is not one of text, json"},
+        BadCase{"EtcdWithoutGroup", {"--etcd=http://a"}, "--etcd: given without --group"},
+        BadCase{"MemberWithoutGroup", {"--member=a"}, "--member: given without --group"},
+        BadCase{
+            "GroupWithoutEtcd", {"--group=g", "--advertise=a:1"}, "--group: given without --etcd"},
+        BadCase{"GroupWithoutAdvertise",
+                {"--group=g", "--etcd=http://a"},
+                "--group: given without --advertise"},
+        BadCase{"GroupWithTokensOfClientsOnly",
+                {"--group=g", "--etcd=http://a", "--advertise=a:1", "--auth-tokens=t"},
+                "--group: given with --auth-tokens, but without --group-token-file"},
+        BadCase{"GroupName", {"--group=a/b"}, "--group: name \"a/b\": a name must be"},
+        BadCase{"AdvertiseWithoutPort", {"--advertise=a"}, "\"a\" is not host:port"},
+        BadCase{"AdvertisePort", {"--advertise=a:0"}, "\"a:0\" is not host:port"},
+        BadCase{"AdvertiseAny", {"--advertise=0.0.0.0:1"}, "is not host:port of this server"},
+        BadCase{"EtcdEmpty", {"--etcd=http://a,,b"}, "--etcd: \"\" is empty"},
         BadCase{"Switch", {"--allow-unauthenticated=perhaps"}, "is neither true nor false"},
         BadCase{"Repeated", {"--device=cpu", "--device=auto"}, "--device"},
         BadCase{"FlagLikeAnother", {"--max-modles=3"}, "did you mean \"--max-models\"?"},
@@ -258,12 +309,16 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "=64 (Env:EMA_MAX_SESSIONS)",
                            "=0 (Env:EMA_DRAIN_DELAY)",
                            "=25s (Env:EMA_DRAIN_GRACE)",
+                           "(Env:EMA_GROUP)",
+                           "(Env:EMA_ETCD)",
+                           "=10m (Env:EMA_ETCD_PATIENCE)",
                            "=info (Env:EMA_LOG_LEVEL)",
                            "--version"}) {
     EXPECT_THAT(parsed.text, HasSubstr(text));
   }
-  for (const char* group : {"Configuration:", "Addresses:", "Security:", "Memory and device:",
-                            "Checkpoints:", "Limits:", "Time limits:", "Logging:"}) {
+  for (const char* group :
+       {"Configuration:", "Addresses:", "Security:", "Memory and device:", "Checkpoints:",
+        "Group of servers:", "Limits:", "Time limits:", "Logging:"}) {
     EXPECT_THAT(parsed.text, HasSubstr(absl::StrCat("\n", group, "\n")));
   }
   EXPECT_THAT(parsed.text, Not(HasSubstr("block-bytes")));
