@@ -61,7 +61,7 @@ class FakeEtcd {
     absl::MutexLock lock(&mu_);
     is_ended_ = true;
   }
-  // Reports a change of `key` to a watch that runs, which is waited for.
+  // Reports a change of `key` to the watch, which is waited for. Without one nothing is reported.
   void Report(const std::string& key, const std::string& value) {
     etcdserverpb::WatchResponse response;
     etcdserverpb::Event& event = *response.add_events();
@@ -70,8 +70,8 @@ class FakeEtcd {
     event.mutable_kv()->set_mod_revision(2);
     absl::MutexLock lock(&mu_);
     const auto is_watched = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stream_ != nullptr; };
-    mu_.Await(absl::Condition(&is_watched));
-    stream_->Write(response);
+    mu_.AwaitWithTimeout(absl::Condition(&is_watched), absl::Seconds(20));
+    if (stream_ != nullptr) stream_->Write(response);
   }
 
  private:
