@@ -16,6 +16,9 @@ namespace {
 
 constexpr std::string_view kReasonUrl = "ema.v1/reason";
 constexpr std::string_view kRetryDelayUrl = "ema.v1/retry_delay_ns";
+constexpr std::string_view kHomeUrl = "ema.v1/home";
+constexpr std::string_view kRoundUrl = "ema.v1/round";
+constexpr std::string_view kIncarnationUrl = "ema.v1/incarnation";
 
 absl::string_view ToAbsl(std::string_view text) { return {text.data(), text.size()}; }
 
@@ -77,6 +80,22 @@ void SetRetryDelay(absl::Status& status, absl::Duration delay) {
 
 absl::Duration GetRetryDelay(const absl::Status& status) {
   return absl::Nanoseconds(GetNumber(status, kRetryDelayUrl).value_or(0));
+}
+
+void SetGroupHint(absl::Status& status, const GroupHint& hint) {
+  if (!hint.home.empty()) status.SetPayload(ToAbsl(kHomeUrl), absl::Cord(hint.home));
+  if (hint.round != 0) SetNumber(status, kRoundUrl, hint.round);
+  if (hint.incarnation != 0) SetNumber(status, kIncarnationUrl, hint.incarnation);
+}
+
+GroupHint GetGroupHint(const absl::Status& status) {
+  GroupHint hint;
+  if (const absl::optional<absl::Cord> home = status.GetPayload(ToAbsl(kHomeUrl))) {
+    hint.home = std::string(*home);
+  }
+  hint.round = GetNumber(status, kRoundUrl).value_or(0);
+  hint.incarnation = GetNumber(status, kIncarnationUrl).value_or(0);
+  return hint;
 }
 
 }  // namespace ema

@@ -4,6 +4,8 @@
 #ifndef EMA_ERROR_REASON_H_
 #define EMA_ERROR_REASON_H_
 
+#include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "absl/status/status.h"
@@ -52,6 +54,7 @@ namespace ema {
   X(kSessionExpired, 43, "SESSION_EXPIRED")                \
   X(kStalled, 44, "STALLED")                               \
   X(kStepGivenUp, 45, "STEP_GIVEN_UP")                     \
+  X(kStaleRound, 46, "STALE_ROUND")                        \
   X(kVersionNotKept, 50, "VERSION_NOT_KEPT")               \
   X(kVersionNotYet, 51, "VERSION_NOT_YET")                 \
   X(kBadToken, 55, "BAD_TOKEN")                            \
@@ -68,11 +71,14 @@ namespace ema {
   X(kStoreReadOnly, 72, "STORE_READ_ONLY")                 \
   X(kSessionBusy, 73, "SESSION_BUSY")                      \
   X(kDiskFailed, 74, "DISK_FAILED")                        \
+  X(kGroupDegraded, 75, "GROUP_DEGRADED")                  \
+  X(kRegistryAway, 76, "REGISTRY_AWAY")                    \
   X(kChunkCorrupt, 80, "CHUNK_CORRUPT")                    \
   X(kDigestMismatch, 81, "DIGEST_MISMATCH")                \
   X(kCheckpointCorrupt, 82, "CHECKPOINT_CORRUPT")          \
   X(kDevice, 90, "DEVICE")                                 \
-  X(kBug, 91, "BUG")
+  X(kBug, 91, "BUG")                                       \
+  X(kNotHome, 100, "NOT_HOME")
 
 enum class ErrorReason : int {
 #define EMA_ENUMERATOR(enumerator, number, name) enumerator = number,
@@ -99,6 +105,16 @@ ErrorReason GetErrorReason(const absl::Status& status);
 // The delay before a retry. GetRetryDelay() returns zero if none was set.
 void SetRetryDelay(absl::Status& status, absl::Duration delay);
 absl::Duration GetRetryDelay(const absl::Status& status);
+
+// What an error about a model on a group of servers says beside its reason: see ErrorDetail in
+// error.proto. Fields that are empty or 0 are not given.
+struct GroupHint {
+  std::string home;
+  int64_t round = 0;
+  int64_t incarnation = 0;
+};
+void SetGroupHint(absl::Status& status, const GroupHint& hint);
+GroupHint GetGroupHint(const absl::Status& status);
 
 }  // namespace ema
 

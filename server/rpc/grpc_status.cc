@@ -12,6 +12,10 @@ v1::ErrorDetail DetailOf(const absl::Status& status) {
   v1::ErrorDetail detail;
   detail.set_reason(static_cast<v1::ErrorReason>(GetErrorReason(status)));
   detail.set_retry_delay_ms(absl::ToInt64Milliseconds(GetRetryDelay(status)));
+  const GroupHint hint = GetGroupHint(status);
+  detail.set_home(hint.home);
+  detail.set_round(hint.round);
+  detail.set_incarnation(hint.incarnation);
   return detail;
 }
 

@@ -15,7 +15,7 @@ namespace ema {
 // The detail that a client gets beside code and message.
 v1::ErrorDetail DetailOf(const absl::Status& status);
 
-// The status to finish a call with. Puts the reason and the retry delay into `context`'s trailer
+// The status to finish a call with. Puts the reason and the other details into `context`'s trailer
 // "ema-error-detail-bin" as an ema.v1.ErrorDetail. REQUIRES: the call has not been finished. Call
 // once per call.
 grpc::Status ToGrpcStatus(const absl::Status& status, grpc::ServerContext& context);

@@ -95,6 +95,8 @@ absl::Status ErrorFromDetail(absl::StatusCode code, std::string_view message,
   if (detail.retry_delay_ms() > 0) {
     SetRetryDelay(error, absl::Milliseconds(detail.retry_delay_ms()));
   }
+  SetGroupHint(
+      error, {.home = detail.home(), .round = detail.round(), .incarnation = detail.incarnation()});
   return error;
 }
 

@@ -27,7 +27,7 @@ namespace ema {
 // The trailer that carries an ErrorDetail.
 inline constexpr char kErrorDetailKey[] = "ema-error-detail-bin";
 
-// An error with the reason and the retry delay of `detail`. REQUIRES: it is not OK.
+// An error with the reason, the retry delay and the GroupHint of `detail`. REQUIRES: it is not OK.
 absl::Status ErrorFromDetail(absl::StatusCode code, std::string_view message,
                              const v1::ErrorDetail& detail);
 // `detail`: a serialized ErrorDetail. If it is malformed, the error has neither.

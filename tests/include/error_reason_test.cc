@@ -47,6 +47,19 @@ TEST(ErrorReasonTest, ReasonTravelsWithTheStatus) {
             copy);
 }
 
+TEST(ErrorReasonTest, GroupHintTravelsWithTheStatus) {
+  absl::Status status =
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound, "round 4 has ended");
+  EXPECT_EQ(GetGroupHint(status).round, 0);
+  EXPECT_EQ(GetGroupHint(status).home, "");
+
+  SetGroupHint(status, {.home = "ema-0:50051", .round = 5, .incarnation = 7});
+  const GroupHint hint = GetGroupHint(WithPlace(status, "model \"m\": "));
+  EXPECT_EQ(hint.home, "ema-0:50051");
+  EXPECT_EQ(hint.round, 5);
+  EXPECT_EQ(hint.incarnation, 7);
+}
+
 TEST(ErrorReasonTest, MessagesDoNotControlTerminals) {
   const absl::Status status =
       MakeError(absl::StatusCode::kNotFound, ErrorReason::kTrackNotFound,
