@@ -5,32 +5,61 @@
 #define EMA_SERVER_CORE_COMMIT_GATE_H_
 
 #include <cstdint>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "ema/model_info.h"
+#include "server/core/push_session.h"
+#include "server/core/run_registry.h"
 
 namespace ema {
 
 // What a model that is one partition of a larger one asks before it publishes a step: the step
-// becomes a version in all partitions, or in none.
+// becomes a version in all partitions, or in none. The partitions count rounds; a round ends with
+// one commit or one abort, and a step belongs to the round in which it began.
 //
 // A step is prepared when all ranks have committed it and its version has been built: nothing can
 // fail any more. From then on only Model::PublishPrepared(), Model::DropOpenStep() and
 // Model::Close() end it. Timeouts, ranks that abandon it and a stop of the server do not; a new
 // run, a later step and a rollback have to wait.
 //
-// The model calls it from any thread. OnDropped() may be called inside Model::OpenPush(), so it
-// must not call OpenPush() or RollBack(). Neither function may throw.
+// The model calls it from any thread, and holds its own lock during the calls of the first group:
+// they must not call the model, and must not block. OnDropped() may be called inside
+// Model::OpenPush(), so it must not call OpenPush() or RollBack(). No function may throw.
 class CommitGate {
  public:
   virtual ~CommitGate() = default;
 
-  // The open step is prepared. `record`: of its version, still without incarnation and commit time.
-  // `may_omit_frozen`: whether the next push may omit frozen tensors if this version is published.
-  virtual void OnPrepared(const Version& record, bool may_omit_frozen) = 0;
-  // The open step, prepared or not, has ended without a version. May come before OnPrepared() of
-  // the same step; it is then dropped all the same.
-  virtual void OnDropped(int64_t run_epoch, int64_t step, const absl::Status& why) = 0;
+  // --- Called with the model's lock held ---
+
+  // The present round, for replies. 0: none has begun, so nothing can be pushed yet.
+  virtual int64_t round() const = 0;
+  // Whether a rank of that launch may join its run, which the partition opens if need be. ABORTED,
+  // FENCED. UNAVAILABLE, SESSION_BUSY: the partition does not know of the run yet.
+  virtual absl::Status CheckLaunch(const Launch& launch) = 0;
+  // A launch has opened a run here, so the present round ends.
+  virtual void OnRunOpened(int64_t run_epoch, std::string_view launch_id) = 0;
+  // Whether a stream of a push may enter the session of its round. ABORTED: FENCED, STALE_ROUND.
+  // UNAVAILABLE: SESSION_BUSY, the round is not known here yet, or is about to end; DRAINING.
+  virtual absl::Status CheckPush(const PushStart& start) = 0;
+  // Ends `round` without a version; 0: the present one. OK: it has ended so, now or before.
+  // UNAVAILABLE, SESSION_BUSY: it was committed, and PublishPrepared() follows.
+  // FAILED_PRECONDITION, NOT_HOME: another server decides.
+  virtual absl::Status AbandonRound(int64_t round, const absl::Status& why) = 0;
+
+  // --- Called without a lock that the functions of Model take ---
+
+  struct PreparedVersion {
+    Version record;  // Still without incarnation and commit time.
+    bool omits_frozen = false;
+    // Whether the next push may omit frozen tensors if this version is published.
+    bool may_omit_frozen = false;
+  };
+  // The step of `round` is prepared.
+  virtual void OnPrepared(int64_t round, const PreparedVersion& version) = 0;
+  // The step of `round`, prepared or not, has ended without a version. May come before OnPrepared()
+  // of the same step; it is then dropped all the same.
+  virtual void OnDropped(int64_t round, const absl::Status& why) = 0;
 };
 
 }  // namespace ema

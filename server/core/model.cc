@@ -2,6 +2,7 @@
 #include "server/core/model.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -127,6 +128,13 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   return absl::OkStatus();
 }
 
+PushPlan Model::PlanLocked(const Snapshot* newest) const {
+  PushPlan plan = tracks_.Plan(newest, runs_);
+  // Another partition may still need them.
+  if (is_partition()) plan.may_omit_frozen = false;
+  return plan;
+}
+
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t rank,
                                                  int64_t world_size, RankLayout layout,
                                                  const std::optional<VersionId>& newest) {
@@ -141,10 +149,17 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
     EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
+    if (is_partition()) EMA_RETURN_IF_ERROR(options_.gate->CheckLaunch(launch));
     if (runs_.IsOpen(launch)) {
       EMA_RETURN_IF_ERROR(runs_.Join(launch, rank, world_size, std::move(layout)));
     } else {
-      EMA_RETURN_IF_ERROR(open_step_.CheckNotPrepared());
+      if (const absl::Status prepared = open_step_.CheckNotPrepared(); !prepared.ok()) {
+        // It may wait for a partition for ever. Once its round has ended, the call succeeds.
+        const absl::Status why =
+            Aborted(ErrorReason::kFenced, "a newer run of the model is being opened");
+        options_.gate->AbandonRound(open_step_.session()->plan().round, why).IgnoreError();
+        return prepared;
+      }
       const VersionId now = newest_version != nullptr ? newest_version->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
         return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
@@ -157,13 +172,14 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
                                      config_.manifest.get(), host_budget_));
       replaced = tracks_.ApplyPending();
       fenced = open_step_.EndRun();
+      if (is_partition()) options_.gate->OnRunOpened(runs_.epoch(), launch.id);
       is_new = true;
     }
     result.run_epoch = runs_.epoch();
     result.ready = runs_.run()->ready();
     result.missing_ranks = runs_.run()->MissingRanks(kNamedRanks);
     if (newest_version != nullptr) result.latest = newest_version->record;
-    result.plan = tracks_.Plan(newest_version.get(), runs_);
+    result.plan = PlanLocked(newest_version.get());
   }
   if (is_new) {
     LogTo(options_.log, LogLevel::kInfo, "run opened",
@@ -226,9 +242,10 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     if (committed_digest.has_value()) {
       return StepSession{
           .already_committed = RankPush::Committed{
-              .result = {newest->record, /*duplicate=*/true, tracks_.Plan(newest.get(), runs_)},
+              .result = {newest->record, /*duplicate=*/true, PlanLocked(newest.get())},
               .digest = *committed_digest}};
     }
+    if (is_partition()) EMA_RETURN_IF_ERROR(options_.gate->CheckPush(start));
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<PushSession> session,
                          open_step_.JoinSession(start, runs_));
     if (session != nullptr) return StepSession{.session = std::move(session)};
@@ -240,11 +257,21 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     run = runs_.run();
     base = newest;
   }
-  if (abandoned != nullptr) {
+  if (abandoned != nullptr && abandoned->plan().round != start.round) {
+    DropStep(*abandoned, Aborted(ErrorReason::kStepAbandoned,
+                                 absl::StrCat("step ", abandoned->plan().step, ": its round ",
+                                              abandoned->plan().round, " has ended")));
+  } else if (abandoned != nullptr) {
     DropStep(*abandoned,
              Aborted(ErrorReason::kStepAbandoned,
                      absl::StrCat("step ", abandoned->plan().step, ": rank ", start.rank,
                                   " began step ", start.step, " without having committed it")));
+    // The round ends with that step, and this one belongs to the next round.
+    if (is_partition()) {
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                       absl::StrCat("step ", start.step, ": round ", start.round, " is ending"),
+                       absl::Milliseconds(20));
+    }
   }
   // The next version is built in the memory of those that go.
   history_.AwaitFreed();
@@ -252,10 +279,9 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
   EMA_ASSIGN_OR_RETURN(ConcurrencyLimit::Permit permit, AcquireSessionPermit());
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<PushSession> session,
-      PushSession::Create(
-          {config_.name, config_.manifest, memory_.device, config_.non_finite, options_.observer,
-           /*is_partition=*/options_.gate != nullptr},
-          run, std::move(base), std::move(plan), std::move(permit)));
+      PushSession::Create({config_.name, config_.manifest, memory_.device, config_.non_finite,
+                           options_.observer, is_partition()},
+                          run, std::move(base), std::move(plan), std::move(permit)));
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(closing_);
   // OpenPush() and the start of RollBack() are serialized and no commit can happen without a
@@ -288,7 +314,7 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   // The step is complete: all ranks have committed, and the next version exists. It is not
   // visible yet.
   OpenStep::Prepared step{session, *std::move(taken), begin};
-  if (options_.gate != nullptr) return Prepare(std::move(step));
+  if (is_partition()) return Prepare(std::move(step));
   PublishedStep published;
   {
     absl::MutexLock lock(&mu_);
@@ -299,28 +325,31 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
 }
 
 void Model::Prepare(OpenStep::Prepared step) {
-  const Version record = step.version.snapshot->record;
-  bool may_omit_frozen = false;
+  const StepPlan& plan = step.session->plan();
+  const int64_t round = plan.round;
+  CommitGate::PreparedVersion prepared{.record = step.version.snapshot->record,
+                                       .omits_frozen = plan.omits_frozen};
   {
     absl::MutexLock lock(&mu_);
-    may_omit_frozen = tracks_.Plan(step.version.snapshot.get(), runs_).may_omit_frozen;
+    prepared.may_omit_frozen = tracks_.Plan(step.version.snapshot.get(), runs_).may_omit_frozen;
     if (!open_step_.Prepare(step)) return;
   }
-  options_.gate->OnPrepared(record, may_omit_frozen);
+  options_.gate->OnPrepared(round, prepared);
 }
 
-void Model::PublishPrepared(Decision decision) {
+bool Model::PublishPrepared(int64_t round, Decision decision) {
   PublishedStep published;
   {
     absl::MutexLock lock(&mu_);
+    if (!open_step_.is_prepared() || open_step_.session()->plan().round != round) return false;
     std::optional<OpenStep::Prepared> step = open_step_.TakePrepared();
-    if (!step.has_value()) return;
     Version& record = step->version.snapshot->record;
     record.skipped_tensor_count = decision.skipped_tensor_count;
     record.skipped_tensors = std::move(decision.skipped_tensors);
     published = PublishLocked(*std::move(step), decision.commit_time);
   }
   FinishPublishing(std::move(published));
+  return true;
 }
 
 Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time commit_time) {
@@ -331,7 +360,7 @@ Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time co
   published.evicted = history_.Publish(next, commit_time);
   open_step_.NoteCommit(*step.session);
   published.replaced = tracks_.ApplyPending();
-  published.plan = tracks_.Plan(next.get(), runs_);
+  published.plan = PlanLocked(next.get());
   published.warnings = tracks_.NewWarnings(next->record);
   published.step = std::move(step);
   return published;
@@ -364,11 +393,12 @@ void Model::FailSession(const std::shared_ptr<PushSession>& session, const absl:
   DropStep(*session, status);
 }
 
-void Model::DropOpenStep(const absl::Status& status) {
+void Model::DropOpenStep(int64_t round, const absl::Status& status) {
   std::optional<OpenStep::Prepared> prepared;
   std::shared_ptr<PushSession> session;
   {
     absl::MutexLock lock(&mu_);
+    if (open_step_.session() == nullptr || open_step_.session()->plan().round > round) return;
     prepared = open_step_.TakePrepared();
     session = prepared.has_value() ? prepared->session : open_step_.Take();
   }
@@ -387,15 +417,17 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
                 {"step", session.plan().step},
                 {"reason", ErrorReasonName(reason)},
                 {"error", status}});
-  if (options_.gate != nullptr) {
-    options_.gate->OnDropped(session.run().epoch(), session.plan().step, status);
-  }
+  if (is_partition()) options_.gate->OnDropped(session.plan().round, status);
 }
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
                                                   bool abandon_if_unfinished,
-                                                  std::string_view give_up_reason) {
+                                                  std::string_view give_up_reason, int64_t round) {
   EMA_RETURN_IF_ERROR(CheckGiveUp(abandon_if_unfinished, give_up_reason));
+  const absl::Status abandoned =
+      give_up_reason.empty() ? Aborted(ErrorReason::kStepAbandoned,
+                                       absl::StrCat("step ", step, ": abandoned by rank ", rank))
+                             : AbandonedStep{rank, std::string(give_up_reason)}.status(step);
   PushState result;
   std::shared_ptr<PushSession> session;
   bool is_abandoned = false;
@@ -411,7 +443,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     if (result.record.has_value()) {
       result.state = PushState::State::kCommitted;
       result.rank_committed = true;
-      result.plan = tracks_.Plan(newest.get(), runs_);
+      result.plan = PlanLocked(newest.get());
       result.digest = open_step_.CommittedDigest(run_epoch, step, rank);
       return result;
     }
@@ -419,17 +451,23 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       open_step_.NoteAbandoned(step, {rank, std::string(give_up_reason)}, newest.get());
     }
     session = open_step_.session();
-    if (session == nullptr || session->plan().step != step) {
+    const bool is_open = session != nullptr && session->plan().step == step;
+    if (is_partition() && abandon_if_unfinished) {
+      // The step may be open in other partitions only. The gate ends it here, too.
+      const bool may_be_open = session == nullptr || is_open || round != 0;
+      if (round == 0 && is_open) round = session->plan().round;
+      if (may_be_open) EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));
+      result.state = may_be_open ? PushState::State::kAbandoned : PushState::State::kUnknown;
+      return result;
+    }
+    if (!is_open) {
       result.state = PushState::State::kUnknown;
       return result;
     }
     is_abandoned = abandon_if_unfinished && open_step_.Take() != nullptr;
   }
   if (is_abandoned) {
-    DropStep(*session, give_up_reason.empty()
-                           ? MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
-                                       absl::StrCat("step ", step, ": abandoned by rank ", rank))
-                           : AbandonedStep{rank, std::string(give_up_reason)}.status(step));
+    DropStep(*session, abandoned);
     result.state = PushState::State::kAbandoned;
     return result;
   }
@@ -501,7 +539,7 @@ void Model::Close(const absl::Status& status) {
   }
   tracks_.DropSynthesized();
   StopAcceptingWork(status);
-  DropOpenStep(status);
+  DropOpenStep(std::numeric_limits<int64_t>::max(), status);
   watchers_.CallAll();
 }
 

@@ -71,8 +71,8 @@ class Model : public std::enable_shared_from_this<Model> {
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
     // Decides when a complete step is published: the model is one partition of a larger one. Null:
-    // at once. Outlives the model.
-    CommitGate* gate = nullptr;
+    // at once.
+    std::shared_ptr<CommitGate> gate;
     // Gets the steps' events. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
     // Host memory for attached files, for bytes that are read, cast or sliced for readers, and for
@@ -93,6 +93,13 @@ class Model : public std::enable_shared_from_this<Model> {
   static absl::StatusOr<std::shared_ptr<Model>> Create(
       ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
       std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options);
+
+  // The model is one partition of a larger one.
+  bool is_partition() const { return options_.gate != nullptr; }
+  // The present round of the partitions, for replies; 0: the model is not a partition, or no round
+  // has begun.
+  int64_t round() const { return is_partition() ? options_.gate->round() : 0; }
+  int64_t incarnation() const { return options_.incarnation; }
 
   // The config of the creation or load: UpdateTracks() does not change it.
   const ModelConfig& config() const { return config_; }
@@ -147,7 +154,7 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   // Handles OpenRun of ema_service.proto. A new launch drops the previous run's session. `newest`,
   // if given, must then be the newest version (all zero: no version). UNAVAILABLE, SESSION_BUSY: it
-  // is not, or the model is being rolled back.
+  // is not, or the model is being rolled back, or CommitGate::CheckLaunch().
   absl::StatusOr<JoinResult> JoinRun(const Launch& launch, int64_t rank, int64_t world_size,
                                      RankLayout layout,
                                      const std::optional<VersionId>& newest = std::nullopt)
@@ -184,7 +191,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
   // SESSION_BUSY: an open earlier step waits for other ranks, or the model is being rolled back, or
   // has no memory for another version yet (see RollBack()). RESOURCE_EXHAUSTED. A rank that opens a
-  // later step without having committed the open one drops that one: STEP_ABANDONED.
+  // later step without having committed the open one drops that one: STEP_ABANDONED. Errors also as
+  // CommitGate::CheckPush().
   absl::StatusOr<std::unique_ptr<RankPush>> OpenPush(const PushStart& start, PushCallback on_end)
       ABSL_LOCKS_EXCLUDED(push_mu_, mu_);
 
@@ -198,10 +206,11 @@ class Model : public std::enable_shared_from_this<Model> {
     std::vector<std::pair<Coverage::Range, std::string>> missing;  // With the first tensor's name.
     std::vector<int64_t> missing_ranks;
   };
-  // Handles QueryPush of ema_service.proto.
+  // Handles QueryPush of ema_service.proto. `round`: as there. Errors also as
+  // CommitGate::AbandonRound().
   absl::StatusOr<PushState> QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
                                       bool abandon_if_unfinished,
-                                      std::string_view give_up_reason = {})
+                                      std::string_view give_up_reason = {}, int64_t round = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the open session if it has received nothing for `timeout`: SESSION_EXPIRED, naming the
@@ -217,10 +226,12 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t skipped_tensor_count = 0;
     std::vector<std::string> skipped_tensors;
   };
-  // Makes the version of the prepared step the newest one, atomically. None is prepared: no effect.
-  void PublishPrepared(Decision decision) ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends the open step, prepared or not, without a version. None is open: no effect.
-  void DropOpenStep(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes the version of the prepared step of `round` the newest one, atomically. False, and no
+  // effect: there is none.
+  bool PublishPrepared(int64_t round, Decision decision) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends the open step, prepared or not, without a version, if it began in `round` or an earlier
+  // one.
+  void DropOpenStep(int64_t round, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Closing ---
 
@@ -273,6 +284,8 @@ class Model : public std::enable_shared_from_this<Model> {
     PushPlan plan;
     std::vector<LogEvent> warnings;
   };
+  // The plan for the trainer.
+  PushPlan PlanLocked(const Snapshot* newest) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Makes the version of a step that was the open one the newest.
   PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

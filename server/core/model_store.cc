@@ -63,6 +63,24 @@ absl::StatusOr<std::shared_ptr<Model>> ModelStore::FindSameLocked(const ModelCon
 
 absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, GlobBudget budget) {
   EMA_RETURN_IF_ERROR(config.Validate(budget));
+  return CreateValid(std::move(config), options_.model);
+}
+
+absl::StatusOr<std::shared_ptr<Model>> ModelStore::CreatePartition(
+    ModelConfig config, int64_t incarnation, std::shared_ptr<CommitGate> gate) {
+  const std::string name = config.name;
+  Model::Options model_options = options_.model;
+  model_options.incarnation = incarnation;
+  model_options.gate = std::move(gate);
+  EMA_ASSIGN_OR_RETURN(CreateResult result,
+                       CreateValid(std::move(config), std::move(model_options)));
+  if (result.created) return std::move(result.model);
+  return MakeError(absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
+                   absl::StrCat("model \"", name, "\" exists on this server"));
+}
+
+absl::StatusOr<ModelStore::CreateResult> ModelStore::CreateValid(ModelConfig config,
+                                                                 Model::Options model_options) {
   {
     absl::MutexLock lock(&mu_);
     EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> same, FindSameLocked(config));
@@ -75,13 +93,12 @@ absl::StatusOr<ModelStore::CreateResult> ModelStore::Create(ModelConfig config, 
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> same, FindSameLocked(config));
   if (same != nullptr) return CreateResult{std::move(same), false};
   const std::string name = config.name;
-  Model::Options model_options = options_.model;
-  model_options.incarnation = next_incarnation_;
+  if (model_options.gate == nullptr) model_options.incarnation = next_incarnation_;
   model_options.host_budget = host_budget_;
   model_options.sessions = sessions_;
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model,
                        Model::Create(std::move(config), tracks, device_, budget_, model_options));
-  ++next_incarnation_;
+  next_incarnation_ = std::max(next_incarnation_, model_options.incarnation + 1);
   models_.emplace(name, model);
   options_.model.observer->OnModelCreated(name);
   return CreateResult{std::move(model), true};

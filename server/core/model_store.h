@@ -52,6 +52,12 @@ class ModelStore {
   // model of that name is being deleted. `budget`: see ModelConfig::Validate().
   absl::StatusOr<CreateResult> Create(ModelConfig config, GlobBudget budget = {})
       ABSL_LOCKS_EXCLUDED(mu_);
+  // Creates one partition of a larger model, whose incarnation is given. `config` is the larger
+  // model's with the tensors of the partition; REQUIRES: it was valid with all tensors, as a rule
+  // may match tensors of other partitions only. ALREADY_EXISTS: a model has that name.
+  absl::StatusOr<std::shared_ptr<Model>> CreatePartition(ModelConfig config, int64_t incarnation,
+                                                         std::shared_ptr<CommitGate> gate)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Model>> Get(std::string_view name) const ABSL_LOCKS_EXCLUDED(mu_);
   // All models, sorted by name.
@@ -81,6 +87,9 @@ class ModelStore {
   // The existing model that matches `config`; null: a new one can be made. Errors as Create().
   absl::StatusOr<std::shared_ptr<Model>> FindSameLocked(const ModelConfig& config) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  // Creates a model with a valid config, or finds it.
+  absl::StatusOr<CreateResult> CreateValid(ModelConfig config, Model::Options options)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::shared_ptr<Device> device_;
   const Options options_;

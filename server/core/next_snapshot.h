@@ -36,6 +36,7 @@ struct StepPlan {
   TrainingTime time;
   bool omits_frozen = false;  // See ema.v1.PushHeader.
   int64_t imported_updates = 0;
+  int64_t round = 0;  // In which the step began; see CommitGate.
   std::vector<TrackPlan> tracks;
 };
 

@@ -66,6 +66,10 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
                                                                    RunRegistry& runs) const {
   if (session_ == nullptr) return nullptr;
   const StepPlan& plan = session_->plan();
+  if (start.round != plan.round) {
+    EMA_RETURN_IF_ERROR(CheckNotPrepared());
+    return nullptr;
+  }
   if (start.step < plan.step) {
     return StaleStep(absl::StrCat("model \"", model_name_, "\": step ", start.step,
                                   " is before the open step ", plan.step));

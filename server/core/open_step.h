@@ -59,9 +59,9 @@ class OpenStep {
   // ABORTED, STEP_GIVEN_UP.
   absl::Status CheckNotAbandoned(int64_t step) const;
   // The open session if `start` belongs to it; null: a new one must be made, which ends the open
-  // one. ABORTED, STALE_STEP. FAILED_PRECONDITION, PLAN_MISMATCH; if ranks disagree on omitting
-  // frozen tensors, calls runs.RequireFrozen(). UNAVAILABLE, SESSION_BUSY: the open step still
-  // waits for other ranks.
+  // one, for example because that is of an earlier round. ABORTED, STALE_STEP. FAILED_PRECONDITION,
+  // PLAN_MISMATCH; if ranks disagree on omitting frozen tensors, calls runs.RequireFrozen().
+  // UNAVAILABLE, SESSION_BUSY: the open step still waits for other ranks.
   absl::StatusOr<std::shared_ptr<PushSession>> JoinSession(const PushStart& start,
                                                            RunRegistry& runs) const;
   // The digest of the rank's bytes if `step` is the last one that the run has committed; else
@@ -84,6 +84,7 @@ class OpenStep {
   bool Prepare(Prepared& step);
   // Removes and returns the prepared session; nullopt: there is none.
   std::optional<Prepared> TakePrepared();
+  bool is_prepared() const { return prepared_.has_value(); }
   // The step of `session` has been committed.
   void NoteCommit(const PushSession& session);
   // Records that a step can never be completed; keeps the highest 16 such steps. Ignores steps that

@@ -427,6 +427,13 @@ SteadyTime PushSession::last_progress() const {
   return last_progress_;
 }
 
+int64_t PushSession::covered_bytes() const {
+  absl::MutexLock lock(&mu_);
+  int64_t bytes = 0;
+  for (const RankState& rank : ranks_) bytes += rank.coverage.covered_bytes();
+  return bytes;
+}
+
 absl::StatusOr<PushSession::FinishedSnapshot> PushSession::TakeSnapshot() {
   absl::btree_set<int64_t> skipped;
   uint32_t frozen_crc32c = 0;

@@ -71,6 +71,9 @@ struct PushStart {
   int64_t stream_group = 0;
   int64_t stream_count = 0;
   int64_t imported_updates = 0;  // See ema.v1.PushHeader.
+  // For Model::Options::gate; 0 without one.
+  int64_t incarnation = 0;
+  int64_t round = 0;
 };
 inline constexpr int64_t kMaxStreamsOfRank = 16;
 
@@ -148,6 +151,8 @@ class PushSession {
   // Digest of each rank's bytes. REQUIRES: all ranks have committed.
   std::vector<uint32_t> Digests() const ABSL_LOCKS_EXCLUDED(mu_);
   SteadyTime last_progress() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The bytes of all ranks that have arrived and been checked.
+  int64_t covered_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct FinishedSnapshot {
     std::shared_ptr<void> hold;  // AwaitFreed() also waits until this is destroyed.

@@ -26,6 +26,12 @@ absl::Status Fenced(const std::string& message) {
 }  // namespace
 
 absl::Status RunRegistry::CheckLaunch(const Launch& launch) const {
+  if (launch.run_epoch != 0) {
+    // Another partition has checked the launch. Messages of an earlier run may come late.
+    if (IsOpen(launch) || launch.run_epoch > epoch_) return absl::OkStatus();
+    return Fenced(absl::StrCat("run_epoch: ", launch.run_epoch, " given, but epoch ", epoch_,
+                               " has been opened"));
+  }
   const int64_t last = launch.last_run_epoch;
   // A model that was given the greatest has epochs beyond it.
   const int64_t most = std::max(kMaxRunEpoch, epoch_);
@@ -44,7 +50,8 @@ absl::Status RunRegistry::CheckLaunch(const Launch& launch) const {
 }
 
 bool RunRegistry::IsOpen(const Launch& launch) const {
-  return run_ != nullptr && run_->launch_id() == launch.id;
+  return run_ != nullptr && run_->launch_id() == launch.id &&
+         (launch.run_epoch == 0 || launch.run_epoch == epoch_);
 }
 
 absl::Status RunRegistry::Join(const Launch& launch, int64_t rank, int64_t world_size,
@@ -57,10 +64,11 @@ absl::Status RunRegistry::Join(const Launch& launch, int64_t rank, int64_t world
 absl::Status RunRegistry::Open(const Launch& launch, int64_t rank, int64_t world_size,
                                RankLayout layout, const Manifest* manifest,
                                std::shared_ptr<MemoryBudget> host_budget) {
+  const int64_t next =
+      launch.run_epoch != 0 ? launch.run_epoch : std::max(epoch_, launch.last_run_epoch) + 1;
   EMA_ASSIGN_OR_RETURN(
       std::shared_ptr<TrainerRun> run,
-      TrainerRun::Create(manifest, launch.id, std::max(epoch_, launch.last_run_epoch) + 1,
-                         world_size, std::move(host_budget)));
+      TrainerRun::Create(manifest, launch.id, next, world_size, std::move(host_budget)));
   EMA_RETURN_IF_ERROR(run->Join(rank, world_size, std::move(layout)));
   FenceOpenRun();
   run_ = std::move(run);

@@ -24,6 +24,10 @@ namespace ema {
 struct Launch {
   std::string id;
   int64_t last_run_epoch = 0;  // Epoch of the run that it had open; 0: none.
+  // For a partition of a larger model (see CommitGate): the epoch that another partition has
+  // assigned to the run, and the model's incarnation there. 0: this model assigns the epoch.
+  int64_t run_epoch = 0;
+  int64_t incarnation = 0;
 };
 
 // Invariant: at most one run is open, none during a rollback; run epochs only grow; a fenced
@@ -50,7 +54,8 @@ class RunRegistry {
   bool IsOpen(const Launch& launch) const;
   // Joins a rank to the open run. REQUIRES: IsOpen(launch). Errors as TrainerRun::Join().
   absl::Status Join(const Launch& launch, int64_t rank, int64_t world_size, RankLayout layout);
-  // Opens a run with the next epoch, joins its first rank and fences the run that was open.
+  // Opens a run with the launch's epoch, or the next one, joins its first rank and fences the run
+  // that was open.
   // REQUIRES: CheckLaunch() is OK, !IsOpen(launch). Errors as TrainerRun::Create() and Join();
   // nothing changes then.
   absl::Status Open(const Launch& launch, int64_t rank, int64_t world_size, RankLayout layout,

@@ -267,7 +267,8 @@ absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snap
                                    options_.model_name, "\" expects ",
                                    newest == nullptr ? "0 to 2^53" : "0: it has a version"));
   }
-  StepPlan plan{start.step, start.time, start.omits_frozen, start.imported_updates, {}};
+  StepPlan plan{start.step,  start.time, start.omits_frozen, start.imported_updates,
+                start.round, {}};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const base = newest != nullptr ? newest->FindId(track->id()) : nullptr;
     std::vector<Schedule::Update> updates(SchedulesOf(track->config()).size());

@@ -46,6 +46,8 @@ class VersionHistory {
 
   // Versions whose memory is reserved: the newest, the one that is being built, and older ones.
   int64_t version_count() const { return 2 + max_older_count(); }
+  // The same for a model without a data directory.
+  static int64_t VersionCount(int64_t max_pinned_versions) { return 2 + max_pinned_versions; }
 
   // --- Pins ---
 

@@ -28,25 +28,37 @@ constexpr int64_t kBytes = 4000;
 const absl::Time kCommitTime = absl::FromUnixSeconds(1'700'000'000);
 
 struct Prepared {
-  Version record;
-  bool may_omit_frozen = false;
+  int64_t round = 0;
+  CommitGate::PreparedVersion step;
 };
 struct Dropped {
-  int64_t run_epoch = 0;
-  int64_t step = 0;
+  int64_t round = 0;
   absl::Status why;
 };
 
 class RecordingGate final : public CommitGate {
  public:
-  void OnPrepared(const Version& record, bool may_omit_frozen) override {
-    prepared.push_back({record, may_omit_frozen});
+  int64_t round() const override { return present_round; }
+  absl::Status CheckLaunch(const Launch&) override { return check_launch; }
+  void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
+  absl::Status CheckPush(const PushStart&) override { return check_push; }
+  absl::Status AbandonRound(int64_t round, const absl::Status& why) override {
+    abandoned.push_back({round, why});
+    return absl::OkStatus();
   }
-  void OnDropped(int64_t run_epoch, int64_t step, const absl::Status& why) override {
-    dropped.push_back({run_epoch, step, why});
+  void OnPrepared(int64_t round, const PreparedVersion& step) override {
+    prepared.push_back({round, step});
+  }
+  void OnDropped(int64_t round, const absl::Status& why) override {
+    dropped.push_back({round, why});
   }
 
+  int64_t present_round = 1;
+  absl::Status check_launch;
+  absl::Status check_push;
+  int64_t opened_run = 0;
   std::vector<Prepared> prepared;
+  std::vector<Dropped> abandoned;
   std::vector<Dropped> dropped;
 };
 
@@ -54,7 +66,7 @@ class CommitGateTest : public testing::Test {
  protected:
   void SetUp() override {
     ModelStore::Options options = SmallBlocks();
-    options.model.gate = &gate_;
+    options.model.gate = gate_;
     store_.emplace(TestDevice(), options);
     const auto created =
         store_->Create({.name = "m",
@@ -84,9 +96,12 @@ class CommitGateTest : public testing::Test {
     const std::optional<Version> latest = model_->history().latest();
     return latest.has_value() ? latest->step : 0;
   }
-  void Publish() { model_->PublishPrepared({.commit_time = kCommitTime}); }
+  bool Publish(int64_t round = 0) {
+    return model_->PublishPrepared(round, {.commit_time = kCommitTime});
+  }
+  void Drop(const absl::Status& why) { model_->DropOpenStep(/*round=*/0, why); }
 
-  RecordingGate gate_;  // Outlives the store.
+  const std::shared_ptr<RecordingGate> gate_ = std::make_shared<RecordingGate>();
   std::optional<ModelStore> store_;
   std::shared_ptr<Model> model_;
   std::vector<TestRank> ranks_;
@@ -96,15 +111,16 @@ class CommitGateTest : public testing::Test {
 
 TEST_F(CommitGateTest, PublishesAPreparedStepAsDecided) {
   Prepare(1, 3);
-  ASSERT_THAT(gate_.prepared, SizeIs(1));
-  EXPECT_EQ(gate_.prepared[0].record.step, 1);
-  EXPECT_EQ(gate_.prepared[0].record.number, 1);
-  EXPECT_EQ(gate_.prepared[0].record.run_epoch, ranks_[0].run_epoch());
+  ASSERT_THAT(gate_->prepared, SizeIs(1));
+  EXPECT_EQ(gate_->prepared[0].step.record.step, 1);
+  EXPECT_EQ(gate_->prepared[0].step.record.number, 1);
+  EXPECT_EQ(gate_->prepared[0].step.record.run_epoch, ranks_[0].run_epoch());
   EXPECT_EQ(NewestStep(), 0);
   EXPECT_EQ(outcome_->calls, 0);
 
+  EXPECT_FALSE(Publish(/*round=*/1)) << "the step is of round 0";
   model_->PublishPrepared(
-      {.commit_time = kCommitTime, .skipped_tensor_count = 2, .skipped_tensors = {"x", "y"}});
+      0, {.commit_time = kCommitTime, .skipped_tensor_count = 2, .skipped_tensors = {"x", "y"}});
   EXPECT_EQ(outcome_->calls, 1);
   ASSERT_THAT(outcome_->result, IsOk());
   EXPECT_EQ(outcome_->result->record.commit_time, kCommitTime);
@@ -113,7 +129,7 @@ TEST_F(CommitGateTest, PublishesAPreparedStepAsDecided) {
   EXPECT_EQ(model_->history().latest()->id(), outcome_->result->record.id());
   EMA_ASSERT_OK_AND_ASSIGN(const std::vector<std::byte> bytes, ReadAll(*model_, "raw"));
   EXPECT_EQ(bytes, Weights(3));
-  EXPECT_THAT(gate_.dropped, IsEmpty());
+  EXPECT_THAT(gate_->dropped, IsEmpty());
 }
 
 TEST_F(CommitGateTest, FreesADroppedStepBeforeItsRanksAreTold) {
@@ -121,12 +137,12 @@ TEST_F(CommitGateTest, FreesADroppedStepBeforeItsRanksAreTold) {
   Publish();
   const int64_t block_bytes = model_->device().memory_use().block_bytes;
   Prepare(2, 4);
-  model_->DropOpenStep(absl::AbortedError("the other partition refuses"));
+  Drop(absl::AbortedError("the other partition refuses"));
   EXPECT_THAT(outcome_->result,
               StatusIs(absl::StatusCode::kAborted, HasSubstr("the other partition refuses")));
   EXPECT_EQ(NewestStep(), 1);
-  ASSERT_THAT(gate_.dropped, SizeIs(1));
-  EXPECT_EQ(gate_.dropped[0].step, 2);
+  ASSERT_THAT(gate_->dropped, SizeIs(1));
+  EXPECT_EQ(gate_->dropped[0].round, 0);
   push_.reset();
   EXPECT_EQ(model_->device().memory_use().block_bytes, block_bytes);
   // The same step once more.
@@ -138,11 +154,11 @@ TEST_F(CommitGateTest, FreesADroppedStepBeforeItsRanksAreTold) {
 
 TEST_F(CommitGateTest, DropsAStepThatIsReceiving) {
   EMA_ASSERT_OK_AND_ASSIGN(push_, ranks_[0].Open(1, outcome_ = std::make_shared<PushOutcome>()));
-  model_->DropOpenStep(absl::AbortedError("the round has ended"));
+  Drop(absl::AbortedError("the round has ended"));
   EXPECT_THAT(outcome_->result, StatusIs(absl::StatusCode::kAborted, "the round has ended"));
-  EXPECT_THAT(gate_.dropped, SizeIs(1));
-  model_->DropOpenStep(absl::AbortedError("no step is open"));
-  EXPECT_THAT(gate_.dropped, SizeIs(1));
+  EXPECT_THAT(gate_->dropped, SizeIs(1));
+  Drop(absl::AbortedError("no step is open"));
+  EXPECT_THAT(gate_->dropped, SizeIs(1));
 }
 
 TEST_F(CommitGateTest, IsToldOfARefusedStep) {
@@ -152,22 +168,27 @@ TEST_F(CommitGateTest, IsToldOfARefusedStep) {
   const absl::Status added = TestRank::AddChunk(*push_, bytes, 0, kBytes);
   const absl::Status status = added.ok() ? push_->Commit(TestRank::EndOf(bytes, 1)) : added;
   EXPECT_THAT(status, ReasonIs(ErrorReason::kNonFinite));
-  EXPECT_THAT(gate_.prepared, IsEmpty());
-  ASSERT_THAT(gate_.dropped, SizeIs(1));
-  EXPECT_EQ(gate_.dropped[0].run_epoch, ranks_[0].run_epoch());
-  EXPECT_THAT(gate_.dropped[0].why, ReasonIs(ErrorReason::kNonFinite));
+  EXPECT_THAT(gate_->prepared, IsEmpty());
+  ASSERT_THAT(gate_->dropped, SizeIs(1));
+  EXPECT_EQ(gate_->dropped[0].round, 0);
+  EXPECT_THAT(gate_->dropped[0].why, ReasonIs(ErrorReason::kNonFinite));
 }
 
 // Each of these ends a step that receives. A prepared one may have been published elsewhere.
 TEST_F(CommitGateTest, OnlyTheDecisionEndsAPreparedStep) {
   Prepare(1, 3);
   model_->ExpireSession(SteadyNow() + std::chrono::hours(1), std::chrono::seconds(1));
+  // The gate decides.
   EMA_ASSERT_OK_AND_ASSIGN(const Model::PushState state,
                            model_->QueryPush(ranks_[1].run_epoch(), 1, 1,
                                              /*abandon_if_unfinished=*/true, "no memory"));
-  EXPECT_EQ(state.state, Model::PushState::State::kOpen);
+  EXPECT_EQ(state.state, Model::PushState::State::kAbandoned);
+  ASSERT_THAT(gate_->abandoned, SizeIs(1));
+  EXPECT_THAT(gate_->abandoned[0].why, ReasonIs(ErrorReason::kStepGivenUp));
   TestRank later(model_, "another launch");
   EXPECT_THAT(later.Join(), ReasonIs(ErrorReason::kSessionBusy));
+  ASSERT_THAT(gate_->abandoned, SizeIs(2));
+  EXPECT_THAT(gate_->abandoned[1].why, ReasonIs(ErrorReason::kFenced));
   EXPECT_THAT(ranks_[0].Open(2, std::make_shared<PushOutcome>()),
               StatusIs(absl::StatusCode::kUnavailable,
                        HasSubstr("step 1 is complete here and waits for the model's other "
@@ -183,9 +204,68 @@ TEST_F(CommitGateTest, OnlyTheDecisionEndsAPreparedStep) {
   EXPECT_FALSE(TestRank::AddChunk(*again, other, 0, kBytes).ok());
   model_->Drain(absl::UnavailableError("the server stops"), SteadyNow());
 
-  EXPECT_THAT(gate_.dropped, IsEmpty());
+  EXPECT_THAT(gate_->dropped, IsEmpty());
   Publish();
   EXPECT_EQ(NewestStep(), 1);
+}
+
+TEST_F(CommitGateTest, AStepOfALaterRoundReplacesOneThatReceives) {
+  const auto open = [this](int64_t step, int64_t round) {
+    PushStart start = ranks_[0].Start(step);
+    start.round = round;
+    outcome_ = std::make_shared<PushOutcome>();
+    return model_->OpenPush(start, [outcome = outcome_](const absl::StatusOr<PushResult>& result) {
+      ++outcome->calls;
+      outcome->result = result;
+    });
+  };
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, open(5, 1));
+  const std::shared_ptr<PushOutcome> first_outcome = outcome_;
+  // The same step, so only the round tells that its bytes are those of another push.
+  EMA_ASSERT_OK_AND_ASSIGN(push_, open(5, 2));
+  EXPECT_THAT(first_outcome->result, ReasonIs(ErrorReason::kStepAbandoned));
+  ASSERT_THAT(gate_->dropped, SizeIs(1));
+  EXPECT_EQ(gate_->dropped[0].round, 1);
+  const std::vector<std::byte> bytes = Weights(3);
+  ASSERT_THAT(TestRank::AddChunk(*push_, bytes, 0, kBytes), IsOk());
+  ASSERT_THAT(push_->Commit(TestRank::EndOf(bytes, 1)), IsOk());
+  ASSERT_THAT(gate_->prepared, SizeIs(1));
+  EXPECT_EQ(gate_->prepared[0].round, 2);
+  // A prepared step waits for the decision of its round.
+  EXPECT_THAT(open(6, 3), ReasonIs(ErrorReason::kSessionBusy));
+  model_->DropOpenStep(/*round=*/1, absl::AbortedError("an earlier round"));
+  EXPECT_TRUE(Publish(/*round=*/2));
+  EXPECT_EQ(NewestStep(), 5);
+}
+
+TEST_F(CommitGateTest, ALaterStepInOneRoundEndsTheEarlierOneOnly) {
+  EMA_ASSERT_OK_AND_ASSIGN(push_, ranks_[0].Open(1, std::make_shared<PushOutcome>()));
+  EXPECT_THAT(ranks_[0].Open(2, std::make_shared<PushOutcome>()),
+              ReasonIs(ErrorReason::kSessionBusy));
+  EXPECT_THAT(gate_->dropped, SizeIs(1));
+}
+
+TEST_F(CommitGateTest, TheGateAdmitsLaunchesAndPushes) {
+  EXPECT_EQ(gate_->opened_run, ranks_[0].run_epoch());
+  gate_->check_push =
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound, "round 3 has ended");
+  EXPECT_THAT(ranks_[0].Open(1, std::make_shared<PushOutcome>()),
+              ReasonIs(ErrorReason::kStaleRound));
+  gate_->check_launch = MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "an old run");
+  EXPECT_THAT(ranks_[0].Join(), ReasonIs(ErrorReason::kFenced));
+}
+
+TEST_F(CommitGateTest, ARunMayHaveTheEpochThatAnotherPartitionHasAssigned) {
+  EMA_ASSERT_OK_AND_ASSIGN(
+      RankLayout layout,
+      RankLayout::Create(model_->manifest(), {WholeTensor(model_->manifest(), 0)}));
+  const int64_t epoch = ranks_[0].run_epoch() + 5;
+  const Launch launch{.id = "assigned", .run_epoch = epoch};
+  EMA_ASSERT_OK_AND_ASSIGN(const Model::JoinResult joined, model_->JoinRun(launch, 0, 1, layout));
+  EXPECT_EQ(joined.run_epoch, epoch);
+  EXPECT_THAT(model_->JoinRun(launch, 0, 1, layout), IsOk());
+  EXPECT_THAT(model_->JoinRun({.id = "late", .run_epoch = epoch - 1}, 0, 1, layout),
+              ReasonIs(ErrorReason::kFenced));
 }
 
 TEST_F(CommitGateTest, TheEndOfTheModelEndsAPreparedStep) {
