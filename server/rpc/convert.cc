@@ -41,8 +41,8 @@ absl::Status CheckCounts(const google::protobuf::RepeatedPtrField<v1::Track>& tr
 
 }  // namespace
 
-absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
-                                      int64_t default_max_pinned_versions) {
+absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request) {
+  constexpr int64_t kDefaultMaxPinnedVersions = 2;
   EMA_ASSIGN_OR_RETURN(Manifest manifest, ema::FromProto(request.manifest()));
   // A pull begins with a header that lists every tensor with its place, in one message.
   constexpr size_t kPlaceBytes = 24;
@@ -67,7 +67,7 @@ absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
   }
   EMA_RETURN_IF_ERROR(CheckRuleBytes(rule_bytes));
   config.max_pinned_versions = request.max_pinned_versions() != 0 ? request.max_pinned_versions()
-                                                                  : default_max_pinned_versions;
+                                                                  : kDefaultMaxPinnedVersions;
   EMA_ASSIGN_OR_RETURN(config.non_finite, FromProto(request.non_finite()));
   return config;
 }

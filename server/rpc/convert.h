@@ -13,9 +13,8 @@
 
 namespace ema {
 
-// INVALID_ARGUMENT: as the core's own checks. `default_max_pinned_versions` stands for 0.
-absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request,
-                                      int64_t default_max_pinned_versions);
+// INVALID_ARGUMENT: as the core's own checks.
+absl::StatusOr<ModelConfig> FromProto(const v1::CreateModelRequest& request);
 absl::StatusOr<TrackChanges> FromProto(const v1::UpdateModelRequest& request);
 absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request);
 ResumePoint FromProto(const v1::Resume& resume);

@@ -24,7 +24,6 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kDefaultMaxPinnedVersions = 2;
 // With its fields below the 4 MiB that gRPC's clients accept by default.
 constexpr size_t kFilePartBytes = size_t{1} << 20;
 
@@ -78,7 +77,9 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
       return Placement{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
     };
   };
-  EMA_LISTEN(CreateModel, [workers](const v1::CreateModelRequest& request) {
+  EMA_LISTEN(CreateModel, [this, workers](const v1::CreateModelRequest& request) {
+    // In a group it waits for other servers, whose calls wait for the worker that creates.
+    if (group_ != nullptr) return Placement{.worker = workers.restoring, .held = nullptr};
     return Placement{.worker = HasLargeTables(request) ? workers.creating : nullptr,
                      .held = nullptr};
   });
@@ -126,9 +127,30 @@ void ModelService::OfferLane(const std::string& socket_name) {
   lane_.set_protocol(2);
 }
 
+absl::StatusOr<std::shared_ptr<Model>> ModelService::FindModel(const std::string& name) const {
+  if (group_ != nullptr) EMA_RETURN_IF_ERROR(group_->CheckHome(name));
+  return store_->Get(name);
+}
+
+absl::StatusOr<std::shared_ptr<Model>> ModelService::FindUndividedModel(
+    const std::string& name, std::string_view what) const {
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model, FindModel(name));
+  if (!model->is_partition()) return model;
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                   absl::StrCat("model \"", name, "\" is on a group of servers; ",
+                                std::string(what), " is not supported there yet"));
+}
+
+v1::Model ModelService::Describe(const Model& model, bool in_a_list) const {
+  v1::Model proto = ToProto(model, in_a_list);
+  if (group_ != nullptr) group_->Complete(in_a_list, proto);
+  return proto;
+}
+
 absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
     const v1::CreateModelRequest& request) {
-  EMA_ASSIGN_OR_RETURN(ModelConfig config, FromProto(request, kDefaultMaxPinnedVersions));
+  if (group_ != nullptr) return group_->CreateModel(request);
+  EMA_ASSIGN_OR_RETURN(ModelConfig config, FromProto(request));
   EMA_RETURN_IF_ERROR(checkpoints_.CheckMayCreate(config.name));
   EMA_ASSIGN_OR_RETURN(const ModelStore::CreateResult created, store_->Create(std::move(config)));
   if (created.created) {
@@ -140,7 +162,7 @@ absl::StatusOr<v1::CreateModelResponse> ModelService::CreateModel(
            {"reserved_bytes", created.model->tracks().reserved_bytes()}});
   }
   v1::CreateModelResponse response;
-  *response.mutable_model() = ToProto(*created.model, /*in_a_list=*/false);
+  *response.mutable_model() = Describe(*created.model, /*in_a_list=*/false);
   response.set_created(created.created);
   return response;
 }
@@ -151,25 +173,37 @@ absl::StatusOr<v1::Model> ModelService::GetModel(const v1::GetModelRequest& requ
     return MakeError(absl::StatusCode::kNotFound, GetErrorReason(refused),
                      std::string(refused.message()));
   }
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  return ToProto(*model, /*in_a_list=*/false);
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
+  return Describe(*model, /*in_a_list=*/false);
 }
 
 v1::ListModelsResponse ModelService::ListModels(const Access& access) {
   v1::ListModelsResponse response;
-  for (const std::shared_ptr<Model>& model : store_->List()) {
-    if (!access.Covers(model->config().name)) continue;
-    *response.add_models() = ToProto(*model, /*in_a_list=*/true);
+  if (group_ == nullptr) {
+    for (const std::shared_ptr<Model>& model : store_->List()) {
+      if (!access.Covers(model->config().name)) continue;
+      *response.add_models() = ToProto(*model, /*in_a_list=*/true);
+    }
+    return response;
+  }
+  for (const std::string& name : group_->ModelNames()) {
+    if (!access.Covers(name)) continue;
+    const absl::StatusOr<std::shared_ptr<Model>> model = FindModel(name);
+    v1::Model& proto = *response.add_models();
+    if (model.ok()) proto = ToProto(**model, /*in_a_list=*/true);
+    proto.set_name(name);
+    group_->Complete(/*in_a_list=*/true, proto);
   }
   return response;
 }
 
 absl::StatusOr<v1::Model> ModelService::UpdateModel(const v1::UpdateModelRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindUndividedModel(request.model(), "changing tracks"));
   EMA_ASSIGN_OR_RETURN(const TrackChanges changes, FromProto(request));
   EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
   LogTo(log_, LogLevel::kInfo, "model updated", {{"model", request.model()}});
-  return ToProto(*model, /*in_a_list=*/false);
+  return Describe(*model, /*in_a_list=*/false);
 }
 
 absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest& request) {
@@ -178,6 +212,10 @@ absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest
     return BadRequest(absl::StrCat("confirm_model: ", Quoted(request.confirm_model()),
                                    " given, expected \"", request.model(),
                                    "\", the model that is to be deleted"));
+  }
+  if (group_ != nullptr) {
+    EMA_RETURN_IF_ERROR(group_->DeleteModel(request.model()));
+    return v1::Empty();
   }
   // Before anything is changed.
   EMA_RETURN_IF_ERROR(checkpoints_.CheckMayForget());
@@ -211,7 +249,7 @@ absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest
 }
 
 absl::StatusOr<v1::Empty> ModelService::AttachFile(const v1::AttachFileRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   if (request.remove()) {
     model->attached_files().Remove(request.name());
   } else {
@@ -223,7 +261,7 @@ absl::StatusOr<v1::Empty> ModelService::AttachFile(const v1::AttachFileRequest& 
 
 absl::StatusOr<v1::GetAttachedFileResponse> ModelService::GetAttachedFile(
     const v1::GetAttachedFileRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const AttachedFiles::Found found,
                        model->attached_files().Find(request.name()));
   const std::string& bytes = found.file->bytes;
@@ -242,6 +280,10 @@ absl::StatusOr<v1::GetAttachedFileResponse> ModelService::GetAttachedFile(
 }
 
 absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunRequest& request) {
+  if (group_ != nullptr && request.run_epoch() == 0) {
+    EMA_RETURN_IF_ERROR(group_->CheckHome(request.model()));
+    EMA_RETURN_IF_ERROR(group_->CheckComplete(request.model()));
+  }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
   if (request.manifest_digest() != model->manifest().digest()) {
     return MakeError(
@@ -260,7 +302,11 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
                        RankLayout::Create(model->manifest(), FromProto(request.layout()),
                                           request.layout().frozen_shard_count(),
                                           static_cast<WireDtype>(wire_dtype)));
-  Launch launch{request.launch_id(), request.last_run_epoch()};
+  Launch launch{.id = request.launch_id(), .last_run_epoch = request.last_run_epoch()};
+  if (model->is_partition()) {
+    launch.run_epoch = request.run_epoch();
+    launch.incarnation = request.incarnation();
+  }
   std::optional<VersionId> newest;
   if (request.has_resume()) {
     // Check the call itself first: a rollback ends the run that is open.
@@ -283,14 +329,16 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
                                            joined.missing_ranks.end());
   if (joined.latest.has_value()) *response.mutable_latest() = ToProto(*joined.latest);
   *response.mutable_plan() = ToProto(joined.plan);
+  response.set_round(model->round());
   return response;
 }
 
 absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPushRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
-  EMA_ASSIGN_OR_RETURN(const Model::PushState state,
-                       model->QueryPush(request.run_epoch(), request.step(), request.rank(),
-                                        request.abandon_if_unfinished(), request.give_up_reason()));
+  EMA_ASSIGN_OR_RETURN(
+      const Model::PushState state,
+      model->QueryPush(request.run_epoch(), request.step(), request.rank(),
+                       request.abandon_if_unfinished(), request.give_up_reason(), request.round()));
   v1::QueryPushResponse response;
   switch (state.state) {
     case Model::PushState::State::kUnknown:
@@ -310,6 +358,7 @@ absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPus
       break;
   }
   response.set_rank_committed(state.rank_committed);
+  response.set_round(model->round());
   for (const auto& [range, tensor] : state.missing) {
     v1::QueryPushResponse::Range* const out = response.add_missing();
     out->set_offset(range.offset);
@@ -322,7 +371,7 @@ absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPus
 
 absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
     const v1::ListVersionsRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   std::set<VersionId> on_disk;
   // If the disk fails, no version is reported as stored.
   if (const auto stored = checkpoints_.OnDisk(*model, /*with_partial=*/false); stored.ok()) {
@@ -353,7 +402,8 @@ absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
 
 absl::StatusOr<v1::VersionRecord> ModelService::GetStatistics(
     const v1::GetStatisticsRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindUndividedModel(request.model(), "computing statistics"));
   const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
   EMA_ASSIGN_OR_RETURN(
       const Version record,
@@ -363,7 +413,8 @@ absl::StatusOr<v1::VersionRecord> ModelService::GetStatistics(
 
 absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
     const v1::SynthesizeRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindUndividedModel(request.model(), "synthesizing an average"));
   EMA_ASSIGN_OR_RETURN(const SynthesisRequest parsed, FromProto(request));
   EMA_ASSIGN_OR_RETURN(const Synthesis synthesis, checkpoints_.Synthesize(*model, parsed));
   v1::SynthesizeResponse response;
@@ -380,7 +431,7 @@ absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
 
 absl::StatusOr<v1::CreateCheckpointResponse> ModelService::CreateCheckpoint(
     const v1::CreateCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   Checkpoints::SaveRequest wanted{.async = request.async(), .label = request.label()};
   EMA_ASSIGN_OR_RETURN(wanted.id, ReadVersion(request.version(), request.incarnation()));
   wanted.tracks.assign(request.tracks().begin(), request.tracks().end());
@@ -395,7 +446,7 @@ absl::StatusOr<v1::CreateCheckpointResponse> ModelService::CreateCheckpoint(
 
 absl::StatusOr<v1::Checkpoint> ModelService::GetCheckpoint(
     const v1::GetCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const CheckpointInfo checkpoint,
                        checkpoints_.Get(*model, request.checkpoint()));
   return ToProto(checkpoint);
@@ -403,7 +454,7 @@ absl::StatusOr<v1::Checkpoint> ModelService::GetCheckpoint(
 
 absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
     const v1::ListCheckpointsRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const CheckpointList listing, checkpoints_.List(*model));
   v1::ListCheckpointsResponse response;
   for (const CheckpointInfo& checkpoint : listing.checkpoints) {
@@ -415,21 +466,21 @@ absl::StatusOr<v1::ListCheckpointsResponse> ModelService::ListCheckpoints(
 
 absl::StatusOr<v1::Empty> ModelService::DeleteCheckpoint(
     const v1::DeleteCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_RETURN_IF_ERROR(checkpoints_.Delete(*model, request.checkpoint()));
   return v1::Empty();
 }
 
 absl::StatusOr<v1::VersionRecord> ModelService::RestoreCheckpoint(
     const v1::RestoreCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
   EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
   return ToProto(record);
 }
 
 absl::StatusOr<v1::Label> ModelService::SetLabel(const v1::SetLabelRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   if (request.remove()) {
     EMA_RETURN_IF_ERROR(checkpoints_.RemoveLabel(*model, request.label()));
     return v1::Label();
@@ -442,7 +493,7 @@ absl::StatusOr<v1::Label> ModelService::SetLabel(const v1::SetLabelRequest& requ
 
 absl::StatusOr<v1::ReportMetricResponse> ModelService::ReportMetric(
     const v1::ReportMetricRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   CheckpointLabel score{.name = request.label().empty() ? kDefaultMetricLabel : request.label(),
                         .metric = request.value(),
                         .lower_is_better = request.lower_is_better()};

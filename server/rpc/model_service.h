@@ -6,11 +6,13 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "server/base/log_event.h"
 #include "server/core/checkpoints.h"
+#include "server/rpc/model_group.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
@@ -18,9 +20,11 @@ namespace ema {
 // Answers every unary call about models. Thread-safe from Listen() on.
 class ModelService {
  public:
-  // `checkpoints` outlives this. `log` gets an event for each model created, changed or deleted.
-  ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, LogSink log)
-      : store_(std::move(store)), checkpoints_(*checkpoints), log_(std::move(log)) {}
+  // `checkpoints` and `group` outlive this. Null `group`: the server is not in one. `log` gets an
+  // event for each model created, changed or deleted.
+  ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, ModelGroup* group,
+               LogSink log)
+      : store_(std::move(store)), checkpoints_(*checkpoints), group_(group), log_(std::move(log)) {}
 
   // Sets the answer of GetLane(). REQUIRES: before Listen().
   void OfferLane(const std::string& socket_name);
@@ -43,6 +47,14 @@ class ModelService {
   void Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue, const Workers& workers);
 
  private:
+  // The model that a call concerns as a whole. Errors as ModelStore::Get(), and in a group as
+  // ModelGroup::CheckHome().
+  absl::StatusOr<std::shared_ptr<Model>> FindModel(const std::string& name) const;
+  // The same for a call that a group does not support yet: FAILED_PRECONDITION, BAD_REQUEST;
+  // `what` is the subject of a sentence.
+  absl::StatusOr<std::shared_ptr<Model>> FindUndividedModel(const std::string& name,
+                                                            std::string_view what) const;
+  v1::Model Describe(const Model& model, bool in_a_list) const;
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
   absl::StatusOr<v1::Model> GetModel(const v1::GetModelRequest& request);
   // Lists the models that the token of the call covers.
@@ -70,6 +82,7 @@ class ModelService {
 
   const std::shared_ptr<ModelStore> store_;
   Checkpoints& checkpoints_;
+  ModelGroup* const group_;
   const LogSink log_;
   v1::GetLaneResponse lane_;
 };

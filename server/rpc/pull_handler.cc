@@ -37,6 +37,14 @@ absl::Status CheckNamesOne(const v1::PullRequest& request) {
 
 absl::Status PullHandler::Open(const v1::PullRequest& request) {
   EMA_ASSIGN_OR_RETURN(model_, store_->Get(request.model()));
+  if (model_->is_partition() && request.incarnation() == 0) {
+    // The client does not know that there are other partitions.
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
+        absl::StrCat("incarnation: 0 given, but model \"", request.model(),
+                     "\" is on a group of servers: GetModel returns its partitions, each of which "
+                     "is pulled from its own server"));
+  }
   offset_ = request.offset();
   EMA_RETURN_IF_ERROR(OpenReading(request));
   if (reading_ == nullptr) return absl::OkStatus();
@@ -155,6 +163,14 @@ absl::Status PullHandler::OpenVersion(Wanted wanted) {
   absl::StatusOr<std::shared_ptr<Reading>> reading =
       model_->readings().Open(wanted.track, version, wanted.id.incarnation, wanted.selection);
   const ErrorReason reason = GetErrorReason(reading.status());
+  const bool is_first = reason == ErrorReason::kNoVersion && version != 0 &&
+                        wanted.id.incarnation == model_->incarnation() &&
+                        !model_->history().latest().has_value();
+  if (model_->is_partition() && (is_first || reason == ErrorReason::kVersionNotYet)) {
+    // Another partition may have published it already; this one does so in a moment.
+    return MakeError(absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotYet,
+                     std::string(reading.status().message()), absl::Milliseconds(20));
+  }
   const bool is_not_in_memory = reason == ErrorReason::kVersionNotKept ||
                                 (reason == ErrorReason::kNoVersion && version != 0 &&
                                  !model_->history().latest().has_value());

@@ -34,6 +34,10 @@ absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on
   start.stream_count = header.stream_count();
   start.imported_updates = header.imported_updates();
   start.omits_frozen = header.omits_frozen();
+  if (model_->is_partition()) {
+    start.incarnation = header.incarnation();
+    start.round = header.round();
+  }
   EMA_ASSIGN_OR_RETURN(push_, model_->OpenPush(start, std::move(on_end)));
   return absl::OkStatus();
 }
@@ -57,6 +61,7 @@ v1::PushResponse PushHandler::Response(const PushResult& result,
   response.set_applied_step(result.record.step);
   response.set_durable_step(model_->durable().step());
   response.set_duplicate(result.duplicate);
+  response.set_round(model_->round());
   *response.mutable_plan() = ToProto(result.plan, plan_revision_);
   if (phases.has_value()) {
     v1::PushTiming& timing = *response.mutable_timing();

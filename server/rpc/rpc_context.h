@@ -7,12 +7,14 @@
 #include <memory>
 
 #include "ema/v1/ema_service.grpc.pb.h"
+#include "ema/v1/group.grpc.pb.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "server/base/log_event.h"
 #include "server/base/observer.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
 #include "server/rpc/admission.h"
+#include "server/rpc/model_group.h"
 #include "server/rpc/stream_slots.h"
 #include "server/rpc/worker.h"
 
@@ -26,6 +28,7 @@ struct RpcContext {
       v1::EmaService::WithRawMethod_Pull<v1::EmaService::AsyncService>>;
 
   EmaService service;
+  v1::GroupService::AsyncService group_service;  // Not served without `group`.
   grpc::health::v1::Health::AsyncService health;
   std::shared_ptr<ModelStore> store;
   Admission admission;
@@ -34,6 +37,7 @@ struct RpcContext {
   StreamSlots watches;
   LogSink log;
   Checkpoints* checkpoints = nullptr;  // Outlives this. Never null in a server.
+  ModelGroup* group = nullptr;         // Outlives this. Null: the server is not in a group.
   ServerObserver* observer = nullptr;  // Outlives this. Never null.
   // Their threads make the chunks of pulls that need the disk, and of those that need an
   // accelerator: one chunk of each pull in turn. Never null in a server.

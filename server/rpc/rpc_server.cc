@@ -17,6 +17,7 @@
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/group_service.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
 #include "server/rpc/unary_call.h"
@@ -94,6 +95,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   SetLimits(options.limits, builder);
   builder.RegisterService(&server->context_.service);
   builder.RegisterService(&server->context_.health);
+  if (options.group != nullptr) builder.RegisterService(&server->context_.group_service);
   std::shared_ptr<grpc::ServerCredentials> credentials = grpc::InsecureServerCredentials();
   if (!options.tls.empty()) {
     EMA_ASSIGN_OR_RETURN(server->certificate_, ServedCertificate::Open(options.tls, options.log));
@@ -169,10 +171,11 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
                                   .retry_delay = kWatchRetryDelay}),
           .log = options.log,
           .checkpoints = checkpoints,
+          .group = options.group,
           .observer = options.observer,
           .disk_reader = &disk_reader_,
           .device_reader = &device_reader_},
-      models_(store, checkpoints, options.log),
+      models_(store, checkpoints, options.group, options.log),
       operator_(store, options.process,
                 {.health = [this] { return health(); }, .limits = [this] { return Limits(); }}),
       connections_(options.limits.max_connections),
@@ -272,6 +275,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   for (const std::unique_ptr<Listener>& listener : listeners_) {
     if (listener != nullptr) listener->Stop();
   }
+  if (context_.group != nullptr) context_.group->StopHolding();
   if (server_ != nullptr) {
     // Not by gRPC's own grace period, which also waits 20 s for idle clients that poll nothing.
     context_.admission.AwaitNoCalls(deadline);
@@ -311,6 +315,8 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
   operator_.Listen(&context_, queue->get());
+  // In a group, no call on that worker waits for another server: see ModelService::Listen().
+  if (context_.group != nullptr) ListenToGroup(&context_, queue->get(), &creating_calls_);
   using Health = grpc::health::v1::Health::AsyncService;
   ListenUnary(&context_, queue->get(), &context_.health, kHealthCheck, &Health::RequestCheck,
               [this](const auto& request, const Access&) { return CheckHealth(request); });

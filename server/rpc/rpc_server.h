@@ -62,6 +62,7 @@ class RpcServer {
     absl::Duration disk_timeout = absl::Minutes(5);
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
+    ModelGroup* group = nullptr;  // Outlives the server. Null: the server is not in a group.
     ServingProcess process;
     LogSink log;
   };

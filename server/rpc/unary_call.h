@@ -32,6 +32,11 @@ std::optional<std::string_view> ModelOf(const Request& request) requires require
   request.model();
 }
 { return request.model(); }
+template <typename Request>
+std::optional<std::string_view> ModelOf(const Request& request) requires requires {
+  request.from();
+}
+{ return request.from().model(); }
 inline std::optional<std::string_view> ModelOf(const v1::ListModelsRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const v1::GetLaneRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const v1::GetServerInfoRequest&) { return {}; }
@@ -61,6 +66,10 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
         request_next;
     std::function<absl::StatusOr<Response>(const Request&, const Access&)> handle;
     std::function<Placement(const Request&)> choose_placement;
+    // If set, runs on the queue's thread in place of both, and answers later: it calls `reply`
+    // once, from any thread, before the queue is shut down.
+    std::function<void(const Request&, std::function<void(const absl::StatusOr<Response>&)> reply)>
+        hold;
   };
 
   // Waits for the next call on `queue`, and again whenever one arrives.
@@ -93,6 +102,11 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   absl::Status Start() {
     EMA_ASSIGN_OR_RETURN(caller_,
                          rpc_->admission.Admit(method_->name, context_, ModelOf(request_)));
+    if (method_->hold) {
+      method_->hold(request_, [self = this->shared_from_this()](
+                                  const absl::StatusOr<Response>& reply) { self->Finish(reply); });
+      return absl::OkStatus();
+    }
     Placement placement = method_->choose_placement(request_);
     if (placement.worker == nullptr) {
       Finish(Handle());
@@ -169,8 +183,28 @@ void ListenUnary(
     (service->*request_next)(context, request, responder, on, on, tag);
   };
   Call::Listen(rpc, queue,
-               std::make_shared<const typename Call::Method>(typename Call::Method{
-                   name, std::move(next), std::move(handle), std::move(choose_placement)}));
+               std::make_shared<const typename Call::Method>(
+                   typename Call::Method{name, std::move(next), std::move(handle),
+                                         std::move(choose_placement), /*hold=*/nullptr}));
+}
+
+// The same for a method whose calls are answered later, by `hold`.
+template <typename Service, typename Base, typename Request, typename Response>
+void ListenHeld(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Service* service,
+                std::string_view name,
+                void (Base::*request_next)(grpc::ServerContext*, Request*,
+                                           grpc::ServerAsyncResponseWriter<Response>*,
+                                           grpc::CompletionQueue*, grpc::ServerCompletionQueue*,
+                                           void*),
+                std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::hold)> hold) {
+  using Call = UnaryCall<Request, Response>;
+  auto next = [=](auto* context, auto* request, auto* responder, auto* on, void* tag) {
+    (service->*request_next)(context, request, responder, on, on, tag);
+  };
+  Call::Listen(rpc, queue,
+               std::make_shared<const typename Call::Method>(
+                   typename Call::Method{name, std::move(next), /*handle=*/nullptr,
+                                         /*choose_placement=*/nullptr, std::move(hold)}));
 }
 
 }  // namespace ema

@@ -41,6 +41,7 @@ void WatchCall::OnAccepted(bool ok) {
 
 absl::Status WatchCall::Start(const v1::WatchRequest& request) {
   EMA_ASSIGN_OR_RETURN(caller_, rpc_->admission.Admit(kWatch, context_, request.model()));
+  if (rpc_->group != nullptr) EMA_RETURN_IF_ERROR(rpc_->group->CheckHome(request.model()));
   EMA_ASSIGN_OR_RETURN(model_, rpc_->store->Get(request.model()));
   if (request.after_version() < 0 || request.incarnation() < 0) {
     return BadRequest(absl::StrCat("after_version: ", request.after_version(), ", incarnation: ",

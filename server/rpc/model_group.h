@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The interface to the group that this server belongs to, called by the RPC layer and implemented
+// by the group layer.
+#ifndef EMA_SERVER_RPC_MODEL_GROUP_H_
+#define EMA_SERVER_RPC_MODEL_GROUP_H_
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ema/v1/ema_service.pb.h"
+#include "ema/v1/group.pb.h"
+
+namespace ema {
+
+// The models of a group of servers. Each server has at most one partition of a model, which is a
+// model of the same name in its ModelStore. The server of partition 0, the home, answers all calls
+// that concern the whole model. Thread-safe.
+class ModelGroup {
+ public:
+  virtual ~ModelGroup() = default;
+
+  // --- For calls about models; they do not block unless their comments say so ---
+
+  // OK: this server is the model's home. NOT_FOUND, MODEL_NOT_FOUND. FAILED_PRECONDITION, NOT_HOME,
+  // with the home's address. UNAVAILABLE: GROUP_DEGRADED, the home does not run, or this server has
+  // not joined its group; SESSION_BUSY, the model is being created.
+  virtual absl::Status CheckHome(std::string_view model) const = 0;
+  // OK: the servers of all partitions run. UNAVAILABLE, GROUP_DEGRADED: the message names a missing
+  // member and says since when. REQUIRES: CheckHome() is OK.
+  virtual absl::Status CheckComplete(std::string_view model) const = 0;
+  // All models of the group, sorted by name.
+  virtual std::vector<std::string> ModelNames() const = 0;
+  // Adds partitions and incarnation to the description of a model; and, if this server is its home,
+  // replaces what describes the home's partition only, such as the manifest.
+  virtual void Complete(bool in_a_list, v1::Model& model) const = 0;
+  // As CreateModel in ema_service.proto, on any server. Blocks until all partitions are reserved.
+  virtual absl::StatusOr<v1::CreateModelResponse> CreateModel(
+      const v1::CreateModelRequest& request) = 0;
+  // Deletes the model on all servers; on any of them. OK if there is none. Blocks on the registry.
+  virtual absl::Status DeleteModel(const std::string& model) = 0;
+
+  // --- Calls of GroupService ---
+
+  // Blocks.
+  virtual absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
+      const v1::ReservePartitionRequest& request) = 0;
+  // Called once, from any thread, perhaps inside Prepare().
+  using StateReply = std::function<void(const absl::StatusOr<v1::GroupState>&)>;
+  virtual void Prepare(const v1::PrepareRequest& request, StateReply reply) = 0;
+  virtual absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) = 0;
+  virtual absl::StatusOr<v1::PublishStateResponse> PublishState(
+      const v1::PublishStateRequest& request) = 0;
+  // Answers all held Prepare() calls, and later ones at once: UNAVAILABLE, DRAINING.
+  virtual void StopHolding() = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_RPC_MODEL_GROUP_H_
