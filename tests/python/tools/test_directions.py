@@ -23,7 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "server/core": VALUES | {"server/kernel", "server/device"},
     "server/registry": VALUES | {"proto"},
     "server/format": VALUES | {"server/core"},
-    "server/group": VALUES | {"proto", "server/wire", "server/format", "server/registry"},
+    "server/group": VALUES
+    | {"proto", "server/wire", "server/format", "server/core", "server/registry", "server/rpc"},
     "server/checkpoint": VALUES | {"server/format", "server/core", "server/kernel"},
     "server/rpc": VALUES | {"proto", "server/wire", "server/core"},
     "server/ops": VALUES | {"server/core", "server/device"},

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/convert.h"
+
+#include "ema/error_reason.h"
+
+namespace ema::group {
+namespace {
+
+void ToProto(const std::string& model, const PartId& id, v1::PartitionId* proto) {
+  proto->set_model(model);
+  proto->set_incarnation(id.incarnation);
+  proto->set_partition(id.partition);
+  proto->set_boot(id.boot);
+}
+
+PartId FromProto(const v1::PartitionId& proto) {
+  return {.incarnation = proto.incarnation(), .partition = proto.partition(), .boot = proto.boot()};
+}
+
+void ToProto(const PreparedStep& step, v1::PreparedStep* proto) {
+  proto->set_step(step.step);
+  proto->set_run_epoch(step.run_epoch);
+  proto->set_plan_digest(step.plan_digest);
+  proto->set_skipped_tensor_count(step.skipped_tensor_count);
+  proto->mutable_skipped_tensors()->Assign(step.skipped_tensors.begin(),
+                                           step.skipped_tensors.end());
+  proto->set_may_omit_frozen(step.may_omit_frozen);
+}
+
+PreparedStep FromProto(const v1::PreparedStep& proto) {
+  return {.step = proto.step(),
+          .run_epoch = proto.run_epoch(),
+          .plan_digest = proto.plan_digest(),
+          .skipped_tensor_count = proto.skipped_tensor_count(),
+          .skipped_tensors = {proto.skipped_tensors().begin(), proto.skipped_tensors().end()},
+          .may_omit_frozen = proto.may_omit_frozen()};
+}
+
+void ToProto(const absl::Status& error, v1::GroupError* proto) {
+  proto->set_code(static_cast<int>(error.code()));
+  proto->set_message(std::string(error.message()));
+  proto->set_reason(static_cast<v1::ErrorReason>(GetErrorReason(error)));
+}
+
+absl::Status FromProto(const v1::GroupError& proto) {
+  absl::StatusCode code = static_cast<absl::StatusCode>(proto.code());
+  if (code == absl::StatusCode::kOk) code = absl::StatusCode::kUnknown;
+  return MakeError(code, static_cast<ErrorReason>(proto.reason()), proto.message());
+}
+
+}  // namespace
+
+v1::PrepareRequest ToProto(const std::string& model, const Prepare& prepare) {
+  v1::PrepareRequest proto;
+  ToProto(model, prepare.from, proto.mutable_from());
+  proto.set_round(prepare.round);
+  if (prepare.step.ok()) {
+    ToProto(*prepare.step, proto.mutable_step());
+  } else {
+    ToProto(prepare.step.status(), proto.mutable_refusal());
+  }
+  return proto;
+}
+
+Prepare FromProto(const v1::PrepareRequest& proto) {
+  Prepare prepare{.from = FromProto(proto.from()), .round = proto.round()};
+  if (proto.has_step()) {
+    prepare.step = FromProto(proto.step());
+  } else {
+    prepare.step = FromProto(proto.refusal());
+  }
+  return prepare;
+}
+
+v1::SyncRequest ToProto(const std::string& model, const Sync& sync) {
+  v1::SyncRequest proto;
+  ToProto(model, sync.from, proto.mutable_from());
+  proto.set_round(sync.round);
+  proto.set_received_bytes(sync.received_bytes);
+  proto.mutable_missing_ranks()->Assign(sync.missing_ranks.begin(), sync.missing_ranks.end());
+  return proto;
+}
+
+Sync FromProto(const v1::SyncRequest& proto) {
+  return {.from = FromProto(proto.from()),
+          .round = proto.round(),
+          .received_bytes = proto.received_bytes(),
+          .missing_ranks = {proto.missing_ranks().begin(), proto.missing_ranks().end()}};
+}
+
+v1::GroupState ToProto(const GroupState& state) {
+  v1::GroupState proto;
+  proto.set_incarnation(state.incarnation);
+  proto.set_round(state.round);
+  proto.set_is_frozen(state.frozen);
+  if (state.last_commit.has_value()) {
+    v1::GroupState::Commit& commit = *proto.mutable_last_commit();
+    commit.set_round(state.last_commit->round);
+    commit.set_version(state.last_commit->version);
+    ToProto(state.last_commit->step, commit.mutable_step());
+    commit.set_commit_time_us(absl::ToUnixMicros(state.last_commit->commit_time));
+  }
+  if (state.last_abort.has_value()) {
+    proto.mutable_last_abort()->set_round(state.last_abort->round);
+    ToProto(state.last_abort->why, proto.mutable_last_abort()->mutable_why());
+  }
+  proto.set_run_epoch(state.run_epoch);
+  proto.set_launch_id(state.launch_id);
+  proto.set_settings_revision(state.settings_revision);
+  proto.mutable_held_versions()->Assign(state.held_versions.begin(), state.held_versions.end());
+  proto.set_durable_step(state.durable_step);
+  return proto;
+}
+
+GroupState FromProto(const v1::GroupState& proto) {
+  GroupState state{.incarnation = proto.incarnation(),
+                   .round = proto.round(),
+                   .frozen = proto.is_frozen(),
+                   .run_epoch = proto.run_epoch(),
+                   .launch_id = proto.launch_id(),
+                   .settings_revision = proto.settings_revision(),
+                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()},
+                   .durable_step = proto.durable_step()};
+  if (proto.has_last_commit()) {
+    const v1::GroupState::Commit& commit = proto.last_commit();
+    state.last_commit = GroupCommit{.round = commit.round(),
+                                    .version = commit.version(),
+                                    .step = FromProto(commit.step()),
+                                    .commit_time = absl::FromUnixMicros(commit.commit_time_us())};
+  }
+  if (proto.has_last_abort()) {
+    state.last_abort =
+        GroupAbort{.round = proto.last_abort().round(), .why = FromProto(proto.last_abort().why())};
+  }
+  return state;
+}
+
+}  // namespace ema::group

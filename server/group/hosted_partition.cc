@@ -1,0 +1,435 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/hosted_partition.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ema/error_reason.h"
+#include "ema/v1/types.pb.h"
+#include "server/base/crc32c.h"
+#include "server/group/convert.h"
+#include "server/wire/convert.h"
+
+namespace ema::group {
+namespace {
+
+constexpr absl::Duration kRetryDelay = absl::Milliseconds(20);
+constexpr absl::Duration kCallTimeout = absl::Seconds(3);
+constexpr int64_t kNamedRanks = 16;  // As many as SyncRequest.missing_ranks has.
+
+// See PreparedStep::plan_digest.
+int64_t PlanDigest(const CommitGate::PreparedVersion& step) {
+  Version version = step.record;
+  version.skipped_tensor_count = 0;
+  version.skipped_tensors.clear();
+  std::string text;
+  ema::ToProto(version).SerializeToString(&text);
+  text.push_back(step.omits_frozen ? 1 : 0);
+  return Crc32c(0, std::as_bytes(std::span(text.data(), text.size())));
+}
+
+PreparedStep StepOf(const CommitGate::PreparedVersion& step) {
+  return {.step = step.record.step,
+          .run_epoch = step.record.run_epoch,
+          .plan_digest = PlanDigest(step),
+          .skipped_tensor_count = step.record.skipped_tensor_count,
+          .skipped_tensors = step.record.skipped_tensors,
+          .may_omit_frozen = step.may_omit_frozen};
+}
+
+Rounds::Options RoundsOptions(const HostedPartition::Options& options) {
+  Rounds::Options rounds{.incarnation = options.id.incarnation,
+                         .session_timeout = options.session_timeout,
+                         .registry_patience = options.registry_patience};
+  for (const Partition& partition : options.partitions) {
+    rounds.members.push_back({.name = partition.member, .boot = partition.boot});
+  }
+  return rounds;
+}
+
+}  // namespace
+
+HostedPartition::HostedPartition(Options options)
+    : options_(std::move(options)), part_(options_.id, /*base_version=*/0) {
+  if (is_home()) rounds_.emplace(RoundsOptions(options_), SteadyNow());
+  state_.incarnation = options_.id.incarnation;
+}
+
+std::shared_ptr<Model> HostedPartition::model() const {
+  absl::MutexLock lock(&mu_);
+  return model_.lock();
+}
+
+void HostedPartition::Start(const std::shared_ptr<Model>& model) {
+  {
+    absl::MutexLock lock(&mu_);
+    model_ = model;
+  }
+  Post(&HostedPartition::Tick);
+}
+
+void HostedPartition::Activate() {
+  absl::MutexLock lock(&mu_);
+  if (std::exchange(is_active_, true)) return;
+  RequestSyncLocked();
+}
+
+bool HostedPartition::is_active() const {
+  absl::MutexLock lock(&mu_);
+  return is_active_;
+}
+
+void HostedPartition::Stop() {
+  absl::MutexLock lock(&mu_);
+  is_stopped_ = true;
+  AnswerHeldLocked(FencedError("the partition has been dropped"));
+}
+
+void HostedPartition::Post(void (HostedPartition::*function)()) {
+  options_.peers->Post([self = weak_from_this(), function] {
+    if (const std::shared_ptr<HostedPartition> locked = self.lock()) ((*locked).*function)();
+  });
+}
+
+void HostedPartition::Tick() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (is_stopped_) return;
+    if (rounds_.has_value()) {
+      rounds_->NoteRegistryReached(options_.member->last_contact());
+      if (rounds_->Expire(SteadyNow())) EndRoundLocked();
+    }
+    SendPrepareLocked();
+  }
+  SendSync();
+  options_.peers->PostAfter(kSyncInterval, [self = weak_from_this()] {
+    if (const std::shared_ptr<HostedPartition> locked = self.lock()) locked->Tick();
+  });
+}
+
+// --- Messages to the home ---
+
+Sync HostedPartition::Progress() const {
+  Sync sync{.from = options_.id};
+  const std::shared_ptr<Model> model = this->model();
+  if (model == nullptr) return sync;
+  const std::shared_ptr<const PushSession> session = model->Describe().session;
+  if (session == nullptr) return sync;
+  sync.round = session->plan().round;
+  sync.received_bytes = session->covered_bytes();
+  sync.missing_ranks = session->MissingRanks(kNamedRanks);
+  return sync;
+}
+
+void HostedPartition::RequestSyncLocked() {
+  if (is_stopped_ || std::exchange(is_sync_requested_, true)) return;
+  Post(&HostedPartition::SendSync);
+}
+
+void HostedPartition::SendSync() {
+  const Sync sync = Progress();
+  absl::MutexLock lock(&mu_);
+  is_sync_requested_ = false;
+  if (is_stopped_) return;
+  if (rounds_.has_value()) {
+    if (rounds_->OnSync(sync, SteadyNow()).round_ended) EndRoundLocked();
+    return;
+  }
+  // Before that the home may not have its partition yet.
+  if (!is_active_ || is_sync_running_) return;
+  const std::optional<std::string> home = AddressLocked(0);
+  if (!home.has_value()) return;
+  is_sync_running_ = true;
+  options_.peers->Sync(*home, ToProto(options_.model, sync), kCallTimeout,
+                       [self = shared_from_this()](const absl::StatusOr<v1::GroupState>& state) {
+                         self->OnSyncEnded(state);
+                       });
+}
+
+void HostedPartition::OnSyncEnded(const absl::StatusOr<v1::GroupState>& state) {
+  absl::MutexLock lock(&mu_);
+  is_sync_running_ = false;
+  // After an error Tick() sends another one.
+  if (state.ok()) ApplyStateLocked(FromProto(*state));
+}
+
+void HostedPartition::SendPrepareLocked() {
+  const Prepare* const prepare = part_.to_send();
+  if (is_stopped_ || prepare == nullptr) return;
+  if (rounds_.has_value()) return HandlePrepareLocked(Prepare(*prepare), /*reply=*/nullptr);
+  const int64_t round = prepare->round;
+  const std::optional<std::string> home = AddressLocked(0);
+  if (sent_prepare_round_ == round || !home.has_value()) return;
+  sent_prepare_round_ = round;
+  options_.peers->Prepare(
+      *home, ToProto(options_.model, *prepare), kPrepareInterval,
+      [self = shared_from_this(), round](const absl::StatusOr<v1::GroupState>& state) {
+        self->OnPrepareEnded(round, state);
+      });
+}
+
+void HostedPartition::OnPrepareEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state) {
+  absl::MutexLock lock(&mu_);
+  if (sent_prepare_round_ == round) sent_prepare_round_ = 0;
+  if (state.ok()) return ApplyStateLocked(FromProto(*state));
+  // After other errors Tick() sends it again.
+  if (absl::IsDeadlineExceeded(state.status())) SendPrepareLocked();
+}
+
+// --- Messages from the partitions ---
+
+void HostedPartition::OnPrepare(const Prepare& prepare, Reply reply) {
+  absl::MutexLock lock(&mu_);
+  if (is_stopped_ || !rounds_.has_value()) return reply(FencedError("this is not the home"));
+  HandlePrepareLocked(prepare, std::move(reply));
+}
+
+void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
+  const auto answer = [this](Reply to, absl::StatusOr<GroupState> with) {
+    if (to) options_.peers->Post([to = std::move(to), with = std::move(with)] { to(with); });
+  };
+  const Rounds::Result result = rounds_->OnPrepare(prepare, SteadyNow(), absl::Now());
+  switch (result.answer) {
+    case Rounds::Answer::kFenced:
+      answer(std::move(reply), FencedError("the sender is not the process of that partition"));
+      break;
+    case Rounds::Answer::kState:
+      answer(std::move(reply), rounds_->state());
+      break;
+    case Rounds::Answer::kHold:
+      if (!is_holding_) {
+        answer(std::move(reply), MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                                           absl::StrCat(Name(), ": the home is shutting down")));
+      } else if (reply) {
+        std::swap(held_[prepare.from.partition], reply);
+        answer(std::move(reply), rounds_->state());
+      }
+      break;
+  }
+  if (result.round_ended) EndRoundLocked();
+}
+
+absl::StatusOr<GroupState> HostedPartition::OnSync(const Sync& sync) {
+  absl::MutexLock lock(&mu_);
+  if (is_stopped_ || !rounds_.has_value()) return FencedError("this is not the home");
+  const Rounds::Result result = rounds_->OnSync(sync, SteadyNow());
+  if (result.answer == Rounds::Answer::kFenced) {
+    return FencedError("the sender is not the process of that partition");
+  }
+  if (result.round_ended) EndRoundLocked();
+  return rounds_->state();
+}
+
+void HostedPartition::AnswerHeldLocked(const absl::StatusOr<GroupState>& answer) {
+  for (auto& [partition, reply] : std::exchange(held_, {})) {
+    options_.peers->Post([reply = std::move(reply), answer] { reply(answer); });
+  }
+}
+
+void HostedPartition::StopHolding() {
+  absl::MutexLock lock(&mu_);
+  is_holding_ = false;
+  AnswerHeldLocked(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                             absl::StrCat(Name(), ": the home is shutting down")));
+}
+
+// --- Ends of rounds ---
+
+void HostedPartition::EndRoundLocked() {
+  const GroupState& state = rounds_->state();
+  v1::PublishStateRequest request;
+  request.set_model(options_.model);
+  *request.mutable_state() = ToProto(state);
+  for (size_t i = 1; i < options_.partitions.size(); ++i) {
+    const std::optional<std::string> address = AddressLocked(i);
+    // If it is lost, the next Sync returns the state.
+    if (!held_.contains(static_cast<int64_t>(i)) && address.has_value()) {
+      options_.peers->PublishState(*address, request, kCallTimeout, [](const auto&) {});
+    }
+  }
+  AnswerHeldLocked(state);
+  ApplyStateLocked(state);
+}
+
+void HostedPartition::OnState(const GroupState& state) {
+  absl::MutexLock lock(&mu_);
+  ApplyStateLocked(state);
+}
+
+void HostedPartition::ApplyStateLocked(const GroupState& state) {
+  if (is_stopped_ || state.incarnation < options_.id.incarnation) return;
+  const int64_t round = part_.round();
+  const Part::Action action = part_.OnState(state);
+  if (state.incarnation == state_.incarnation && state.round >= state_.round) state_ = state;
+  if (action.kind == Part::Action::Kind::kNothing) return;
+  options_.peers->Post(
+      [self = shared_from_this(), action, round, state] { self->Execute(action, round, state); });
+}
+
+void HostedPartition::Execute(const Part::Action& action, int64_t round, const GroupState& state) {
+  const std::shared_ptr<Model> model = this->model();
+  if (model == nullptr) return;
+  switch (action.kind) {
+    case Part::Action::Kind::kNothing:
+    case Part::Action::Kind::kReadRegistry:  // The watch of the registry reports the record.
+      return;
+    case Part::Action::Kind::kPublish: {
+      const group::PreparedStep& step = state.last_commit->step;
+      if (model->PublishPrepared(round, {.commit_time = state.last_commit->commit_time,
+                                         .skipped_tensor_count = step.skipped_tensor_count,
+                                         .skipped_tensors = step.skipped_tensors})) {
+        return;
+      }
+      break;
+    }
+    case Part::Action::Kind::kDrop: {
+      absl::Status why = action.why;
+      SetGroupHint(why, {.round = state.round, .incarnation = state.incarnation});
+      return model->DropOpenStep(round, why);
+    }
+    case Part::Action::Kind::kDiverged:
+      break;
+  }
+  LogTo(options_.log, LogLevel::kError, "partition diverged",
+        {{"model", options_.model},
+         {"partition", options_.id.partition},
+         {"round", round},
+         {"version", state.last_commit.has_value() ? state.last_commit->version : 0}});
+  Stop();
+  model->Close(MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+      absl::StrCat(Name(), ": a version that the other partitions have is missing here")));
+}
+
+// --- CommitGate ---
+
+int64_t HostedPartition::round() const {
+  absl::MutexLock lock(&mu_);
+  return state_.round;
+}
+
+absl::Status HostedPartition::CheckLaunch(const Launch& launch) {
+  absl::MutexLock lock(&mu_);
+  if (launch.run_epoch == 0) return is_home() ? absl::OkStatus() : NotHomeError();
+  if (launch.incarnation > options_.id.incarnation) {
+    return BusyError(absl::StrCat("incarnation ", launch.incarnation, " is not known here yet"));
+  }
+  if (launch.incarnation < options_.id.incarnation) {
+    return FencedError(absl::StrCat("incarnation ", launch.incarnation, " has ended"));
+  }
+  if (state_.round == 0 || launch.run_epoch > state_.run_epoch) {
+    RequestSyncLocked();
+    return BusyError(absl::StrCat("run epoch ", launch.run_epoch, " is not known here yet"));
+  }
+  if (launch.run_epoch == state_.run_epoch && launch.id == state_.launch_id) {
+    return absl::OkStatus();
+  }
+  return FencedError(absl::StrCat("run epoch ", launch.run_epoch, " of launch \"", launch.id,
+                                  "\" is not open; epoch ", state_.run_epoch, " is"));
+}
+
+void HostedPartition::OnRunOpened(int64_t run_epoch, std::string_view launch_id) {
+  absl::MutexLock lock(&mu_);
+  if (rounds_.has_value() && rounds_->OpenRun(run_epoch, launch_id)) EndRoundLocked();
+}
+
+absl::Status HostedPartition::CheckPush(const PushStart& start) {
+  absl::MutexLock lock(&mu_);
+  if (is_stopped_) return FencedError("the partition has been dropped");
+  switch (part_.OnHeader({.incarnation = start.incarnation,
+                          .round = start.round,
+                          .run_epoch = start.run_epoch,
+                          .step = start.step})) {
+    case Part::HeaderAnswer::kAccept:
+      return absl::OkStatus();
+    case Part::HeaderAnswer::kStaleRound: {
+      absl::Status stale =
+          MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
+                    absl::StrCat(Name(), ": round ", start.round, " has ended; the present one is ",
+                                 part_.round()));
+      SetGroupHint(stale, {.round = part_.round(), .incarnation = options_.id.incarnation});
+      return stale;
+    }
+    case Part::HeaderAnswer::kFenced:
+      return FencedError(absl::StrCat("the push is of incarnation ", start.incarnation,
+                                      ", run epoch ", start.run_epoch));
+    case Part::HeaderAnswer::kFrozen:
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                       absl::StrCat(Name(), ": pushes are frozen"), absl::Milliseconds(100));
+    case Part::HeaderAnswer::kSync:
+    case Part::HeaderAnswer::kReadRegistry:
+      break;
+  }
+  RequestSyncLocked();
+  return BusyError(absl::StrCat("round ", start.round, " of incarnation ", start.incarnation,
+                                " given, the partition is in round ", part_.round()));
+}
+
+absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  if (!rounds_.has_value()) return NotHomeError();
+  const GroupState& state = rounds_->state();
+  if (round == 0) round = state.round;
+  if (rounds_->Abort(round, why)) {
+    EndRoundLocked();
+    return absl::OkStatus();
+  }
+  if (!state.last_commit.has_value() || state.last_commit->round != round) return absl::OkStatus();
+  return BusyError(absl::StrCat("round ", round, " has been committed as version ",
+                                state.last_commit->version, ", which is being published"));
+}
+
+void HostedPartition::OnPrepared(int64_t round, const CommitGate::PreparedVersion& step) {
+  absl::MutexLock lock(&mu_);
+  if (is_stopped_) return;  // The model is being closed.
+  if (part_.EndReceiving(round, StepOf(step))) return SendPrepareLocked();
+  // The round ended while the session was being made, so that its end did not find it.
+  options_.peers->Post([self = shared_from_this(), round] {
+    const std::shared_ptr<Model> model = self->model();
+    if (model == nullptr) return;
+    model->DropOpenStep(round, MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                                         absl::StrCat("round ", round, " has ended")));
+  });
+}
+
+void HostedPartition::OnDropped(int64_t round, const absl::Status& why) {
+  absl::MutexLock lock(&mu_);
+  if (part_.EndReceiving(round, why)) SendPrepareLocked();
+}
+
+// --- Errors ---
+
+std::string HostedPartition::Name() const {
+  return absl::StrCat("model \"", options_.model, "\", partition ", options_.id.partition);
+}
+
+absl::Status HostedPartition::FencedError(const std::string& why) const {
+  absl::Status fenced =
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                absl::StrCat(Name(), " of incarnation ", options_.id.incarnation, ": ", why));
+  SetGroupHint(fenced, {.round = state_.round, .incarnation = options_.id.incarnation});
+  return fenced;
+}
+
+absl::Status HostedPartition::BusyError(const std::string& why) const {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                   absl::StrCat(Name(), ": ", why), kRetryDelay);
+}
+
+absl::Status HostedPartition::NotHomeError() const {
+  absl::Status error =
+      MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
+                absl::StrCat(Name(), ": only the home, member \"", options_.partitions[0].member,
+                             "\", answers this call"));
+  SetGroupHint(error, {.home = AddressLocked(0).value_or("")});
+  return error;
+}
+
+std::optional<std::string> HostedPartition::AddressLocked(size_t partition) const {
+  if (is_stopped_) return std::nullopt;
+  const Partition& of = options_.partitions[partition];
+  return options_.member->AddressOf(of.member, of.boot);
+}
+
+}  // namespace ema::group

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One partition of a model, on this server.
+#ifndef EMA_SERVER_GROUP_HOSTED_PARTITION_H_
+#define EMA_SERVER_GROUP_HOSTED_PARTITION_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/base/log_event.h"
+#include "server/core/commit_gate.h"
+#include "server/core/model.h"
+#include "server/group/member.h"
+#include "server/group/messages.h"
+#include "server/group/model_record.h"
+#include "server/group/part.h"
+#include "server/group/peers.h"
+#include "server/group/rounds.h"
+
+namespace ema::group {
+
+// Lets one partition of one incarnation of a model commit together with the others: it is the gate
+// of the partition's Model, owns the Part, and on the home the Rounds, and exchanges their messages
+// with the other members.
+//
+// Thread-safe. Every event changes Part and Rounds at once, under a lock that is never held across
+// a call of the model. What follows from the change, such as publishing the prepared step, runs on
+// the thread of Peers, in the order of the changes. The Model owns this object, so that it lives as
+// long as the model's readers do.
+class HostedPartition final : public CommitGate,
+                              public std::enable_shared_from_this<HostedPartition> {
+ public:
+  struct Options {
+    std::string model;
+    PartId id;
+    std::vector<Partition> partitions;  // Of the model's record.
+    Peers* peers = nullptr;             // Outlives the calls of all functions.
+    const Member* member = nullptr;     // Used until Stop().
+    absl::Duration session_timeout = absl::Seconds(30);
+    absl::Duration registry_patience = absl::Minutes(10);
+    LogSink log;
+  };
+  explicit HostedPartition(Options options);
+
+  const PartId& id() const { return options_.id; }
+  const std::vector<Partition>& partitions() const { return options_.partitions; }
+  bool is_home() const { return options_.id.partition == 0; }
+
+  // Begins the exchange of messages for `model`, whose gate this is. Once.
+  void Start(const std::shared_ptr<Model>& model) ABSL_LOCKS_EXCLUDED(mu_);
+  // The record of the model is ACTIVE, so all partitions have been reserved. May be repeated.
+  void Activate() ABSL_LOCKS_EXCLUDED(mu_);
+  bool is_active() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends the exchange of messages. When it returns, Options::member is not used any more.
+  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- On the home, the messages of the partitions ---
+
+  // Called once, from any thread.
+  using Reply = std::function<void(const absl::StatusOr<GroupState>&)>;
+  // Holds `reply` until the round has ended.
+  void OnPrepare(const Prepare& prepare, Reply reply) ABSL_LOCKS_EXCLUDED(mu_);
+  // ABORTED, FENCED.
+  absl::StatusOr<GroupState> OnSync(const Sync& sync) ABSL_LOCKS_EXCLUDED(mu_);
+  // Answers held calls, and later ones at once: UNAVAILABLE, DRAINING.
+  void StopHolding() ABSL_LOCKS_EXCLUDED(mu_);
+
+  // A state of the home.
+  void OnState(const GroupState& state) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- CommitGate ---
+
+  int64_t round() const override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
+  void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckPush(const PushStart& start) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status AbandonRound(int64_t round, const absl::Status& why) override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void OnPrepared(int64_t round, const CommitGate::PreparedVersion& step) override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void OnDropped(int64_t round, const absl::Status& why) override ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  // Runs a member function on the thread of Peers, unless Stop() has been called.
+  void Post(void (HostedPartition::*function)());
+  // On the thread of Peers, every kSyncInterval until Stop().
+  void Tick() ABSL_LOCKS_EXCLUDED(mu_);
+  // On the thread of Peers: sends a Sync to the home, or on the home applies it.
+  void SendSync() ABSL_LOCKS_EXCLUDED(mu_);
+  // What the partition is receiving.
+  Sync Progress() const ABSL_LOCKS_EXCLUDED(mu_);
+  void OnSyncEnded(const absl::StatusOr<v1::GroupState>& state) ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes the partition ask the home for its state soon.
+  void RequestSyncLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Sends Part::to_send(), unless it has been sent and may still be answered.
+  void SendPrepareLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void OnPrepareEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // `reply` null: the home's own partition.
+  void HandlePrepareLocked(const Prepare& prepare, Reply reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // On the home: applies the new state here, and sends it to the others.
+  void EndRoundLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void AnswerHeldLocked(const absl::StatusOr<GroupState>& answer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ApplyStateLocked(const GroupState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // On the thread of Peers: what Part::OnState() has returned for the end of `round`.
+  void Execute(const Part::Action& action, int64_t round, const GroupState& state);
+
+  std::shared_ptr<Model> model() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::string Name() const;  // "model \"m\", partition 2"
+  absl::Status FencedError(const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status BusyError(const std::string& why) const;
+  absl::Status NotHomeError() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  std::optional<std::string> AddressLocked(size_t partition) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
+  const Options options_;
+
+  // Taken after the model's lock.
+  mutable absl::Mutex mu_;
+  std::weak_ptr<Model> model_ ABSL_GUARDED_BY(mu_);  // Set by Start().
+  Part part_ ABSL_GUARDED_BY(mu_);
+  std::optional<Rounds> rounds_ ABSL_GUARDED_BY(mu_);   // On the home.
+  GroupState state_ ABSL_GUARDED_BY(mu_);               // The newest one.
+  std::map<int64_t, Reply> held_ ABSL_GUARDED_BY(mu_);  // By partition: calls of OnPrepare().
+  bool is_active_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_holding_ ABSL_GUARDED_BY(mu_) = true;
+  bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_sync_requested_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_sync_running_ ABSL_GUARDED_BY(mu_) = false;
+  // The round whose Prepare has been sent and not been answered. 0: there is none.
+  int64_t sent_prepare_round_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_HOSTED_PARTITION_H_

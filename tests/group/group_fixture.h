@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A group of real servers in one process, on loopback, with a registry in memory; and a trainer
+// that calls them by plain gRPC.
+#ifndef EMA_TESTS_GROUP_GROUP_FIXTURE_H_
+#define EMA_TESTS_GROUP_GROUP_FIXTURE_H_
+
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/manifest.h"
+#include "ema/v1/ema_service.grpc.pb.h"
+#include "ema/v1/error.pb.h"
+#include "server/base/crc32c.h"
+#include "server/base/random_hex.h"
+#include "server/core/checkpoints.h"
+#include "server/group/group_models.h"
+#include "server/group/member.h"
+#include "server/group/peers.h"
+#include "server/rpc/rpc_server.h"
+#include "server/wire/convert.h"
+#include "tests/testutil/memory_registry.h"
+#include "tests/testutil/status_matchers.h"
+#include "tests/testutil/test_device.h"
+
+namespace ema::group {
+
+// One member of a group.
+class GroupServer {
+ public:
+  struct Options {
+    Registry* registry = nullptr;
+    std::string name;
+    int64_t memory_bytes = int64_t{1} << 28;
+    // The free memory that its record reports; 0: `memory_bytes`.
+    int64_t reported_memory_bytes = 0;
+    // Makes the address that other processes connect to; null: the server's own.
+    std::function<std::string(int port)> advertise;
+  };
+
+  explicit GroupServer(const Options& options) {
+    peers_ = *Peers::Start({});
+    ModelStore::Options store;
+    store.memory_bytes = options.memory_bytes;
+    store_ = std::make_shared<ModelStore>(NewTestDevice(int64_t{16} << 20), store);
+    models_ = std::make_unique<GroupModels>(store_.get(), peers_.get(), GroupModels::Options());
+    RpcServer::Options rpc;
+    rpc.listen_addresses = {"127.0.0.1:0"};
+    rpc.group = models_.get();
+    rpc_ = *RpcServer::Start(store_, &no_checkpoints_, rpc);
+    address_ = absl::StrCat("127.0.0.1:", rpc_->port());
+    const int64_t memory_bytes =
+        options.reported_memory_bytes > 0 ? options.reported_memory_bytes : options.memory_bytes;
+    const std::string advertised = options.advertise ? options.advertise(rpc_->port()) : address_;
+    member_ = *Member::Join({.group = "g",
+                             .name = options.name,
+                             .record = {.boot = RandomHex(4),
+                                        .address = advertised,
+                                        .device = "cpu",
+                                        .memory_budget_bytes = memory_bytes,
+                                        .free_memory_bytes = memory_bytes,
+                                        .program_version = "test",
+                                        .protocol = 1},
+                             .registry = options.registry});
+    models_->Start(member_.get());
+  }
+  ~GroupServer() { Stop(); }
+
+  // As a crash: the member's key expires.
+  void Stop() {
+    if (member_ == nullptr) return;
+    store_->Drain(SteadyNow());
+    rpc_->Shutdown(SteadyNow());
+    models_->Stop();
+    member_ = nullptr;
+    store_->Close();
+    peers_->Stop();
+  }
+
+  const std::string& address() const { return address_; }
+  ModelStore& store() { return *store_; }
+  Member& member() { return *member_; }
+  GroupModels& models() { return *models_; }
+
+ private:
+  std::unique_ptr<Peers> peers_;  // Outlives the models, whose gates use it.
+  Checkpoints no_checkpoints_;
+  std::shared_ptr<ModelStore> store_;
+  std::unique_ptr<GroupModels> models_;
+  std::unique_ptr<RpcServer> rpc_;
+  std::string address_;
+  std::unique_ptr<Member> member_;
+};
+
+struct GroupCall {
+  grpc::Status status;
+  v1::ErrorDetail detail;
+
+  bool ok() const { return status.ok(); }
+};
+
+inline GroupCall ResultOf(const grpc::Status& status, const grpc::ClientContext& context) {
+  GroupCall result{status, {}};
+  const auto& trailers = context.GetServerTrailingMetadata();
+  if (const auto it = trailers.find(kErrorDetailKey); it != trailers.end()) {
+    result.detail.ParseFromArray(it->second.data(), static_cast<int>(it->second.size()));
+  }
+  return result;
+}
+
+// Repeats `call`, which returns a GroupCall, while it fails because something is not ready yet, or
+// because its connection has been cut.
+template <typename Call>
+GroupCall RetryBusy(Call call) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (true) {
+    GroupCall result = call();
+    const bool is_cut = result.status.error_code() == grpc::StatusCode::UNAVAILABLE &&
+                        result.detail.reason() == v1::ERROR_REASON_UNSPECIFIED;
+    const bool is_busy = is_cut || result.detail.reason() == v1::ERROR_REASON_SESSION_BUSY ||
+                         result.detail.reason() == v1::ERROR_REASON_RUN_INCOMPLETE;
+    if (result.ok() || !is_busy || std::chrono::steady_clock::now() > deadline) return result;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+// The only rank of a launch of a model, which has all of its tensors.
+class GroupTrainer {
+ public:
+  GroupTrainer(std::string model, std::string launch_id)
+      : model_(std::move(model)), launch_id_(std::move(launch_id)) {}
+
+  static std::unique_ptr<v1::EmaService::Stub> StubOf(const std::string& address) {
+    return v1::EmaService::NewStub(
+        grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  }
+
+  // A model with tensors "t0", "t1", ... of (i + 1) * 100 elements, an average and a copy.
+  static v1::CreateModelRequest CreateRequest(const std::string& model, int tensor_count = 6) {
+    v1::CreateModelRequest request;
+    request.set_model(model);
+    for (int i = 0; i < tensor_count; ++i) {
+      v1::TensorSpec& tensor = *request.mutable_manifest()->add_tensors();
+      tensor.set_name(absl::StrCat("t", i));
+      tensor.set_dtype(v1::DTYPE_FLOAT32);
+      tensor.add_shape((i + 1) * 100);
+    }
+    v1::Track* track = request.add_tracks();
+    track->set_name("ema");
+    (*track->mutable_schedule())["half_life"] = "2ba";
+    // It matches nothing in most partitions.
+    v1::TensorRule& rule = *track->add_tensor_rules();
+    rule.set_pattern("t0");
+    rule.set_action(v1::TENSOR_ACTION_COPY);
+    track = request.add_tracks();
+    track->set_name("raw");
+    (*track->mutable_schedule())["copy"] = "true";
+    return request;
+  }
+  static GroupCall Create(const std::string& address, const v1::CreateModelRequest& request,
+                          v1::CreateModelResponse* response) {
+    grpc::ClientContext context;
+    const grpc::Status status = StubOf(address)->CreateModel(&context, request, response);
+    return ResultOf(status, context);
+  }
+  static GroupCall Get(const std::string& address, const std::string& model, v1::Model* response) {
+    v1::GetModelRequest request;
+    request.set_model(model);
+    grpc::ClientContext context;
+    const grpc::Status status = StubOf(address)->GetModel(&context, request, response);
+    return ResultOf(status, context);
+  }
+
+  // Opens the run at all partitions of `model`.
+  void OpenRun(const v1::Model& model) {
+    described_ = model;
+    parts_.clear();
+    std::vector<v1::Partition> partitions(model.partitions().begin(), model.partitions().end());
+    if (partitions.empty()) FAIL() << "the model has no partitions";
+    for (const v1::Partition& partition : partitions) {
+      Part part;
+      part.stub = StubOf(partition.address());
+      std::vector<TensorSpec> tensors;
+      for (int64_t i = 0; i < partition.tensor_count(); ++i) {
+        tensors.push_back(*ema::FromProto(
+            model.manifest().tensors(static_cast<int>(partition.first_tensor() + i))));
+      }
+      part.manifest = *Manifest::Create(std::move(tensors));
+      parts_.push_back(std::move(part));
+    }
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      v1::OpenRunResponse response;
+      const GroupCall result = OpenRunAt(i, &response);
+      ASSERT_TRUE(result.ok()) << result.status.error_message();
+      if (i == 0) {
+        run_epoch_ = response.run_epoch();
+        round_ = response.round();
+      }
+      parts_[i].layout_digest = response.layout_digest();
+      EXPECT_EQ(response.run_epoch(), run_epoch_);
+    }
+    // Round 0 lasts until all partitions have joined.
+    while (round_ == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      v1::OpenRunResponse response;
+      ASSERT_TRUE(OpenRunAt(0, &response).ok());
+      round_ = response.round();
+    }
+  }
+  GroupCall OpenRunAt(size_t partition, v1::OpenRunResponse* response) const {
+    const Part& part = parts_[partition];
+    v1::OpenRunRequest request;
+    request.set_model(model_);
+    request.set_launch_id(launch_id_);
+    request.set_world_size(1);
+    request.set_manifest_digest(part.manifest.digest());
+    for (int64_t i = 0; i < part.manifest.tensor_count(); ++i) {
+      v1::Shard& shard = *request.mutable_layout()->add_shards();
+      shard.set_tensor_index(i);
+      shard.add_offsets(0);
+      shard.add_extents(part.manifest.tensor(i).shape[0]);
+    }
+    if (partition > 0) {
+      request.set_run_epoch(run_epoch_);
+      request.set_incarnation(described_.incarnation());
+    }
+    return RetryBusy([&] {
+      grpc::ClientContext context;
+      const grpc::Status status = part.stub->OpenRun(&context, request, response);
+      return ResultOf(status, context);
+    });
+  }
+
+  struct Pushed {
+    GroupCall result;
+    v1::PushResponse response;
+  };
+  // Pushes to one partition: every element has that value.
+  std::future<Pushed> Push(size_t partition, int64_t step, float value) const {
+    return std::async(std::launch::async, [this, partition, step, value, round = round_] {
+      Pushed pushed;
+      pushed.result =
+          RetryBusy([&] { return PushOnce(partition, step, value, round, &pushed.response); });
+      return pushed;
+    });
+  }
+  std::vector<Pushed> PushAll(int64_t step, float value) {
+    std::vector<std::future<Pushed>> running;
+    for (size_t i = 0; i < parts_.size(); ++i) running.push_back(Push(i, step, value));
+    std::vector<Pushed> pushed;
+    for (auto& of : running) pushed.push_back(of.get());
+    if (pushed[0].result.ok()) round_ = pushed[0].response.round();
+    return pushed;
+  }
+
+  GroupCall Query(size_t partition, int64_t step, bool abandon, int64_t round,
+                  v1::QueryPushResponse* response) const {
+    v1::QueryPushRequest request;
+    request.set_model(model_);
+    request.set_run_epoch(run_epoch_);
+    request.set_step(step);
+    request.set_abandon_if_unfinished(abandon);
+    request.set_round(round);
+    grpc::ClientContext context;
+    const grpc::Status status = parts_[partition].stub->QueryPush(&context, request, response);
+    return ResultOf(status, context);
+  }
+
+  struct Pulled {
+    GroupCall result;
+    v1::VersionRecord record;
+    std::string data;
+  };
+  // Version 0: the newest.
+  Pulled Pull(size_t partition, const std::string& track, int64_t version = 0) const {
+    v1::PullRequest request;
+    request.set_model(model_);
+    request.set_track(track);
+    request.set_version(version);
+    request.set_incarnation(described_.incarnation());
+    grpc::ClientContext context;
+    const auto reader = parts_[partition].stub->Pull(&context, request);
+    Pulled pulled;
+    v1::PullResponse response;
+    while (reader->Read(&response)) {
+      if (response.has_header()) pulled.record = response.header().version();
+      if (response.has_chunk()) pulled.data += response.chunk().data();
+    }
+    const grpc::Status status = reader->Finish();
+    pulled.result = ResultOf(status, context);
+    return pulled;
+  }
+
+  size_t partition_count() const { return parts_.size(); }
+  int64_t round() const { return round_; }
+  void set_round(int64_t round) { round_ = round; }
+  int64_t run_epoch() const { return run_epoch_; }
+  const v1::Model& described() const { return described_; }
+
+ private:
+  struct Part {
+    std::unique_ptr<v1::EmaService::Stub> stub;
+    Manifest manifest;
+    int64_t layout_digest = 0;
+  };
+
+  GroupCall PushOnce(size_t partition, int64_t step, float value, int64_t round,
+                     v1::PushResponse* response) const {
+    const Part& part = parts_[partition];
+    std::string data(static_cast<size_t>(part.manifest.total_bytes()), '\0');
+    for (size_t i = 0; i < data.size(); i += sizeof(value)) {
+      std::memcpy(data.data() + i, &value, sizeof(value));
+    }
+    const uint32_t crc = Crc32c(0, std::as_bytes(std::span(data.data(), data.size())));
+    v1::PushRequest header;
+    header.mutable_header()->set_model(model_);
+    header.mutable_header()->set_run_epoch(run_epoch_);
+    header.mutable_header()->set_layout_digest(part.layout_digest);
+    header.mutable_header()->set_step(step);
+    header.mutable_header()->mutable_time()->set_batch(step);
+    header.mutable_header()->set_incarnation(described_.incarnation());
+    header.mutable_header()->set_round(round);
+    v1::PushRequest chunk;
+    chunk.mutable_chunk()->set_crc32c(crc);
+    chunk.mutable_chunk()->set_data(data);
+    v1::PushRequest commit;
+    commit.mutable_commit()->set_chunk_count(1);
+    commit.mutable_commit()->set_total_bytes(static_cast<int64_t>(data.size()));
+    commit.mutable_commit()->set_digest(crc);
+    grpc::ClientContext context;
+    const auto writer = part.stub->Push(&context, response);
+    if (writer->Write(header) && writer->Write(chunk) && writer->Write(commit)) {
+      writer->WritesDone();
+    }
+    const grpc::Status status = writer->Finish();
+    return ResultOf(status, context);
+  }
+
+  const std::string model_;
+  const std::string launch_id_;
+  v1::Model described_;
+  std::vector<Part> parts_;
+  int64_t run_epoch_ = 0;
+  int64_t round_ = 0;
+};
+
+class GroupFixture : public testing::Test {
+ protected:
+  void StartServers(int count) {
+    for (int i = 0; i < count; ++i) {
+      StartServer({.name = absl::StrCat("ema-", i)});
+    }
+    AwaitMembers();
+  }
+  void StartServer(GroupServer::Options options) {
+    options.registry = &registry_;
+    servers_.push_back(std::make_unique<GroupServer>(options));
+  }
+  // Each server sees all others.
+  void AwaitMembers() {
+    for (const auto& server : servers_) {
+      Await([&] { return server->member().members().size() == servers_.size(); });
+    }
+  }
+  static void Await(const std::function<bool()>& is_true) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!is_true() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    EXPECT_TRUE(is_true());
+  }
+  // Creates the model at a server, and returns its home's description.
+  v1::Model Create(const std::string& name = "m", size_t server = 0, int tensor_count = 6) {
+    const v1::CreateModelRequest request = GroupTrainer::CreateRequest(name, tensor_count);
+    v1::CreateModelResponse response;
+    const GroupCall result = RetryBusy(
+        [&] { return GroupTrainer::Create(servers_[server]->address(), request, &response); });
+    EXPECT_TRUE(result.ok() || result.detail.reason() == v1::ERROR_REASON_NOT_HOME)
+        << result.status.error_message();
+    return Describe(name);
+  }
+  v1::Model Describe(const std::string& name) {
+    v1::Model model;
+    for (const auto& server : servers_) {
+      const GroupCall result =
+          RetryBusy([&] { return GroupTrainer::Get(server->address(), name, &model); });
+      if (result.ok()) return model;
+    }
+    ADD_FAILURE() << "no server is the home of " << name;
+    return model;
+  }
+  GroupServer& ServerAt(const std::string& address) {
+    for (const auto& server : servers_) {
+      if (server->address() == address) return *server;
+    }
+    ADD_FAILURE() << "no server has the address " << address;
+    return *servers_[0];
+  }
+
+  MemoryRegistry registry_;  // Outlives the servers.
+  std::vector<std::unique_ptr<GroupServer>> servers_;
+};
+
+}  // namespace ema::group
+
+#endif  // EMA_TESTS_GROUP_GROUP_FIXTURE_H_
