@@ -108,6 +108,7 @@ RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
   rpc.log = Sink();
   rpc.heartbeats = heartbeats_;
   rpc.observer = &metrics_;
+  rpc.group = group_ != nullptr ? group_->models() : nullptr;
   rpc.process = {.version = std::string(ServerVersion()),
                  .incarnation = incarnation_,
                  .start_time = start_time_,
@@ -130,6 +131,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   EMA_RETURN_IF_ERROR(server->OpenTokens());
   EMA_RETURN_IF_ERROR(server->OpenCheckpoints());
   server->MakeStore(std::move(device));
+  if (!options.group.empty()) {
+    EMA_ASSIGN_OR_RETURN(server->group_,
+                         ServerGroup::Create(options, server->store_, server->Sink()));
+  }
   EMA_RETURN_IF_ERROR(server->StartHttp());
   if (server->checkpoints_ != nullptr) {
     EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
@@ -205,6 +210,7 @@ absl::Status Server::StartRpc(const Hooks& hooks) {
     absl::MutexLock lock(&mu_);
     serving_ = rpc_.get();
   }
+  if (group_ != nullptr) EMA_RETURN_IF_ERROR(group_->Join(port()));
   if (options_.port_file.empty()) return absl::OkStatus();
   FlushLog();  // A process that waits for the port file then finds the log of the start.
   return WritePortFile(options_.port_file, port());
@@ -230,6 +236,7 @@ absl::Status Server::Drain() {
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
   store_->Close();
   rpc_->Shutdown(deadline);
+  if (group_ != nullptr) group_->Leave();
   // What broke the device says more than what came of it.
   const absl::Status device = store_->device().health();
   return device.ok() ? result : device;

@@ -27,6 +27,7 @@
 #include "server/ops/server_state.h"
 #include "server/ops/token_file.h"
 #include "server/rpc/rpc_server.h"
+#include "server/server_group.h"
 
 namespace ema {
 
@@ -88,6 +89,7 @@ class Server {
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::unique_ptr<CommitStatistics> statistics_;    // Null: computed only on request.
+  std::unique_ptr<ServerGroup> group_;              // Null: the server is in no group.
   std::unique_ptr<RpcServer> rpc_;  // Destroyed before the above, which its calls use.
   mutable absl::Mutex mu_;
   // Equals rpc_ once it serves; null before.

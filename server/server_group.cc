@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/server_group.h"
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
+#include "server/group_parts.h"
+
+namespace ema {
+namespace {
+
+// Members with another version of their messages cannot work together.
+constexpr int64_t kProtocol = 1;
+
+}  // namespace
+
+ServerGroup::ServerGroup(const ServerOptions& options, std::shared_ptr<ModelStore> store,
+                         LogSink log)
+    : options_(options), store_(std::move(store)), log_(std::move(log)) {}
+
+absl::StatusOr<std::unique_ptr<ServerGroup>> ServerGroup::Create(const ServerOptions& options,
+                                                                 std::shared_ptr<ModelStore> store,
+                                                                 LogSink log) {
+  if (!options.data_dir.empty()) {
+    return absl::InvalidArgumentError(
+        "--data-dir with --group: checkpoints of models on a group are not supported yet");
+  }
+  std::unique_ptr<ServerGroup> group(new ServerGroup(options, std::move(store), std::move(log)));
+  EMA_ASSIGN_OR_RETURN(group->registry_, OpenRegistry(options, group->log_));
+  EMA_ASSIGN_OR_RETURN(group->peers_, group::Peers::Start(PeersOptions(options)));
+  group->models_ = std::make_unique<group::GroupModels>(
+      group->store_.get(), group->peers_.get(),
+      group::GroupModels::Options{.session_timeout = options.limits.session_timeout,
+                                  .registry_patience = options.etcd_patience,
+                                  .log = group->log_});
+  return group;
+}
+
+ServerGroup::~ServerGroup() { Stop(); }
+
+absl::Status ServerGroup::Join(int port) {
+  std::string address = options_.advertise;
+  if (absl::EndsWith(address, ":0")) {
+    address = absl::StrCat(address.substr(0, address.size() - 1), port);
+  }
+  const MemoryBudget& budget = store_->budget();
+  EMA_ASSIGN_OR_RETURN(
+      member_, group::Member::Join(
+                   {.group = options_.group,
+                    .name = options_.member,
+                    .record = {.boot = RandomHex(4),
+                               .address = address,
+                               .device = std::string(store_->device().name()),
+                               .memory_budget_bytes = budget.total_bytes(),
+                               .free_memory_bytes = budget.total_bytes() - budget.reserved_bytes(),
+                               .program_version = std::string(ServerVersion()),
+                               .protocol = kProtocol},
+                    .registry = registry_.get(),
+                    .log = log_}));
+  models_->Start(member_.get());
+  LogTo(log_, LogLevel::kInfo, "joined group",
+        {{"group", options_.group}, {"member", options_.member}, {"address", address}});
+  return absl::OkStatus();
+}
+
+void ServerGroup::Leave() {
+  if (member_ == nullptr) return;
+  models_->Stop();
+  const absl::Status left = member_->Leave();
+  if (!left.ok()) {
+    LogTo(log_, LogLevel::kWarning, "group not left; the member's key expires", {{"error", left}});
+  }
+  member_ = nullptr;
+}
+
+void ServerGroup::Stop() {
+  if (models_ != nullptr) models_->Stop();
+  member_ = nullptr;
+  if (peers_ != nullptr) peers_->Stop();
+}
+
+}  // namespace ema
