@@ -133,7 +133,7 @@ int main(int argc, char** argv) {
   app.add_option(
          "--server", options.server,
          "Address of the server: host:port (50051 if left out), emas://host:port over TLS, or "
-         "unix:/path")
+         "unix:/path; several servers of one group: ema://host:port,host:port")
       ->envname("EMA_SERVER")
       ->capture_default_str();
   const auto add_file = [&app](const char* flag, const char* environment, std::string& file,

@@ -54,7 +54,8 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address)
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
                                                        const Options& options) {
-  EMA_ASSIGN_OR_RETURN(client_internal::Address parsed, client_internal::Address::Parse(address));
+  EMA_ASSIGN_OR_RETURN(std::vector<client_internal::Address> addresses,
+                       client_internal::Address::ParseList(address));
   if (options.chunk_bytes < kMinChunkBytes || options.chunk_bytes > kMaxChunkBytes) {
     return BadRequest(absl::StrCat("chunk_bytes ", options.chunk_bytes, ": must be from ",
                                    kMinChunkBytes, " to ", kMaxChunkBytes));
@@ -63,7 +64,8 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
     return BadRequest(absl::StrCat("max_connections ", options.max_connections,
                                    ": must be from 0 to ", kMaxConnections));
   }
-  if (parsed.is_tls && options.tls.certificate_file.empty() != options.tls.key_file.empty()) {
+  if (addresses.front().is_tls &&
+      options.tls.certificate_file.empty() != options.tls.key_file.empty()) {
     return BadRequest(absl::StrCat("tls.certificate_file \"", options.tls.certificate_file,
                                    "\", tls.key_file \"", options.tls.key_file,
                                    "\": expected both or none"));
@@ -71,7 +73,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
   EMA_RETURN_IF_ERROR(client_internal::Token(options.token, options.token_file).Check());
   EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());
   KeepFreedMemory();
-  auto impl = std::make_shared<Impl>(std::move(parsed), options);
+  auto impl = std::make_shared<Impl>(std::move(addresses), options);
   return std::unique_ptr<Client>(new Client(std::move(impl)));
 }
 

@@ -6,10 +6,59 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/transport/convert.h"
 #include "client/cpp/transport/retry.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
+namespace {
+
+std::string NameOf(const std::vector<client_internal::Address>& addresses) {
+  return absl::StrJoin(addresses, ",", [](std::string* out, const client_internal::Address& one) {
+    out->append(one.ToString());
+  });
+}
+
+}  // namespace
+
+Client::Impl::Impl(std::vector<client_internal::Address> addresses, const Options& options)
+    : options_(options),
+      token_(options.token, options.token_file),
+      addresses_(std::move(addresses)),
+      dialers_(addresses_.begin(), addresses_.end()) {}
+
+absl::StatusOr<std::shared_ptr<Client::Impl>> Client::Impl::ClientOfMember(
+    std::string_view address) {
+  absl::StatusOr<client_internal::Address> parsed = client_internal::Address::Parse(address);
+  if (!parsed.ok() || !parsed->path.empty()) {
+    return client_internal::MalformedReply(
+        absl::StrCat("the address of a server of the group is \"", std::string(address), "\""));
+  }
+  parsed->is_tls = addresses_.front().is_tls;
+  std::string name = parsed->ToString();
+  if (addresses_.size() == 1 && name == addresses_.front().ToString()) return shared_from_this();
+  absl::MutexLock lock(&members_mu_);
+  std::shared_ptr<Impl>& member = members_[std::move(name)];
+  if (member == nullptr) {
+    member = std::make_shared<Impl>(std::vector{*std::move(parsed)}, options_);
+  }
+  return member;
+}
+
+absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Dial(SteadyTime deadline,
+                                                                             Interrupt* interrupt) {
+  absl::StatusOr<std::shared_ptr<Connection>> opened;
+  std::vector<std::string> errors;
+  for (size_t tries = 0; tries < dialers_.size(); ++tries) {
+    opened = Connection::Open(dialers_[next_dialer_], options_.tls, token_, deadline, interrupt);
+    if (opened.ok() || !absl::IsUnavailable(opened.status())) return opened;
+    errors.emplace_back(opened.status().message());
+    next_dialer_ = (next_dialer_ + 1) % dialers_.size();
+  }
+  return absl::UnavailableError(absl::StrJoin(errors, "; "));
+}
 
 absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
     SteadyTime deadline, Interrupt* interrupt) {
@@ -25,7 +74,7 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
       if (is_fired) return absl::CancelledError("interrupted");
       if (SteadyNow() >= deadline) {
         return absl::DeadlineExceededError(
-            absl::StrCat("server ", dialer_.address().ToString(), ": no answer in time"));
+            absl::StrCat("server ", NameOf(addresses_), ": no answer in time"));
       }
       const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !dialing_; };
       dialing_wait_.AwaitUntil(
@@ -35,12 +84,17 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
     dead = std::exchange(connection_, nullptr);
     dialing_ = true;
   }
-  absl::StatusOr<std::shared_ptr<Connection>> opened =
-      Connection::Open(dialer_, options_.tls, token_, deadline, interrupt);
+  // Another server of the group can answer at once, and over TLS a connection that was never
+  // established looks like this, too.
+  if (dead != nullptr) next_dialer_ = (next_dialer_ + 1) % dialers_.size();
+  absl::StatusOr<std::shared_ptr<Connection>> opened = Dial(deadline, interrupt);
   absl::MutexLock lock(&mu_);
   dialing_ = false;
   dialing_wait_.WakeAll();
-  if (opened.ok()) connection_ = *opened;
+  if (opened.ok()) {
+    connection_ = *opened;
+    connected_address_ = next_dialer_;
+  }
   return opened;
 }
 
@@ -50,6 +104,7 @@ void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
   constexpr absl::Duration kMaxWait = absl::Milliseconds(200);
   const auto has_enough = [&] { return static_cast<int64_t>(connections->size()) >= count; };
   std::vector<std::shared_ptr<Connection>> dead;  // Destroyed without the lock.
+  size_t address = 0;
   {
     absl::MutexLock lock(&mu_);
     const auto lost = std::partition(more_connections_.begin(), more_connections_.end(),
@@ -59,8 +114,9 @@ void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
     for (const auto& one : more_connections_) {
       if (!has_enough()) connections->push_back(one);
     }
+    address = connected_address_;
   }
-  client_internal::Dialer dialer(dialer_.address());
+  client_internal::Dialer dialer(addresses_[address]);
   const SteadyTime give_up = After(SteadyNow(), kMaxWait);
   while (!has_enough()) {
     absl::StatusOr<std::shared_ptr<Connection>> opened =
@@ -124,12 +180,21 @@ std::unique_ptr<LanePipe> Client::Impl::TakeLane(SteadyTime deadline, Interrupt*
   return nullptr;
 }
 
+absl::Status Client::Impl::TryAtHome(SteadyTime deadline, Interrupt* interrupt,
+                                     absl::FunctionRef<absl::Status(Call&)> attempt) {
+  absl::Status status = Try(deadline, interrupt, attempt);
+  const std::string address = GetGroupHint(status).home;
+  if (GetErrorReason(status) != ErrorReason::kNotHome || address.empty()) return status;
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Impl> home, ClientOfMember(address));
+  return home->Try(deadline, interrupt, attempt);
+}
+
 absl::Status Client::Impl::Retry(SteadyTime deadline, Interrupt* interrupt,
                                  absl::FunctionRef<absl::Status(Call&)> attempt) {
   client_internal::Backoff backoff;
   absl::Status last_error;
   while (true) {
-    absl::Status status = Try(deadline, interrupt, attempt);
+    absl::Status status = TryAtHome(deadline, interrupt, attempt);
     // That there was no server says more than that time ran out.
     if (status.code() == absl::StatusCode::kDeadlineExceeded && !last_error.ok()) return last_error;
     if (!client_internal::IsRetryable(status)) return status;

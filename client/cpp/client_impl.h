@@ -4,6 +4,8 @@
 #ifndef EMA_CLIENT_CPP_CLIENT_IMPL_H_
 #define EMA_CLIENT_CPP_CLIENT_IMPL_H_
 
+#include <cstddef>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -52,14 +54,14 @@ Request MakeRequest(std::string_view model, const VersionId& id) {
 }  // namespace client_internal
 
 // Thread-safe. Shared by a client and its runs.
-class Client::Impl {
+class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
  public:
   using Call = client_internal::Call;
   using Connection = client_internal::Connection;
   using Interrupt = client_internal::Interrupt;
 
-  Impl(client_internal::Address address, const Options& options)
-      : options_(options), token_(options.token, options.token_file), dialer_(std::move(address)) {}
+  // `addresses`: at least one; several are servers of one group, any of which will do.
+  Impl(std::vector<client_internal::Address> addresses, const Options& options);
 
   const Options& options() const { return options_; }
   const client_internal::Token& token() const { return token_; }
@@ -69,8 +71,13 @@ class Client::Impl {
   }
   const client_internal::ForkGuard& fork_guard() const { return fork_guard_; }
 
-  // Returns the connection; opens a new one if there is none, or it is dead. Errors as
-  // Connection::Open().
+  // The client of another server of the group, with the same options; this one, if the address is
+  // the only one that it has. INTERNAL: not HOST:PORT.
+  absl::StatusOr<std::shared_ptr<Impl>> ClientOfMember(std::string_view address)
+      ABSL_LOCKS_EXCLUDED(members_mu_);
+
+  // Returns the connection; opens a new one if there is none, or it is dead, then to the next
+  // address. Tries each address once. Errors as Connection::Open().
   absl::StatusOr<std::shared_ptr<Connection>> Connect(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -90,7 +97,8 @@ class Client::Impl {
   // True if the server offers lanes to this host.
   bool HasLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Makes one call without retries. Returns the result of `attempt`, a Status or StatusOr.
+  // Makes one call without retries. Returns the result of `attempt`, a Status or StatusOr. Does not
+  // follow NOT_HOME.
   template <typename Attempt>
   std::invoke_result_t<Attempt, Call&> Try(SteadyTime deadline, Interrupt* interrupt,
                                            Attempt attempt) {
@@ -99,7 +107,11 @@ class Client::Impl {
     return attempt(call);
   }
 
-  // Repeats the call while its error is transient and the deadline allows. Returns the last
+  // Makes one call. If the server answers NOT_HOME, repeats it once, on the server that the answer
+  // names.
+  absl::Status TryAtHome(SteadyTime deadline, Interrupt* interrupt,
+                         absl::FunctionRef<absl::Status(Call&)> attempt);
+  // Repeats TryAtHome() while its error is transient and the deadline allows. Returns the last
   // transient error if time runs out.
   absl::Status Retry(SteadyTime deadline, Interrupt* interrupt,
                      absl::FunctionRef<absl::Status(Call&)> attempt);
@@ -122,7 +134,12 @@ class Client::Impl {
   template <typename Request, typename Response>
   absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
                                 SteadyTime deadline, Interrupt* interrupt) {
-    return Try(deadline, interrupt, [&](Call& call) { return UnaryOn(call, prepare, request); });
+    Response response;
+    EMA_RETURN_IF_ERROR(TryAtHome(deadline, interrupt, [&](Call& call) -> absl::Status {
+      EMA_ASSIGN_OR_RETURN(response, UnaryOn(call, prepare, request));
+      return absl::OkStatus();
+    }));
+    return response;
   }
   // The same two for a call by the user, on the user's thread.
   template <typename Request, typename Response>
@@ -162,14 +179,21 @@ class Client::Impl {
   }
 
  private:
+  // Opens a connection to the first address that can be reached, from the last one on.
+  absl::StatusOr<std::shared_ptr<Connection>> Dial(SteadyTime deadline, Interrupt* interrupt);
+
   const client_internal::ForkGuard fork_guard_;
   const Options options_;
   const client_internal::Token token_;
+  const std::vector<client_internal::Address> addresses_;
 
   absl::Mutex mu_;           // Not held while dialing.
   SteadyWait dialing_wait_;  // Woken when `dialing_` changes.
   bool dialing_ ABSL_GUARDED_BY(mu_) = false;
-  client_internal::Dialer dialer_;  // Belongs to the thread that has set `dialing_`.
+  // These two belong to the thread that has set `dialing_`. One dialer for each address.
+  std::vector<client_internal::Dialer> dialers_;
+  size_t next_dialer_ = 0;
+  size_t connected_address_ ABSL_GUARDED_BY(mu_) = 0;
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   std::vector<std::shared_ptr<Connection>> more_connections_ ABSL_GUARDED_BY(mu_);
   // The connection over which the lanes were queried. A new one may lead to a restarted server,
@@ -178,6 +202,9 @@ class Client::Impl {
   SteadyTime no_lane_until_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
   absl::Duration lane_pause_ ABSL_GUARDED_BY(mu_) = absl::Seconds(1);
   client_internal::LanePool lanes_;
+
+  absl::Mutex members_mu_;
+  std::map<std::string, std::shared_ptr<Impl>> members_ ABSL_GUARDED_BY(members_mu_);
 };
 
 }  // namespace ema

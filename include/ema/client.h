@@ -51,7 +51,8 @@ struct PullInfo {
 class VersionWatch;
 
 // A connection to one server. Thread-safe. Connects on first use. All calls share one connection;
-// large pushes may use more (Options::max_connections).
+// large pushes may use more (Options::max_connections). For a model on a group of servers, calls
+// go to its home, pushes and pulls to all of its servers, over connections of their own.
 //
 // In a forked child a Client of the parent must not be used; destroying it there does nothing.
 class Client {
@@ -94,7 +95,8 @@ class Client {
   };
 
   // `address`: "host:port" or "[v6]:port", also as "ema://host:port"; over TLS "emas://host:port"
-  // or "tls:host:port"; or "unix:/path". The default port is 50051. Does not connect.
+  // or "tls:host:port"; or "unix:/path". The default port is 50051. "ema://host:port,host:port"
+  // lists servers of one group: the first one that can be reached is used. Does not connect.
   // INVALID_ARGUMENT: another form, an option out of range, or not a token. The first client of a
   // process makes glibc's malloc keep up to 32 MB of freed memory, as any program does that frees
   // an array of 16 MB; otherwise receive buffers would fault in again and again. This has no effect

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/transport/dial.h"
 #include "tests/client/fake_server.h"
 #include "tests/testutil/status_matchers.h"
@@ -18,6 +19,7 @@
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -63,6 +65,25 @@ INSTANTIATE_TEST_SUITE_P(
                     AddressCase{"unix:/tmp/x", "unix:/tmp/x"}, AddressCase{"unix:tmp/x", nullptr},
                     AddressCase{"unix:", nullptr}, AddressCase{"a b:1", nullptr}));
 
+TEST(AddressListTest, ThePrefixCountsForAllAddresses) {
+  const auto parse = [](std::string_view text) {
+    std::vector<std::string> names;
+    const auto addresses = client_internal::Address::ParseList(text);
+    if (!addresses.ok()) return names;
+    for (const client_internal::Address& one : *addresses) names.push_back(one.ToString());
+    return names;
+  };
+  EXPECT_THAT(parse("ema://a:1,b,[::1]:3/"), ElementsAre("a:1", "b:50051", "[::1]:3"));
+  EXPECT_THAT(parse("emas://a,b:2"), ElementsAre("tls:a:50051", "tls:b:2"));
+  EXPECT_THAT(parse("tls:a,b"), ElementsAre("tls:a:50051", "tls:b:50051"));
+  EXPECT_THAT(parse("a:1"), ElementsAre("a:1"));
+  EXPECT_THAT(parse("unix:/tmp/a,b"), ElementsAre("unix:/tmp/a,b"));
+  for (const char* bad : {"a,,b", ",a", "a,", "ema://a,ema://b", ""}) {
+    EXPECT_THAT(parse(bad), IsEmpty()) << bad;
+    EXPECT_THAT(Client::Create(bad), ReasonIs(ErrorReason::kBadRequest)) << bad;
+  }
+}
+
 TEST(ClientOptionsTest, RefusesChunkSizesThatDoNotWork) {
   for (const int64_t bytes : {int64_t{0}, int64_t{7}, (int64_t{4} << 20) + 1}) {
     EXPECT_THAT(Client::Create("h:1", {.chunk_bytes = bytes}),
@@ -77,6 +98,44 @@ class ClientTest : public testing::Test {
   FakeServer server_{OneTensor()};
   std::unique_ptr<Client> client_;
 };
+
+TEST_F(ClientTest, UsesTheFirstServerOfAListThatCanBeReached) {
+  FakeServer second(OneTensor());
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto client,
+      Client::Create(absl::StrCat("ema://127.0.0.1:1,", server_.address(), ",", second.address())));
+  server_.edit_model = [](v1::Model& model) { model.set_run_epoch(1); };
+  second.edit_model = [](v1::Model& model) { model.set_run_epoch(2); };
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo of_first, client->GetModel("m"));
+  EXPECT_EQ(of_first.run_epoch, 1);
+  server_.Stop();
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo of_second, client->GetModel("m"));
+  EXPECT_EQ(of_second.run_epoch, 2);
+  second.Stop();
+  EXPECT_THAT(client->IsServing(),
+              StatusIs(absl::StatusCode::kUnavailable,
+                       AllOf(HasSubstr("127.0.0.1:1"), HasSubstr(second.address()))));
+}
+
+TEST_F(ClientTest, ACallIsRepeatedOnceAtTheHome) {
+  FakeServer home(OneTensor());
+  home.edit_model = [](v1::Model& model) { model.set_run_epoch(7); };
+  absl::Status not_home =
+      MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome, "the home is there");
+  SetGroupHint(not_home, {.home = home.address()});
+  server_.unary_errors = {not_home, not_home, not_home};
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo info, client_->GetModel("m"));
+  EXPECT_EQ(info.run_epoch, 7);
+
+  // A home that says that it is none is not followed for ever.
+  home.unary_errors = {absl::OkStatus(), not_home, absl::OkStatus()};
+  EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kNotHome));
+
+  SetGroupHint(not_home, {.home = "not an address"});
+  server_.unary_errors.back() = not_home;
+  EXPECT_THAT(client_->GetModel("m"),
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("not an address")));
+}
 
 TEST_F(ClientTest, ModelsComeAsTheyAre) {
   const absl::StatusOr<Client::CreateModelResult> created = client_->CreateModel(

@@ -29,6 +29,10 @@ grpc::Status WithDetail(grpc::ServerContext* context, const absl::Status& status
     v1::ErrorDetail detail;
     detail.set_reason(static_cast<v1::ErrorReason>(GetErrorReason(status)));
     detail.set_retry_delay_ms(absl::ToInt64Milliseconds(GetRetryDelay(status)));
+    const GroupHint hint = GetGroupHint(status);
+    detail.set_home(hint.home);
+    detail.set_round(hint.round);
+    detail.set_incarnation(hint.incarnation);
     context->AddTrailingMetadata("ema-error-detail-bin", detail.SerializeAsString());
   }
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()), std::string(status.message()));

@@ -12,6 +12,7 @@
 #include "client/cpp/transport/message_reader.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/client.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema {
@@ -54,6 +55,7 @@ class VersionWatch::Impl {
   absl::StatusOr<std::optional<Item>> Take(grpc::ByteBuffer& message);
 
   const std::shared_ptr<Client::Impl> client_;
+  std::shared_ptr<Client::Impl> home_;  // Where the client's server refers to; null: nowhere.
   client_internal::Interrupt interrupt_;
   v1::WatchRequest request_;  // After the last item.
   const absl::Duration timeout_;
@@ -83,8 +85,14 @@ absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Next() {
 
 absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime give_up) {
   if (stream_ == nullptr) {
-    EMA_ASSIGN_OR_RETURN(auto connection, client_->Connect(give_up, &interrupt_));
-    stream_ = std::make_unique<Stream>(std::move(connection), &interrupt_, request_);
+    Client::Impl& server = home_ != nullptr ? *home_ : *client_;
+    absl::StatusOr<std::shared_ptr<client_internal::Connection>> connection =
+        server.Connect(give_up, &interrupt_);
+    if (!connection.ok()) {
+      home_ = nullptr;  // The next try asks the client's server again.
+      return connection.status();
+    }
+    stream_ = std::make_unique<Stream>(*std::move(connection), &interrupt_, request_);
   }
   while (true) {
     switch (stream_->reader.Next(give_up)) {
@@ -99,6 +107,11 @@ absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime give_u
       case MessageReader::Event::kEnd: {
         const absl::Status end = stream_->reader.Finish();
         stream_ = nullptr;
+        const bool was_home = std::exchange(home_, nullptr) != nullptr;
+        if (GetErrorReason(end) == ErrorReason::kNotHome && !was_home) {
+          EMA_ASSIGN_OR_RETURN(home_, client_->ClientOfMember(GetGroupHint(end).home));
+          return Attempt(give_up);
+        }
         // A watch has no end of its own.
         return end.ok() ? absl::UnavailableError("the server ended the watch") : end;
       }

@@ -140,6 +140,24 @@ absl::StatusOr<Address> Address::Parse(std::string_view text) {
   return Address{.host = std::string(host), .port = absl::StrCat(number), .is_tls = is_tls};
 }
 
+absl::StatusOr<std::vector<Address>> Address::ParseList(std::string_view text) {
+  const bool is_unix = text.starts_with("unix:");
+  std::string_view prefix;
+  for (const std::string_view scheme : {"emas://", "ema://", "tls:"}) {
+    if (text.starts_with(scheme)) prefix = scheme;
+  }
+  std::string_view rest = text.substr(prefix.size());
+  std::vector<Address> addresses;
+  while (true) {
+    const size_t comma = is_unix ? std::string_view::npos : rest.find(',');
+    EMA_ASSIGN_OR_RETURN(Address address, Parse(absl::StrCat(std::string(prefix),
+                                                             std::string(rest.substr(0, comma)))));
+    addresses.push_back(std::move(address));
+    if (comma == std::string_view::npos) return addresses;
+    rest.remove_prefix(comma + 1);
+  }
+}
+
 std::string Address::ToString() const {
   if (!path.empty()) return absl::StrCat("unix:", path);
   return absl::StrCat(is_tls ? "tls:" : "", Authority());

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "client/cpp/transport/interrupt.h"
@@ -24,6 +25,9 @@ struct Address {
 
   // Parses an address of Client::Create(). INVALID_ARGUMENT, BAD_REQUEST: another form.
   static absl::StatusOr<Address> Parse(std::string_view text);
+  // The same for a list "ema://host:port,host:port" of servers of one group; the prefix counts for
+  // all of them. Without a comma, and for a unix socket: one address.
+  static absl::StatusOr<std::vector<Address>> ParseList(std::string_view text);
   std::string ToString() const;
   // "host:port", as in a URL. REQUIRES: not a unix socket.
   std::string Authority() const;

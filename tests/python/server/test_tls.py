@@ -347,6 +347,7 @@ def test_a_missing_file_is_named(server: ServerProcess) -> None:
 
 def test_addresses() -> None:
     assert split_url("emas://host/m") == ("emas://host", "m")
+    assert split_url("ema://a:1,b:2/m") == ("ema://a:1,b:2", "m")
     assert split_url("ema+unix:///run/ema.sock/m") == ("unix:/run/ema.sock", "m")
     for address, found in (
         ("emas://127.0.0.1", "tls:127.0.0.1:50051"),

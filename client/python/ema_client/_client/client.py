@@ -50,7 +50,8 @@ class Client:
     FailedPreconditionError.
 
     Args:
-        address: "host:port", "emas://host:port" over TLS, "unix:/path". Without a port: 50051.
+        address: "host:port", "emas://host:port" over TLS, "unix:/path". Without a port: 50051. Several
+            servers of one group: "ema://host:port,host:port"; the first that can be reached is used.
         timeout_s: seconds for every call without its own. None: 600 for calls that move weights or wait for
             the server's disk, 60 for others.
         same_host_lane: push and pull through shared memory if the server is on this host, runs as the same

@@ -14,6 +14,7 @@ def split_url(url: str) -> tuple[str, str]:
     """Splits `ema://host:port/model` into the address of a `Client` and the model.
 
     In `ema+unix:///run/ema.sock/model`, for a unix socket, the last part is the model.
+    `ema://host:port,host:port/model` lists servers of one group; the address is the whole list.
     """
     problem = ""
     if isinstance(url, str):
