@@ -47,6 +47,23 @@ absl::StatusOr<std::shared_ptr<Client::Impl>> Client::Impl::ClientOfMember(
   return member;
 }
 
+std::shared_ptr<const client_internal::PartitionMap> Client::Impl::FindPartitions(
+    const std::string& model) const {
+  absl::MutexLock lock(&members_mu_);
+  const auto found = partitions_.find(model);
+  return found == partitions_.end() ? nullptr : found->second;
+}
+
+void Client::Impl::SetPartitions(const std::string& model,
+                                 std::shared_ptr<const client_internal::PartitionMap> partitions) {
+  absl::MutexLock lock(&members_mu_);
+  if (partitions == nullptr) {
+    partitions_.erase(model);
+  } else {
+    partitions_[model] = std::move(partitions);
+  }
+}
+
 absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Dial(SteadyTime deadline,
                                                                              Interrupt* interrupt) {
   absl::StatusOr<std::shared_ptr<Connection>> opened;

@@ -36,6 +36,8 @@ namespace client_internal {
 
 using Stub = v1::EmaService::Stub;
 
+class PartitionMap;
+
 // Return a request for `model`, or for one version of it.
 template <typename Request>
 Request MakeRequest(std::string_view model) {
@@ -74,6 +76,14 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   // The client of another server of the group, with the same options; this one, if the address is
   // the only one that it has. INTERNAL: not HOST:PORT.
   absl::StatusOr<std::shared_ptr<Impl>> ClientOfMember(std::string_view address)
+      ABSL_LOCKS_EXCLUDED(members_mu_);
+
+  // The partitions of a model, as the last call of SetPartitions() has set them. Null: unknown, or
+  // the model is on one server.
+  std::shared_ptr<const client_internal::PartitionMap> FindPartitions(
+      const std::string& model) const ABSL_LOCKS_EXCLUDED(members_mu_);
+  void SetPartitions(const std::string& model,
+                     std::shared_ptr<const client_internal::PartitionMap> partitions)
       ABSL_LOCKS_EXCLUDED(members_mu_);
 
   // Returns the connection; opens a new one if there is none, or it is dead, then to the next
@@ -203,8 +213,11 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   absl::Duration lane_pause_ ABSL_GUARDED_BY(mu_) = absl::Seconds(1);
   client_internal::LanePool lanes_;
 
-  absl::Mutex members_mu_;
+  mutable absl::Mutex members_mu_;
   std::map<std::string, std::shared_ptr<Impl>> members_ ABSL_GUARDED_BY(members_mu_);
+  // By the name of the model.
+  std::map<std::string, std::shared_ptr<const client_internal::PartitionMap>> partitions_
+      ABSL_GUARDED_BY(members_mu_);
 };
 
 }  // namespace ema

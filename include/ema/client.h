@@ -378,7 +378,8 @@ class Client {
     // the run ends. If the host has less, half as much is tried, and so on down to 64 MiB. If the
     // whole push fits, the weights may change as soon as they have been copied, and bytes lost with
     // a connection are sent again from this memory; otherwise the trainer also waits for the
-    // network. May differ between ranks.
+    // network. May differ between ranks. For a model on a group of servers it is divided among the
+    // servers in proportion to their bytes, but each gets at least eight chunks.
     int64_t max_staging_bytes = int64_t{64} << 20;
   };
   // Joins a run. Does not wait for the other ranks: the first push and Run::WaitReady() do.

@@ -24,7 +24,9 @@
 namespace ema {
 
 namespace client_internal {
-class RunCore;
+class CurrentPush;
+class OpenedRun;
+class RunningPush;
 }  // namespace client_internal
 
 // The transport of the bytes of a push or a pull.
@@ -158,8 +160,9 @@ class Run {
 
  private:
   friend class Client;
-  explicit Run(std::shared_ptr<client_internal::RunCore> core);
-  std::shared_ptr<client_internal::RunCore> core_;
+  explicit Run(std::shared_ptr<client_internal::OpenedRun> run);
+  std::shared_ptr<client_internal::OpenedRun> run_;
+  std::shared_ptr<client_internal::CurrentPush> current_push_;
 };
 
 // A push that runs in the background. It recovers from broken connections: QueryPush returns the
@@ -224,12 +227,12 @@ class PendingPush {
   };
   Stats stats() const;
 
-  class Impl;
+  class Impl;  // A push to one server.
 
  private:
   friend class Run;
-  explicit PendingPush(std::shared_ptr<Impl> impl);
-  std::shared_ptr<Impl> impl_;
+  explicit PendingPush(std::shared_ptr<client_internal::RunningPush> push);
+  std::shared_ptr<client_internal::RunningPush> push_;
 };
 
 }  // namespace ema

@@ -85,6 +85,28 @@ void FakeServer::SetLatest(const v1::VersionRecord& record) {
   latest_ = record;
 }
 
+void FakeServer::Publish(const v1::VersionRecord& record, int64_t next_round) {
+  absl::MutexLock lock(&mu_);
+  steps_[record.step()].record = latest_ = record;
+  next_round_ = next_round;
+}
+
+void FakeServer::AbandonStep(int64_t step) {
+  absl::MutexLock lock(&mu_);
+  const auto found = steps_.find(step);
+  if (found != steps_.end() && found->second.record.version() == 0) {
+    found->second.abandoned = true;
+  }
+}
+
+int64_t FakeServer::PushingRanksLocked() const {
+  if (!on_complete) return world_size;
+  const auto count = std::count_if(layouts_.begin(), layouts_.end(), [](const auto& layout) {
+    return !layout.second.shards().empty();
+  });
+  return std::max<int64_t>(count, 1);
+}
+
 std::vector<FakeServer::SeenPush> FakeServer::pushes() const {
   absl::MutexLock lock(&mu_);
   return pushes_;
@@ -234,7 +256,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
     if (!open_run_error.ok()) return WithDetail(context, open_run_error);
     if (launch_id_ != request->launch_id()) {
       launch_id_ = request->launch_id();
-      ++run_epoch_;
+      run_epoch_ = request->run_epoch() != 0 ? request->run_epoch() : run_epoch_ + 1;
       layouts_.clear();
     }
     response->set_layout_digest(layout->digest());
@@ -245,6 +267,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
     if (latest_.version() != 0) *response->mutable_latest() = latest_;
     *response->mutable_plan() = MakePlan(latest_);
   }
+  if (edit_open_run) edit_open_run(*response);
   if (hold_join) Hold(context);
   return grpc::Status::OK;
 }
@@ -268,7 +291,17 @@ absl::Status FakeServer::AddChunk(const v1::PushHeader& header, const v1::PushCh
 
 absl::Status FakeServer::Commit(const v1::PushHeader& header, const v1::PushCommit& commit,
                                 int64_t chunk_count) {
-  absl::MutexLock lock(&mu_);
+  bool is_complete = false;
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(CommitLocked(header, commit, chunk_count, &is_complete));
+  }
+  if (is_complete && on_complete) on_complete(header.step());
+  return absl::OkStatus();
+}
+
+absl::Status FakeServer::CommitLocked(const v1::PushHeader& header, const v1::PushCommit& commit,
+                                      int64_t chunk_count, bool* is_complete) {
   Step& step = steps_[header.step()];
   RankBytes& rank = step.ranks[header.rank()];
   std::string bytes;
@@ -287,7 +320,9 @@ absl::Status FakeServer::Commit(const v1::PushHeader& header, const v1::PushComm
     return MakeError(absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch, "digest");
   }
   if (!std::exchange(rank.committed, true)) ++step.committed_count;
-  if (step.committed_count == world_size && step.record.version() == 0) {
+  *is_complete = step.committed_count == PushingRanksLocked();
+  if (on_complete) return absl::OkStatus();
+  if (*is_complete && step.record.version() == 0) {
     step.record.set_incarnation(1);
     step.record.set_version(latest_.version() + 1);
     step.record.set_step(header.step());
@@ -317,6 +352,7 @@ absl::Status FakeServer::Answer(grpc::ServerContext* context, const v1::PushHead
   }
   *response->mutable_version() = steps_[header.step()].record;
   *response->mutable_plan() = MakePlan(latest_);
+  response->set_round(next_round_);
   return absl::OkStatus();
 }
 
@@ -331,6 +367,7 @@ grpc::Status FakeServer::Push(grpc::ServerContext* context,
   PushScript script;
   size_t index = 0;
   absl::Status error;
+  const absl::Status checked = check_push ? check_push(header) : absl::OkStatus();
   {
     absl::MutexLock lock(&mu_);
     index = pushes_.size();
@@ -338,8 +375,11 @@ grpc::Status FakeServer::Push(grpc::ServerContext* context,
     if (index < push_scripts.size()) script = push_scripts[index];
     if (header.run_epoch() != run_epoch_ || launch_id_.empty()) {
       error = MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "run_epoch");
+    } else if (!checked.ok()) {
+      error = checked;
     } else if (script.refuse.ok()) {
-      steps_[header.step()];
+      Step& step = steps_[header.step()];
+      if (on_complete && step.abandoned) step = Step();
     }
   }
   if (!error.ok()) return WithDetail(context, error);
@@ -385,6 +425,10 @@ grpc::Status FakeServer::QueryPush(grpc::ServerContext* context,
                                    const v1::QueryPushRequest* request,
                                    v1::QueryPushResponse* response) {
   if (const absl::Status error = TakeUnaryError(); !error.ok()) return WithDetail(context, error);
+  // Also where the step has not come to this server.
+  if (on_abandon && request->abandon_if_unfinished()) {
+    response->set_round(on_abandon(request->step()));
+  }
   absl::MutexLock lock(&mu_);
   queries_.push_back(*request);
   if (request->run_epoch() != run_epoch_ || launch_id_.empty()) {
@@ -393,7 +437,9 @@ grpc::Status FakeServer::QueryPush(grpc::ServerContext* context,
   }
   const auto found = steps_.find(request->step());
   if (found == steps_.end() || found->second.abandoned) {
-    response->set_state(v1::QueryPushResponse::STATE_UNKNOWN);
+    response->set_state(on_abandon && request->abandon_if_unfinished()
+                            ? v1::QueryPushResponse::STATE_ABANDONED
+                            : v1::QueryPushResponse::STATE_UNKNOWN);
     return grpc::Status::OK;
   }
   Step& step = found->second;
@@ -438,6 +484,10 @@ grpc::Status FakeServer::Pull(grpc::ServerContext* context, const v1::PullReques
     if (index < pull_scripts.size()) script = pull_scripts[index];
   }
   if (!script.refuse.ok()) return WithDetail(context, script.refuse);
+  if (const absl::Status checked = check_pull ? check_pull(*request) : absl::OkStatus();
+      !checked.ok()) {
+    return WithDetail(context, checked);
+  }
   v1::PullResponse message;
   v1::PullHeader* const header = message.mutable_header();
   header->mutable_version()->set_incarnation(3);
@@ -449,6 +499,7 @@ grpc::Status FakeServer::Pull(grpc::ServerContext* context, const v1::PullReques
   tensor->mutable_spec()->set_dtype(v1::DTYPE_UINT8);
   tensor->mutable_spec()->add_shape(static_cast<int64_t>(pulled_bytes.size()));
   tensor->set_length_bytes(static_cast<int64_t>(pulled_bytes.size()));
+  if (edit_pull_header) edit_pull_header(*header);
   writer->Write(message);
 
   int64_t chunk_count = 0;

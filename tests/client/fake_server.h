@@ -90,6 +90,14 @@ class FakeServer final : public v1::EmaService::Service {
   bool hold_join = false;                         // OpenRun's reply waits for Release().
   std::optional<uint32_t> committed_digest = {};  // What QueryPush says of it.
   std::function<void(v1::Model&)> edit_model;
+  // A server of a group. The first two end a call with their result, unless OK. The step of a push
+  // is committed by Publish() only.
+  std::function<absl::Status(const v1::PushHeader&)> check_push;
+  std::function<absl::Status(const v1::PullRequest&)> check_pull;
+  std::function<void(v1::OpenRunResponse&)> edit_open_run;
+  std::function<void(v1::PullHeader&)> edit_pull_header;
+  std::function<void(int64_t step)> on_complete;    // All ranks with shards have committed.
+  std::function<int64_t(int64_t step)> on_abandon;  // Returns the next round.
   std::optional<v1::PushPlan> plan;  // Absent: the track "ema", as it stands at the newest version.
   // What calls about checkpoints answer with, whatever they ask for.
   v1::Checkpoint checkpoint;
@@ -98,6 +106,9 @@ class FakeServer final : public v1::EmaService::Service {
   int64_t pull_chunk_bytes = 1000;
   void Release() ABSL_LOCKS_EXCLUDED(mu_);
   void SetLatest(const v1::VersionRecord& record) ABSL_LOCKS_EXCLUDED(mu_);
+  // End a step of a server of a group.
+  void Publish(const v1::VersionRecord& record, int64_t next_round) ABSL_LOCKS_EXCLUDED(mu_);
+  void AbandonStep(int64_t step) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- What has happened. ---
   struct SeenPush {
@@ -170,6 +181,8 @@ class FakeServer final : public v1::EmaService::Service {
   };
 
   absl::Status TakeUnaryError() ABSL_LOCKS_EXCLUDED(mu_);
+  // How many ranks have to commit a step.
+  int64_t PushingRanksLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status NoteCheckpointCall(std::string_view name, const google::protobuf::Message& request)
       ABSL_LOCKS_EXCLUDED(mu_);
   v1::PushPlan MakePlan(const v1::VersionRecord& latest) const;
@@ -178,6 +191,9 @@ class FakeServer final : public v1::EmaService::Service {
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Commit(const v1::PushHeader& header, const v1::PushCommit& commit,
                       int64_t chunk_count) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CommitLocked(const v1::PushHeader& header, const v1::PushCommit& commit,
+                            int64_t chunk_count, bool* is_complete)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Waits for the step's commit, and answers.
   absl::Status Answer(grpc::ServerContext* context, const v1::PushHeader& header,
                       v1::PushResponse* response) ABSL_LOCKS_EXCLUDED(mu_);
@@ -197,6 +213,7 @@ class FakeServer final : public v1::EmaService::Service {
   std::map<int64_t, RankLayout> layouts_ ABSL_GUARDED_BY(mu_);
   std::map<int64_t, Step> steps_ ABSL_GUARDED_BY(mu_);
   v1::VersionRecord latest_ ABSL_GUARDED_BY(mu_);
+  int64_t next_round_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<SeenPush> pushes_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::QueryPushRequest> queries_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::WatchRequest> watches_ ABSL_GUARDED_BY(mu_);

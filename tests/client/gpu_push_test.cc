@@ -16,6 +16,7 @@
 #include "ema/client.h"
 #include "server/base/crc32c.h"
 #include "tests/client/fake_cuda.h"
+#include "tests/client/fake_group.h"
 #include "tests/client/fake_server.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/tcp_proxy.h"
@@ -182,6 +183,26 @@ TEST_F(GpuPushTest, SendsWhatTheTrainersStreamHasMadeByThen) {
     ASSERT_THAT(push->Wait(), IsOk());
     trainer_->Await();
     EXPECT_EQ(server_.StepBytes(step, 0), Filled(static_cast<int>(step))) << step;
+  }
+}
+
+class GroupGpuPushTest : public GpuPushTest {
+ protected:
+  FakeGroup group_{SmallManifest(), {1, 20, 1}};
+};
+
+TEST_F(GroupGpuPushTest, EveryServersPartIsCopiedBeforeTheWeightsChange) {
+  Open(group_.address());
+  for (int64_t step = 1; step <= 5; ++step) {
+    trainer_->Queue([this, step] { Fill(static_cast<int>(step)); });
+    const auto push = Start(step);
+    ASSERT_TRUE(push->WaitReleased(absl::Seconds(60)));
+    trainer_->Queue([this] { std::fill(weights_.begin(), weights_.end(), 'x'); });
+    ASSERT_THAT(push->Wait(), IsOk());
+    trainer_->Await();
+    std::string received;
+    for (size_t i = 0; i < group_.size(); ++i) received += group_.server(i).StepBytes(step, 0);
+    EXPECT_EQ(received, Filled(static_cast<int>(step))) << step;
   }
 }
 

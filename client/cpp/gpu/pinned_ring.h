@@ -32,7 +32,7 @@ class PinnedRing {
   // INVALID_ARGUMENT: `max_staging_bytes` is less than kMinRingBytes.
   static absl::Status CheckMaxStagingBytes(int64_t max_staging_bytes);
 
-  // `max_bytes`: size limit of all buffers together. REQUIRES: at least kMinRingBytes.
+  // `max_bytes`: size limit of all buffers together. REQUIRES: room for two buffers.
   explicit PinnedRing(int64_t max_bytes) : max_bytes_(max_bytes) {}
   // REQUIRES: every buffer has been given back, or is lost. If copies into lost buffers have not
   // ended, buffers and GPUs are leaked.

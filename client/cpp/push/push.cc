@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "client/cpp/push/await_push.h"
+#include "client/cpp/push/drop_step.h"
 #include "client/cpp/push/lane_sender.h"
 #include "client/cpp/push/push_messages.h"
 #include "client/cpp/transport/convert.h"
@@ -26,9 +26,7 @@ using client_internal::StagedChunks;
 
 namespace {
 
-// For the message that drops a step: the server has it at once, or is not there.
-constexpr absl::Duration kAbandonTimeout = absl::Seconds(1);
-// How long a trainer whose max_wait is over waits for that message.
+// How long a trainer whose max_wait is over waits for the message that drops the step.
 constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 // How long the kernel may take the slices of a push that has failed, before the connection is given
 // up.
@@ -39,10 +37,6 @@ constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long a trainer is held while no stream to the server is open: enough to connect again after a
 // cut, and no more, because a server that is gone may stay so.
 constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
-// How long nothing may move, no byte and no reply, before the server is asked whether it is there,
-// and how long it may take to answer: one that hangs keeps its streams open.
-constexpr absl::Duration kStillGrace = absl::Seconds(4);
-constexpr absl::Duration kAnswerTimeout = absl::Seconds(1);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
 // Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
 // itself.
@@ -55,6 +49,7 @@ bool ShowsServer(const absl::Status& error) {
     case ErrorReason::kDraining:
     case ErrorReason::kFenced:
     case ErrorReason::kRunIncomplete:
+    case ErrorReason::kGroupDegraded:
       return false;
     default:
       return true;
@@ -77,19 +72,20 @@ int64_t NextStreamGroup() {
 
 }  // namespace
 
-PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step,
-                        const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
-                        SteadyTime deadline, PushOptions options,
-                        std::vector<client_internal::Gpu*> gpus)
+PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run,
+                        client_internal::PushArguments arguments,
+                        std::vector<client_internal::Gpu*> gpus,
+                        const client_internal::GroupPart* part)
     : run_(std::move(run)),
-      step_(step),
-      time_(time),
-      shards_(std::move(shards)),
-      options_(std::move(options)),
+      step_(arguments.step),
+      time_(arguments.time),
+      shards_(std::move(arguments.shards)),
+      deadline_(arguments.deadline),
+      options_(std::move(arguments.options)),
       gpus_(std::move(gpus)),
+      part_(part != nullptr ? std::optional(*part) : std::nullopt),
       plan_revision_(run_->plan_revision()),
       start_(SteadyNow()),
-      deadline_(deadline),
       sender_(run_.get()) {}
 
 PendingPush::Impl::~Impl() {
@@ -135,18 +131,21 @@ void PendingPush::Impl::RunThread() {
   if (staged_.has_value()) staged_->Drop();
   gate_.HaveRead();
   DropSlices();
-  if (!result.ok()) result = DropStep(result.status());
+  if (!result.ok() && !part_.has_value()) result = DropStep(result.status());
   // To compare checksums it may have staged something once more.
   if (staged_.has_value()) staged_->Drop();
   sender_.DropConnections();
-  absl::MutexLock lock(&mu_);
-  if (result.ok()) {
-    run_->OnCommit(begun_epoch_, result->version, std::move(result->plan));
-    result_ = std::move(result->version);
-  } else {
-    result_ = AnnotateLostMemory(result.status());
+  {
+    absl::MutexLock lock(&mu_);
+    if (result.ok()) {
+      run_->OnCommit(begun_epoch_, result->version, std::move(result->plan));
+      result_ = std::move(result->version);
+    } else {
+      result_ = AnnotateLostMemory(result.status());
+    }
+    wait_.WakeAll();
   }
-  wait_.WakeAll();
+  if (part_.has_value()) part_->on_end();
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
@@ -168,28 +167,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
   }
 }
 
-absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
-  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
-  EMA_RETURN_IF_ERROR(ChooseBytes());
-  if (has_begun_) {
-    EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, QueryMissingChunks());
-    if (committed.has_value()) return *std::move(committed);
-  }
-  EMA_RETURN_IF_ERROR(Stage());
-  absl::StatusOr<Committed> committed = Send();
-  if (was_written_) {
-    return MakeError(
-        absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
-        absl::StrCat(
-            Name(),
-            ": the weights were written while they were being sent; the step is abandoned"));
-  }
-  // A stream that has lacked bytes says only that it was cancelled.
-  if (!committed.ok()) EMA_RETURN_IF_ERROR(StagingStatus());
-  return committed;
-}
-
-// Time that is spent on staging does not count as time without a server.
+// Time that is spent on staging, or on waiting for a turn, does not count as time without a server.
 class PendingPush::Impl::CutOffPause {
  public:
   explicit CutOffPause(Impl* push) : push_(push) {
@@ -206,6 +184,60 @@ class PendingPush::Impl::CutOffPause {
   const SteadyTime start_ = SteadyNow();
   SteadyTime since_;
 };
+
+// The turn to send of a part of a push to a group, until it has sent its last chunk: then it waits
+// for the other parts, some of which may still have to send.
+class PendingPush::Impl::SendTurn {
+ public:
+  explicit SendTurn(Impl* push) {
+    if (!push->part_.has_value()) return;
+    const CutOffPause pause(push);
+    client_internal::SendTurns* const turns = push->part_->turns;
+    if (turns->Take(push->part_->position, push->deadline_, &push->interrupt_)) {
+      turns_ = turns;
+    } else if (push->interrupt_.fired()) {
+      status_ = absl::CancelledError("interrupted");
+    } else {
+      status_ = absl::DeadlineExceededError(
+          absl::StrCat(push->Name(), " timed out before its turn to send"));
+    }
+  }
+  ~SendTurn() { End(); }
+  SendTurn(const SendTurn&) = delete;
+  SendTurn& operator=(const SendTurn&) = delete;
+
+  const absl::Status& status() const { return status_; }
+  void End() {
+    if (turns_ != nullptr) std::exchange(turns_, nullptr)->GiveBack();
+  }
+
+ private:
+  client_internal::SendTurns* turns_ = nullptr;  // Null: it has ended, or there are none.
+  absl::Status status_;
+};
+
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Attempt() {
+  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  EMA_RETURN_IF_ERROR(ChooseBytes());
+  if (has_begun_) {
+    EMA_ASSIGN_OR_RETURN(std::optional<Committed> committed, QueryMissingChunks());
+    if (committed.has_value()) return *std::move(committed);
+  }
+  EMA_RETURN_IF_ERROR(Stage());
+  SendTurn turn(this);
+  EMA_RETURN_IF_ERROR(turn.status());
+  absl::StatusOr<Committed> committed = Send(turn);
+  if (was_written_) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, ErrorReason::kDigestMismatch,
+        absl::StrCat(
+            Name(),
+            ": the weights were written while they were being sent; the step is abandoned"));
+  }
+  // A stream that has lacked bytes says only that it was cancelled.
+  if (!committed.ok()) EMA_RETURN_IF_ERROR(StagingStatus());
+  return committed;
+}
 
 absl::Status PendingPush::Impl::PrepareStaging() {
   if (gpus_.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
@@ -276,7 +308,10 @@ bool PendingPush::Impl::HasFrozen() const {
 }
 
 absl::Status PendingPush::Impl::ChooseBytes() {
-  if (has_begun_ && begun_epoch_ == run_->run_epoch()) return absl::OkStatus();
+  const int64_t round = part_.has_value() ? part_->round->get() : 0;
+  if (has_begun_ && begun_epoch_ == run_->run_epoch() && begun_round_ == round) {
+    return absl::OkStatus();
+  }
   const RankLayout& layout = run_->layout();
   const bool omits_frozen = !options_.frozen_changed && run_->may_omit_frozen();
   omits_frozen_ = omits_frozen;
@@ -321,7 +356,7 @@ PendingPush::Impl::QueryMissingChunks() {
   return std::optional<Committed>();
 }
 
-absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
+absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send(SendTurn& turn) {
   std::unique_ptr<LanePipe> lane;
   if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes) {
     lane = run_->client().TakeLane(deadline_, &interrupt_);
@@ -332,7 +367,12 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send() {
       .chunks = chunks_to_send_,
       .plan = &run_->chunks(),
       .writer = &*writer_,
-      .digest = [this] { return CheckedDigest(); },
+      .digest =
+          [&] {
+            const std::optional<uint32_t> digest = CheckedDigest();
+            turn.End();
+            return digest;
+          },
       .gate = &gate_,
       .sent_bytes = &sent_bytes_,
       .deadline = deadline_,
@@ -373,6 +413,11 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   header.set_omits_frozen(omits_frozen_);
   header.set_stream_group(NextStreamGroup());
   header.set_stream_count(1);
+  if (part_.has_value()) {
+    begun_round_ = part_->round->get();
+    header.set_round(begun_round_);
+    header.set_incarnation(part_->round->incarnation());
+  }
   if (!run_->latest().has_value()) header.set_imported_updates(run_->imported_updates());
   return header;
 }
@@ -385,11 +430,14 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::FromResponse(
     server_time_ = {absl::Seconds(timing.receive_seconds()), absl::Seconds(timing.fold_seconds()),
                     absl::Seconds(timing.wait_seconds()), absl::Seconds(timing.commit_seconds())};
   }
+  run_->NoteRound(response.round());
   EMA_ASSIGN_OR_RETURN(RunPlan plan, client_internal::FromProto(response.plan(), run_->plan()));
   return Committed{client_internal::FromProto(response.version()), std::move(plan)};
 }
 
 bool PendingPush::Impl::MayRetry(const absl::Status& error) {
+  const int64_t round = GetGroupHint(error).round;
+  run_->NoteRound(round);
   if (interrupt_.fired()) return false;
   if (client_internal::IsRetryable(error)) return true;
   if (error.code() == absl::StatusCode::kDeadlineExceeded) return false;
@@ -407,6 +455,11 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
       // Whether this step is due is for the trainer to say, by the plan that joining again gives.
       run_->MarkNotReady();
       return false;
+    case ErrorReason::kStaleRound:
+      // What was sent in the round that has ended is void.
+      if (!part_.has_value() || round <= begun_round_) return false;
+      part_->round->Note(round);
+      break;
     case ErrorReason::kStalled:  // Also where a server with many slow peers gives our place away.
       return true;
     case ErrorReason::kChunkCorrupt:
@@ -443,36 +496,14 @@ void PendingPush::Impl::DropSlices() {
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
     const absl::Status& error) {
-  const bool is_abandoned = interrupt_.fired();
-  // Other ranks may have opened the step, so an abandoned one is dropped even if this rank has not
-  // begun.
-  const bool is_lost_here = GetErrorReason(error) == ErrorReason::kStepAbandoned && has_begun_;
-  if (is_abandoned || is_lost_here || (has_begun_ && error.code() != absl::StatusCode::kAborted)) {
-    client_internal::Interrupt never;
-    const SteadyTime give_up = After(SteadyNow(), kAbandonTimeout);
-    std::vector<int64_t> missing_ranks;
-    // A GPU that was too slow is no other rank's fault.
-    if (error.code() == absl::StatusCode::kDeadlineExceeded &&
-        GetErrorReason(error) != ErrorReason::kDevice) {
-      const absl::StatusOr<PushProgress> progress =
-          run_->QueryPush(step_, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
-      if (progress.ok()) missing_ranks = progress->missing_ranks;
-    }
-    absl::StatusOr<PushProgress> progress =
-        run_->QueryPush(step_, /*abandon_if_unfinished=*/true, give_up, &never, /*retry=*/false);
-    if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
-      EMA_RETURN_IF_ERROR(CheckSameContent(*progress));
-      return TakeCommitted(*progress);
-    }
-    if (!missing_ranks.empty()) {
-      return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
-                       absl::StrCat(Name(), " timed out; ranks that had not committed: ",
-                                    absl::StrJoin(missing_ranks, ", ")));
-    }
-  }
-  if (!is_abandoned) return error;
-  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
-                   absl::StrCat(Name(), ": abandoned by this rank"));
+  EMA_ASSIGN_OR_RETURN(PushProgress progress,
+                       client_internal::DropStep(*run_, {.step = step_,
+                                                         .error = error,
+                                                         .has_begun = has_begun_,
+                                                         .is_abandoned = interrupt_.fired(),
+                                                         .name = Name()}));
+  EMA_RETURN_IF_ERROR(CheckSameContent(progress));
+  return TakeCommitted(progress);
 }
 
 absl::Status PendingPush::Impl::CheckSameContent(const PushProgress& progress) {
@@ -516,31 +547,25 @@ bool PendingPush::Impl::Answers(SteadyTime deadline, client_internal::Interrupt*
   return progress.ok() || GetErrorReason(progress.status()) != ErrorReason::kUnspecified;
 }
 
+int64_t PendingPush::Impl::progress_count() const {
+  return sent_bytes_.load(std::memory_order_relaxed) +
+         stream_count_.load(std::memory_order_relaxed) + gate_.left_slice_count();
+}
+
 bool PendingPush::Impl::AwaitWhileThere(absl::Duration max_wait,
                                         absl::FunctionRef<bool(absl::Duration)> await) {
   client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
-  const auto moved = [this] {
-    return std::tuple(sent_bytes_.load(std::memory_order_relaxed),
-                      stream_count_.load(std::memory_order_relaxed), gate_.left_slice_count());
-  };
-  const SteadyTime give_up = After(SteadyNow(), max_wait);
-  auto before = moved();
-  SteadyTime still_since = SteadyNow();
-  do {
-    if (await(std::min(Until(give_up), client_internal::Interrupt::kPollInterval))) {
-      return true;
-    }
-    const SteadyTime now = SteadyNow();
-    const bool is_still = before == moved();
-    if (is_still && Since(still_since) < kStillGrace) continue;
-    if (is_still && now < give_up &&
-        !Answers(std::min(give_up, After(now, kAnswerTimeout)), &interrupt)) {
-      return await(absl::ZeroDuration());
-    }
-    before = moved();
-    still_since = SteadyNow();
-  } while (SteadyNow() < give_up && !IsCutOff() && !interrupt.fired());
-  return false;
+  const client_internal::PushHealth health = {
+      .progress_count = [this] { return progress_count(); },
+      .is_cut_off = [this] { return IsCutOff(); },
+      .answers = [this](SteadyTime deadline,
+                        client_internal::Interrupt* asker) { return Answers(deadline, asker); }};
+  return client_internal::AwaitWhileThere(max_wait, health, &interrupt, await);
+}
+
+void PendingPush::Impl::Cut() {
+  gate_.ForceRelease();
+  interrupt_.Fire();
 }
 
 bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
@@ -548,8 +573,7 @@ bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const G
     LeadStreams(streams);
     return true;
   }
-  gate_.ForceRelease();
-  interrupt_.Fire();
+  Cut();
   gate_.AwaitUnread();
   LeadStreams(streams);
   AwaitDone(kAbandonGrace);

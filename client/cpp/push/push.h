@@ -22,8 +22,11 @@
 #include "absl/time/time.h"
 #include "client/cpp/gpu/pinned_ring.h"
 #include "client/cpp/push/chunk_plan.h"
+#include "client/cpp/push/group_part.h"
 #include "client/cpp/push/grpc_sender.h"
+#include "client/cpp/push/opened_run.h"
 #include "client/cpp/push/run_core.h"
+#include "client/cpp/push/running_push.h"
 #include "client/cpp/push/staged_chunks.h"
 #include "client/cpp/push/weights_gate.h"
 #include "client/cpp/transport/interrupt.h"
@@ -32,37 +35,55 @@
 
 namespace ema {
 
-// Thread-safe. Owned by the PendingPush; the destructor joins the thread.
+// A push to one server. Thread-safe. Owned by the PendingPush; the destructor joins the thread.
 //
 // The thread waits until the run is ready, sends header, chunks and commit, and waits for the
 // reply. If that fails, it asks QueryPush for the missing ranges and sends these; once the weights
 // are released, it can only send copies that are in pinned memory. If the push fails for good, it
-// waits until gRPC holds no slice, and drops the step on the server.
-class PendingPush::Impl {
+// waits until gRPC holds no slice, and drops the step on the server. As a part of a push to a group
+// it does not drop the step: the push as a whole does.
+class PendingPush::Impl final : public client_internal::RunningPush {
  public:
-  // `gpus`: the result of PinnedRing::Follow() for `options.gpu_weights`; empty: no shard is on a
-  // GPU.
-  Impl(std::shared_ptr<client_internal::RunCore> run, int64_t step, const TrainingTime& time,
-       std::vector<std::span<const std::byte>> shards, SteadyTime deadline, PushOptions options,
-       std::vector<client_internal::Gpu*> gpus);
-  ~Impl();  // REQUIRES: done(), or never started.
+  // `gpus`: the result of PinnedRing::Follow() for the weights on GPUs; empty: no shard is on a
+  // GPU. `part`: null, unless it is a part of a push to a group.
+  Impl(std::shared_ptr<client_internal::RunCore> run, client_internal::PushArguments arguments,
+       std::vector<client_internal::Gpu*> gpus, const client_internal::GroupPart* part);
+  ~Impl() override;  // REQUIRES: done(), or never started.
 
   // To be called before Start(): the push then fails, as described at PushOptions::check, if the
   // bytes sent differ from the present ones.
   void CheckContent();
-  void Start();
+  void Start() override;
 
-  const client_internal::ForkGuard& fork_guard() const { return run_->fork_guard(); }
-  // The functions of PendingPush. Not to be called in a forked child.
-  bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams);
-  absl::StatusOr<Version> Wait() ABSL_LOCKS_EXCLUDED(mu_);
-  bool WaitDone(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_);
-  bool done() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Abandons the push, and makes its streams wait for copies from GPUs, unless that was done
-  // before. False: the thread is stuck in a call of the GPU's driver; the caller must keep this
-  // object for ever, and with it the run's pinned memory.
-  [[nodiscard]] bool Abandon();
-  Stats stats() const ABSL_LOCKS_EXCLUDED(mu_);
+  const client_internal::ForkGuard& fork_guard() const override { return run_->fork_guard(); }
+  bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) override;
+  absl::StatusOr<Version> Wait() override ABSL_LOCKS_EXCLUDED(mu_);
+  bool WaitDone(absl::Duration max_wait) override ABSL_LOCKS_EXCLUDED(mu_);
+  bool done() const override ABSL_LOCKS_EXCLUDED(mu_);
+  [[nodiscard]] bool Abandon() override;
+  Stats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
+
+  // --- The steps of WaitReleased(), for a push that has several parts. ---
+
+  // Waits until all bytes have left, at most `max_wait`, and releases the weights.
+  bool TryRelease(absl::Duration max_wait) { return gate_.TryRelease(max_wait); }
+  // Releases the weights now, and abandons the push.
+  void Cut();
+  // Waits until the weights are not read any more. REQUIRES: they have been released.
+  void AwaitUnread() { gate_.AwaitUnread(); }
+  // Makes the streams wait for the running copies. To be called after the release.
+  void LeadStreams(absl::Span<const GpuStream> streams);
+  // True: for a while there has been neither a stream nor a server that asked to wait, so the
+  // trainer should stop waiting.
+  bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
+  // A number that changes when the push gets further.
+  int64_t progress_count() const;
+  // Asks the server for the push's progress. True: it answered by `deadline`, perhaps with an
+  // error.
+  bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
+
+  // A stream was opened, so the server may know the step.
+  bool has_begun() const { return has_begun_.load(); }
 
  private:
   // The version of the step, and the plan after it.
@@ -71,12 +92,14 @@ class PendingPush::Impl {
     RunPlan plan;
   };
 
-  // Only the push's thread calls these, except AwaitDone(), IsCutOff(), LeadStreams(), Answers()
-  // and AwaitWhileThere(), and HasFrozen(), which CheckContent() calls before the thread starts.
+  // Only the push's thread calls these, except AwaitDone(), and HasFrozen(), which CheckContent()
+  // calls before the thread starts.
   void RunThread();
   // Tries until the push succeeds or fails for good.
   absl::StatusOr<Committed> Push();
   absl::StatusOr<Committed> Attempt();
+  class CutOffPause;
+  class SendTurn;
   // Sets the bytes to be pushed, from the plan, unless the server may know the step already.
   // PLAN_CHANGED: the server needs the frozen tensors, but they were not given.
   absl::Status ChooseBytes();
@@ -88,16 +111,14 @@ class PendingPush::Impl {
   absl::Status StagingStatus() const;
   // Adds to the push's error the pinned memory that it could not free, because a GPU hangs.
   absl::Status AnnotateLostMemory(const absl::Status& error) const;
-  // Makes the streams wait for the running copies. To be called after the release.
-  void LeadStreams(absl::Span<const GpuStream> streams);
   // True: the frozen tensors' values were given, or there are no frozen tensors.
   bool HasFrozen() const;
   // The digest of all sent bytes. Absent: unknown, or `was_written_`.
   std::optional<uint32_t> CheckedDigest();
   // Sends header, `chunks_to_send_` and commit: through a same-host lane if there is one, else by
   // gRPC.
-  absl::StatusOr<Committed> Send();
-  class CutOffPause;
+  // Ends the turn after the last chunk.
+  absl::StatusOr<Committed> Send(SendTurn& turn);
   // Records that a stream begins. Returns its first message.
   v1::PushHeader BeginStream(Lane lane);
   absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) ABSL_LOCKS_EXCLUDED(mu_);
@@ -121,15 +142,7 @@ class PendingPush::Impl {
   absl::Status CheckSameContent(const PushProgress& progress);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
-  // True: for a while there has been neither a stream nor a server that asked to wait, so the
-  // trainer should stop waiting.
-  bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Asks the server for the push's progress. True: it answered by `deadline`, perhaps with an
-  // error. For threads that wait for this push.
-  bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
-  // Calls `await` repeatedly, each time with the longest time that it may wait, until it returns
-  // true. False: `max_wait` is over, IsCutOff() is true, the user interrupted, or no byte moves and
-  // the server does not answer.
+  // AwaitWhileThere() of await_push.h, for the threads that wait for this push.
   bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
   std::string Name() const;
 
@@ -137,11 +150,12 @@ class PendingPush::Impl {
   const int64_t step_;
   const TrainingTime time_;
   const std::vector<std::span<const std::byte>> shards_;
+  const SteadyTime deadline_;
   const PushOptions options_;
   const std::vector<client_internal::Gpu*> gpus_;
+  const std::optional<client_internal::GroupPart> part_;
   const int64_t plan_revision_;
   const SteadyTime start_;
-  const SteadyTime deadline_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
   // Used only by the threads that release the weights. If true, the streams in `options_` may no
@@ -163,8 +177,9 @@ class PendingPush::Impl {
   grpc::CompletionQueue queue_;
   client_internal::GrpcSender sender_;
   std::vector<int64_t> chunks_to_send_;
-  bool has_begun_ = false;   // A stream was opened, so the server may know the step.
-  int64_t begun_epoch_ = 0;  // The run epoch of that stream.
+  std::atomic<bool> has_begun_ = false;  // Written by the thread only.
+  int64_t begun_epoch_ = 0;              // The run epoch of the last stream.
+  int64_t begun_round_ = 0;              // The round of the last stream.
   bool has_rejoined_ = false;
   bool avoids_lanes_ = false;  // A lane has broken.
   int odd_failure_count_ = 0;

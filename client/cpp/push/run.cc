@@ -3,8 +3,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/push/push.h"
-#include "client/cpp/push/run_core.h"
+#include "client/cpp/push/current_push.h"
+#include "client/cpp/push/opened_run.h"
+#include "client/cpp/push/running_push.h"
 #include "client/cpp/transport/fork_guard.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
@@ -13,7 +14,7 @@
 namespace ema {
 
 using client_internal::Interrupt;
-using client_internal::RunCore;
+using client_internal::OpenedRun;
 
 namespace {
 
@@ -22,8 +23,8 @@ absl::Status BadShards(std::string_view message) {
 }
 
 // `omits_frozen`: frozen ones may be empty.
-absl::Status CheckShards(const RunCore& run, const std::vector<std::span<const std::byte>>& shards,
-                         bool omits_frozen) {
+absl::Status CheckShards(const OpenedRun& run,
+                         const std::vector<std::span<const std::byte>>& shards, bool omits_frozen) {
   const RankLayout& layout = run.layout();
   if (shards.size() != layout.shards().size()) {
     return BadShards(absl::StrCat("rank ", run.rank(), " has ", layout.shards().size(),
@@ -44,7 +45,7 @@ absl::Status CheckShards(const RunCore& run, const std::vector<std::span<const s
   return absl::OkStatus();
 }
 
-absl::Status CheckGpuWeights(const RunCore& run, const GpuWeights& weights) {
+absl::Status CheckGpuWeights(const OpenedRun& run, const GpuWeights& weights) {
   const size_t shard_count = run.layout().shards().size();
   if (!weights.devices.empty() && weights.devices.size() != shard_count) {
     return BadShards(absl::StrCat("rank ", run.rank(), " has ", shard_count, " shards, but ",
@@ -61,7 +62,7 @@ absl::Status CheckGpuWeights(const RunCore& run, const GpuWeights& weights) {
 }
 
 // REQUIRES: CheckGpuWeights(gpu_weights) is OK.
-absl::Status CheckStrides(const RunCore& run, const std::vector<Strides>& strides,
+absl::Status CheckStrides(const OpenedRun& run, const std::vector<Strides>& strides,
                           const GpuWeights& gpu_weights) {
   const absl::Span<const Shard> shards = run.layout().shards();
   if (!strides.empty() && strides.size() != shards.size()) {
@@ -87,75 +88,65 @@ absl::Status CheckStrides(const RunCore& run, const std::vector<Strides>& stride
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
-                                                     const RunOptions& options,
-                                                     absl::Duration timeout) {
-  client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<RunCore> core,
-                       RunCore::Open(impl_, model, options, impl_->Deadline(timeout), &interrupt));
-  return std::unique_ptr<Run>(new Run(std::move(core)));
-}
-
-Run::Run(std::shared_ptr<RunCore> core) : core_(std::move(core)) {}
+Run::Run(std::shared_ptr<OpenedRun> run)
+    : run_(std::move(run)), current_push_(std::make_shared<client_internal::CurrentPush>()) {}
 
 Run::~Run() {
-  if (core_->fork_guard().forked()) {
-    client_internal::LeakForever(std::move(core_));
+  if (run_->fork_guard().forked()) {
+    client_internal::LeakForever(std::move(run_));
+    client_internal::LeakForever(std::move(current_push_));
   } else {
-    core_->EndPush();
+    current_push_->End();
   }
 }
 
-const Manifest& Run::manifest() const { return core_->manifest(); }
-const RankLayout& Run::layout() const { return core_->layout(); }
-int64_t Run::rank() const { return core_->rank(); }
+const Manifest& Run::manifest() const { return run_->manifest(); }
+const RankLayout& Run::layout() const { return run_->layout(); }
+int64_t Run::rank() const { return run_->rank(); }
 
 // A forked child must not take the locks behind these: the parent may have held them.
-int64_t Run::run_epoch() const { return core_->fork_guard().forked() ? 0 : core_->run_epoch(); }
+int64_t Run::run_epoch() const { return run_->fork_guard().forked() ? 0 : run_->run_epoch(); }
 
 std::optional<Version> Run::latest() const {
-  return core_->fork_guard().forked() ? std::nullopt : core_->latest();
+  return run_->fork_guard().forked() ? std::nullopt : run_->latest();
 }
 
-RunPlan Run::plan() const { return core_->fork_guard().forked() ? RunPlan() : core_->plan(); }
+RunPlan Run::plan() const { return run_->fork_guard().forked() ? RunPlan() : run_->plan(); }
 
 absl::StatusOr<bool> Run::IsDue(const TrainingTime& now) const {
-  EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
-  return core_->IsDue(now);
+  EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
+  return run_->IsDue(now);
 }
 
 absl::Status Run::RefreshPlan(absl::Duration timeout) {
-  EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
-  Interrupt interrupt(&core_->client().options().is_interrupted);
-  return core_->RefreshPlan(core_->client().Deadline(timeout), &interrupt);
+  EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
+  Interrupt interrupt(&run_->client().options().is_interrupted);
+  return run_->RefreshPlan(run_->client().Deadline(timeout), &interrupt);
 }
 
 absl::Status Run::WaitReady(absl::Duration timeout) {
-  EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
-  Interrupt interrupt(&core_->client().options().is_interrupted);
-  return core_->WaitReady(core_->client().Deadline(timeout), &interrupt);
+  EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
+  Interrupt interrupt(&run_->client().options().is_interrupted);
+  return run_->WaitReady(run_->client().Deadline(timeout), &interrupt);
 }
 
 absl::StatusOr<std::unique_ptr<PendingPush>> Run::StartPush(
     int64_t step, const TrainingTime& time, std::vector<std::span<const std::byte>> shards,
     absl::Duration timeout, PushOptions options) {
-  const SteadyTime deadline = core_->client().Deadline(timeout);
-  EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
-  const bool omits_frozen = !options.frozen_changed && core_->may_omit_frozen();
-  EMA_RETURN_IF_ERROR(CheckShards(*core_, shards, omits_frozen));
-  EMA_RETURN_IF_ERROR(CheckGpuWeights(*core_, options.gpu_weights));
-  EMA_RETURN_IF_ERROR(CheckStrides(*core_, options.strides, options.gpu_weights));
+  const SteadyTime deadline = run_->client().Deadline(timeout);
+  EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
+  const bool omits_frozen = !options.frozen_changed && run_->may_omit_frozen();
+  EMA_RETURN_IF_ERROR(CheckShards(*run_, shards, omits_frozen));
+  EMA_RETURN_IF_ERROR(CheckGpuWeights(*run_, options.gpu_weights));
+  EMA_RETURN_IF_ERROR(CheckStrides(*run_, options.strides, options.gpu_weights));
   EMA_RETURN_IF_ERROR(time.Validate());
-  const bool check = options.check;
-  const std::vector<int>& devices = options.gpu_weights.devices;
-  std::vector<client_internal::Gpu*> gpus;
-  if (std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; })) {
-    EMA_ASSIGN_OR_RETURN(gpus, core_->ring().Follow(options.gpu_weights));
-  }
-  auto push = std::make_shared<PendingPush::Impl>(core_, step, time, std::move(shards), deadline,
-                                                  std::move(options), std::move(gpus));
-  if (check) push->CheckContent();
-  EMA_RETURN_IF_ERROR(core_->Start(push));
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<client_internal::RunningPush> push,
+                       run_->MakePush({.step = step,
+                                       .time = time,
+                                       .shards = std::move(shards),
+                                       .deadline = deadline,
+                                       .options = std::move(options)}));
+  EMA_RETURN_IF_ERROR(current_push_->Start(*run_, push));
   return std::unique_ptr<PendingPush>(new PendingPush(std::move(push)));
 }
 
@@ -169,55 +160,56 @@ absl::StatusOr<Version> Run::Push(int64_t step, const TrainingTime& time,
 
 absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfinished,
                                             absl::Duration timeout) {
-  EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
-  Interrupt interrupt(&core_->client().options().is_interrupted);
-  return core_->QueryPush(step, abandon_if_unfinished, core_->client().Deadline(timeout),
-                          &interrupt, /*retry=*/true);
+  EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
+  Interrupt interrupt(&run_->client().options().is_interrupted);
+  return run_->QueryPush(step, abandon_if_unfinished, run_->client().Deadline(timeout), &interrupt,
+                         /*retry=*/true, /*give_up_reason=*/{});
 }
 
 absl::StatusOr<PushProgress> Run::GiveUp(int64_t step, std::string_view why,
                                          absl::Duration timeout) {
   constexpr size_t kMaxBytes = 1024;  // The limit of QueryPushRequest.give_up_reason.
-  EMA_RETURN_IF_ERROR(core_->fork_guard().Check());
+  EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
   // Not in the middle of a character.
   size_t length = std::min(why.size(), kMaxBytes);
   while (length < why.size() && length > 0 && (why[length] & 0xC0) == 0x80) --length;
-  Interrupt interrupt(&core_->client().options().is_interrupted);
-  return core_->QueryPush(step, /*abandon_if_unfinished=*/true, core_->client().Deadline(timeout),
-                          &interrupt, /*retry=*/false, why.substr(0, length));
+  Interrupt interrupt(&run_->client().options().is_interrupted);
+  return run_->QueryPush(step, /*abandon_if_unfinished=*/true, run_->client().Deadline(timeout),
+                         &interrupt, /*retry=*/false, why.substr(0, length));
 }
 
-PendingPush::PendingPush(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+PendingPush::PendingPush(std::shared_ptr<client_internal::RunningPush> push)
+    : push_(std::move(push)) {}
 
 PendingPush::~PendingPush() {
-  if (impl_->fork_guard().forked() || !impl_->Abandon()) {
-    client_internal::LeakForever(std::move(impl_));
+  if (push_->fork_guard().forked() || !push_->Abandon()) {
+    client_internal::LeakForever(std::move(push_));
   }
 }
 
 // The memory of a forked child is its own: nothing is read from it.
 bool PendingPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
-  return impl_->fork_guard().forked() || impl_->WaitReleased(max_wait, streams);
+  return push_->fork_guard().forked() || push_->WaitReleased(max_wait, streams);
 }
 
 absl::StatusOr<Version> PendingPush::Wait() {
-  EMA_RETURN_IF_ERROR(impl_->fork_guard().Check());
-  return impl_->Wait();
+  EMA_RETURN_IF_ERROR(push_->fork_guard().Check());
+  return push_->Wait();
 }
 
 bool PendingPush::WaitDone(absl::Duration max_wait) {
-  return impl_->fork_guard().forked() || impl_->WaitDone(max_wait);
+  return push_->fork_guard().forked() || push_->WaitDone(max_wait);
 }
 
-bool PendingPush::done() const { return impl_->fork_guard().forked() || impl_->done(); }
+bool PendingPush::done() const { return push_->fork_guard().forked() || push_->done(); }
 
 void PendingPush::Abandon() {
   // False: so will it be in the destructor.
-  if (!impl_->fork_guard().forked()) (void)impl_->Abandon();
+  if (!push_->fork_guard().forked()) (void)push_->Abandon();
 }
 
 PendingPush::Stats PendingPush::stats() const {
-  return impl_->fork_guard().forked() ? Stats() : impl_->stats();
+  return push_->fork_guard().forked() ? Stats() : push_->stats();
 }
 
 }  // namespace ema

@@ -2,7 +2,6 @@
 #include "client/cpp/push/run_core.h"
 
 #include <algorithm>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,7 +13,6 @@
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/random_hex.h"
 
 namespace ema::client_internal {
 namespace {
@@ -33,23 +31,10 @@ void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::Impl> client,
-                                                       std::string_view model,
-                                                       Client::RunOptions options,
-                                                       SteadyTime deadline, Interrupt* interrupt) {
-  if (options.launch_id.empty()) {
-    if (options.world_size > 1) {
-      return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
-                                     " ranks, all of them must get the same one"));
-    }
-    options.launch_id = RandomHex(4);
-  }
-  EMA_RETURN_IF_ERROR(PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
-  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
-                       client->Unary(&Stub::PrepareAsyncGetModel,
-                                     MakeRequest<v1::GetModelRequest>(model), deadline, interrupt));
-  EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(reply));
-
+absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Create(std::shared_ptr<Client::Impl> client,
+                                                         ModelInfo info, Client::RunOptions options,
+                                                         const Group* group, SteadyTime deadline,
+                                                         Interrupt* interrupt) {
   if (!options.shards.has_value()) {
     options.shards.emplace();
     for (int64_t i = 0; i < info.manifest.tensor_count(); ++i) {
@@ -67,17 +52,17 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Open(std::shared_ptr<Client::I
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
     client->GiveBackLane(std::move(lane));
   }
-  std::shared_ptr<RunCore> core(new RunCore(std::move(client), std::move(info), std::move(options),
-                                            std::move(layout), chunk_bytes));
-  EMA_RETURN_IF_ERROR(core->Join(deadline, interrupt).status());
-  return core;
+  return std::shared_ptr<RunCore>(
+      new RunCore(std::move(client), std::move(info), std::move(options),
+                  group != nullptr ? *group : Group(), std::move(layout), chunk_bytes));
 }
 
 RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-                 RankLayout layout, int64_t chunk_bytes)
+                 Group group, RankLayout layout, int64_t chunk_bytes)
     : client_(std::move(client)),
       info_(std::move(info)),
       options_(std::move(options)),
+      group_(std::move(group)),
       layout_(std::move(layout)),
       chunks_(layout_, chunk_bytes),
       ring_(options_.max_staging_bytes),
@@ -105,6 +90,11 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
   if (options_.resume.has_value() && !HasBeenReady()) {
     FillResume(*options_.resume, request.mutable_resume());
   }
+  if (group_.home != nullptr) {
+    request.clear_resume();
+    request.set_run_epoch(group_.home->run_epoch());
+    request.set_incarnation(group_.round->incarnation());
+  }
   EMA_ASSIGN_OR_RETURN(const v1::OpenRunResponse response,
                        client_->Unary(&Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
   if (response.layout_digest() != layout_.digest()) {
@@ -114,6 +104,10 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
   EMA_ASSIGN_OR_RETURN(RunPlan plan, FromProto(response.plan()));
   std::optional<Version> latest;
   if (response.has_latest()) latest = FromProto(response.latest());
+  NoteRound(response.round());
+  // Of a home that says so, the other partitions are not there yet.
+  const bool is_home_ready = group_.round == nullptr || response.round() > 0;
+  const bool is_ready = response.ready() && (group_.home != nullptr || is_home_ready);
   absl::MutexLock lock(&mu_);
   if (run_epoch_ != response.run_epoch()) {
     // A server that was restarted may stand at an older version.
@@ -122,10 +116,10 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
     latest_.reset();
     plan_ = RunPlan();
   }
-  ready_ |= response.ready();
+  ready_ |= is_ready;
   has_been_ready_ |= ready_;
   TakeLocked(std::move(latest), std::move(plan));
-  if (response.ready()) return std::vector<int64_t>();
+  if (is_ready) return std::vector<int64_t>();
   // So that "not ready" is never an empty list.
   if (response.missing_ranks().empty()) return std::vector<int64_t>{-1};
   return std::vector<int64_t>(response.missing_ranks().begin(), response.missing_ranks().end());
@@ -133,9 +127,12 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
 
 absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
   Backoff backoff;
+  if (group_.home != nullptr) EMA_RETURN_IF_ERROR(group_.home->WaitReady(deadline, interrupt));
+  const int64_t home_epoch = group_.home != nullptr ? group_.home->run_epoch() : 0;
   while (true) {
     {
       absl::MutexLock lock(&mu_);
+      if (home_epoch != 0 && run_epoch_ != home_epoch) ready_ = false;
       if (ready_ || !fenced_.ok()) return fenced_;
     }
     absl::StatusOr<std::vector<int64_t>> missing = Join(deadline, interrupt);
@@ -155,59 +152,73 @@ absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
   }
 }
 
+bool RunCore::IsReady(int64_t run_epoch) const {
+  absl::MutexLock lock(&mu_);
+  return ready_ && run_epoch_ == run_epoch;
+}
+
 bool RunCore::HasBeenReady() const {
   absl::MutexLock lock(&mu_);
   return has_been_ready_;
 }
 
 void RunCore::MarkNotReady() {
+  if (group_.home != nullptr) group_.home->MarkNotReady();
   absl::MutexLock lock(&mu_);
   ready_ = false;
 }
 
-absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
-                                                SteadyTime deadline, Interrupt* interrupt,
-                                                bool retry, std::string_view give_up_reason) {
+v1::QueryPushRequest RunCore::MakeQuery(int64_t step, bool abandon_if_unfinished) const {
   auto request = MakeRequest<v1::QueryPushRequest>(model());
   request.set_run_epoch(run_epoch());
   request.set_step(step);
   request.set_rank(rank());
   request.set_abandon_if_unfinished(abandon_if_unfinished);
+  return request;
+}
+
+absl::StatusOr<PushProgress> RunCore::FromResponse(const v1::QueryPushResponse& response) {
+  NoteRound(response.round());
+  return FromProto(response);
+}
+
+absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
+                                                SteadyTime deadline, Interrupt* interrupt,
+                                                bool retry, std::string_view give_up_reason) {
+  v1::QueryPushRequest request = MakeQuery(step, abandon_if_unfinished);
   request.set_give_up_reason(std::string(give_up_reason));
   constexpr auto kMethod = &Stub::PrepareAsyncQueryPush;
   EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
                        retry ? client_->Unary(kMethod, request, deadline, interrupt)
                              : client_->Once(kMethod, request, deadline, interrupt));
-  return FromProto(response);
+  return FromResponse(response);
 }
 
-absl::Status RunCore::Start(const std::shared_ptr<PendingPush::Impl>& push) {
-  absl::MutexLock lock(&push_mu_);
-  const std::shared_ptr<PendingPush::Impl> previous = push_.lock();
-  if (previous != nullptr && !previous->done()) {
-    return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kSessionBusy,
-        absl::StrCat(
-            "rank ", rank(), " of model \"", model(),
-            "\" is still pushing: wait for that push, or abandon it, before the next one"));
-  }
-  try {
-    push->Start();
-  } catch (const std::system_error& error) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot start a thread for the push: ", error.what()));
-  }
-  push_ = push;
-  return absl::OkStatus();
+absl::StatusOr<PushProgress> RunCore::DropStep(int64_t step, int64_t round, SteadyTime deadline,
+                                               Interrupt* interrupt) {
+  v1::QueryPushRequest request = MakeQuery(step, /*abandon_if_unfinished=*/true);
+  request.set_round(round);
+  EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
+                       client_->Once(&Stub::PrepareAsyncQueryPush, request, deadline, interrupt));
+  return FromResponse(response);
 }
 
-void RunCore::EndPush() {
-  std::shared_ptr<PendingPush::Impl> push;
-  {
-    absl::MutexLock lock(&push_mu_);
-    push = push_.lock();
+absl::StatusOr<std::shared_ptr<RunningPush>> RunCore::MakePush(PushArguments arguments) {
+  return MakePush(std::move(arguments), /*part=*/nullptr);
+}
+
+absl::StatusOr<std::shared_ptr<PendingPush::Impl>> RunCore::MakePush(PushArguments arguments,
+                                                                     const GroupPart* part) {
+  const bool check = arguments.options.check;
+  const std::vector<int>& devices = arguments.options.gpu_weights.devices;
+  std::vector<Gpu*> gpus;
+  if (std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; })) {
+    EMA_ASSIGN_OR_RETURN(gpus, ring_.Follow(arguments.options.gpu_weights));
   }
-  if (push != nullptr && !push->Abandon()) LeakForever(std::move(push));
+  auto push = std::make_shared<PendingPush::Impl>(shared_from_this(), std::move(arguments),
+                                                  std::move(gpus), part);
+  if (check) push->CheckContent();
+  return push;
 }
 
 int64_t RunCore::connection_count() const {

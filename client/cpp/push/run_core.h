@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state that a run and its pushes share: model, layout, epoch and plan.
+// The state that a run on one server and its pushes share: model, layout, epoch and plan.
 #ifndef EMA_CLIENT_CPP_PUSH_RUN_CORE_H_
 #define EMA_CLIENT_CPP_PUSH_RUN_CORE_H_
 
@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -16,6 +17,8 @@
 #include "client/cpp/client_impl.h"
 #include "client/cpp/gpu/pinned_ring.h"
 #include "client/cpp/push/chunk_plan.h"
+#include "client/cpp/push/group_part.h"
+#include "client/cpp/push/opened_run.h"
 #include "client/cpp/transport/connection_count.h"
 #include "client/cpp/transport/interrupt.h"
 #include "ema/client.h"
@@ -23,53 +26,72 @@
 
 namespace ema::client_internal {
 
-// One rank of one run. Thread-safe; shared by the Run and its pushes.
-class RunCore {
+// One rank of one run, on one server. Thread-safe; shared by the Run and its pushes.
+//
+// It may be the part of a run that one server of a group has: then model, manifest and layout are
+// those of the server's partition.
+class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunCore> {
  public:
-  // Joins the run. Errors of GetModel and OpenRun.
-  static absl::StatusOr<std::shared_ptr<RunCore>> Open(std::shared_ptr<Client::Impl> client,
-                                                       std::string_view model,
-                                                       Client::RunOptions options,
-                                                       SteadyTime deadline, Interrupt* interrupt);
+  struct Group {
+    std::shared_ptr<NewestRound> round;
+    std::shared_ptr<RunCore> home;  // The home's part; null: this is it.
+  };
 
-  Client::Impl& client() const { return *client_; }
-  const ForkGuard& fork_guard() const { return client_->fork_guard(); }
-  const std::string& model() const { return info_.name; }
-  const Manifest& manifest() const { return info_.manifest; }
-  const RankLayout& layout() const { return layout_; }
+  // Prepares to join a run; the caller calls Join() next. `info`: the reply to GetModel, or a
+  // partition of it. `group`: null if the model is on one server. INVALID_ARGUMENT: bad options.
+  static absl::StatusOr<std::shared_ptr<RunCore>> Create(std::shared_ptr<Client::Impl> client,
+                                                         ModelInfo info, Client::RunOptions options,
+                                                         const Group* group, SteadyTime deadline,
+                                                         Interrupt* interrupt);
+  // Calls OpenRun once, with retries. Returns the missing ranks; none: the run is ready. A part
+  // joins the run that the home's part has joined.
+  absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+
+  Client::Impl& client() const override { return *client_; }
+  const std::string& model() const override { return info_.name; }
+  const Manifest& manifest() const override { return info_.manifest; }
+  const RankLayout& layout() const override { return layout_; }
   const ChunkPlan& chunks() const { return chunks_; }
   // Buffers for weights on GPUs; empty until a push has such weights.
   PinnedRing& ring() { return ring_; }
-  int64_t rank() const { return options_.rank; }
+  int64_t rank() const override { return options_.rank; }
   bool rejoins() const { return options_.rejoins; }
   int64_t imported_updates() const { return options_.imported_updates; }
-  int64_t run_epoch() const ABSL_LOCKS_EXCLUDED(mu_);
-  std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);
-  RunPlan plan() const ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t run_epoch() const override ABSL_LOCKS_EXCLUDED(mu_);
+  std::optional<Version> latest() const override ABSL_LOCKS_EXCLUDED(mu_);
+  RunPlan plan() const override ABSL_LOCKS_EXCLUDED(mu_);
   int64_t plan_revision() const ABSL_LOCKS_EXCLUDED(mu_);
-  bool may_omit_frozen() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool may_omit_frozen() const override ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Waits until all ranks have joined. Joins again first if MarkNotReady() was called.
-  // DEADLINE_EXCEEDED: the message names the missing ranks.
-  absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
-  // Fetches the plan from the server.
-  absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_) {
+  // True: all ranks have joined the run of that epoch.
+  bool IsReady(int64_t run_epoch) const ABSL_LOCKS_EXCLUDED(mu_);
+  // WaitReady() of a part waits for the home's part first.
+  absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) override
+      ABSL_LOCKS_EXCLUDED(mu_) {
     return Join(deadline, interrupt).status();
   }
-  // Makes the next WaitReady() join again, because the server does not know the run (any more).
+  // Makes the next WaitReady() join again, because the server does not know the run (any more). The
+  // home's part joins again, too.
   void MarkNotReady() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // With `retry`, retries like the calls of Client; otherwise tries once. `give_up_reason`: see
-  // QueryPushRequest.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
-                                         std::string_view give_up_reason = {});
+                                         std::string_view give_up_reason = {}) override;
+  // Drops a step that was pushed in `round` (0: the model is on one server). Tries once.
+  absl::StatusOr<PushProgress> DropStep(int64_t step, int64_t round, SteadyTime deadline,
+                                        Interrupt* interrupt);
 
-  // Starts `push`. FAILED_PRECONDITION, SESSION_BUSY: another push of this run has not ended.
-  // UNAVAILABLE: the system has no thread for it.
-  absl::Status Start(const std::shared_ptr<PendingPush::Impl>& push) ABSL_LOCKS_EXCLUDED(push_mu_);
-  // Abandons the running push, if there is one.
-  void EndPush() ABSL_LOCKS_EXCLUDED(push_mu_);
+  absl::StatusOr<std::shared_ptr<RunningPush>> MakePush(PushArguments arguments) override;
+  // The same. `part`: null if the model is on one server.
+  absl::StatusOr<std::shared_ptr<PendingPush::Impl>> MakePush(PushArguments arguments,
+                                                              const GroupPart* part);
+  // Records the round of a reply or an error, if it has one.
+  void NoteRound(int64_t round) {
+    if (group_.round != nullptr) group_.round->Note(round);
+  }
 
   // The number of connections that the next push over gRPC should use. After the push, NoteSpeed()
   // records its speed, or NoteFewerConnections() that not all of them could be opened.
@@ -79,15 +101,14 @@ class RunCore {
 
   // Records a version that this run has made in `run_epoch`, and the plan after it.
   void OnCommit(int64_t run_epoch, const Version& version, RunPlan plan) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<bool> IsDue(const TrainingTime& now) const ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<bool> IsDue(const TrainingTime& now) const override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-          RankLayout layout, int64_t chunk_bytes);
+          Group group, RankLayout layout, int64_t chunk_bytes);
 
-  // Calls OpenRun once, with retries. Returns the missing ranks; none: the run is ready.
-  absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  v1::QueryPushRequest MakeQuery(int64_t step, bool abandon_if_unfinished) const;
+  absl::StatusOr<PushProgress> FromResponse(const v1::QueryPushResponse& response);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
   // Adopts the content of a reply, unless a newer one has been adopted: one with a later version,
   // or with the same version and a later plan revision.
@@ -96,12 +117,10 @@ class RunCore {
   const std::shared_ptr<Client::Impl> client_;
   const ModelInfo info_;
   const Client::RunOptions options_;
+  const Group group_;  // Null pointers: the model is on one server.
   const RankLayout layout_;
   const ChunkPlan chunks_;
   PinnedRing ring_;
-
-  absl::Mutex push_mu_;  // Never acquired while a mutex of a push is held.
-  std::weak_ptr<PendingPush::Impl> push_ ABSL_GUARDED_BY(push_mu_);  // The last one.
 
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;

@@ -32,6 +32,14 @@ ALLOWED: dict[str, set[str]] = {
     "client/cpp/gpu": SHARED | {"client/cpp", "client/cpp/transport"},
     "client/cpp/pull": SHARED | {"client/cpp", "client/cpp/transport"},
     "client/cpp/push": SHARED | {"client/cpp", "client/cpp/transport", "client/cpp/gpu"},
+    "client/cpp/group": SHARED
+    | {
+        "client/cpp",
+        "client/cpp/transport",
+        "client/cpp/gpu",
+        "client/cpp/pull",
+        "client/cpp/push",
+    },
     "client/cpp/trainer": SHARED
     | {"client/cpp", "client/cpp/transport", "client/cpp/gpu", "client/cpp/push"},
     "client/cpp": SHARED | {"client/cpp/transport"},

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Client::OpenRun(), for a model on one server or on a group of them.
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/client_impl.h"
+#include "client/cpp/gpu/pinned_ring.h"
+#include "client/cpp/group/group_run.h"
+#include "client/cpp/group/partition_map.h"
+#include "client/cpp/push/opened_run.h"
+#include "client/cpp/push/run_core.h"
+#include "client/cpp/transport/convert.h"
+#include "ema/client.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
+
+namespace ema {
+
+using client_internal::GroupRun;
+using client_internal::Interrupt;
+using client_internal::MakeRequest;
+using client_internal::OpenedRun;
+using client_internal::PartitionMap;
+using client_internal::RunCore;
+using client_internal::Stub;
+
+namespace {
+
+// `options` with a launch_id.
+absl::StatusOr<Client::RunOptions> CheckRunOptions(Client::RunOptions options) {
+  if (options.launch_id.empty()) {
+    if (options.world_size > 1) {
+      return BadRequest(absl::StrCat("launch_id is empty: with ", options.world_size,
+                                     " ranks, all of them must get the same one"));
+    }
+    options.launch_id = RandomHex(4);
+  }
+  EMA_RETURN_IF_ERROR(client_internal::PinnedRing::CheckMaxStagingBytes(options.max_staging_bytes));
+  return options;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
+                                                     const RunOptions& options,
+                                                     absl::Duration timeout) {
+  Interrupt interrupt(&impl_->options().is_interrupted);
+  const SteadyTime deadline = impl_->Deadline(timeout);
+  EMA_ASSIGN_OR_RETURN(RunOptions checked, CheckRunOptions(options));
+  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
+                       impl_->Unary(&Stub::PrepareAsyncGetModel,
+                                    MakeRequest<v1::GetModelRequest>(model), deadline, &interrupt));
+  std::shared_ptr<OpenedRun> run;
+  if (reply.partitions().empty()) {
+    EMA_ASSIGN_OR_RETURN(ModelInfo info, client_internal::FromProto(reply));
+    EMA_ASSIGN_OR_RETURN(const std::shared_ptr<RunCore> core,
+                         RunCore::Create(impl_, std::move(info), std::move(checked),
+                                         /*group=*/nullptr, deadline, &interrupt));
+    EMA_RETURN_IF_ERROR(core->Join(deadline, &interrupt).status());
+    run = core;
+  } else {
+    EMA_ASSIGN_OR_RETURN(PartitionMap map, PartitionMap::Create(reply));
+    EMA_ASSIGN_OR_RETURN(
+        run, GroupRun::Open(impl_, std::move(map), std::move(checked), deadline, &interrupt));
+  }
+  return std::unique_ptr<Run>(new Run(std::move(run)));
+}
+
+}  // namespace ema

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/group/group_push.h"
+
+#include <algorithm>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/group/same_commit.h"
+#include "client/cpp/push/await_push.h"
+#include "client/cpp/push/drop_step.h"
+#include "client/cpp/transport/convert.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+namespace {
+
+constexpr int64_t kMaxSenders = 8;
+// As for a push to one server (push.cc).
+constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
+constexpr absl::Duration kHangLimit = absl::Seconds(10);
+
+bool HasGpuWeights(const PushOptions& options) {
+  const std::vector<int>& devices = options.gpu_weights.devices;
+  return std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; });
+}
+
+// The elements of `all` at `places`; none, if `all` is empty.
+template <typename T>
+std::vector<T> Pick(const std::vector<T>& all, const std::vector<size_t>& places) {
+  std::vector<T> picked;
+  if (all.empty()) return picked;
+  picked.reserve(places.size());
+  for (const size_t place : places) picked.push_back(all[place]);
+  return picked;
+}
+
+}  // namespace
+
+GroupPush::GroupPush(std::shared_ptr<GroupRun> run, const PushArguments& arguments)
+    : run_(std::move(run)),
+      step_(arguments.step),
+      deadline_(arguments.deadline),
+      has_gpu_weights_(HasGpuWeights(arguments.options)),
+      turns_(kMaxSenders),
+      round_(run_->round().incarnation()) {}
+
+absl::StatusOr<std::shared_ptr<GroupPush>> GroupPush::Create(std::shared_ptr<GroupRun> run,
+                                                             PushArguments arguments) {
+  std::shared_ptr<GroupPush> push(new GroupPush(std::move(run), arguments));
+  for (const GroupRun::PushingPart& part : push->run_->pushing_parts()) {
+    EMA_RETURN_IF_ERROR(push->AddPart(part, arguments));
+  }
+  return push;
+}
+
+absl::Status GroupPush::AddPart(const GroupRun::PushingPart& part, const PushArguments& arguments) {
+  const size_t index = parts_.size();
+  PushArguments of_part = {.step = arguments.step,
+                           .time = arguments.time,
+                           .shards = Pick(arguments.shards, part.places),
+                           .deadline = arguments.deadline,
+                           .options = arguments.options};
+  of_part.options.gpu_weights.devices = Pick(arguments.options.gpu_weights.devices, part.places);
+  of_part.options.strides = Pick(arguments.options.strides, part.places);
+  const GroupPart place = {.turns = &turns_,
+                           .position = static_cast<int64_t>(index),
+                           .round = &round_,
+                           .on_end = [this, index] { OnEnd(index); }};
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<PendingPush::Impl> push,
+                       part.run->MakePush(std::move(of_part), &place));
+  parts_.push_back(std::move(push));
+  return absl::OkStatus();
+}
+
+GroupPush::~GroupPush() {
+  if (thread_.joinable()) thread_.join();
+}
+
+void GroupPush::Start() {
+  thread_ = std::thread([this] { RunThread(); });
+}
+
+void GroupPush::RunThread() {
+  const absl::Status pushed = Push();
+  absl::StatusOr<Version> result = pushed.ok() ? Committed() : DropStep(pushed);
+  Cut();
+  absl::MutexLock lock(&mu_);
+  const auto have_ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return ended_count_ == started_count_;
+  };
+  wait_.AwaitUntil(mu_, SteadyTime::max(), have_ended);
+  result_ = std::move(result);
+  wait_.WakeAll();
+}
+
+absl::Status GroupPush::Push() {
+  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  round_.Note(run_->round().get());
+  try {
+    for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
+      {
+        absl::MutexLock lock(&mu_);
+        ++started_count_;
+      }
+      part->Start();
+    }
+  } catch (const std::system_error& error) {
+    absl::MutexLock lock(&mu_);
+    --started_count_;
+    return absl::UnavailableError(
+        absl::StrCat("cannot start a thread for the push: ", error.what()));
+  }
+  {
+    absl::MutexLock lock(&mu_);
+    const auto is_decided = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+      return failed_part_.has_value() || ended_count_ == started_count_;
+    };
+    wait_.AwaitUntil(mu_, SteadyTime::max(), is_decided);
+  }
+  return FirstError();
+}
+
+absl::Status GroupPush::FirstError() const {
+  std::optional<size_t> failed;
+  {
+    absl::MutexLock lock(&mu_);
+    failed = failed_part_;
+  }
+  return failed.has_value() ? parts_[*failed]->Wait().status() : absl::OkStatus();
+}
+
+void GroupPush::OnEnd(size_t part) {
+  const bool has_failed = !parts_[part]->Wait().ok();
+  absl::MutexLock lock(&mu_);
+  if (has_failed && !failed_part_.has_value()) failed_part_ = part;
+  ++ended_count_;
+  wait_.WakeAll();
+}
+
+absl::StatusOr<Version> GroupPush::Committed() {
+  RunCore& home = run_->home();
+  const std::vector<GroupRun::PushingPart>& pushing = run_->pushing_parts();
+  EMA_ASSIGN_OR_RETURN(Version version, parts_.front()->Wait());
+  const RunCore* answering = pushing.front().run;
+  for (size_t i = 1; i < parts_.size(); ++i) {
+    EMA_ASSIGN_OR_RETURN(Version other, parts_[i]->Wait());
+    if (!IsSameCommit(version, other)) {
+      return MalformedReply(absl::StrCat(
+          "servers of one group have committed step ", step_, " as version ", version.number,
+          " of step ", version.step, " and as version ", other.number, " of step ", other.step));
+    }
+    if (pushing[i].run == &home) {
+      version = std::move(other);
+      answering = &home;
+    }
+  }
+  // A rank without bytes at the home has no reply from it.
+  if (answering != &home) home.OnCommit(home.run_epoch(), version, answering->plan());
+  return version;
+}
+
+absl::StatusOr<Version> GroupPush::DropStep(const absl::Status& error) {
+  const bool has_begun =
+      std::any_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->has_begun(); });
+  absl::StatusOr<PushProgress> progress = client_internal::DropStep(
+      run_->home(), {.step = step_,
+                     .round = round_.get(),
+                     .error = error,
+                     .has_begun = has_begun,
+                     .is_abandoned = interrupt_.fired(),
+                     .name = absl::StrCat("model \"", run_->model(), "\": push of step ", step_,
+                                          " by rank ", run_->rank())});
+  if (!progress.ok()) {
+    LearnRound();
+    return progress.status();
+  }
+  run_->home().OnCommit(run_->run_epoch(), *progress->version, std::move(progress->plan));
+  return *std::move(progress->version);
+}
+
+void GroupPush::LearnRound() {
+  constexpr absl::Duration kTimeout = absl::Seconds(1);
+  if (run_->round().get() > round_.get()) return;
+  Interrupt never;
+  run_->home()
+      .QueryPush(step_, /*abandon_if_unfinished=*/false, After(SteadyNow(), kTimeout), &never,
+                 /*retry=*/false)
+      .IgnoreError();
+}
+
+void GroupPush::Cut() {
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->Cut();
+}
+
+void GroupPush::LeadStreams(absl::Span<const GpuStream> streams) {
+  has_led_ = true;
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->LeadStreams(streams);
+}
+
+bool GroupPush::AwaitDone(absl::Duration max_wait) const {
+  absl::MutexLock lock(&mu_);
+  const auto has_result = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return result_.has_value(); };
+  return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), has_result);
+}
+
+bool GroupPush::AwaitWhileThere(absl::Duration max_wait,
+                                absl::FunctionRef<bool(absl::Duration)> await) {
+  Interrupt interrupt(&run_->client().options().is_interrupted);
+  const PushHealth health = {
+      .progress_count =
+          [this] {
+            int64_t total = 0;
+            for (const auto& part : parts_) total += part->progress_count();
+            return total;
+          },
+      .is_cut_off =
+          [this] {
+            return std::any_of(parts_.begin(), parts_.end(),
+                               [](const auto& part) { return !part->done() && part->IsCutOff(); });
+          },
+      .answers =
+          [this](SteadyTime deadline, Interrupt* asker) {
+            return std::all_of(parts_.begin(), parts_.end(), [&](const auto& part) {
+              return part->done() || part->Answers(deadline, asker);
+            });
+          }};
+  return client_internal::AwaitWhileThere(max_wait, health, &interrupt, await);
+}
+
+bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
+  const auto release = [this](absl::Duration most) {
+    const SteadyTime until = After(SteadyNow(), most);
+    return std::all_of(parts_.begin(), parts_.end(),
+                       [until](const auto& part) {
+                         return part->TryRelease(std::max(Until(until), absl::ZeroDuration()));
+                       }) ||
+           done();
+  };
+  if (AwaitWhileThere(max_wait, release)) {
+    LeadStreams(streams);
+    return true;
+  }
+  interrupt_.Fire();
+  Cut();
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->AwaitUnread();
+  LeadStreams(streams);
+  AwaitDone(kAbandonGrace);
+  return false;
+}
+
+absl::StatusOr<Version> GroupPush::Wait() {
+  Interrupt interrupt(&run_->client().options().is_interrupted);
+  while (!AwaitDone(Interrupt::kPollInterval)) {
+    if (interrupt.fired()) return absl::CancelledError("interrupted");
+  }
+  absl::MutexLock lock(&mu_);
+  return *result_;
+}
+
+bool GroupPush::WaitDone(absl::Duration max_wait) {
+  return AwaitWhileThere(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
+}
+
+bool GroupPush::done() const { return AwaitDone(absl::ZeroDuration()); }
+
+bool GroupPush::Abandon() {
+  if (!done()) interrupt_.Fire();
+  Cut();
+  if (!AwaitDone(has_gpu_weights_ ? kHangLimit : absl::InfiniteDuration())) return false;
+  if (!has_led_) LeadStreams({});
+  return true;
+}
+
+PendingPush::Stats GroupPush::stats() const {
+  PendingPush::Stats total;
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
+    const PendingPush::Stats stats = part->stats();
+    total.total_bytes += stats.total_bytes;
+    total.sent_bytes += stats.sent_bytes;
+    total.stream_count = std::max(total.stream_count, stats.stream_count);
+    total.connection_count += stats.connection_count;
+    total.send_time = std::max(total.send_time, stats.send_time);
+    total.lane = stats.lane;
+    if (!stats.server_time.has_value()) continue;
+    if (!total.server_time.has_value()) total.server_time.emplace();
+    total.server_time->receive = std::max(total.server_time->receive, stats.server_time->receive);
+    total.server_time->fold = std::max(total.server_time->fold, stats.server_time->fold);
+    total.server_time->wait = std::max(total.server_time->wait, stats.server_time->wait);
+    total.server_time->commit = std::max(total.server_time->commit, stats.server_time->commit);
+  }
+  return total;
+}
+
+}  // namespace ema::client_internal

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A push to all servers of a group.
+#ifndef EMA_CLIENT_CPP_GROUP_GROUP_PUSH_H_
+#define EMA_CLIENT_CPP_GROUP_GROUP_PUSH_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/cpp/group/group_run.h"
+#include "client/cpp/push/group_part.h"
+#include "client/cpp/push/opened_run.h"
+#include "client/cpp/push/push.h"
+#include "client/cpp/push/running_push.h"
+#include "client/cpp/transport/interrupt.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+
+// Consists of an ordinary push to each server for which the rank has bytes; at most eight of them
+// send at once. Thread-safe. Owned by the PendingPush; the destructor joins the threads.
+//
+// The servers commit the step together, or none does. If one part fails, the step is dropped at the
+// home, whose answer says whether the step was committed or abandoned, for all servers; the other
+// parts are then ended.
+class GroupPush final : public RunningPush {
+ public:
+  // Errors as OpenedRun::MakePush().
+  static absl::StatusOr<std::shared_ptr<GroupPush>> Create(std::shared_ptr<GroupRun> run,
+                                                           PushArguments arguments);
+  ~GroupPush() override;  // REQUIRES: done(), or never started.
+
+  void Start() override;
+  const ForkGuard& fork_guard() const override { return run_->fork_guard(); }
+  bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) override;
+  absl::StatusOr<Version> Wait() override ABSL_LOCKS_EXCLUDED(mu_);
+  bool WaitDone(absl::Duration max_wait) override ABSL_LOCKS_EXCLUDED(mu_);
+  bool done() const override ABSL_LOCKS_EXCLUDED(mu_);
+  [[nodiscard]] bool Abandon() override;
+  PendingPush::Stats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  GroupPush(std::shared_ptr<GroupRun> run, const PushArguments& arguments);
+  absl::Status AddPart(const GroupRun::PushingPart& part, const PushArguments& arguments);
+
+  void RunThread();
+  // Starts the parts and waits until all have succeeded, or one has failed.
+  absl::Status Push();
+  // The version that all parts have committed. INTERNAL: they differ.
+  absl::StatusOr<Version> Committed();
+  // The result of the push after an error.
+  absl::StatusOr<Version> DropStep(const absl::Status& error);
+  // Asks the home for the round of the next step, unless it is known: a server that has not heard
+  // of the end of a round would accept a step in it, which is lost then.
+  void LearnRound();
+  // The error of a part that has failed first.
+  absl::Status FirstError() const ABSL_LOCKS_EXCLUDED(mu_);
+  void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends all parts. From any thread.
+  void Cut();
+  void LeadStreams(absl::Span<const GpuStream> streams);
+  bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
+  bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
+
+  const std::shared_ptr<GroupRun> run_;
+  const int64_t step_;
+  const SteadyTime deadline_;
+  const bool has_gpu_weights_;
+  Interrupt interrupt_;  // Of this object's thread.
+  SendTurns turns_;
+  NewestRound round_;
+  std::atomic<bool> has_led_ = false;  // As in PendingPush::Impl.
+
+  mutable absl::Mutex mu_;
+  mutable SteadyWait wait_;  // Woken when a part has ended, and when there is a result.
+  size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t ended_count_ ABSL_GUARDED_BY(mu_) = 0;
+  std::optional<size_t> failed_part_ ABSL_GUARDED_BY(mu_);  // The first one.
+  std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
+
+  // Constant after Create(). They use the members above, so they are destroyed first.
+  std::vector<std::shared_ptr<PendingPush::Impl>> parts_;
+  std::thread thread_;
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_GROUP_GROUP_PUSH_H_

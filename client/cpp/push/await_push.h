@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How long a trainer waits for a push.
+#ifndef EMA_CLIENT_CPP_PUSH_AWAIT_PUSH_H_
+#define EMA_CLIENT_CPP_PUSH_AWAIT_PUSH_H_
+
+#include <cstdint>
+#include <functional>
+
+#include "absl/functional/function_ref.h"
+#include "absl/time/time.h"
+#include "client/cpp/transport/interrupt.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+
+// What AwaitWhileThere() asks of a push: functions of PendingPush::Impl.
+struct PushHealth {
+  std::function<int64_t()> progress_count;
+  std::function<bool()> is_cut_off;
+  std::function<bool(SteadyTime deadline, Interrupt* interrupt)> answers;
+};
+
+// Calls `await` repeatedly, each time with the longest time that it may wait, until it returns
+// true. False: `max_wait` is over, the push is cut off, `interrupt` was fired, or no byte moves and
+// the server does not answer.
+bool AwaitWhileThere(absl::Duration max_wait, const PushHealth& health, Interrupt* interrupt,
+                     absl::FunctionRef<bool(absl::Duration)> await);
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_PUSH_AWAIT_PUSH_H_

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/push/drop_step.h"
+
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cpp/transport/interrupt.h"
+#include "ema/error_reason.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+namespace {
+
+// The server has the message at once, or is not there.
+constexpr absl::Duration kAbandonTimeout = absl::Seconds(1);
+
+}  // namespace
+
+absl::StatusOr<PushProgress> DropStep(RunCore& run, const FailedPush& failed) {
+  const absl::Status& error = failed.error;
+  // Other ranks may have opened the step, so an abandoned one is dropped even if this rank has not
+  // begun.
+  const bool is_lost_here =
+      GetErrorReason(error) == ErrorReason::kStepAbandoned && failed.has_begun;
+  if (failed.is_abandoned || is_lost_here ||
+      (failed.has_begun && error.code() != absl::StatusCode::kAborted)) {
+    Interrupt never;
+    const SteadyTime give_up = After(SteadyNow(), kAbandonTimeout);
+    std::vector<int64_t> missing_ranks;
+    // A GPU that was too slow is no other rank's fault.
+    if (error.code() == absl::StatusCode::kDeadlineExceeded &&
+        GetErrorReason(error) != ErrorReason::kDevice) {
+      const absl::StatusOr<PushProgress> progress = run.QueryPush(
+          failed.step, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
+      if (progress.ok()) missing_ranks = progress->missing_ranks;
+    }
+    absl::StatusOr<PushProgress> progress =
+        run.DropStep(failed.step, failed.round, give_up, &never);
+    if (progress.ok() && progress->state == PushProgress::State::kCommitted) return progress;
+    if (!missing_ranks.empty()) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
+                       absl::StrCat(failed.name, " timed out; ranks that had not committed: ",
+                                    absl::StrJoin(missing_ranks, ", ")));
+    }
+  }
+  if (!failed.is_abandoned) return error;
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                   absl::StrCat(failed.name, ": abandoned by this rank"));
+}
+
+}  // namespace ema::client_internal

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the parts of a run or a push to a group of servers have in common. Each part is a run or a
+// push to one of the servers.
+#ifndef EMA_CLIENT_CPP_PUSH_GROUP_PART_H_
+#define EMA_CLIENT_CPP_PUSH_GROUP_PART_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <set>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "client/cpp/transport/interrupt.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+
+// The newest known round of an incarnation of a model. Thread-safe.
+class NewestRound {
+ public:
+  explicit NewestRound(int64_t incarnation) : incarnation_(incarnation) {}
+
+  int64_t incarnation() const { return incarnation_; }
+  int64_t get() const { return round_.load(std::memory_order_relaxed); }
+  // Adopts `round`, unless a newer one is known.
+  void Note(int64_t round) {
+    int64_t known = round_.load(std::memory_order_relaxed);
+    while (known < round &&
+           !round_.compare_exchange_weak(known, round, std::memory_order_relaxed)) {
+    }
+  }
+
+ private:
+  const int64_t incarnation_;
+  std::atomic<int64_t> round_ = 0;  // Relaxed: nothing else goes along.
+};
+
+// Limits how many parts of a push send at once. The part with the lowest position is the next one.
+// Thread-safe.
+class SendTurns {
+ public:
+  explicit SendTurns(int64_t max_senders) : free_(max_senders) {}
+
+  // Waits for a turn. False: `deadline` is over, or `interrupt` was fired.
+  bool Take(int64_t position, SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  void GiveBack() ABSL_LOCKS_EXCLUDED(mu_);
+  size_t waiting_count() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  mutable absl::Mutex mu_;
+  SteadyWait wait_;  // Woken when a turn is free, or a waiter has left.
+  int64_t free_ ABSL_GUARDED_BY(mu_);
+  std::set<int64_t> waiting_ ABSL_GUARDED_BY(mu_);  // Positions.
+};
+
+// The place of a push to one server in a push to a group. All pointers outlive the push.
+struct GroupPart {
+  SendTurns* turns = nullptr;
+  int64_t position = 0;  // In the order in which the parts send.
+  // The round of the step: the same for all parts, and newer once a server has rejected it with
+  // STALE_ROUND. Then all bytes are sent again.
+  NewestRound* round = nullptr;
+  std::function<void()> on_end;  // Called when the part has its result.
+};
+
+}  // namespace ema::client_internal
+
+#endif  // EMA_CLIENT_CPP_PUSH_GROUP_PART_H_
