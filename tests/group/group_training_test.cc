@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The client trains and reads a model on a group of real servers.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/client.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "ema/shard.h"
+#include "ema/step_pusher.h"
+#include "tests/group/group_fixture.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::group {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+constexpr absl::Duration kPatience = absl::Seconds(60);
+
+// A group with the model "m", and a client of a server that need not be the home.
+class TrainedGroup : public GroupFixture {
+ public:
+  TrainedGroup(int server_count, int tensor_count) {
+    StartServers(server_count);
+    Create("m", 0, tensor_count);
+    client_ = *Client::Create(servers_.back()->address());
+  }
+  void TestBody() override {}
+
+  Client& client() { return *client_; }
+  std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1) {
+    const absl::StatusOr<ModelInfo> info = client_->GetModel("m");
+    EXPECT_THAT(info, IsOk());
+    const absl::StatusOr<RankShare> share = EvenShare(info->manifest, {}, {}, rank, world_size);
+    EXPECT_THAT(share, IsOk());
+    auto run = client_->OpenRun(
+        "m", {.launch_id = "life", .rank = rank, .world_size = world_size, .shards = share->shards},
+        kPatience);
+    EXPECT_THAT(run, IsOk());
+    return run.ok() ? *std::move(run) : nullptr;
+  }
+  struct Pulled {
+    PullInfo info;
+    std::map<std::string, std::string> tensors;
+  };
+  absl::StatusOr<Pulled> Pull(const std::string& track, const Client::PullOptions& options = {},
+                              const std::string& model = "m") {
+    std::string bytes;
+    const auto target = [&](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
+      bytes.assign(info.total_bytes, '?');
+      return std::as_writable_bytes(std::span(bytes.data(), bytes.size()));
+    };
+    EMA_ASSIGN_OR_RETURN(PullInfo info, client_->Pull(model, track, options, target, kPatience));
+    Pulled pulled{std::move(info), {}};
+    for (const PulledTensor& tensor : pulled.info.tensors) {
+      pulled.tensors[tensor.spec.name] = bytes.substr(tensor.offset, tensor.length_bytes);
+    }
+    return pulled;
+  }
+
+ private:
+  std::unique_ptr<Client> client_;
+};
+
+// The bytes of a rank at a step: each element has a value of its own.
+class Weights {
+ public:
+  Weights(const ema::Run& run, int64_t step) : layout_(run.layout()) {
+    values_.resize(layout_.total_bytes() / sizeof(float));
+    for (size_t i = 0; i < values_.size(); ++i) {
+      values_[i] = std::sin(static_cast<float>(i) * 0.37f + static_cast<float>(step));
+    }
+  }
+  std::vector<float>& values() { return values_; }
+  std::vector<std::span<const std::byte>> shards() const {
+    std::vector<std::span<const std::byte>> shards;
+    const auto bytes = std::as_bytes(std::span(values_.data(), values_.size()));
+    for (int64_t i = 0; i < std::ssize(layout_.shards()); ++i) {
+      shards.push_back(bytes.subspan(layout_.shard_start(i),
+                                     layout_.shard_start(i + 1) - layout_.shard_start(i)));
+    }
+    return shards;
+  }
+
+ private:
+  const RankLayout& layout_;
+  std::vector<float> values_;
+};
+
+absl::StatusOr<Version> Push(ema::Run& run, int64_t step) {
+  absl::StatusOr<Version> version =
+      run.Push(step, TrainingTime::AtBatch(step), Weights(run, step).shards(), kPatience);
+  EXPECT_TRUE(version.ok()) << version.status();
+  return version;
+}
+
+TEST(GroupTrainingTest, AveragesDoNotDependOnTheNumberOfServers) {
+  std::optional<std::map<std::string, std::string>> expected;
+  for (const int server_count : {1, 2, 3, 7}) {
+    SCOPED_TRACE(server_count);
+    TrainedGroup group(server_count, /*tensor_count=*/9);
+    const auto run = group.Open();
+    ASSERT_NE(run, nullptr);
+    for (int64_t step = 1; step <= 5; ++step) {
+      EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, step));
+      EXPECT_EQ(version.number, step);
+    }
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("ema"));
+    EXPECT_EQ(pulled.info.version.number, 5);
+    ASSERT_THAT(pulled.tensors, SizeIs(9));
+    if (!expected.has_value()) expected = pulled.tensors;
+    EXPECT_EQ(pulled.tensors, *expected);
+  }
+}
+
+TEST(GroupTrainingTest, RanksReadersAndWatchersSeeOneModel) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const auto first = group.Open(0, 2);
+  const auto second = group.Open(1, 2);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch, group.client().Watch("m", std::nullopt, kPatience));
+  for (int64_t step = 1; step <= 3; ++step) {
+    const Weights weights(*second, step);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto pushed, second->StartPush(step, TrainingTime::AtBatch(step),
+                                                                  weights.shards(), kPatience));
+    EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*first, step));
+    EMA_ASSERT_OK_AND_ASSIGN(const Version same, pushed->Wait());
+    EXPECT_EQ(version.id(), same.id());
+    EMA_ASSERT_OK_AND_ASSIGN(const VersionWatch::Item item, watch->Next());
+    EXPECT_EQ(item.version.id(), version.id());
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled whole, group.Pull("raw"));
+  EXPECT_THAT(whole.tensors, SizeIs(6));
+  // Of one partition, and of all.
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled one,
+                           group.Pull("raw", {.selection = {.tensors = {"t0"}}}));
+  EXPECT_THAT(one.tensors, SizeIs(1));
+  EXPECT_EQ(one.tensors.at("t0"), whole.tensors.at("t0"));
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled two,
+                           group.Pull("raw", {.selection = {.tensors = {"t0", "t5"}}}));
+  EXPECT_THAT(two.tensors, SizeIs(2));
+  EXPECT_EQ(two.tensors.at("t5"), whole.tensors.at("t5"));
+  // Nothing newer.
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled none,
+                           group.Pull("raw", {.if_newer_than = whole.info.version.id()}));
+  EXPECT_TRUE(none.info.not_newer);
+}
+
+TEST(GroupTrainingTest, ANanOnOneServerDropsTheStepOnAll) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  Weights bad(*run, 2);
+  bad.values().back() = std::numeric_limits<float>::quiet_NaN();
+  const absl::Status status =
+      run->Push(2, TrainingTime::AtBatch(2), bad.shards(), kPatience).status();
+  EXPECT_THAT(status, ReasonIs(ErrorReason::kNonFinite));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("t5"));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version next, Push(*run, 3));
+  EXPECT_EQ(next.number, 2);
+  EXPECT_EQ(next.step, 3);
+}
+
+TEST(GroupTrainingTest, AnAbandonedStepIsDroppedOnAllServers) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const auto first = group.Open(0, 2);
+  const auto second = group.Open(1, 2);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  {
+    const Weights weights(*first, 1);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto pushed, first->StartPush(1, TrainingTime::AtBatch(1),
+                                                                 weights.shards(), kPatience));
+    EXPECT_TRUE(pushed->WaitReleased(kPatience));
+    pushed->Abandon();
+    EXPECT_THAT(pushed->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  }
+  // It learns that the round has ended.
+  ASSERT_THAT(second->QueryPush(1, /*abandon_if_unfinished=*/false, kPatience), IsOk());
+  const Weights weights(*second, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto pushed, second->StartPush(2, TrainingTime::AtBatch(2),
+                                                                weights.shards(), kPatience));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*first, 2));
+  EXPECT_EQ(version.number, 1);
+  EXPECT_EQ(version.step, 2);
+  EXPECT_THAT(pushed->Wait(), IsOk());
+}
+
+TEST(GroupTrainingTest, ATrainersHookNeedsNoChange) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const Manifest manifest = *Manifest::Create(
+      {{.name = "a", .shape = {100}}, {.name = "b", .shape = {200}}, {.name = "c", .shape = {50}}});
+  StepPusher::Options options;
+  options.tracks = {{.name = "raw", .schedule = *Schedule::Parse("copy")}};
+  options.launch_id = "life";
+  EMA_ASSERT_OK_AND_ASSIGN(const auto pusher,
+                           StepPusher::Create(group.client(), "hooked", manifest, {}, options));
+  std::vector<std::vector<float>> weights = {std::vector<float>(100), std::vector<float>(200),
+                                             std::vector<float>(50)};
+  for (int step = 1; step <= 3; ++step) {
+    pusher->WaitReleased();
+    for (std::vector<float>& tensor : weights) {
+      std::fill(tensor.begin(), tensor.end(), static_cast<float>(step));
+    }
+    pusher->AfterStep([&](const StepPusher::Piece& piece) {
+      const std::span<const float> tensor(weights[piece.tensor_index]);
+      return StepPusher::Weights{std::as_bytes(tensor.subspan(piece.first, piece.count)), nullptr};
+    });
+    EXPECT_THAT(pusher->WaitPushed(), IsOk());
+  }
+  EXPECT_EQ(pusher->stats().pushes, 3);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("raw", {}, "hooked"));
+  EXPECT_EQ(pulled.info.version.step, 3);
+  const auto bytes = [](const std::vector<float>& tensor) {
+    return std::string(reinterpret_cast<const char*>(tensor.data()), tensor.size() * sizeof(float));
+  };
+  EXPECT_EQ(pulled.tensors.at("b"), bytes(weights[1]));
+  EXPECT_EQ(pulled.tensors.at("c"), bytes(weights[2]));
+}
+
+}  // namespace
+}  // namespace ema::group
