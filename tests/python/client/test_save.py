@@ -97,6 +97,18 @@ def test_a_part_of_it(client, model, pushed, save, tmp_path):
     assert_same_bits(expected, load_file(path))
 
 
+def test_values_that_are_too_large_for_a_dtype(client, model, pushed, save, tmp_path):
+    with client.open_run(model) as run:
+        run.push(step=3, weights={**pushed, "scalar": np.float32(-1e5).reshape(())})
+    path = tmp_path / "half.safetensors"
+    problem = 'element 0 of tensor "scalar" is -100000, and float16 ends at 65504'
+    assert problem in save(path, track="raw", dtype="float16")
+    assert os.listdir(tmp_path) == []
+    for overflow, written in {"saturate": -65504, "inf": -np.inf}.items():
+        assert save(path, track="raw", dtype="float16", overflow=overflow) is None
+        assert load_file(path)["scalar"] == written
+
+
 def test_a_folder_has_the_attached_files(client, model, pushed, save, tmp_path):
     client.attach_files(model, FILES)
     assert client.attached_files(model) == FILES
