@@ -559,3 +559,25 @@ def test_an_empty_version_is_not_the_newest(server, model, pushed, rename):
             raise AssertionError("not reached")
     with pytest.raises(ema_client.InvalidArgumentError, match="version ''"):
         ema_client.load_into(net, url, track="fast", version="", rename=rename)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["cast by the server", "cast here"])
+def test_values_that_are_too_large_for_the_modules_dtype(server, client, model, mixed):
+    """If all floats of the module have one narrower dtype, the server casts."""
+    url = server.url(model)
+    net = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, -1e5]]))
+    with ema_client.attach(net, None, url, tracks={"raw": "copy"}) as ema:
+        ema.after_step()
+    half = torch.nn.Linear(2, 1).half()
+    if mixed:
+        half.bias = torch.nn.Parameter(half.bias.float())
+    own = state_of(half)
+    with pytest.raises(ema_client.InvalidArgumentError, match="is -100000, and float16 ends at"):
+        with ema_client.averaged(half, url, track="raw"):
+            raise AssertionError("not reached")
+    for overflow, written in {"saturate": -65504, "inf": -float("inf")}.items():
+        with ema_client.averaged(half, url, track="raw", overflow=overflow):
+            assert half.weight.tolist() == [[1, written]]
+    assert_same_bits(own, half.state_dict())

@@ -431,6 +431,29 @@ def test_ema_pytorchs_own_copy_and_forwarded_methods(server, client, model, trai
     assert_same_bits(client.pull(model, track="ema"), given.state_dict())
 
 
+def test_an_average_that_is_too_large_for_its_dtype_is_named(server, model):
+    net = torch.nn.Linear(2, 1, bias=False)
+    given = torch.nn.Linear(2, 1, bias=False, dtype=torch.float16)
+    problem = r"weight\[0, 1\] is -100000, and float16 ends at 65504"
+    options = {"preset": Preset(ema_model=given, beta=0.0)}
+    with ema_client.attach(net, None, server.url(model), **options) as ema:
+        with torch.no_grad():
+            net.weight.copy_(torch.tensor([[1.0, -1e5]]))
+        ema.after_step()
+        with pytest.raises(ema_client.InvalidArgumentError, match=f"^ema_model: {problem}"):
+            ema.ema_model
+        with torch.no_grad():
+            net.weight.fill_(2)
+        ema.after_step()
+        assert ema.ema_model.weight.tolist() == [[2, 2]]
+        with torch.no_grad():
+            net.weight.copy_(torch.tensor([[1.0, -1e5]]))
+        ema.after_step()
+        with pytest.raises(ema_client.EmaError, match=problem):
+            ema.ema_model
+        assert given.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("differs", ["names", "shapes"])
 def test_another_modules_copy_is_refused(server, model, trainer, differs):
     given, problem = torch.nn.Linear(6, 11), "not in ema_model: first.bias"

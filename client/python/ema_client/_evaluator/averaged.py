@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client import arrays
 from ema_client._client.first_weights import warn_of_first_weights
 from ema_client._client.mode import is_disabled, no_version
-from ema_client._client.out import check_castable, check_writable
+from ema_client._client.out import check_castable, check_writable, saturated
 from ema_client._client.pieces import Piece, pieces_of, selected
-from ema_client._client.types import ModelInfo, Version, VersionLike, Weights
+from ema_client._client.types import ModelInfo, Overflow, Version, VersionLike, Weights
 from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._evaluator.reading import Reading, WhichAverage, names_there, reading
@@ -47,6 +47,7 @@ def averaged(
     track: str | None = None,
     version: VersionLike | None = None,
     step: int | None = None,
+    overflow: Overflow = "error",
     recalibrate: Recalibration | None = None,
     rename: Callable[[str], str] | None = None,
     process_group: Any = None,
@@ -77,6 +78,8 @@ def averaged(
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits
             for its last push.
         step: instead of a version: the version of this trainer step; see `Client.pull`.
+        overflow: what a finite value becomes that is too large for a tensor's dtype, as for
+            `Client.pull`.
         recalibrate: recomputes BatchNorm's statistics for the averaged weights, which differ from
             the averaged statistics. A loader of input tensors, or of tuples that begin with one:
             one pass over it, as in `torch.optim.swa_utils.update_bn`. Or a function that does this,
@@ -96,8 +99,9 @@ def averaged(
 
     Raises:
         InvalidArgumentError: names or shapes do not match; averages cannot be cast to a tensor's
-            dtype (int8), or a value is too large for it (`load_into` has `overflow`); or a tensor cannot be written (on the meta device, such as those that
-            accelerate has offloaded); nothing was changed. Or the loader is empty.
+            dtype (int8), or a value is too large for it (see `overflow`); or a tensor cannot be
+            written (on the meta device, such as those that accelerate has offloaded); nothing was
+            changed. Or the loader is empty.
         FailedPreconditionError: averages from another thread are in the model now.
         DeadlineExceededError: the model has no version within `timeout_s`.
         EmaError: the pull failed; nothing was changed.
@@ -110,7 +114,10 @@ def averaged(
         yield no_version()
         return
     read = read_average(
-        model, WhichAverage(url, track, version, step, rename, process_group, timeout_s, must_exist)
+        model,
+        WhichAverage(
+            url, track, version, step, rename, process_group, timeout_s, must_exist, overflow
+        ),
     )
     record = read.version
     if read.ranks.rank == 0:
@@ -207,11 +214,14 @@ class Average:
     aliases: Mapping[str, str]
     ignored: set[str]
     version: Version
+    overflow: Overflow
 
     def pairs(self, model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The model's tensors with their averages, for `write`. InvalidArgumentError: no match."""
         what = f'model "{self.model_name}"'
-        return _targets(model, what, self.weights, self.aliases, self.ignored, self.rename)
+        return _targets(
+            model, what, self.weights, self.aliases, self.ignored, self.rename, self.overflow
+        )
 
     def swapped(
         self, model: torch.nn.Module, ranks: Ranks, own: OwnValues | None = None
@@ -226,6 +236,7 @@ class Average:
             rename=self.rename,
             own=own,
             ranks=ranks,
+            overflow=self.overflow,
         )
 
 
@@ -245,7 +256,7 @@ def read_average(model: torch.nn.Module, which: WhichAverage) -> Average:
         return ignored, wanted, pieces
 
     with reading(model, which, match) as (asked, (ignored, wanted, pieces)):
-        weights, pulled = asked.pull(wanted, pieces)
+        weights, pulled = asked.pull(wanted, pieces, overflow=which.overflow)
     if asked.ranks.rank == 0:
         warn_of_first_weights(asked.info.name, pulled, asked.track)
     return Average(
@@ -257,6 +268,7 @@ def read_average(model: torch.nn.Module, which: WhichAverage) -> Average:
         weights.aliases if isinstance(weights, Weights) else {},
         ignored,
         pulled,
+        which.overflow,
     )
 
 
@@ -271,6 +283,7 @@ def swapped(
     rename: Callable[[str], str] | None = None,
     own: OwnValues | None = None,
     ranks: Ranks | None = None,
+    overflow: Overflow = "error",
 ) -> Iterator[None]:
     """Like `averaged`, with given weights; the model keeps its own values of `ignored`. Errors name
     `what`.
@@ -284,7 +297,7 @@ def swapped(
     failure: Exception | None = None
     try:
         swap = _begin(unwrap(model), what, own)
-        pairs = _targets(model, what, weights, aliases, ignored, rename)
+        pairs = _targets(model, what, weights, aliases, ignored, rename, overflow)
         own.keep(tensor for tensor, _ in pairs)
     except Exception as raised:  # No memory, for example.
         failure = raised
@@ -320,6 +333,7 @@ def _targets(
     aliases: Mapping[str, str],
     ignored: Collection[str],
     rename: Callable[[str], str] | None,
+    overflow: Overflow = "error",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The model's tensors, each with the value to write. Waits until no push reads these tensors.
 
@@ -344,7 +358,9 @@ def _targets(
     arrays.check_names(what, expected=first_names.values(), given=given, places=places)
     values = {name: weights[names[name]] for name in tensors}
     arrays.check_shapes(what, expected=values, given=tensors, places=places)
-    check_castable(what, values=values, targets=tensors)
+    check_castable(what, values=values, targets=tensors, overflow=overflow)
+    if overflow == "saturate":
+        values = {name: saturated(value, tensors[name]) for name, value in values.items()}
     check_writable(what, tensors)
     wait_unread(own.values())
     return [(tensor, values[name]) for name, tensor in tensors.items()]

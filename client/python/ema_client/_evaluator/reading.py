@@ -60,7 +60,8 @@ _MOST_PAUSE_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class WhichAverage:
-    """The average to read: the arguments of `averaged` and `load_into` that say so."""
+    """The average to read: the arguments of `averaged` and `load_into` that say so, and what `averaged`
+    does with values that are too large for a tensor's dtype."""
 
     url: str
     track: str | None = None
@@ -71,6 +72,7 @@ class WhichAverage:
     timeout_s: float | None = None
     # False: if the newest version is to be read, the model's first version is waited for.
     must_exist: bool = True
+    overflow: Overflow = "error"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ema_client._client import arrays
 from ema_client._client.client import Client
 from ema_client._client.first_weights import warn_of_first_weights
+from ema_client._client.out import check_castable
 from ema_client._client.state import version_id
 from ema_client._client.types import Version
 from ema_client._errors import DeadlineExceededError, EmaError, FailedPreconditionError
@@ -68,7 +69,8 @@ class AveragedCopy:
 
         Raises:
             InvalidArgumentError: the model has DTensors, or cannot be copied; or `given` has other names
-                or shapes, no values, or memory of the model.
+                or shapes, no values, or memory of the model; or an average is too large for the
+                dtype of its tensor.
             EmaError: as `Client.pull`.
         """
         import torch
@@ -213,11 +215,13 @@ class AveragedCopy:
         trained = named_tensors(self._model).all()
         # Tensors that the track ignores have the model's own values.
         values = {name: self._weights.get(name, own.detach()) for name, own in trained.items()}
-        write(
-            (tensor, values[name])
+        tensors = {
+            name: tensor
             for name, tensor in named_tensors(self.module).all().items()
             if not _are_one(tensor, values[name])
-        )
+        }
+        check_castable("ema_model", values=values, targets=tensors)
+        write((tensor, values[name]) for name, tensor in tensors.items())
 
 
 def _refuse(problem: str, *_: object) -> None:
