@@ -256,6 +256,10 @@ SHARES = {
     "ramp_ratio": {"half_life": "100ba", "ramp_ratio": 2.0},
     "ramp": {"ramp": 500, "min_decay": 0.95, "update_interval": "4ba"},
     "inv_gamma": {"inv_gamma": 1, "power": 0.9, "update_interval": "15ba"},
+    "exp_ramp": {"exp_ramp": 5, "max_decay": 0.97, "count_offset": 8, "update_interval": "2ba"},
+    "decays": {"decays": {"5ba": 0.95, "40ba": 0.99}},
+    "cosine": {"decays": {"0ba": 0.97, "60ba": 1}, "decays_shape": "cosine", "ema_start": "20ba"},
+    "decays by epochs": {"decays": {"0ep": 0.97, "3ep": 0.971, "5ep": 0.972}},
     "epochs": {"half_life": "2ep", "update_interval": "1ba"},
 }
 

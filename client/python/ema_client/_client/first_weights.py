@@ -4,6 +4,7 @@ its schedule."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
@@ -15,6 +16,8 @@ _logger = logging.getLogger(__name__)
 # The largest share without a warning.
 _MOST_SHARE = 0.1
 _LENGTH = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)([a-z]+)")
+# Fields of the rules by which an average may lag behind.
+_RULES = {"half_life", "smoothing", "ramp_ratio", "inv_gamma", "ramp", "exp_ramp", "decays"}
 # By model, track and incarnation.
 _warned: set[tuple[str, str, int]] = set()
 
@@ -35,7 +38,7 @@ def share_of_first_weights(record: TrackVersion, time: TrainingTime) -> float | 
     weights, the power function, and averages that begin with zeros.
     """
     fields = schedule_of(record)
-    rule = {"half_life", "smoothing", "ramp_ratio", "inv_gamma", "ramp"} & fields.keys()
+    rule = _RULES & fields.keys()
     if record.averaged_count == 0 or not rule or {"debias", "zero_init"} & fields.keys():
         return None
     half_life = _length(fields.get("half_life"))
@@ -55,10 +58,15 @@ def share_of_first_weights(record: TrackVersion, time: TrainingTime) -> float | 
         return float(fields["smoothing"]) ** moves
     if half_life and "ramp_ratio" not in fields:
         return float(2 ** (-moves * step / half_life[0]))
+    table = _Table.of(fields, time)
     share = 1.0
     for move in range(1, moves + 1):
-        then = move * step if age is None else age - (moves - move) * step
-        share *= _decay(fields, half_life[0] if half_life else math.inf, step, then)
+        left = (moves - move) * step
+        if table:
+            share *= table.decay(left / now if now else 0.0)
+        else:
+            then = move * step if age is None else age - left
+            share *= _decay(fields, half_life[0] if half_life else math.inf, step, then)
         if share < _MOST_SHARE:
             break
     return share
@@ -72,6 +80,9 @@ def _decay(fields: dict[str, str], half_life: float, step: float, age: float) ->
     position = age - 1 + float(fields.get("count_offset", 0))
     if position <= 0:
         return 0.0
+    if "exp_ramp" in fields:
+        most = float(fields.get("max_decay", 0.9999))
+        return most * -math.expm1(-position / float(fields["exp_ramp"]))
     if "ramp" in fields:
         decay = (1 + position) / (float(fields["ramp"]) + position)
     else:
@@ -79,6 +90,46 @@ def _decay(fields: dict[str, str], half_life: float, step: float, age: float) ->
         decay = 1 - (1 + position / float(fields["inv_gamma"])) ** -power
     least, most = float(fields.get("min_decay", 0)), float(fields.get("max_decay", 0.9999))
     return min(max(decay, least), most)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """The points of a decay that depends on the training time: pairs of a time and a decay.
+
+    Attributes:
+        now: the training time, in the unit of the points.
+    """
+
+    points: list[tuple[float, float]]
+    is_cosine: bool
+    now: float
+
+    @classmethod
+    def of(cls, fields: dict[str, str], time: TrainingTime) -> _Table | None:
+        """None: the schedule has no table."""
+        points: list[tuple[float, float]] = []
+        now = 0.0
+        for point in fields.get("decays", "").split():
+            text, _, decay = point.partition(":")
+            length = _length(text)
+            if length is None:
+                return None
+            points.append((length[0], float(decay)))
+            now = getattr(time, TIME_UNITS[length[1]]) or 0.0
+        return cls(points, fields.get("decays_shape") == "cosine", now) if points else None
+
+    def decay(self, before: float) -> float:
+        """The decay at an earlier time. `before`: how much earlier, as a share of the time until now."""
+        time = self.now * (1 - before)
+        passed = [point for point in self.points if point[0] <= time]
+        coming = self.points[len(passed) :]
+        if not passed or not coming:
+            return passed[-1][1] if passed else coming[0][1]
+        (begin, first), (end, last) = passed[-1], coming[0]
+        share = (time - begin) / (end - begin)
+        if self.is_cosine:
+            share = (1 - math.cos(math.pi * share)) / 2
+        return first + share * (last - first)
 
 
 def _length(text: str | None) -> tuple[float, str] | None:
