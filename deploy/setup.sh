@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv
-# (Composer and Ray, for comparisons with them, each in one more: build/venv-composer, build/venv-bench).
+# (Composer, DeepSpeed and Ray, for tests and comparisons with them, each in one more: build/venv-composer,
+# build/venv-deepspeed, build/venv-bench).
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
 # Usage: deploy/setup.sh [--server|--cuda|--client|--demo|--all|--bench]
@@ -119,6 +120,9 @@ install_python_packages
   ln --symbolic --force --no-dereference lib "$toolkit/lib64"
 done
 case ${1-} in
-  --all) install_beside composer ;;
+  --all)
+    install_beside composer
+    DS_BUILD_OPS=0 install_beside deepspeed
+    ;;
   --bench) install_beside bench ;;
 esac

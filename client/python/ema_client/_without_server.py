@@ -35,7 +35,14 @@ from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumen
 from ema_client._local import LocalEMA
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import ModelTensors, named_tensors, specs_of, unwrap, write
+from ema_client._model.torch_model import (
+    ModelTensors,
+    engine_of,
+    named_tensors,
+    specs_of,
+    unwrap,
+    write,
+)
 from ema_client._tracks.track import track_from
 from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.attachment import Attachment
@@ -69,7 +76,8 @@ def attach_without_server(
     """
     model, optimizer = given["model"], given["optimizer"]
     address, model_name = split_url(given["url"])
-    optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
+    engine = engine_of(model)
+    optimizers = None if optimizer is None or engine is not None else unwrap_optimizers(optimizer)
     module = unwrap(model)
     options.check(module)
     tensors = ModelTensors(module)
@@ -88,9 +96,9 @@ def attach_without_server(
         _logger.warning('model "%s": EMA_MODE=local: averaged in this process only', model_name)
     else:
         options = dataclasses.replace(options, rule=None)
-        optimizers = None  # No steps are counted.
+        engine = optimizers = None  # No steps are counted.
         _logger.warning('model "%s": EMA_MODE=disabled: nothing is averaged', model_name)
-    engine = LocalEngine(
+    push_engine = LocalEngine(
         client if isinstance(client, LocalClient) else None, given["start_step"] or 0
     )
 
@@ -112,10 +120,13 @@ def attach_without_server(
             non_finite="allow",
         ),
         client=cast(Client, client),
-        joined=Joined(None, frozenset(), lambda **_: cast(_ema.PushEngine, engine), engine.step),
+        joined=Joined(
+            None, frozenset(), lambda **_: cast(_ema.PushEngine, push_engine), push_engine.step
+        ),
         join_at=join_at,
         module=module,
         optimizers=optimizers,
+        engine=engine,
         frozen=FrozenTensors([], tensors(), {}, check=False),
         keep_resumable=given["keep_resumable"],
     )

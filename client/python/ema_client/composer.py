@@ -36,8 +36,7 @@ from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumen
 from ema_client._evaluator.averaged import OwnValues, swapped, write_average
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
-from ema_client._model.fsdp1 import check_none_in
-from ema_client._model.torch_model import named_tensors, unwrap, write
+from ema_client._model.torch_model import check_no_ranges, named_tensors, unwrap, write
 from ema_client._tracks import presets
 from ema_client._tracks.track import Track
 from ema_client._trainer.attach import attach
@@ -289,7 +288,7 @@ class EMA(Algorithm):
             self._training = {**own["named_parameters_dict"], **own["named_buffers_dict"]}
 
     def _attach(self, state: State) -> None:
-        check_none_in(state.model)
+        check_no_ranges(state.model)
         self._model = state.model
         if self._training is not None:
             named = named_tensors(unwrap(state.model)).all()

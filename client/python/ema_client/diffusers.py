@@ -24,9 +24,8 @@ from ema_client._client.types import VersionLike
 from ema_client._client.unread import wait_unread
 from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._model import fsdp1
 from ema_client._model.optimizers import unwrap_optimizers
-from ema_client._model.torch_model import named_tensors, unwrap, write
+from ema_client._model.torch_model import check_no_ranges, named_tensors, unwrap, write
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 
@@ -422,7 +421,7 @@ def _names_of(parameters: Sequence[torch.Tensor], model: torch.nn.Module | None)
     """
     if model is None:
         return [str(place) for place in range(len(parameters))]
-    fsdp1.check_none_in(model)
+    check_no_ranges(model)
     named = named_tensors(unwrap(model)).parameters
     names = {id(parameter): name for name, parameter in named.items()}
     if all(id(parameter) in names for parameter in parameters):

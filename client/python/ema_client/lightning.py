@@ -40,7 +40,7 @@ from ema_client._client.url import split_url
 from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues
-from ema_client._model.fsdp1 import check_savable
+from ema_client._model.torch_model import check_savable, engine_of
 from ema_client._tracks.presets import check_count, refuse
 from ema_client._tracks.track import SCHEDULE_NAMES, WHOLE_TRACK, Track
 from ema_client._trainer.attach import attach
@@ -93,7 +93,8 @@ class EMAWeightAveraging(_Callback):
     from there.
 
     Unlike Lightning's, the average takes no memory in the trainer, except while it is used or saved.
-    Needs exactly one optimizer, and whole weights on every rank (one process or DDP).
+    Needs exactly one optimizer. To save averages in checkpoints, the weights must be whole on every rank
+    (one process or DDP): with FSDPStrategy and DeepSpeedStrategy, give save_average=False.
 
     Args:
         url: "ema://host:port/model".
@@ -243,6 +244,7 @@ class EMAWeightAveraging(_Callback):
         if self._saves_average:
             _check_savers(trainer)
             check_savable(trainer.model, "save_average=False")
+            _check_strategy(trainer)
         self._close()  # After a fit that an exception has ended.
         self._held.pop(pl_module, None)
         if not self._loaded and trainer.global_step > 0:
@@ -419,6 +421,15 @@ def _check_savers(trainer: Any) -> None:
                 "calls no other callback: use save_weights_only=False",
                 type(saver).__name__,
             )
+
+
+def _check_strategy(trainer: Any) -> None:
+    """InvalidArgumentError: the strategy is DeepSpeed's, which does not save a checkpoint's `state_dict`."""
+    if engine_of(trainer.model) is not None:
+        raise InvalidArgumentError(
+            "strategy: DeepSpeedStrategy saves the engine's weights, and not the `state_dict` of a checkpoint, "
+            "where the average would be: give save_average=False, and pull it with ema_client.pull"
+        )
 
 
 def _given(**arguments: tuple[object, object]) -> list[str]:

@@ -42,9 +42,8 @@ from ema_client._client.types import Version, VersionLike
 from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues, averaged
-from ema_client._model.fsdp1 import check_savable
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import unwrap
+from ema_client._model.torch_model import check_savable, unwrap
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 

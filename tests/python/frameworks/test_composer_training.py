@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ROOT, ServerProcess
-from testing import SUPPORT, assert_same_bits, composer_python, started
+from testing import SUPPORT, assert_same_bits, beside_python, started
 
 # Importing Composer takes long where much else runs.
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(300)]
@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 def start_training(**variables: object) -> Iterator[subprocess.Popen[str]]:
     """composer_training.py, for jobs."""
     with started(
-        [composer_python(), SUPPORT / "composer_training.py"],
+        [beside_python("composer"), SUPPORT / "composer_training.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -431,7 +431,7 @@ def test_nothing_is_imported_before_it_is_asked_for():
 
 def test_the_example(server, model):
     result = subprocess.run(
-        [composer_python(), ROOT / "deploy/examples/composer_train.py", server.url(model)],
+        [beside_python("composer"), ROOT / "deploy/examples/composer_train.py", server.url(model)],
         env=environment(),
         capture_output=True,
         text=True,

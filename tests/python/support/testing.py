@@ -24,7 +24,6 @@ Found = TypeVar("Found")
 # Where the programs are that tests start.
 SUPPORT = pathlib.Path(__file__).parent
 EMACTL = pathlib.Path(os.environ.get("EMACTL_BIN") or ROOT / "build/release/client/cli/emactl")
-_COMPOSER_PYTHON = ROOT / "build/venv-composer/bin/python"
 
 # True if every case of the tests marked "campaign" is to be tried: tests/run.sh --campaign. Otherwise they try a sample,
 # which the seed chooses. As in tests/testutil/campaign.h.
@@ -90,11 +89,13 @@ def exit_codes(processes: Sequence[subprocess.Popen[Any]], timeout_s: float = 10
     return [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
 
 
-def composer_python() -> pathlib.Path:
-    """The Python that has MosaicML Composer, which `--all` installs; skips the test without it."""
-    if not _COMPOSER_PYTHON.exists():
-        pytest.skip("no build/venv-composer: deploy/setup.sh --all makes it")
-    return _COMPOSER_PYTHON
+def beside_python(library: str) -> pathlib.Path:
+    """The Python of a virtual environment beside build/venv that has the library, which `--all` installs;
+    skips the test without it."""
+    python = ROOT / f"build/venv-{library}/bin/python"
+    if not python.exists():
+        pytest.skip(f"no build/venv-{library}: deploy/setup.sh --all makes it")
+    return python
 
 
 def random_weights(rng: np.random.Generator, scale: float = 1.0) -> Weights:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from libraries import UPDATES, Agreement, Net, Ours, Step, Tensors, floats, run_ours
 from ours import LocalOurs, ServerOurs, make_ours  # noqa: F401
-from testing import SUPPORT, composer_python, started
+from testing import SUPPORT, beside_python, started
 
 pytestmark = pytest.mark.framework
 
@@ -64,7 +64,7 @@ class Composer:
 @pytest.fixture(scope="module")
 def composer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composer]:
     with started(
-        [composer_python(), SUPPORT / "composer_side.py"],
+        [beside_python("composer"), SUPPORT / "composer_side.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -178,11 +178,11 @@ def pull(
         out: torch tensors or NumPy arrays by name, to write in place, with a cast to their dtypes. They
             must have exactly the pulled names (of tied tensors the first, and any others), and only
             tied ones may share memory. Or a module, for its parameters and buffers (tied ones once, by
-            any name that the model has). If some are DTensors, or the module is FSDP1's, each rank
-            pulls just the pieces that it holds, however the trainers have sharded the model; to get one
-            version, all ranks must name it. A rank without any piece gets only the version. If the pull fails, nothing is
-            written, unless a device fails during the writes. The pulled bytes are in host memory, too,
-            until they have been written.
+            any name that the model has). If some are DTensors, or FSDP1 or ZeRO-3 has sharded the module,
+            each rank pulls just the pieces that it holds, however the trainers have sharded the model; to get
+            one version, all ranks must name it. A rank without any piece gets only the version. If the pull
+            fails, nothing is written, unless a device fails during the writes. The pulled bytes are in host
+            memory, too, until they have been written.
         framework: "torch" tensors, "numpy" arrays, or "auto": torch if it is installed.
         device: where to put torch tensors, such as "cuda:1"; `refresh` cannot update them then. None:
             in host memory.
@@ -191,7 +191,7 @@ def pull(
 
     Returns:
         Tensors by name, which share one buffer; `version` is the pulled version. With `out`, the given
-        tensors; of parameters of FSDP1, the ranges that this rank has.
+        tensors; of parameters of FSDP1 and ZeRO-3, the ranges that this rank has.
 
     Raises:
         NotFoundError: no such model, track or label; or there are several tracks, and none is "ema".

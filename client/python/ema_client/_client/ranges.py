@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ema_client._client.types import Shard
@@ -65,6 +65,10 @@ class ParameterRange:
 
     def is_inference(self) -> bool:
         return bool(self.parameter.is_inference())
+
+
+# By the id of the module that has the parameter, and its name there.
+Ranges = Mapping[int, Mapping[str, ParameterRange]]
 
 
 def index_of(offsets: Sequence[int], shape: Sequence[int]) -> int:

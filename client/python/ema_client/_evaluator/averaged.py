@@ -66,13 +66,13 @@ def averaged(
     Waits, with a warning, until the model exists and has a version, unless `must_exist`, `version` or
     `step` is given, or this thread trains the model.
 
-    For a sharded model (DTensors, or FSDP1's wrapper) each rank reads only its own pieces,
+    For a sharded model (DTensors, FSDP1's wrapper, ZeRO-3) each rank reads only its own pieces,
     however the trainers have sharded the model. All its ranks must call this together; all get the
     same version, or all raise. With `rename` or `process_group` the model may also be a part of the
     server's, such as a pipeline stage.
 
     Args:
-        model: the model; DistributedDataParallel and torch.compile are unwrapped.
+        model: the model; DistributedDataParallel, torch.compile and DeepSpeed's engine are unwrapped.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits

@@ -84,7 +84,8 @@ def load_into(
     other tensors, too. Warns like `averaged` if the track has not started, or has just done so.
 
     Args:
-        model: the module; DistributedDataParallel and torch.compile are unwrapped.
+        model: the module; DistributedDataParallel, torch.compile and DeepSpeed's engine are
+            unwrapped. With DeepSpeed, the next step may overwrite the loaded values by its own copies.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits

@@ -12,18 +12,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ema_client._client.ranges import ParameterRange
+from ema_client._client.ranges import ParameterRange, Ranges
 from ema_client._client.safetensors import unwrapped_name
 from ema_client._errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
-
-# By the id of the module that has the parameter, and its name there.
-Ranges = Mapping[int, Mapping[str, ParameterRange]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,27 +48,6 @@ def wrappers_in(module: torch.nn.Module) -> list[Any]:
     if fsdp is None:
         return []
     return [part for part in module.modules() if isinstance(part, fsdp.FullyShardedDataParallel)]
-
-
-def check_none_in(module: torch.nn.Module) -> None:
-    """InvalidArgumentError: part of the module is FullyShardedDataParallel's."""
-    if wrappers_in(module):
-        raise InvalidArgumentError(
-            "model: is FullyShardedDataParallel (FSDP1), of which only a piece is here; expected a whole "
-            "model: use ema_client.attach and averaged, which accept it",
-            reason="BAD_LAYOUT",
-        )
-
-
-def check_savable(module: torch.nn.Module, cure: str) -> None:
-    """InvalidArgumentError: a framework's checkpoint cannot have this model's averages, as FSDP1 has the
-    parameters. `cure`: what to give instead."""
-    if wrappers_in(module):
-        raise InvalidArgumentError(
-            "model: is FullyShardedDataParallel (FSDP1), whose averages a checkpoint of the framework "
-            f"cannot have: give {cure}, and pull them with ema_client.pull",
-            reason="BAD_LAYOUT",
-        )
 
 
 def ranges_in(module: torch.nn.Module) -> Ranges:

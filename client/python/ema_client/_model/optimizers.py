@@ -62,7 +62,8 @@ def _unwrap(optimizer: object) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise InvalidArgumentError(
             f"optimizer of type {_type_name(inner)}: must be a torch.optim.Optimizer, or accelerate's or "
-            f"Lightning's wrapper of one; for others, such as DeepSpeed's, {_COUNT_BY_HAND}"
+            "Lightning's wrapper of one; with DeepSpeed, give its engine as the model; for others, "
+            f"{_COUNT_BY_HAND}"
         )
     if not calls_hooks(inner):
         raise InvalidArgumentError(
@@ -133,8 +134,9 @@ def check_held(
         raise InvalidArgumentError(
             "optimizer: holds no parameter of the model. Either it was created for another model, or before "
             "the model was sharded: give the optimizer that holds the model's parameters. Or it trains "
-            "copies, which are written to the model after its step, as with DeepSpeed and other mixed "
-            f"precision: {_COUNT_BY_HAND}, when the model's parameters have their new values"
+            "copies, which are written to the model after its step: with DeepSpeed, give its engine as the "
+            f"model; with other mixed precision, {_COUNT_BY_HAND}, when the model's parameters have their new "
+            "values"
         )
 
 

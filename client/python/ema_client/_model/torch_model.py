@@ -13,10 +13,10 @@ from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.out import writing
 from ema_client._client.pieces import is_dtensor, local_of
-from ema_client._client.ranges import ParameterRange
+from ema_client._client.ranges import ParameterRange, Ranges
 from ema_client._client.safetensors import unwrapped_name
 from ema_client._errors import InvalidArgumentError
-from ema_client._model import fsdp1
+from ema_client._model import engine, fsdp1, zero
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ _FSDP2 = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 class NamedTensors:
     """Parameters (tied ones once, under the first name) and persistent buffers, by name.
 
-    For parameters that FSDP1 has flattened, `ParameterRange` stands in `parameters`.
+    For parameters that FSDP1 has flattened or ZeRO-3 has partitioned, `parameters` has `ParameterRange`.
     """
 
     parameters: dict[str, torch.nn.Parameter]
@@ -130,9 +130,38 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def cutter_of(module: torch.nn.Module) -> str | None:
+    """What has cut the module's parameters into ranges, one for each rank; None: nothing has."""
+    if fsdp1.wrappers_in(module):
+        return "FullyShardedDataParallel (FSDP1)"
+    return "DeepSpeed ZeRO-3" if zero.has_partitions(module) else None
+
+
+def check_no_ranges(module: torch.nn.Module) -> None:
+    """InvalidArgumentError: this rank has only ranges of the module's parameters (FSDP1, ZeRO-3)."""
+    if (cutter := cutter_of(module)) is not None:
+        raise InvalidArgumentError(
+            f"model: is sharded by {cutter}, so only a piece is here; expected a whole model: use "
+            "ema_client.attach and averaged, which accept it",
+            reason="BAD_LAYOUT",
+        )
+
+
+def check_savable(module: torch.nn.Module, cure: str) -> None:
+    """InvalidArgumentError: a framework's checkpoint cannot have the averages of this model, because it is
+    in ranges. `cure`: what to give instead."""
+    if (cutter := cutter_of(module)) is not None:
+        raise InvalidArgumentError(
+            f"model: is sharded by {cutter}, so a checkpoint of the framework cannot have its averages: give "
+            f"{cure}, and pull them with ema_client.pull",
+            reason="BAD_LAYOUT",
+        )
+
+
 def check_whole(module: torch.nn.Module) -> None:
-    """InvalidArgumentError: the module is sharded (DTensors, FSDP1), so each rank holds only a piece."""
-    fsdp1.check_none_in(module)
+    """InvalidArgumentError: the module is sharded (DTensors, FSDP1, ZeRO-3), so each rank holds only a
+    piece."""
+    check_no_ranges(module)
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise InvalidArgumentError(
@@ -184,8 +213,8 @@ def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
             if group_hook is not None and group_hook.group.offload_to_disk_path is not None:
                 found.update((id(t), _BY_DIFFUSERS) for t in group_hook.group.tensor_to_key)
     for parameter in module.parameters():
-        if parameter.numel() == 0 and any(hasattr(parameter, name) for name in _FULL_SHAPES):
-            found[id(parameter)] = _BY_ZERO
+        if parameter.numel() == 0 and hasattr(parameter, "_orig_size"):
+            found[id(parameter)] = _BY_FAIRSCALE
     return found
 
 
@@ -195,23 +224,36 @@ _BY_ACCELERATE = (
     "model, or first call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
 )
 _BY_DIFFUSERS = "diffusers keeps them in files; do this before apply_group_offloading()"
-_BY_ZERO = (
-    "DeepSpeed ZeRO-3 keeps them in pieces that have no names or shapes; use ZeRO stage 1 or 2, or "
+_BY_FAIRSCALE = (
+    "fairscale keeps them in pieces that have no names or shapes; use "
     "torch.distributed.fsdp.fully_shard (FSDP2)"
 )
-# The full shape of a parameter without elements: DeepSpeed's attributes, and fairscale's.
-_FULL_SHAPES = ("ds_shape", "ds_numel", "_orig_size")
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DistributedDataParallel, DataParallel, torch.compile and Lightning Fabric's."""
+    """The module inside DistributedDataParallel, DataParallel, torch.compile, Lightning Fabric's wrapper and
+    DeepSpeed's engine."""
+    *_, inner = _unwrapping(module)
+    return inner
+
+
+def engine_of(module: torch.nn.Module) -> Any:
+    """DeepSpeed's engine, if the module is one, perhaps inside other wrappers; else None."""
+    return next(filter(engine.is_engine, _unwrapping(module)), None)
+
+
+def _unwrapping(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The module, and the modules inside its wrappers, the outermost first."""
     import torch
 
     while True:
+        yield module
         if isinstance(
             module, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
         ):
             inner: object = module.module
+        elif engine.is_engine(module):
+            inner = module.module
         elif type(module).__name__ == "_FabricModule":
             # Fabric's `module` may be inside DDP or FSDP1, whose wrapper has its parameters.
             inner = module._forward_module
@@ -219,7 +261,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
             # FSDP1 has the attributes of the module inside.
             inner = module._modules.get("_orig_mod")
         if not isinstance(inner, torch.nn.Module):
-            return module
+            return
         module = inner
 
 
@@ -229,12 +271,12 @@ def named_tensors(
     """Collects the tensors of an unwrapped module. `rename`: as for `attach`.
 
     Names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
-    overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard` or
-    FSDP1 has gathered are sharded again.
+    overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard`,
+    FSDP1 or ZeRO-3 has gathered are sharded again.
 
     Raises:
-        InvalidArgumentError: part of the module is lazy without shapes; or FSDP1 has a part that cannot
-            be averaged, see `fsdp1.ranges_in`.
+        InvalidArgumentError: part of the module is lazy without shapes; or FSDP1 or ZeRO-3 has a part
+            that cannot be averaged, see `fsdp1.ranges_in` and `zero.ranges_in`.
     """
 
     def clean_name(name: str) -> str:
@@ -247,7 +289,7 @@ def named_tensors(
         return renamed
 
     shard_again(module)
-    ranges = fsdp1.ranges_in(module)
+    ranges = {**fsdp1.ranges_in(module), **zero.ranges_in(module)}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         arrays.check_materialized(f'"{name}"', tensor, may_be_meta=True)
     parameters = [(clean_name(name), tensor) for name, tensor in _named_parameters(module, ranges)]
@@ -274,7 +316,7 @@ def named_tensors(
     return NamedTensors(dict(parameters), dict(buffers), aliases, dtypes)
 
 
-def _named_parameters(module: torch.nn.Module, ranges: fsdp1.Ranges) -> Iterator[tuple[str, Any]]:
+def _named_parameters(module: torch.nn.Module, ranges: Ranges) -> Iterator[tuple[str, Any]]:
     """Each parameter once, under its first name."""
     if not ranges:
         yield from module.named_parameters()
@@ -290,7 +332,7 @@ def _named_parameters(module: torch.nn.Module, ranges: fsdp1.Ranges) -> Iterator
 
 
 def _saved_tensors(
-    module: torch.nn.Module, ranges: fsdp1.Ranges, prefix: str = ""
+    module: torch.nn.Module, ranges: Ranges, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
     """The parameters and persistent buffers under all of their names, in the order of
     `state_dict()`."""
@@ -307,9 +349,10 @@ def _saved_tensors(
 
 
 def shard_again(module: torch.nn.Module) -> None:
-    """Drops gathered parameters of `fully_shard` and FSDP1: the module has pieces until the next
+    """Drops gathered parameters of `fully_shard`, FSDP1 and ZeRO-3: the module has pieces until the next
     forward."""
     fsdp1.drop_gathered(module)
+    zero.drop_gathered(module)
     kinds = tuple(getattr(sys.modules.get(name), "FSDPModule", ()) for name in _FSDP2)
     if any(isinstance(part, kinds) for part in module.modules()):
         # The hooks of state_dict() do it, even after an exception inside a forward; reshard() does
@@ -367,9 +410,9 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def has_pieces(module: torch.nn.Module) -> bool:
-    """Whether the module has DTensors or is FSDP1's, so that this rank may hold a part. The same on all
-    ranks that hold parts of one model."""
-    if fsdp1.wrappers_in(module):
+    """Whether the module has DTensors or is sharded by FSDP1 or ZeRO-3, so that this rank may hold a part.
+    The same on all ranks that hold parts of one model."""
+    if cutter_of(module) is not None:
         return True
     shard_again(module)
     return any(map(is_dtensor, (*module.parameters(), *module.buffers())))

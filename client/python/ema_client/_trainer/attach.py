@@ -25,6 +25,7 @@ from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
     ModelTensors,
     check_values_here,
+    engine_of,
     unwrap,
 )
 from ema_client._tracks.preset_arguments import EmaRule
@@ -97,9 +98,10 @@ def attach(
     Call it on every rank. It creates the model on the server if it does not exist. From then on, each
     `optimizer.step()` counts as a batch. When an update is due, a push starts after the step: every rank
     sends the parameters that it holds, and nothing is gathered. A rank may hold whole parameters
-    (DistributedDataParallel, pipeline stages, experts) or pieces of them (fully_shard, tensor parallelism:
-    DTensor; FullyShardedDataParallel: FSDP1). Ranks that hold the same bytes send an even share each, except for buffers, which the first
-    of these ranks sends (BatchNorm's statistics differ between ranks). Parameters are read in place:
+    (DistributedDataParallel, DeepSpeed ZeRO-1 and 2, pipeline stages, experts) or pieces of them
+    (fully_shard, tensor parallelism: DTensor; FullyShardedDataParallel: FSDP1; DeepSpeed ZeRO-3). Ranks that
+    hold the same bytes send an even share each, except for buffers, which the first of these ranks sends
+    (BatchNorm's statistics differ between ranks). Parameters are read in place:
     client/docs/training-loop.md says which code waits before it writes them, and how other writes, frozen
     parameters and copies are handled.
 
@@ -108,8 +110,9 @@ def attach(
 
     Args:
         model: the model, or this rank's part of it. DistributedDataParallel, torch.compile and Lightning
-            Fabric's wrapper are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper. Ranks that
-            hold the same parameter, or the same piece, must have equal values.
+            Fabric's wrapper are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper, and of
+            DeepSpeed the engine. Ranks that hold the same parameter, or the same piece, must have equal
+            values.
         optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
             each parameter, in backward hooks). The first step is complete when each has stepped, and each
             later step when the last of these has stepped again. If optimizers contain others, a step ends
@@ -118,8 +121,9 @@ def attach(
             created later, nor those by which torch.distributed.checkpoint initializes an optimizer's state.
             The optimizers, or those that they contain, must hold parameters of the model; those that none
             of them holds are copied, or the step waits. None, on all ranks: call the attachment's
-            `after_step()` after each step. Needed for optimizers that train copies of the parameters, such
-            as DeepSpeed's.
+            `after_step()` after each step. Needed for optimizers that train copies of the parameters.
+            If `model` is DeepSpeed's engine, its steps count, and this argument is ignored: give None, or any
+            of its optimizers. Steps that it skips, because gradients are not finite, do not count.
         url: "ema://host:port/model".
 
     Args, the schedule (how the track "ema" averages; client/docs/schedules.md):
@@ -210,7 +214,8 @@ def attach(
     Raises:
         InvalidArgumentError (a ValueError): an argument is wrong, or differs between ranks where it must
             not (tracks, steps, policies); the ranks' parameters do not fit together, hold NaN or infinity,
-            or have their values elsewhere (DeepSpeed ZeRO-3); or `resume` is of another model or format.
+            or have their values elsewhere (offloaded by accelerate); or `resume` is of another model or
+            format.
         TypeError: an argument that neither `attach` nor the preset or a `Track` has.
         FailedPreconditionError: RESUME_MISMATCH: the model has an average of an earlier training, and
             `existing` is "error"; or the server has no average for the state in `resume`, and the
@@ -242,6 +247,7 @@ def attach(
     ranks = Ranks.current(process_group, call="attach()", timeout_s=timeout_s)
     # If this rank raised at once, the others would wait for it, so a failure is sent to all ranks.
     failure: Exception | None = None
+    engine: Any = None
     optimizers: list[torch.optim.Optimizer] | None = None
     held: list[Holding] = []
     arguments = Arguments({}, "", {})
@@ -250,7 +256,9 @@ def attach(
         check_module(model)
         split_url(url)
         check_values(given)
-        optimizers = None if optimizer is None else unwrap_optimizers(optimizer)
+        engine = engine_of(model)
+        if optimizer is not None and engine is None:
+            optimizers = unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:
             raise InvalidArgumentError(
                 f"start_step {start_step} and resume are both given: give only resume, which has the step"
@@ -264,7 +272,7 @@ def attach(
         arguments = Arguments.of(
             {
                 "the model of url": split_url(url)[1],
-                "optimizer": None if optimizer is None else "given",
+                "optimizer": None if optimizers is None and engine is None else "given",
                 "start_step": start_step,
                 "existing": existing,
                 "non_finite": non_finite,
@@ -376,6 +384,7 @@ def attach(
             join_at=functools.partial(resume_at, ranks, plan, timeout_s),
             module=module,
             optimizers=optimizers,
+            engine=engine,
             frozen=FrozenTensors(
                 plan.layout.frozen,
                 tensors_of(),

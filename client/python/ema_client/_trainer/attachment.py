@@ -14,6 +14,7 @@ from ema_client._client.client import Client
 from ema_client._client.types import Stats, Version
 from ema_client._client.unread import attachments
 from ema_client._errors import FailedPreconditionError
+from ema_client._model.engine import StepHook
 from ema_client._model.optimizers import (
     StepKind,
     after_closure,
@@ -71,9 +72,11 @@ class Attachment:
         join_at: Callable[[Mapping[str, Any] | None], Joined | None],
         module: torch.nn.Module,
         optimizers: list[torch.optim.Optimizer] | None,
+        engine: Any,
         frozen: FrozenTensors,
         keep_resumable: int,
     ) -> None:
+        """`engine`: DeepSpeed's, whose steps are counted in place of those of `optimizers`."""
         weights = PushedWeights(optimizers, frozen.names, checks=options.check)
         self._pusher = pusher = Pusher(options, joined, weights, frozen)
         # Used by `entrance`.
@@ -85,7 +88,7 @@ class Attachment:
         self._client = client
         self._model_name = options.model_name
         self._module = module
-        self._is_by_hand = optimizers is None
+        self._is_by_hand = optimizers is None and engine is None
         # `close` warns if no step was counted.
         self._expects_steps = True
         # Used by the callback that evaluates with the average.
@@ -103,6 +106,9 @@ class Attachment:
         self._hooks: list[Any] = []
         try:
             self._hook(with_contained(optimizers or []))
+            if engine is not None:
+                hook = StepHook(engine, self._before_change, self._after_engine_step)
+                self._hooks.append(hook)
         except BaseException:
             self._detach()
             raise
@@ -308,7 +314,8 @@ class Attachment:
             if not self._is_by_hand:
                 raise FailedPreconditionError(
                     f'model "{self._model_name}": after_step() called, but attach() was given an optimizer, '
-                    "whose steps are counted already: remove the call, or use attach(model, None, url)",
+                    "or DeepSpeed's engine, whose steps are counted already: remove the call, or use "
+                    "attach(model, None, url)",
                     reason="BAD_REQUEST",
                 )
             try:
@@ -398,7 +405,8 @@ class Attachment:
             (
                 "attach() was given no optimizer, so after_step() must be called after each step"
                 if self._is_by_hand
-                else "each optimizer that attach() was given must step; was one created after attach()?"
+                else "each optimizer that attach() was given must step, or DeepSpeed's engine; was one "
+                "created after attach()?"
             ),
         )
 
@@ -458,6 +466,11 @@ class Attachment:
         # The optimizer that completed the first step completes every step: others may skip a step.
         self._closing = self._closing or stepped[-1]
         if self._closing in stepped:
+            self._pusher.advance(self.step + 1)
+
+    @entrance
+    def _after_engine_step(self) -> None:
+        if not self._is_by_hand and self._pusher.is_active:
             self._pusher.advance(self.step + 1)
 
 

@@ -2,7 +2,7 @@
 """Which rank holds which part of a model, and what each rank pushes.
 
 Ranks need not hold the same tensors: with FSDP2 and tensor parallelism each holds a box of each
-tensor, with FSDP1 a range of its row-major elements, with pipeline and expert parallelism different
+tensor, with FSDP1 and ZeRO-3 a range of its row-major elements, with pipeline and expert parallelism different
 tensors. Ranks that hold the same box or range push even shares of it.
 """
 
@@ -58,7 +58,7 @@ class Kind:
         if is_buffer:
             kind += ", a buffer"
         if self.is_range:
-            kind += ", in ranges of FSDP1"
+            kind += ", in ranges of elements"
         return f"{kind}, frozen" if self.is_frozen else kind
 
 
