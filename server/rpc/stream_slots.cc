@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/stream_slots.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -9,13 +12,32 @@
 #include "server/rpc/authorization.h"
 
 namespace ema {
+namespace {
+
+// The part of `peer` (see LogCaller.peer) that tells callers apart: no port, and of an IPv6 address
+// only the first 64 bits, because one host usually has all addresses of a /64.
+std::string CallerAddress(std::string_view peer) {
+  const std::string_view host = peer.substr(0, peer.rfind(':'));
+  // gRPC escapes the brackets: "ipv6:%5B2001:db8::7%5D:4711". Another '%' can begin a zone.
+  constexpr std::string_view kIpv6 = "ipv6:%5B";
+  if (!host.starts_with(kIpv6)) return std::string(host);
+  const std::string text(host.substr(kIpv6.size(), host.find('%', kIpv6.size()) - kIpv6.size()));
+  in6_addr address;
+  if (inet_pton(AF_INET6, text.c_str(), &address) != 1) return std::string(host);
+  std::fill_n(address.s6_addr + 8, 8, 0);
+  char prefix[INET6_ADDRSTRLEN] = "";
+  inet_ntop(AF_INET6, &address, prefix, sizeof(prefix));
+  return absl::StrCat("ipv6:", prefix, "/64");
+}
+
+}  // namespace
 
 absl::Status OverShareError(const std::string& kind) {
   constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
-                   absl::StrCat("this client had more than half of the ", kind,
-                                " streams that the server allows (--max-", kind,
-                                "-streams), and another client needed one"),
+                   absl::StrCat("all ", kind, " streams are in use (--max-", kind,
+                                "-streams); this client had the most of them, and a client with "
+                                "fewer needed one"),
                    kRetryDelay);
 }
 
@@ -44,11 +66,10 @@ void StreamCall::SetWaiting(bool waiting) {
 absl::Status StreamSlots::Enter(StreamCall* call, const std::string& authorization,
                                 std::string_view peer, std::optional<std::string_view> model) {
   Slot slot;
-  slot.authorization = authorization;
-  slot.address = peer.substr(0, peer.rfind(':'));
+  slot.caller = {authorization, CallerAddress(peer)};
   if (model.has_value()) slot.model.emplace(*model);
   absl::MutexLock lock(&mu_);
-  if (static_cast<int64_t>(slots_.size()) >= options_.limit && !EvictLocked(slot)) {
+  if (static_cast<int64_t>(slots_.size()) >= options_.limit && !EvictLocked(slot.caller)) {
     const std::string kind(options_.kind);
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
                      absl::StrCat(slots_.size(), " ", kind, " streams are open (limit ",
@@ -116,40 +137,29 @@ int64_t StreamSlots::EndSlowPulls(std::string_view model, const VersionId& versi
 void StreamSlots::EndRevoked(const Authenticator& authenticator) {
   absl::MutexLock lock(&mu_);
   for (const auto& [call, slot] : slots_) {
-    if (!Authorize(&authenticator, options_.method, slot.authorization, slot.model).ok()) {
+    if (!Authorize(&authenticator, options_.method, slot.caller.first, slot.model).ok()) {
       call->End(StreamEnd::kRevoked);
     }
   }
 }
 
-const StreamSlots::Slot* StreamSlots::FindOverShareLocked() const {
-  // Boyer and Moore's majority vote ("MJRTY", 1981) leaves the only caller that can have so many.
-  const Slot* candidate = nullptr;
-  int64_t lead = 0;
-  for (const auto& [call, slot] : slots_) {
-    if (lead == 0) candidate = &slot;
-    lead += slot.IsOfCaller(*candidate) ? 1 : -1;
-  }
-  if (candidate == nullptr) return nullptr;
-  const int64_t count = std::count_if(slots_.begin(), slots_.end(), [candidate](const auto& entry) {
-    return entry.second.IsOfCaller(*candidate);
-  });
-  // Half is rounded up: two callers would evict each other for ever for the odd slot.
-  return count > (options_.limit + 1) / 2 ? candidate : nullptr;
-}
-
-bool StreamSlots::EvictLocked(const Slot& newcomer) {
+bool StreamSlots::EvictLocked(const Caller& newcomer) {
+  absl::flat_hash_map<Caller, int64_t> counts = {{newcomer, 0}};
+  int64_t most = 0;
+  for (const auto& [call, slot] : slots_) most = std::max(most, ++counts[slot.caller]);
+  const int64_t own = counts[newcomer];
+  // With a difference of one, the two callers would evict each other for ever.
+  const bool is_over_share = most > own + 1;
   const SteadyTime now = SteadyNow();
-  const Slot* const over_share = FindOverShareLocked();
   auto longest = slots_.end();
   for (auto it = slots_.begin(); it != slots_.end(); ++it) {
-    if (over_share != nullptr && !it->second.IsOfCaller(*over_share)) continue;
+    if (counts[it->second.caller] < (is_over_share ? most : own)) continue;
     if (longest == slots_.end() || it->first->WaitingTime(now) > longest->first->WaitingTime(now)) {
       longest = it;
     }
   }
   if (longest == slots_.end()) return false;
-  if (over_share != nullptr && !newcomer.IsOfCaller(*over_share)) {
+  if (is_over_share) {
     longest->first->End(StreamEnd::kOverShare);
   } else {
     if (now < next_eviction_time_ ||

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -24,7 +25,7 @@ namespace ema {
 // Why the server ends a stream.
 enum class StreamEnd {
   kStalled,    // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
-  kOverShare,  // Its caller has more than half of the slots, and another caller needs one.
+  kOverShare,  // Its caller has the most slots, and a caller with fewer needs one.
   kRevoked,    // Its token is no longer valid for the call.
 };
 // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverShare gives a caller. `kind` as in
@@ -64,16 +65,17 @@ class StreamCall {
   SteadyTime::duration worked_ = {};
 };
 
-// The slots of one kind of stream. When all are taken, a new stream may get the slot of another:
+// The slots of one kind of stream. When all are in use, a new stream may get the slot of another:
 //
-// - If a caller, which is a token and an address, has more than half of the slots, a stream of
-//   another caller gets the slot of its stream that has waited longest. So no caller can keep
-//   others out, however it uses its slots.
-// - Otherwise a new stream gets the slot of the stream that has stalled longest, if that has
-//   exchanged nothing for a tenth of the stall time-out. A caller that has more than half of the
-//   slots can replace only its own stalled streams. Two such evictions are at least a fortieth of
-//   the time-out apart: on a slow path, where no message arrives in that time, streams would
-//   otherwise evict each other for ever.
+// - If a caller has at least two slots more than the caller of the new stream, the caller with the
+//   most slots loses the stream that has waited longest. So callers converge to equal shares, and
+//   none can keep others out, however it uses its slots. A caller is a token and an IPv4 address or
+//   IPv6 /64.
+// - Otherwise the new stream gets the slot of the stream that has stalled longest, if that has
+//   exchanged nothing for a tenth of the stall time-out, and its caller has at least as many slots
+//   as the caller of the new stream. Two such evictions are at least a fortieth of the time-out
+//   apart: on a slow path, where no message arrives in that time, streams would otherwise evict
+//   each other for ever.
 //
 // Thread-safe.
 //
@@ -112,13 +114,10 @@ class StreamSlots {
   void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
+  // A token and the address of a host; see CallerAddress() in the source file.
+  using Caller = std::pair<std::string, std::string>;
   struct Slot {
-    bool IsOfCaller(const Slot& other) const {
-      return authorization == other.authorization && address == other.address;
-    }
-
-    std::string authorization;
-    std::string address;  // The peer without its port.
+    Caller caller;
     std::optional<std::string> model;
     std::optional<VersionId> pinned_version;
     // The window over which the speed is being measured, and the result of the one before.
@@ -128,10 +127,8 @@ class StreamSlots {
   };
 
   void MeasureSpeed(const StreamCall& call, Slot& slot, SteadyTime now) const;
-  // A slot of the caller that has more than half of them; null: there is none.
-  const Slot* FindOverShareLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Evicts a stream to make room for `newcomer`. False: none may be evicted.
-  bool EvictLocked(const Slot& newcomer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Evicts a stream to make room for one of `newcomer`. False: none may be evicted.
+  bool EvictLocked(const Caller& newcomer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const Options options_;
   mutable absl::Mutex mu_;

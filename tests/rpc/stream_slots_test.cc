@@ -96,41 +96,86 @@ TEST(StreamSlotsTest, TheLongestStalledStreamIsEvictedOneAtATime) {
   EXPECT_THAT(slots.Enter(&refused, "", kPeer, std::nullopt), IsOk());
 }
 
-TEST(StreamSlotsTest, ACallerWithMoreThanHalfOfTheSlotsGivesThemToOthers) {
-  // A caller is a token and an address, whatever its port.
-  struct Caller {
-    std::string token;
-    std::string address;
-  };
+// A caller is a token and an address, whatever its port.
+struct Caller {
+  std::string token;
+  std::string address;
+};
+
+// Enters `call` of `caller`, from a port of its own.
+absl::Status Enter(StreamSlots& slots, FakeCall& call, const Caller& caller) {
+  static int port = 1024;
+  return slots.Enter(&call, caller.token, absl::StrCat(caller.address, ":", ++port), "m");
+}
+
+int64_t CountEnded(const std::vector<FakeCall>& calls) {
+  return std::count_if(calls.begin(), calls.end(), [](const FakeCall& call) { return call.ended; });
+}
+
+TEST(StreamSlotsTest, TheCallerWithTheMostSlotsGivesThemToOthers) {
   const Caller greedy = {"a", "ipv4:10.0.0.1"};
   for (const Caller& other : {Caller{"b", "ipv4:10.0.0.1"}, {"a", "ipv4:10.0.0.2"}}) {
     SCOPED_TRACE(other.token + other.address);
     StreamSlots slots(SlotsOf(5));
-    int port = 0;
-    const auto enter = [&](FakeCall& call, const Caller& caller) {
-      return slots.Enter(&call, caller.token, absl::StrCat(caller.address, ":", ++port), "m");
-    };
     std::vector<FakeCall> calls(5);
-    for (FakeCall& call : calls) ASSERT_THAT(enter(call, greedy), IsOk());
+    for (FakeCall& call : calls) ASSERT_THAT(Enter(slots, call, greedy), IsOk());
     calls[3].SetWaiting(true);
     std::vector<FakeCall> others(3);
-    ASSERT_THAT(enter(others[0], other), IsOk());
+    ASSERT_THAT(Enter(slots, others[0], other), IsOk());
     EXPECT_EQ(calls[3].ended, 1) << "the one that waits";
     EXPECT_EQ(calls[3].end, StreamEnd::kOverShare);
-    ASSERT_THAT(enter(others[1], other), IsOk());
-    const auto ended_count = [&] {
-      return std::count_if(calls.begin(), calls.end(), [](const auto& call) { return call.ended; });
-    };
-    EXPECT_EQ(ended_count(), 2) << "busy ones, too";
-    // Now it has half of them, rounded up.
-    EXPECT_THAT(enter(others[2], other), ReasonIs(ErrorReason::kTooManyStreams));
-    EXPECT_THAT(enter(calls[3], greedy), ReasonIs(ErrorReason::kTooManyStreams));
-    EXPECT_EQ(ended_count(), 2);
-    EXPECT_EQ(others[0].ended + others[1].ended, 0);
+    ASSERT_THAT(Enter(slots, others[1], other), IsOk());
+    EXPECT_EQ(CountEnded(calls), 2) << "busy ones, too";
+    // Now they have 3 and 2.
+    EXPECT_THAT(Enter(slots, others[2], other), ReasonIs(ErrorReason::kTooManyStreams));
+    EXPECT_THAT(Enter(slots, calls[3], greedy), ReasonIs(ErrorReason::kTooManyStreams));
+    EXPECT_EQ(CountEnded(calls), 2);
+    EXPECT_EQ(CountEnded(others), 0);
   }
 }
 
-TEST(StreamSlotsTest, ACallerWithMoreThanHalfOfTheSlotsGetsNoneOfAnother) {
+TEST(StreamSlotsTest, CallersConvergeToEqualShares) {
+  constexpr int kSlots = 6;
+  StreamSlots slots(SlotsOf(kSlots));
+  const std::vector<Caller> callers = {{"a", "x"}, {"b", "x"}, {"c", "x"}};
+  // The first two callers have half of the slots each.
+  std::vector<std::vector<FakeCall>> calls(callers.size());
+  for (std::vector<FakeCall>& of_caller : calls) of_caller = std::vector<FakeCall>(kSlots);
+  for (int i = 0; i < kSlots / 2; ++i) {
+    for (const int caller : {0, 1}) {
+      ASSERT_THAT(Enter(slots, calls[caller][i], callers[caller]), IsOk());
+    }
+  }
+  ASSERT_THAT(Enter(slots, calls[2][0], callers[2]), IsOk());
+  ASSERT_THAT(Enter(slots, calls[2][1], callers[2]), IsOk());
+  EXPECT_EQ(CountEnded(calls[0]), 1);
+  EXPECT_EQ(CountEnded(calls[1]), 1);
+  // With two slots each, none of them gets another one.
+  for (const int caller : {0, 1, 2}) {
+    EXPECT_THAT(Enter(slots, calls[caller][kSlots - 1], callers[caller]),
+                ReasonIs(ErrorReason::kTooManyStreams));
+  }
+  EXPECT_EQ(CountEnded(calls[0]) + CountEnded(calls[1]) + CountEnded(calls[2]), 2);
+}
+
+TEST(StreamSlotsTest, Ipv6AddressesOfOnePrefixAreOneCaller) {
+  StreamSlots slots(SlotsOf(4));
+  std::vector<FakeCall> calls(4);
+  int host = 0;
+  for (FakeCall& call : calls) {
+    const Caller neighbour = {"a", absl::StrCat("ipv6:%5B2001:db8:0:1:", ++host, "::7%5D")};
+    ASSERT_THAT(Enter(slots, call, neighbour), IsOk());
+  }
+  FakeCall refused;
+  EXPECT_THAT(Enter(slots, refused, {"a", "ipv6:%5B2001:db8:0:1::9%25eth0%5D"}),
+              ReasonIs(ErrorReason::kTooManyStreams));
+  EXPECT_EQ(CountEnded(calls), 0);
+  FakeCall other;
+  ASSERT_THAT(Enter(slots, other, {"a", "ipv6:%5B2001:db8:0:2::7%5D"}), IsOk());
+  EXPECT_EQ(CountEnded(calls), 1);
+}
+
+TEST(StreamSlotsTest, ACallerGetsNoStalledSlotOfOneWithFewer) {
   StreamSlots slots(SlotsOf(4));
   FakeCall other;
   std::vector<FakeCall> calls(3);
