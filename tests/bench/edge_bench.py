@@ -84,6 +84,34 @@ def rates_of(pair: Pair, seconds: float, pids: list[int]) -> tuple[float, float]
     return moved / elapsed, moved / (sum(map(cpu_seconds, pids)) - cpu_began)
 
 
+def ratios_during(
+    command: list[str], pair: Pair, pids: list[int], seconds: float, turns: int
+) -> tuple[list[tuple[float, float]], str]:
+    """The pair's rates while `command` attacks, divided by those just before; and what its last line says."""
+    ratios = []
+    for _ in range(turns):
+        before = rates_of(pair, seconds, pids)
+        # In a session of its own, as schedulers share processors between sessions.
+        attack = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert attack.stdout is not None and attack.stdout.readline() == "flooding\n"
+        try:
+            during = rates_of(pair, seconds, pids)
+        finally:
+            sent = attack.communicate(timeout=60)[0].strip()
+        ratios.append((during[0] / before[0], during[1] / before[1]))
+    return ratios, sent
+
+
+def text_of(ratios: list[tuple[float, float]]) -> str:
+    wall, cpu = (sorted(column) for column in zip(*ratios, strict=True))
+    return (
+        f"of the pair's speed {statistics.median(wall):.2f} ({wall[0]:.2f} to {wall[-1]:.2f}),"
+        f" per CPU second {statistics.median(cpu):.2f} ({cpu[0]:.2f} to {cpu[-1]:.2f})"
+    )
+
+
 def measure_flood(kind: str, target: str, options: argparse.Namespace) -> None:
     """One flood against one target, with a server of its own: memory that a flood left behind must not count twice."""
     with tempfile.TemporaryDirectory() as folder, Edge(pathlib.Path(folder)) as edge:
@@ -98,23 +126,8 @@ def measure_flood(kind: str, target: str, options: argparse.Namespace) -> None:
             command = [sys.executable, FLOOD, kind, address, "--source", "127.0.1.1"]
             command += ["--connections", str(options.connections)]
             command += ["--seconds", str(options.seconds)] + ["--tls"] * (target == "edge")
-            ratios = []
-            for _ in range(options.turns):
-                before = rates_of(pair, options.seconds, measured)
-                # In a session of its own, as schedulers share processors between sessions.
-                flood = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, text=True, start_new_session=True
-                )
-                assert flood.stdout is not None and flood.stdout.readline() == "flooding\n"
-                try:
-                    during = rates_of(pair, options.seconds, measured)
-                finally:
-                    sent = flood.communicate(timeout=60)[0].strip()
-                ratios.append([new / old for new, old in zip(during, before, strict=True)])
-            wall, cpu = (sorted(column) for column in zip(*ratios))
-            print(f"{kind} {target}: of the pair's speed {statistics.median(wall):.2f}", end=" ")
-            print(f"({wall[0]:.2f} to {wall[-1]:.2f}), per CPU second", end=" ")
-            print(f"{statistics.median(cpu):.2f} ({cpu[0]:.2f} to {cpu[-1]:.2f});", end=" ")
+            ratios, sent = ratios_during(command, pair, measured, options.seconds, options.turns)
+            print(f"{kind} {target}: {text_of(ratios)};", end=" ")
             for name, size in resident.items():
                 print(f"{name} {(resident_bytes(pids[name]) - size) >> 20:+} MiB", end=", ")
             print(sent, flush=True)

@@ -40,7 +40,9 @@ class HalfSender:
         self._windows: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._next_stream = 1
-        self.ended: set[int] = set()  # Streams that the server has ended.
+        self.ended: set[int] = (
+            set()
+        )  # Streams that the server has ended since the caller emptied it.
         self.sent_bytes = 0
 
     def close(self) -> None:
@@ -112,8 +114,8 @@ class HalfSender:
         self.sent_bytes += len(payload)
 
     def _fill(self) -> None:
-        for stream in self._windows:
-            while len(self._out) < 1 << 20 and stream not in self.ended:
+        for stream in self._windows:  # Those that have not ended.
+            while len(self._out) < 1 << 20:
                 size = min(self._window, self._windows[stream], self._left[stream], FRAME_BYTES)
                 if size <= 0:
                     break
@@ -147,4 +149,7 @@ class HalfSender:
             elif stream in self._windows:
                 self._windows[stream] += more
         elif kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM):
-            self.ended.add(stream)
+            # A stream can end twice: by its last frame, and by a reset that follows.
+            if self._windows.pop(stream, None) is not None:
+                del self._left[stream]
+                self.ended.add(stream)

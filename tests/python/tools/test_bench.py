@@ -32,6 +32,14 @@ def test_health_bench_runs() -> None:
     assert "| start to SERVING |" in result.stdout
 
 
+def test_slots_bench_runs() -> None:
+    command = [sys.executable, FOLDER / "slots_bench.py", "--megabytes", "1"]
+    command += ["--seconds", "0.5", "--turns", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "pulls, 1 hostile clients: of the pair's speed" in result.stdout
+
+
 @pytest.mark.framework
 @pytest.mark.timeout(600)
 def test_train_bench_runs() -> None:
