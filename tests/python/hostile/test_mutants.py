@@ -24,7 +24,7 @@ from hostile_calls import METHODS, HostileCaller, attack, delete_models
 from http_pages import LISTEN, scrape, value
 from recorded_requests import RECORDINGS, AuthorizedStub, Recording, ema
 from server_process import ServerProcess
-from testing import CAMPAIGN_SEED, sample
+from testing import CAMPAIGN_SEED, IS_CAMPAIGN, sample
 
 pytestmark = pytest.mark.framework
 
@@ -117,7 +117,7 @@ def attack_once(target: Target, number: int) -> tuple[Counter[str], dict[str, st
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(120 + REQUESTS // 10)
+@pytest.mark.timeout(600 + (REQUESTS // 4 if IS_CAMPAIGN else 0))
 def test_mutants_get_documented_answers(target):
     codes: Counter[str] = Counter()
     faults: dict[str, str] = {}
