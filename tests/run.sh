@@ -4,7 +4,7 @@
 # Builds the release preset and passes every fast test of it: C++, Python, and the demo in its short
 # form. Ends with the line "N passed, N failed, N skipped". Reports and logs: build/tests/.
 #
-# Usage: tests/run.sh [--all | --campaign]
+# Usage: tests/run.sh [--all | --campaign [fuzz [MINUTES]]]
 #   --all       also the tests labelled slow, framework, container and sanitizer; the unit and
 #               integration tests with AddressSanitizer, and those of threads with ThreadSanitizer;
 #               clang's thread-safety analysis, clang-tidy, shellcheck, and the checks of format and
@@ -12,17 +12,23 @@
 #   --campaign  only the tests labelled campaign, with all of their cases: every system call that
 #               fails, ten thousand losses of power, 200 kills. Without it, these tests
 #               try a sample; TEST_SEED=N chooses which
+#   --campaign fuzz [MINUTES]
+#               builds the preset fuzz, and runs each harness of tests/fuzz with clang's libFuzzer
+#               for MINUTES (default 2), until one fails; its input is then in build/tests. The next
+#               run continues from the inputs that this one has found, in build/fuzz-corpus
 set -uo pipefail
 source "$(dirname "$0")/../deploy/common.sh"
 source tests/tools/checks.sh
 
-all=false campaign=false
-case ${1-} in
+all=false campaign=false fuzz=false minutes=${3:-2}
+case $* in
   "") ;;
   --all) all=true ;;
   --campaign) campaign=true ;;
-  *) fail "unknown option $1; see the top of $0" ;;
+  "--campaign fuzz" | "--campaign fuzz $minutes") fuzz=true ;;
+  *) fail "unknown options $*; see the top of $0" ;;
 esac
+[[ $minutes =~ ^[1-9][0-9]*$ ]] || fail "MINUTES is \"$minutes\", expected a whole number"
 
 lock tests
 new_results build/tests
@@ -55,11 +61,35 @@ check_scripts() {
     xargs -0 shellcheck -x -P SCRIPTDIR -S warning
 }
 
+# Runs the harnesses one after the other. Of what a harness prints, the table has two numbers.
+run_harnesses() {
+  local harness name
+  for harness in build/fuzz/tests/fuzz/*_fuzz; do
+    name=$(basename "$harness" _fuzz)
+    mkdir -p "build/fuzz-corpus/$name"
+    check "fuzz $name" "$harness" -max_total_time=$((60 * minutes)) -max_len=2048 -timeout=100 \
+      -print_final_stats=1 -artifact_prefix="$results/$name-" \
+      "build/fuzz-corpus/$name" "tests/fuzz/corpus/$name" || break
+  done
+  printf '%-12s %12s %10s\n' harness executions "a second"
+  for name in "$results"/fuzz-*.log; do
+    awk -v name="$(basename "${name#*/fuzz-}" .log)" '
+      /^stat::number_of_executed_units:/ { executions = $2 }
+      /^stat::average_exec_per_sec:/ { speed = $2 }
+      END { printf "%-12s %12d %10d\n", name, executions, speed }' "$name"
+  done
+}
+
 sum_up() {
   python3 tests/tools/sum_results.py "$results"
   exit
 }
 
+if $fuzz; then
+  deploy/setup.sh --all
+  check "build fuzz" deploy/build.sh fuzz && run_harnesses
+  sum_up
+fi
 if $all || $campaign; then
   deploy/setup.sh --all
   # Another sample each time.

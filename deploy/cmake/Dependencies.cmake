@@ -61,9 +61,11 @@ endforeach()
 
 add_library(ema::dep_absl INTERFACE IMPORTED)
 target_link_libraries(ema::dep_absl INTERFACE ${absl_files} Threads::Threads)
-target_link_options(ema::dep_absl INTERFACE
-  # What comes from an archive stays inside: LibTorch and other libraries must not bind to it.
-  LINKER:--exclude-libs,ALL)
+# Symbols from an archive stay inside: LibTorch and other libraries must not bind to them. But they must bind to the
+# malloc() of clang's AddressSanitizer, which is an archive, too.
+if(NOT EMA_SANITIZE MATCHES fuzzer)
+  target_link_options(ema::dep_absl INTERFACE LINKER:--exclude-libs,ALL)
+endif()
 # Of the shared ones a program gets only what it uses; with ThreadSanitizer also what only
 # tsan_mutex.cc uses, which asks for it at run time.
 if(NOT EMA_SANITIZE MATCHES thread)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-# EMA_SANITIZE: what to check at run time, as -fsanitize takes it; the asan and tsan presets set it.
+# EMA_SANITIZE: what to check at run time, as -fsanitize takes it; the presets asan, tsan and fuzz set it.
 include_guard()
 
 set(EMA_SANITIZE "" CACHE STRING "Sanitizers, as -fsanitize takes them")
 if(EMA_SANITIZE)
-  # Not for nvcc, which knows none of these. With their checks in between, GCC takes what
-  # absl::Cleanup holds for uninitialized.
-  foreach(flag IN ITEMS -fsanitize=${EMA_SANITIZE} -fno-sanitize-recover=undefined -fno-omit-frame-pointer
-                        -Wno-maybe-uninitialized)
+  set(flags -fsanitize=${EMA_SANITIZE} -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+    # With their checks in between, GCC takes what absl::Cleanup holds for uninitialized.
+    list(APPEND flags -Wno-maybe-uninitialized)
+  endif()
+  # Not for nvcc, which knows none of these.
+  foreach(flag IN LISTS flags)
     add_compile_options($<$<COMPILE_LANGUAGE:CXX>:${flag}>)
   endforeach()
   add_link_options(-fsanitize=${EMA_SANITIZE})
