@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
@@ -18,16 +19,24 @@
 namespace ema {
 namespace {
 
+// The position behind the character class, such as [:digit:], that begins at `begin`; npos: none
+// does.
+size_t FindClassEnd(std::string_view glob, size_t begin) {
+  if (glob.substr(begin, 2) != "[:") return std::string_view::npos;
+  size_t end = begin + 2;
+  while (end < glob.size() && absl::ascii_islower(static_cast<unsigned char>(glob[end]))) ++end;
+  return glob.substr(end, 2) == ":]" ? end + 2 : std::string_view::npos;
+}
+
 // The position behind the bracket expression that begins at `begin`; npos if it does not end.
 size_t FindBracketEnd(std::string_view glob, size_t begin) {
   size_t i = begin + 1;
   if (i < glob.size() && (glob[i] == '!' || glob[i] == '^')) ++i;
   for (bool is_first = true; i < glob.size(); is_first = false) {
     if (glob[i] == ']' && !is_first) return i + 1;
-    const size_t class_end =
-        glob.substr(i, 2) == "[:" ? glob.find(":]", i + 2) : std::string_view::npos;
+    const size_t class_end = FindClassEnd(glob, i);
     if (class_end != std::string_view::npos) {
-      i = class_end + 2;
+      i = class_end;
     } else {
       i += glob[i] == '\\' ? 2 : 1;
     }
@@ -35,7 +44,9 @@ size_t FindBracketEnd(std::string_view glob, size_t begin) {
   return std::string_view::npos;
 }
 
-// A bracket expression of fnmatch(3) as one of RE2. They differ in `!` and in what is escaped.
+// A bracket expression of fnmatch(3) as one of RE2. They differ in `!`, in what is escaped, and in
+// two classes that only RE2 has: as any class that does not exist, they make the expression
+// invalid.
 std::string BracketRegex(std::string_view bracket) {
   std::string regex = "[";
   size_t i = 1;
@@ -44,9 +55,10 @@ std::string BracketRegex(std::string_view bracket) {
     ++i;
   }
   while (i + 1 < bracket.size()) {
-    if (bracket.substr(i, 2) == "[:" && bracket.find(":]", i) != std::string_view::npos) {
-      const size_t end = bracket.find(":]", i) + 2;
-      absl::StrAppend(&regex, std::string(bracket.substr(i, end - i)));
+    if (const size_t end = FindClassEnd(bracket, i); end != std::string_view::npos) {
+      const std::string_view name = bracket.substr(i, end - i);
+      const bool is_only_in_re2 = name == "[:ascii:]" || name == "[:word:]";
+      regex += is_only_in_re2 ? "[:unknown:]" : name;
       i = end;
     } else if (bracket[i] == '-') {
       regex += bracket[i++];
