@@ -11,6 +11,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
+#include "server/base/printable.h"
 #include "server/format/json_file.h"
 #include "server/format/record_json.h"
 
@@ -161,7 +162,8 @@ std::string FindProblem(const MemberRecord& record) {
 }
 
 std::string Message(std::string_view key, const std::string& problem) {
-  return absl::StrCat(std::string(key), ": ", absl::StripPrefix(problem, "."));
+  // A problem may quote the record, which another program may have written.
+  return EscapeUnprintable(absl::StrCat(std::string(key), ": ", absl::StripPrefix(problem, ".")));
 }
 
 template <typename Record>
