@@ -22,6 +22,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "server/base/nearest_name.h"
+#include "server/base/printable.h"
 #include "server/base/quoted.h"
 #include "server/base/small_file.h"
 #include "server/ops/option_table.h"
@@ -237,8 +238,11 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   if (!problems.texts.empty()) {
     parsed.should_exit = true;
     parsed.exit_code = kUsageExitCode;
-    parsed.text =
-        absl::StrCat(absl::StrJoin(problems.texts, "\n"), "\nRun with --help for all options.\n");
+    for (const std::string& problem : problems.texts) {
+      // Values come from anywhere, and this is shown on a terminal.
+      absl::StrAppend(&parsed.text, EscapeUnprintable(problem), "\n");
+    }
+    parsed.text += "Run with --help for all options.\n";
   } else if (print_config->count() > 0) {
     parsed.should_exit = true;
     parsed.text = ToToml(app);
