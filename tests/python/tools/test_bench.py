@@ -32,6 +32,7 @@ def test_health_bench_runs() -> None:
     assert "| start to SERVING |" in result.stdout
 
 
+@pytest.mark.slow
 def test_slots_bench_runs() -> None:
     command = [sys.executable, FOLDER / "slots_bench.py", "--megabytes", "1"]
     command += ["--seconds", "0.5", "--turns", "1"]
