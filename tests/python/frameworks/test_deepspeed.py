@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import ema_client
 import numpy as np
@@ -56,30 +57,25 @@ def run_ranks(program: str, world_size: int, folder: pathlib.Path, *arguments: o
 
 
 @pytest.fixture(scope="module")
-def trained(request, server, tmp_path_factory) -> tuple[pathlib.Path, int]:
-    """Where the logs of trainings of all kinds are, by as many ranks as `request` says, and this number."""
-    world_size: int = request.param
-    folder = tmp_path_factory.mktemp("ranks")
-    url = server.url(f"ranks-{world_size}")
-    run_ranks("zero_rank.py", world_size, folder, url, STEPS, *KINDS[world_size])
-    return folder, world_size
+def train(server, tmp_path_factory) -> Callable[[int], pathlib.Path]:
+    """Trains all kinds on a number of ranks, once, and returns where their logs are."""
 
+    @functools.cache
+    def run(world_size: int) -> pathlib.Path:
+        folder: pathlib.Path = tmp_path_factory.mktemp("ranks")
+        url = server.url(f"ranks-{world_size}")
+        run_ranks("zero_rank.py", world_size, folder, url, STEPS, *KINDS[world_size])
+        return folder
 
-def whole_model(log: Weights, prefix: str) -> Weights:
-    return {
-        name.removeprefix(f"{prefix}/"): value
-        for name, value in log.items()
-        if name.startswith(f"{prefix}/")
-    }
+    return run
 
 
 @pytest.mark.parametrize(
-    ("trained", "kind"),
+    ("world_size", "kind"),
     [(world_size, kind) for world_size, kinds in KINDS.items() for kind in kinds],
-    indirect=["trained"],
 )
-def test_averages_are_those_of_what_deepspeed_gathers(client, trained, kind):
-    folder, world_size = trained
+def test_averages_are_those_of_what_deepspeed_gathers(client, train, world_size, kind):
+    folder = train(world_size)
     model = f"ranks-{world_size}-{kind}"
     logs = [dict(np.load(folder / f"{kind}.{rank}.npz")) for rank in range(world_size)]
     made = STEPS - 2 * (kind in ("1-bf16", "2-bf16"))
