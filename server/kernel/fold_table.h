@@ -235,7 +235,8 @@ EMA_HOST_DEVICE inline void MeanInto(const FoldTable& table, const DeviceFoldTar
   const int more_weights = target.more_weights;
   EMA_UNROLL
   for (int v = 0; v < kVectors; ++v) {
-    const int64_t offset = (first + v * kFoldStride) * static_cast<int64_t>(sizeof(Stored));
+    const int64_t offset =
+        (first + int64_t{v} * kFoldStride) * static_cast<int64_t>(sizeof(Stored));
     double differences[kFoldVector] = {};
     EMA_NO_UNROLL
     for (int j = 0; j <= more_weights; ++j) {
