@@ -32,7 +32,8 @@ class CommitGate {
 
   // --- Called with the model's lock held ---
 
-  // The present round, for replies. 0: none has begun, so nothing can be pushed yet.
+  // The present round, for replies; also called without the lock. 0: none has begun, so nothing can
+  // be pushed yet.
   virtual int64_t round() const = 0;
   // Whether a rank of that launch may join its run, which the partition opens if need be. ABORTED,
   // FENCED. UNAVAILABLE, SESSION_BUSY: the partition does not know of the run yet.
