@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "client/cpp/transport/client_certificate.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -25,6 +26,7 @@ constexpr absl::Duration kLongestPause = absl::Seconds(4);
 
 // Whether the next try ends the same way unless a person does something.
 bool NeedsAPerson(const absl::Status& error) {
+  if (IsCertificateError(error)) return true;
   switch (GetErrorReason(error)) {
     case ErrorReason::kAllCheckpointsCorrupt:
     case ErrorReason::kResumeMismatch:

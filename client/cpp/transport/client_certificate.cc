@@ -9,11 +9,14 @@
 #include <ctime>
 #include <memory>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 
 namespace ema::client_internal {
 namespace {
+
+constexpr char kCertificateUrl[] = "ema.client/certificate";
 
 std::string NameOf(const X509_NAME* name) {
   const std::unique_ptr<BIO, decltype(&BIO_free)> bio(BIO_new(BIO_s_mem()), &BIO_free);
@@ -51,8 +54,18 @@ absl::StatusOr<std::string> CheckClientCertificate(const std::string& path, cons
   const std::string text = absl::StrCat(
       "the client certificate \"", path, "\" (", NameOf(X509_get_subject_name(certificate.get())),
       ", issued by ", NameOf(X509_get_issuer_name(certificate.get())), ")");
-  if (now > end) return absl::UnavailableError(absl::StrCat(text, " has expired at ", Text(end)));
+  if (now > end) return CertificateError(absl::StrCat(text, " has expired at ", Text(end)));
   return absl::StrCat(text, ", valid from ", Text(start), " to ", Text(end));
+}
+
+absl::Status CertificateError(std::string_view message) {
+  absl::Status error = absl::UnavailableError(std::string(message));
+  error.SetPayload(kCertificateUrl, absl::Cord());
+  return error;
+}
+
+bool IsCertificateError(const absl::Status& error) {
+  return error.GetPayload(kCertificateUrl).has_value();
 }
 
 }  // namespace ema::client_internal

@@ -287,7 +287,7 @@ absl::Status Call::Result(const grpc::Status& status) {
     if (const std::string& objection = connection_->tls_objection_;
         !objection.empty() && absl::StrContains(message, "failed to connect") &&
         absl::StrContains(message, "Socket closed")) {
-      return absl::UnavailableError(absl::StrCat(message, " (", objection, ")"));
+      return CertificateError(absl::StrCat(message, " (", objection, ")"));
     }
   }
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), message);

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ema_client
@@ -21,7 +23,7 @@ import torch
 from ema_client._client.url import split_url
 from http_pages import LISTEN, scrape, value
 from server_process import ROOT, ServerProcess
-from testing import wait_for
+from testing import step_until, wait_for
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
@@ -187,10 +189,13 @@ def test_who_has_no_certificate_does_not_get_in(
                 client.models()
 
 
+Sign = Callable[[str, int], str]
+
+
 @pytest.fixture(scope="module")
-def expired(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> str:
-    """A certificate for the trainer's key that was good in January 2020."""
-    folder = tmp_path_factory.mktemp("expired")
+def sign(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Sign:
+    """Makes a certificate for the trainer's key, by name, that is good in January of a year."""
+    folder = tmp_path_factory.mktemp("signed")
     (folder / "index").touch()
     config = folder / "config"
     config.write_text(f"""
@@ -202,35 +207,98 @@ new_certs_dir = {folder}
 certificate = {files["ca"]}
 private_key = {files["ca_key"]}
 rand_serial = yes
+unique_subject = no
 default_md = sha256
 policy = any
 [any]
 commonName = supplied
 """)
-    path = str(folder / "cert")
-    subprocess.run(
-        ["openssl", "ca", "-batch", "-notext", "-config", config]
-        + ["-startdate", "20200101000000Z", "-enddate", "20200201000000Z"]
-        + ["-in", files["request"], "-out", path],
-        check=True,
-        capture_output=True,
-    )
-    return path
+
+    def make(name: str, year: int) -> str:
+        path = str(folder / name)
+        subprocess.run(
+            ["openssl", "ca", "-batch", "-notext", "-config", config]
+            + ["-startdate", f"{year}0101000000Z", "-enddate", f"{year}0201000000Z"]
+            + ["-in", files["request"], "-out", path],
+            check=True,
+            capture_output=True,
+        )
+        return path
+
+    return make
 
 
-def test_an_expired_certificate_does_not_get_in(
-    server: ServerProcess, files: dict[str, str], expired: str
+@pytest.fixture(scope="module")
+def expired(sign: Sign) -> str:
+    return sign("expired", 2020)
+
+
+def test_a_certificate_that_is_not_good_now_does_not_get_in(
+    server: ServerProcess, files: dict[str, str], expired: str, sign: Sign
 ) -> None:
-    for certificate, is_good in ((files["cert"], True), (expired, False)):
+    for certificate, said in (
+        (files["cert"], ""),
+        (expired, r"expired\" \(CN = trainer, issued by .*\) has expired at 2020-02-01 00:00:00"),
+        (
+            sign("early", 2049),
+            r"early\" \(CN = trainer, issued by .*valid from 2049-01-01 00:00:00",
+        ),
+    ):
         tls = ema_client.Tls(files["ca"], certificate, files["key"])
-        timeout_s = 30 if is_good else 1
+        timeout_s = 1 if said else 30
         with ema_client.Client(f"emas://{server.address}", timeout_s=timeout_s, tls=tls) as client:
-            if is_good:
+            if not said:
                 client.models()
             else:
-                said = "has expired at 2020-02-01 00:00:00 UTC"
                 with pytest.raises(ema_client.UnavailableError, match=said):
                     client.models()
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("why", ["expired", "foreign"])
+def test_a_trainer_whose_certificate_is_no_longer_good_warns_again(
+    tmp_path: pathlib.Path,
+    files: dict[str, str],
+    expired: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    """In a training, as of everything that a person must mend."""
+    certificate = tmp_path / "certificate"
+    shutil.copy(files["cert"], certificate)
+    monkeypatch.setenv("EMA_TLS_CERT", str(certificate))
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.weight.grad = torch.ones_like(net.weight)
+
+    def flags(client_ca: str) -> list[str]:
+        return [
+            *("--tls-cert", files["ca"], "--tls-key", files["ca_key"]),
+            *("--tls-client-ca", client_ca),
+        ]
+
+    first = ServerProcess(tmp_path / "first", *flags(files["ca"]))
+    with first:
+        ema = ema_client.attach(net, optimizer, f"emas://{first.address}/m", max_wait_s=1)
+        optimizer.step()
+        ema.wait_pushed()
+    client_ca, said = files["ca"], "has expired at 2020-02-01"
+    if why == "expired":
+        shutil.copy(expired, certificate)
+    else:
+        client_ca = str(make_pair(tmp_path, "other", 1)[0])
+        said = "may not accept the client certificate"
+    second = ServerProcess(tmp_path / "second", *flags(client_ca))
+    second.start(port=first.port)
+    try:
+        problem = "pushes will not resume until this is fixed: "
+        step_until(lambda: problem in caplog.text, optimizer.step)
+        (told,) = [r for r in caplog.records if problem in r.getMessage()]
+        assert told.levelno == logging.WARNING and said in told.getMessage()
+    finally:
+        ema.close(timeout_s=1)
+        second.stop()
 
 
 EXPIRY = "ema_tls_certificate_expiry_timestamp_seconds"
