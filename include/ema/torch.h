@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -37,6 +38,7 @@
 #include "ema/internal/torch_writes.h"
 #include "ema/manifest.h"
 #include "ema/step_pusher.h"
+#include "ema/tensor_spec.h"
 #include "ema/track.h"
 
 namespace ema {
@@ -340,10 +342,37 @@ struct PullIntoOptions {
   std::optional<int64_t> step;
   // False: tensors that only the module or only the track has are ignored.
   bool strict = true;
+  // Of finite values that are too large for the module's dtype.
+  OverflowPolicy overflow = OverflowPolicy::kError;
   absl::Duration timeout = absl::ZeroDuration();  // Zero: the client's.
 };
 
 namespace torch_internal {
+
+// Casts a pulled tensor to the module's dtype. INVALID_ARGUMENT, BAD_LAYOUT: a finite value would
+// become infinite, and `overflow` is kError.
+inline absl::StatusOr<at::Tensor> Cast(const std::string& name, const at::Tensor& pulled,
+                                       torch::Dtype dtype, OverflowPolicy overflow) {
+  at::Tensor cast = pulled.to(dtype);
+  if (overflow == OverflowPolicy::kInfinity || !cast.is_floating_point() ||
+      pulled.scalar_type() == dtype) {
+    return cast;
+  }
+  const at::Tensor overflows = cast.isinf().logical_and(pulled.isinf().logical_not()).flatten();
+  if (!overflows.any().item<bool>()) return cast;
+  const double largest = dtype == torch::kFloat16    ? std::numeric_limits<c10::Half>::max()
+                         : dtype == torch::kBFloat16 ? std::numeric_limits<c10::BFloat16>::max()
+                                                     : std::numeric_limits<float>::max();
+  if (overflow == OverflowPolicy::kSaturate) {
+    return at::where(pulled.isinf(), pulled, pulled.clamp(-largest, largest)).to(dtype);
+  }
+  const auto first = overflows.nonzero()[0].item<int64_t>();
+  return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+                   absl::StrCat("element ", first, " of tensor \"", name, "\" is ",
+                                pulled.flatten()[first].item<double>(), ", and ",
+                                c10::toString(dtype), " in the module ends at ", largest,
+                                "; expected a wider dtype, or overflow kSaturate or kInfinity"));
+}
 
 // Maps pulled tensors to those of the module: pairs of (index in `pulled`, index in `own`). A tied
 // tensor of the track goes to every tensor of the module that has one of its names.
@@ -406,10 +435,10 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 // Copies one version of a track into a module's parameters and buffers, cast to their dtypes and on
 // their devices; the tensor objects stay the same. Returns the version. INVALID_ARGUMENT,
 // BAD_LAYOUT: names, shapes or dtypes do not fit, and the message lists them all; or a value is too
-// large for the module's dtype. INTERNAL: LibTorch fails, for example because a tensor was made by
-// expand(), or was made in inference mode and is written outside of it. Other errors as
-// Client::Pull(). After an error the module is unchanged, unless a device failed while values were
-// copied to it.
+// large for the module's dtype, unless `options.overflow` permits it. INTERNAL: LibTorch fails, for
+// example because a tensor was made by expand(), or was made in inference mode and is written
+// outside of it. Other errors as Client::Pull(). After an error the module is unchanged, unless a
+// device failed while values were copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
                                         torch::nn::Module& module,
                                         const PullIntoOptions& options = {}) {
@@ -440,16 +469,10 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
       const at::Tensor source =
           at::from_blob(static_cast<std::byte*>(bytes.data_ptr()) + pulled.offset,
                         pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype));
-      values.push_back(source.to(own.tensors[to].scalar_type()));
-      const at::Tensor& value = values.back();
-      if (value.is_floating_point() && value.scalar_type() != source.scalar_type() &&
-          value.isinf().logical_and(source.isinf().logical_not()).any().item<bool>()) {
-        return MakeError(
-            absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-            absl::StrCat("tensor \"", pulled.spec.name, "\" has values that are too large for ",
-                         c10::toString(value.scalar_type()),
-                         " in the module; expected a wider dtype"));
-      }
+      EMA_ASSIGN_OR_RETURN(at::Tensor value,
+                           torch_internal::Cast(pulled.spec.name, source,
+                                                own.tensors[to].scalar_type(), options.overflow));
+      values.push_back(std::move(value));
       at::assert_no_internal_overlap(own.tensors[to]);
       TORCH_CHECK(!own.tensors[to].is_inference() || c10::InferenceMode::is_enabled(), "tensor \"",
                   pulled.spec.name, "\" was made in inference mode, and is written only in it");

@@ -73,14 +73,14 @@ TEST_F(TorchTest, AModuleThatCannotBeWrittenStaysAsItWas) {
   ASSERT_THAT(PullInto(*client_, "m", pushed), IsOk());
 }
 
-TEST_F(TorchTest, AValueThatIsTooLargeForTheModulesDtypeIsRefused) {
+TEST_F(TorchTest, AValueThatIsTooLargeForTheModulesDtypeIsTreatedAsTheOptionsSay) {
   struct Two : torch::nn::Module {
     explicit Two(float last) {
       register_buffer("a", torch::ones({3}));
-      register_buffer("z", torch::full({3}, last));
+      register_buffer("z", torch::tensor({{1.0F, last}, {2.0F, 3.0F}}));
     }
   };
-  Two pushed(1e5F);
+  Two pushed(-1e5F);
   const auto ema = Attach(pushed);
   ema->AfterStep();
   ema->Close();
@@ -88,8 +88,13 @@ TEST_F(TorchTest, AValueThatIsTooLargeForTheModulesDtypeIsRefused) {
   module.to(torch::kFloat16);
   EXPECT_THAT(PullInto(*client_, "m", module),
               StatusIs(absl::StatusCode::kInvalidArgument,
-                       HasSubstr("\"z\" has values that are too large for Half")));
-  EXPECT_TRUE(torch::equal(module.buffers()[1], torch::full({3}, 2, torch::kFloat16)));
+                       HasSubstr("element 1 of tensor \"z\" is -100000, and Half in the module "
+                                 "ends at 65504")));
+  EXPECT_EQ(module.buffers()[1][0][1].item<float>(), 2);
+  ASSERT_THAT(PullInto(*client_, "m", module, {.overflow = OverflowPolicy::kSaturate}), IsOk());
+  EXPECT_EQ(module.buffers()[1][0][1].item<float>(), -65504);
+  ASSERT_THAT(PullInto(*client_, "m", module, {.overflow = OverflowPolicy::kInfinity}), IsOk());
+  EXPECT_EQ(module.buffers()[1][0][1].item<float>(), -INFINITY);
   module.to(torch::kBFloat16);
   EXPECT_THAT(PullInto(*client_, "m", module), IsOk());
 }
