@@ -49,19 +49,19 @@ absl::Status ServerGroup::Join(int port) {
     address = absl::StrCat(address.substr(0, address.size() - 1), port);
   }
   const MemoryBudget& budget = store_->budget();
-  EMA_ASSIGN_OR_RETURN(
-      member_, group::Member::Join(
-                   {.group = options_.group,
-                    .name = options_.member,
-                    .record = {.boot = RandomHex(4),
-                               .address = address,
-                               .device = std::string(store_->device().name()),
-                               .memory_budget_bytes = budget.total_bytes(),
-                               .free_memory_bytes = budget.total_bytes() - budget.reserved_bytes(),
-                               .program_version = std::string(ServerVersion()),
-                               .protocol = kProtocol},
-                    .registry = registry_.get(),
-                    .log = log_}));
+  group::Member::Options member;
+  member.group = options_.group;
+  member.name = options_.member;
+  member.record.boot = RandomHex(4);
+  member.record.address = address;
+  member.record.device = std::string(store_->device().name());
+  member.record.memory_budget_bytes = budget.total_bytes();
+  member.record.free_memory_bytes = budget.total_bytes() - budget.reserved_bytes();
+  member.record.program_version = std::string(ServerVersion());
+  member.record.protocol = kProtocol;
+  member.registry = registry_.get();
+  member.log = log_;
+  EMA_ASSIGN_OR_RETURN(member_, group::Member::Join(std::move(member)));
   models_->Start(member_.get());
   LogTo(log_, LogLevel::kInfo, "joined group",
         {{"group", options_.group}, {"member", options_.member}, {"address", address}});
