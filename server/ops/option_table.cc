@@ -547,10 +547,10 @@ void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems)
 
 std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
   std::vector<LogEvent> doubts;
-  if (!options.group.empty() && options.data_dir.empty()) {
+  if (!options.group.empty()) {
     doubts.push_back({LogLevel::kWarning,
                       "a crash of one server loses the averages of its group",
-                      {{"group", options.group}, {"expected", "--data-dir"}}});
+                      {{"group", options.group}}});
   }
   if (options.auth_tokens.empty() || !options.tls_cert.empty()) return doubts;
   for (const std::string& listen : options.listen) {
