@@ -74,6 +74,8 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Dial(Ste
     errors.emplace_back(opened.status().message());
     next_dialer_ = (next_dialer_ + 1) % dialers_.size();
   }
+  // A single error keeps its reason.
+  if (errors.size() == 1) return opened;
   return absl::UnavailableError(absl::StrJoin(errors, "; "));
 }
 

@@ -360,9 +360,9 @@ inline absl::StatusOr<at::Tensor> Cast(const std::string& name, const at::Tensor
   }
   const at::Tensor overflows = cast.isinf().logical_and(pulled.isinf().logical_not()).flatten();
   if (!overflows.any().item<bool>()) return cast;
-  const double largest = dtype == torch::kFloat16    ? std::numeric_limits<c10::Half>::max()
-                         : dtype == torch::kBFloat16 ? std::numeric_limits<c10::BFloat16>::max()
-                                                     : std::numeric_limits<float>::max();
+  float largest = std::numeric_limits<float>::max();
+  if (dtype == torch::kFloat16) largest = std::numeric_limits<c10::Half>::max();
+  if (dtype == torch::kBFloat16) largest = std::numeric_limits<c10::BFloat16>::max();
   if (overflow == OverflowPolicy::kSaturate) {
     return at::where(pulled.isinf(), pulled, pulled.clamp(-largest, largest)).to(dtype);
   }

@@ -225,6 +225,13 @@ absl::Status GroupPull::CallTarget() {
 absl::StatusOr<PullInfo> GroupPull::JoinHeaders() const {
   PullInfo whole;
   whole.version = parts_.front().header->version;
+  if (whole.version.incarnation != map_->incarnation()) {
+    // The model has been created again, perhaps with other partitions.
+    return MakeError(
+        absl::StatusCode::kAborted, ErrorReason::kFenced,
+        absl::StrCat("model \"", request_.model(), "\": incarnation ", whole.version.incarnation,
+                     " found, expected ", map_->incarnation()));
+  }
   for (const Part& part : parts_) {
     const PullInfo& header = *part.header;
     if (!IsSameCommit(header.version, whole.version)) {
