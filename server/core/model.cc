@@ -151,7 +151,17 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
     if (is_partition()) EMA_RETURN_IF_ERROR(options_.gate->CheckLaunch(launch));
     if (runs_.IsOpen(launch)) {
+      const TrainerRun& run = *runs_.run();
+      // A new process of the rank does not know the run's epoch yet.
+      const bool has_restarted = launch.last_run_epoch != run.epoch() && rank >= 0 &&
+                                 rank < run.world_size() && run.layout(rank) != nullptr;
       EMA_RETURN_IF_ERROR(runs_.Join(launch, rank, world_size, std::move(layout)));
+      if (is_partition() && has_restarted) {
+        // It may push the open step with other bytes, and some partitions have the first ones.
+        const absl::Status why =
+            Aborted(ErrorReason::kStepAbandoned, absl::StrCat("rank ", rank, " has restarted"));
+        options_.gate->AbandonRound(0, why).IgnoreError();
+      }
     } else {
       if (const absl::Status prepared = open_step_.CheckNotPrepared(); !prepared.ok()) {
         // It may wait for a partition for ever. Once its round has ended, the call succeeds.

@@ -152,6 +152,16 @@ TEST_F(CommitGateTest, FreesADroppedStepBeforeItsRanksAreTold) {
   EXPECT_EQ(bytes, Weights(5));
 }
 
+TEST_F(CommitGateTest, ARestartedRankEndsTheRound) {
+  ASSERT_THAT(ranks_[0].Join(), IsOk());  // Again, by the process that has the run open.
+  EXPECT_THAT(gate_->abandoned, IsEmpty());
+  TestRank restarted(model_, "launch", 0, 2);
+  ASSERT_THAT(restarted.Join(), IsOk());
+  ASSERT_THAT(gate_->abandoned, SizeIs(1));
+  EXPECT_THAT(gate_->abandoned[0].why,
+              StatusIs(absl::StatusCode::kAborted, "rank 0 has restarted"));
+}
+
 TEST_F(CommitGateTest, DropsAStepThatIsReceiving) {
   EMA_ASSERT_OK_AND_ASSIGN(push_, ranks_[0].Open(1, outcome_ = std::make_shared<PushOutcome>()));
   Drop(absl::AbortedError("the round has ended"));
