@@ -269,7 +269,8 @@ void HostedPartition::ApplyStateLocked(const GroupState& state) {
 
 void HostedPartition::Execute(const Part::Action& action, int64_t round, const GroupState& state) {
   const std::shared_ptr<Model> model = this->model();
-  if (model == nullptr) return;
+  // A model that is closed has dropped its step.
+  if (model == nullptr || !model->closed().ok()) return;
   switch (action.kind) {
     case Part::Action::Kind::kNothing:
     case Part::Action::Kind::kReadRegistry:  // The watch of the registry reports the record.
