@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv
-# (Composer, DeepSpeed and Ray, for tests and comparisons with them, each in one more: build/venv-composer,
-# build/venv-deepspeed, build/venv-bench).
+# Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv.
+# Composer, DeepSpeed and Ray, which only tests and comparisons use, each get a virtual environment of their
+# own: build/venv-composer, build/venv-deepspeed, build/venv-bench.
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
 # Usage: deploy/setup.sh [--server|--cuda|--client|--demo|--all|--bench]

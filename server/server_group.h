@@ -25,7 +25,7 @@ class ServerGroup {
   static absl::StatusOr<std::unique_ptr<ServerGroup>> Create(const ServerOptions& options,
                                                              std::shared_ptr<ModelStore> store,
                                                              LogSink log);
-  // As a crash, unless Leave() was called.
+  // Without Leave() before, the other servers see a crash: the member's key expires after its TTL.
   ~ServerGroup();
 
   // For the RPC server.

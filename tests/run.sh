@@ -61,7 +61,7 @@ check_scripts() {
     xargs -0 shellcheck -x -P SCRIPTDIR -S warning
 }
 
-# Runs the harnesses one after the other. Of what a harness prints, the table has two numbers.
+# Runs the harnesses one after the other. The table shows two of the numbers that each harness prints.
 run_harnesses() {
   local harness name
   for harness in build/fuzz/tests/fuzz/*_fuzz; do

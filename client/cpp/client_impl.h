@@ -62,7 +62,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   using Connection = client_internal::Connection;
   using Interrupt = client_internal::Interrupt;
 
-  // `addresses`: at least one; several are servers of one group, any of which will do.
+  // `addresses`: at least one. Several addresses are servers of one group, and any of them can be
+  // used.
   Impl(std::vector<client_internal::Address> addresses, const Options& options);
 
   const Options& options() const { return options_; }
@@ -73,8 +74,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
   const client_internal::ForkGuard& fork_guard() const { return fork_guard_; }
 
-  // The client of another server of the group, with the same options; this one, if the address is
-  // the only one that it has. INTERNAL: not HOST:PORT.
+  // Returns the client of the group's server at `address`, with this client's options. Returns this
+  // client if `address` is its only address. INTERNAL: not HOST:PORT.
   absl::StatusOr<std::shared_ptr<Impl>> ClientOfMember(std::string_view address)
       ABSL_LOCKS_EXCLUDED(members_mu_);
 
@@ -86,8 +87,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
                      std::shared_ptr<const client_internal::PartitionMap> partitions)
       ABSL_LOCKS_EXCLUDED(members_mu_);
 
-  // Returns the connection; opens a new one if there is none, or it is dead, then to the next
-  // address. Tries each address once. Errors as Connection::Open().
+  // Returns the open connection. If there is none, opens one, as Dial() does; if it has broken,
+  // begins with the next address. Errors as Connection::Open().
   absl::StatusOr<std::shared_ptr<Connection>> Connect(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -189,7 +190,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
 
  private:
-  // Opens a connection to the first address that can be reached, from the last one on.
+  // Opens a connection, beginning with the last address used. After UNAVAILABLE it tries the next
+  // address, each address at most once; any other error is returned at once.
   absl::StatusOr<std::shared_ptr<Connection>> Dial(SteadyTime deadline, Interrupt* interrupt);
 
   const client_internal::ForkGuard fork_guard_;

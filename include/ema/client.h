@@ -50,9 +50,10 @@ struct PullInfo {
 
 class VersionWatch;
 
-// A connection to one server. Thread-safe. Connects on first use. All calls share one connection;
-// large pushes may use more (Options::max_connections). For a model on a group of servers, calls
-// go to its home, pushes and pulls to all of its servers, over connections of their own.
+// A client of one server, or of a group of servers. Thread-safe. Connects on first use. Calls to
+// one server share one connection; large pushes may use more (Options::max_connections). For a
+// model on a group, runs, pushes and pulls use the servers that have its tensors; most other calls
+// go to its home.
 //
 // In a forked child a Client of the parent must not be used; destroying it there does nothing.
 class Client {

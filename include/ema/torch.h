@@ -342,7 +342,7 @@ struct PullIntoOptions {
   std::optional<int64_t> step;
   // False: tensors that only the module or only the track has are ignored.
   bool strict = true;
-  // Of finite values that are too large for the module's dtype.
+  // How to convert a finite value that is too large for the module's dtype.
   OverflowPolicy overflow = OverflowPolicy::kError;
   absl::Duration timeout = absl::ZeroDuration();  // Zero: the client's.
 };

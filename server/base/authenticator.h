@@ -21,8 +21,9 @@ enum class Role {
   kServer,     // Another server of the group. Only it may make the calls between servers.
 };
 
-// Whether `role` has the rights of `needed`. Each role has those of the ones before it, but an
-// admin is not a server, and a server has no rights of evaluators, trainers and admins.
+// Whether `role` has the rights of `needed`. From kAnonymous to kAdmin, each role includes the
+// rights of the ones before it. kServer includes only those of kAnonymous, and no other role
+// includes kServer.
 bool HasRightsOf(Role role, Role needed);
 
 // Returns "trainer" and so on.

@@ -14,7 +14,7 @@
 
 namespace ema {
 
-// What a model that is one partition of a larger one asks before it publishes a step: the step
+// A model that is one partition of a whole model asks its gate before it publishes a step: the step
 // becomes a version in all partitions, or in none. The partitions count rounds; a round ends with
 // one commit or one abort, and a step belongs to the round in which it began.
 //
@@ -35,8 +35,10 @@ class CommitGate {
   // The present round, for replies; also called without the lock. 0: none has begun, so nothing can
   // be pushed yet.
   virtual int64_t round() const = 0;
-  // Whether a rank of that launch may join its run, which the partition opens if need be. ABORTED,
-  // FENCED. UNAVAILABLE, SESSION_BUSY: the partition does not know of the run yet.
+  // Whether a rank of `launch` may join its run; if the run is not open here, the model then opens
+  // it. ABORTED, FENCED: another run is open, or the launch's incarnation has ended. UNAVAILABLE,
+  // SESSION_BUSY: the run is not known here yet. FAILED_PRECONDITION, NOT_HOME: the launch has no
+  // epoch, and this is not the home.
   virtual absl::Status CheckLaunch(const Launch& launch) = 0;
   // A launch has opened a run here, so the present round ends.
   virtual void OnRunOpened(int64_t run_epoch, std::string_view launch_id) = 0;
@@ -48,7 +50,7 @@ class CommitGate {
   // FAILED_PRECONDITION, NOT_HOME: another server decides.
   virtual absl::Status AbandonRound(int64_t round, const absl::Status& why) = 0;
 
-  // --- Called without a lock that the functions of Model take ---
+  // --- Called without the model's lock ---
 
   struct PreparedVersion {
     Version record;  // Still without incarnation and commit time.
@@ -59,7 +61,8 @@ class CommitGate {
   // The step of `round` is prepared.
   virtual void OnPrepared(int64_t round, const PreparedVersion& version) = 0;
   // The step of `round`, prepared or not, has ended without a version. May come before OnPrepared()
-  // of the same step; it is then dropped all the same.
+  // of the same step; the step is then dropped all the same. The lock that serializes the model's
+  // pushes may be held.
   virtual void OnDropped(int64_t round, const absl::Status& why) = 0;
 };
 

@@ -70,8 +70,8 @@ class Model : public std::enable_shared_from_this<Model> {
     std::function<void(const std::shared_ptr<Model>&, const Snapshot&)> on_commit;
     // Versions can be kept on a disk: tracks may have a snapshot_interval.
     bool has_data_dir = false;
-    // Decides when a complete step is published: the model is one partition of a larger one. Null:
-    // at once.
+    // Decides when a complete step is published, if the model is one partition of a whole model.
+    // Null: at once.
     std::shared_ptr<CommitGate> gate;
     // Gets the steps' events. Outlives the model.
     ServerObserver* observer = &ServerObserver::None();
@@ -94,7 +94,7 @@ class Model : public std::enable_shared_from_this<Model> {
       ModelConfig config, const std::vector<std::shared_ptr<Track>>& tracks,
       std::shared_ptr<Device> device, std::shared_ptr<MemoryBudget> budget, const Options& options);
 
-  // The model is one partition of a larger one.
+  // The model is one partition of a whole model.
   bool is_partition() const { return options_.gate != nullptr; }
   // The present round of the partitions, for replies; 0: the model is not a partition, or no round
   // has begun.
@@ -153,8 +153,9 @@ class Model : public std::enable_shared_from_this<Model> {
     PushPlan plan;
   };
   // Handles OpenRun of ema_service.proto. A new launch drops the previous run's session. `newest`,
-  // if given, must then be the newest version (all zero: no version). UNAVAILABLE, SESSION_BUSY: it
-  // is not, or the model is being rolled back, or CommitGate::CheckLaunch().
+  // if given, must then be the newest version (all zero: no version). UNAVAILABLE, SESSION_BUSY:
+  // `newest` is not the newest version, the model is being rolled back, or a prepared step has not
+  // ended. Also returns the errors of RunRegistry::CheckLaunch() and CommitGate::CheckLaunch().
   absl::StatusOr<JoinResult> JoinRun(const Launch& launch, int64_t rank, int64_t world_size,
                                      RankLayout layout,
                                      const std::optional<VersionId>& newest = std::nullopt)
@@ -219,7 +220,7 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // --- For Options::gate ---
 
-  // What the partitions of a larger model have agreed on for the version of a prepared step.
+  // What the partitions of a whole model have agreed on for the version of a prepared step.
   struct Decision {
     absl::Time commit_time;
     // In all partitions: as in the version's record.

@@ -52,9 +52,10 @@ class ModelStore {
   // model of that name is being deleted. `budget`: see ModelConfig::Validate().
   absl::StatusOr<CreateResult> Create(ModelConfig config, GlobBudget budget = {})
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Creates one partition of a larger model, whose incarnation is given. `config` is the larger
-  // model's with the tensors of the partition; REQUIRES: it was valid with all tensors, as a rule
-  // may match tensors of other partitions only. ALREADY_EXISTS: a model has that name.
+  // Creates one partition of a whole model, whose incarnation is given. `config`: the whole
+  // model's, with the manifest of the partition. REQUIRES: the whole model's config has been
+  // validated. It is not validated here, because a rule may match no tensor of this partition.
+  // ALREADY_EXISTS: a model has that name.
   absl::StatusOr<std::shared_ptr<Model>> CreatePartition(ModelConfig config, int64_t incarnation,
                                                          std::shared_ptr<CommitGate> gate)
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -47,7 +47,7 @@ struct ModelView {
   std::shared_ptr<Device> device;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   ServerObserver* observer = &ServerObserver::None();
-  // The model is one partition of a larger one: ranks that have nothing of it do not push.
+  // The model is one partition of a whole model: ranks without shards in it need not push.
   bool is_partition = false;
 };
 

@@ -24,7 +24,7 @@ namespace ema {
 struct Launch {
   std::string id;
   int64_t last_run_epoch = 0;  // Epoch of the run that it had open; 0: none.
-  // For a partition of a larger model (see CommitGate): the epoch that another partition has
+  // For a partition of a whole model (see CommitGate): the epoch that another partition has
   // assigned to the run, and the model's incarnation there. 0: this model assigns the epoch.
   int64_t run_epoch = 0;
   int64_t incarnation = 0;

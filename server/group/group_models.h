@@ -45,8 +45,9 @@ class GroupModels final : public ModelGroup {
   GroupModels(ModelStore* store, Peers* peers, Options options)
       : options_(std::move(options)), store_(*store), peers_(*peers) {}
 
-  // Begins the work of this server as that member. Before, and after Stop(), all calls fail with
-  // UNAVAILABLE. Once; `member` is used until Stop() returns.
+  // Starts the work of this server as `member`, which must live until Stop() returns. Call once.
+  // Before it, and after Stop(), CheckHome(), CreateModel(), DeleteModel() and ReservePartition()
+  // fail with UNAVAILABLE, GROUP_DEGRADED, and ModelNames() is empty.
   void Start(Member* member) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the exchange of messages with other members; the models remain in the store. Call when no
   // RPC runs any more.

@@ -76,7 +76,7 @@ class HostedPartition final : public CommitGate,
   // Answers held calls, and later ones at once: UNAVAILABLE, DRAINING.
   void StopHolding() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A state of the home.
+  // Applies a state that the home has sent.
   void OnState(const GroupState& state) ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- CommitGate ---
@@ -92,7 +92,7 @@ class HostedPartition final : public CommitGate,
   void OnDropped(int64_t round, const absl::Status& why) override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // Runs a member function on the thread of Peers, unless Stop() has been called.
+  // Runs a member function on the thread of Peers, unless this object has been destroyed by then.
   void Post(void (HostedPartition::*function)());
   // On the thread of Peers, every kSyncInterval until Stop().
   void Tick() ABSL_LOCKS_EXCLUDED(mu_);
@@ -126,7 +126,7 @@ class HostedPartition final : public CommitGate,
 
   const Options options_;
 
-  // Taken after the model's lock.
+  // Acquired while the model's lock may be held.
   mutable absl::Mutex mu_;
   std::weak_ptr<Model> model_ ABSL_GUARDED_BY(mu_);  // Set by Start().
   Part part_ ABSL_GUARDED_BY(mu_);

@@ -44,9 +44,9 @@ class Member {
     LogSink log;
   };
 
-  // Returns when the key has been put and the cache has all records. If the name is in use, that
-  // may be by an earlier life of this process, so Join() waits for that key to expire, a little
-  // longer than the TTL. ALREADY_EXISTS: it does not expire, so another process has the name.
+  // Returns when the key has been put and the cache has all records. If the name is in use, the
+  // key may belong to a previous process of this member, so Join() waits slightly longer than the
+  // TTL for it to expire. ALREADY_EXISTS: it does not expire, so another process renews it.
   // UNAVAILABLE: the registry does not answer.
   static absl::StatusOr<std::unique_ptr<Member>> Join(Options options);
   // Stops the renewal of the key, which then expires, unless Leave() has deleted it. Waits for

@@ -43,7 +43,7 @@ struct MemberRecord {
 std::string FormatMemberRecord(const MemberRecord& record);
 absl::StatusOr<MemberRecord> ParseMemberRecord(std::string_view key, std::string_view text);
 
-// A run of a model's tensors, which one member has. The home of the model has partition 0.
+// Consecutive tensors of a model, kept by one member. The home of the model has partition 0.
 struct Partition {
   std::string member;
   std::string boot;          // Of the member's process that has joined, or is to join.

@@ -43,16 +43,17 @@ class Peers {
   // As Stop().
   ~Peers();
 
-  // Runs `work` on the thread; work of one caller in its order. Work that is posted after Stop()
-  // is destroyed, and does not run.
+  // Runs `work` on the thread. Work of one caller runs in the order in which it was posted. Work
+  // posted after Stop() is discarded.
   void Post(std::function<void()> work) ABSL_LOCKS_EXCLUDED(mu_);
-  // Stop() destroys work whose time has not come.
+  // Stop() discards work whose time has not come.
   void PostAfter(absl::Duration delay, std::function<void()> work) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Each call runs `on_result` on the thread, once, unless it is made after Stop(). Errors of the
   // called server have their ErrorReason. Other errors: DEADLINE_EXCEEDED: no answer within
-  // `timeout`. UNAVAILABLE: no connection; the call fails at once, and a later one connects again.
-  // FAILED_PRECONDITION: a file of the options cannot be read. CANCELLED: Stop().
+  // `timeout`. UNAVAILABLE: no connection, or the called server is stopping; the call fails at
+  // once, and a later one connects again. FAILED_PRECONDITION: a file of the options cannot be
+  // read. CANCELLED: Stop().
   template <typename Response>
   using OnResult = std::function<void(absl::StatusOr<Response>)>;
   void ReservePartition(const std::string& address, const v1::ReservePartitionRequest& request,

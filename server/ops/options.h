@@ -51,12 +51,14 @@ struct ServerOptions {
   std::string auth_tokens;  // Empty: no authentication by tokens.
   bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
-  // The group of servers that share models; empty: none, and then the options below are not used.
+  // Name of the group of servers that keep models together. Empty: no group, and `member` to
+  // `group_token_file` are not used.
   std::string group;
-  std::string member;             // The name of this server in it; not empty after ParseOptions().
-  std::string advertise;          // HOST:PORT for clients and the other members.
-  std::vector<std::string> etcd;  // Endpoints, such as "http://a:2379". The first scheme is of all.
-  std::string etcd_ca;            // PEM files, for https.
+  std::string member;     // This server's name in the group; not empty after ParseOptions().
+  std::string advertise;  // HOST:PORT for clients and the other members.
+  // Endpoints, such as "http://a:2379". All endpoints use the scheme of the first.
+  std::vector<std::string> etcd;
+  std::string etcd_ca;  // PEM files, for https.
   std::string etcd_cert;
   std::string etcd_key;
   // How long the server may commit steps while etcd does not answer.

@@ -63,8 +63,9 @@ class EtcdClient {
   using Attempt = absl::FunctionRef<grpc::Status(Connection&, grpc::ClientContext&)>;
   absl::Status Call(const std::string& operation, SteadyTime deadline, Attempt attempt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // The same for a request that etcd answers fast. It is made first on a connection that a call has
-  // left although it has streams, if there is one, and a miss ends the connection's streams.
+  // The same for a request that etcd answers fast. If an earlier miss abandoned a connection that
+  // still has streams, that connection is tried first. A miss ends the streams of the missed
+  // connection.
   absl::Status Probe(const std::string& operation, SteadyTime deadline, Attempt attempt)
       ABSL_LOCKS_EXCLUDED(mu_);
 

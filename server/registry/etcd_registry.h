@@ -35,8 +35,8 @@ struct EtcdOptions {
 
 // Uses one endpoint at a time. An endpoint that refuses the connection, or does not answer within
 // half of the call's time, is left for the next one. Each call tries each endpoint at most once. A
-// watch moves when its stream breaks, or its endpoint does not answer a renewal of a membership
-// either: one slow call does not interrupt it.
+// watch moves to the next endpoint when its stream breaks, or when its endpoint also misses a
+// renewal of a membership. One slow call does not move it.
 class EtcdRegistry final : public Registry {
  public:
   // Does not contact etcd. INVALID_ARGUMENT: an endpoint or a file.

@@ -35,13 +35,17 @@ class ModelGroup {
   virtual absl::Status CheckComplete(std::string_view model) const = 0;
   // All models of the group, sorted by name.
   virtual std::vector<std::string> ModelNames() const = 0;
-  // Adds partitions and incarnation to the description of a model; and, if this server is its home,
-  // replaces what describes the home's partition only, such as the manifest.
+  // Adds partitions and incarnation to a model's description. If this server has a partition of the
+  // model, it also replaces the manifest, its digest and the reserved bytes with those of the whole
+  // model; an entry of a list gets no manifest.
   virtual void Complete(bool in_a_list, v1::Model& model) const = 0;
-  // As CreateModel in ema_service.proto, on any server. Blocks until all partitions are reserved.
+  // Handles CreateModel of ema_service.proto, on any server. Blocks until all partitions are
+  // reserved. FAILED_PRECONDITION, NOT_HOME, with the home's address: the model exists now, perhaps
+  // created by this call; its home returns it when the call is repeated there.
   virtual absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) = 0;
-  // Deletes the model on all servers; on any of them. OK if there is none. Blocks on the registry.
+  // Deletes the model on all servers. Can be called on any of them. OK if there is no such model.
+  // Blocks on the registry.
   virtual absl::Status DeleteModel(const std::string& model) = 0;
 
   // --- Calls of GroupService ---

@@ -71,11 +71,10 @@ class StreamCall {
 //   most slots loses the stream that has waited longest. So callers converge to equal shares, and
 //   none can keep others out, however it uses its slots. A caller is a token and an IPv4 address or
 //   IPv6 /64.
-// - Otherwise the new stream gets the slot of the stream that has stalled longest, if that has
-//   exchanged nothing for a tenth of the stall time-out, and its caller has at least as many slots
-//   as the caller of the new stream. Two such evictions are at least a fortieth of the time-out
-//   apart: on a slow path, where no message arrives in that time, streams would otherwise evict
-//   each other for ever.
+// - Otherwise, among the streams whose callers have at least as many slots as the new stream's
+//   caller, the one that has stalled longest is evicted, if it has exchanged nothing for a tenth of
+//   the stall time-out. Two such evictions are at least a fortieth of the time-out apart: on a slow
+//   path, where no message arrives in that time, streams would otherwise evict each other for ever.
 //
 // Thread-safe.
 //

@@ -30,7 +30,8 @@ inline constexpr char kErrorDetailKey[] = "ema-error-detail-bin";
 // An error with the reason, the retry delay and the GroupHint of `detail`. REQUIRES: it is not OK.
 absl::Status ErrorFromDetail(absl::StatusCode code, std::string_view message,
                              const v1::ErrorDetail& detail);
-// `detail`: a serialized ErrorDetail. If it is malformed, the error has neither.
+// `detail`: a serialized ErrorDetail. If it is malformed, the error has only the
+// code and the message of `status`.
 absl::Status ErrorFromDetail(const grpc::Status& status, std::string_view detail);
 
 // INVALID_ARGUMENT, BAD_MANIFEST: a dtype that this build does not know; not otherwise validated.

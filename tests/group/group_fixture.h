@@ -79,7 +79,7 @@ class GroupServer {
   }
   ~GroupServer() { Stop(); }
 
-  // As a crash: the member's key expires.
+  // The other servers see a crash: the member's key expires after its TTL.
   void Stop() {
     if (member_ == nullptr) return;
     store_->Drain(SteadyNow());

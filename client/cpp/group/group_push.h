@@ -28,8 +28,9 @@
 
 namespace ema::client_internal {
 
-// Consists of an ordinary push to each server for which the rank has bytes; at most eight of them
-// send at once. Thread-safe. Owned by the PendingPush; the destructor joins the threads.
+// Consists of parts: an ordinary push to each server for which the rank has shards, or to the home
+// if it has none; at most eight parts send at once. Thread-safe. Owned by the PendingPush; the
+// destructor joins the threads.
 //
 // The servers commit the step together, or none does. If one part fails, the step is dropped at the
 // home, whose answer says whether the step was committed or abandoned, for all servers; the other
@@ -61,13 +62,14 @@ class GroupPush final : public RunningPush {
   absl::StatusOr<Version> Committed();
   // The result of the push after an error.
   absl::StatusOr<Version> DropStep(const absl::Status& error);
-  // Asks the home for the round of the next step, unless it is known: a server that has not heard
-  // of the end of a round would accept a step in it, which is lost then.
+  // Queries the home for the next round, unless it is already known. If the next step were pushed
+  // in a finished round, a server that has not learned of the end would accept it, and the step
+  // would be lost.
   void LearnRound();
   // The error of a part that has failed first.
   absl::Status FirstError() const ABSL_LOCKS_EXCLUDED(mu_);
   void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends all parts. From any thread.
+  // Releases the weights now, and abandons all parts. From any thread.
   void Cut();
   void LeadStreams(absl::Span<const GpuStream> streams);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);

@@ -23,10 +23,10 @@
 
 namespace ema::client_internal {
 
-// One rank of such a run. It has a part for each partition, which is an ordinary run of the
-// partition's tensors on its server, even if the rank has none of them. The home's part opens the
-// run; the others join it. Thread-safe. It belongs to one incarnation of the model: in another one,
-// its pushes fail with FENCED, and another run has to be opened.
+// One rank of a run on a group. For each partition it has a part: an ordinary run on that
+// partition's server, which it joins even if the rank has no shards there. The home's part opens
+// the run; the others join it. Thread-safe. It belongs to one incarnation of the model: in another
+// one, its pushes fail with FENCED, and another run has to be opened.
 class GroupRun final : public OpenedRun, public std::enable_shared_from_this<GroupRun> {
  public:
   // Joins the run on all servers. `options` have a launch_id. Errors as Client::OpenRun(), and
@@ -58,7 +58,8 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   RunCore& home() const { return *parts_.front().run; }
   const NewestRound& round() const { return *round_; }
 
-  // A part that has shards of this rank, or, if there are none at all, the home's.
+  // A part to which this rank pushes: one with shards of this rank, or the home's part if the rank
+  // has no shards at all.
   struct PushingPart {
     RunCore* run = nullptr;
     std::vector<size_t> places;  // The index in layout() of each of its shards.

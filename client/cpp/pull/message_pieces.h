@@ -19,10 +19,10 @@
 
 namespace ema::client_internal {
 
-// One message at a time. For one thread.
+// Holds the slices of one received message. For one thread.
 class MessagePieces {
  public:
-  // False: there is nothing in it.
+  // Replaces the message. Returns false if `message` has no data.
   bool Set(const grpc::ByteBuffer& message) { return message.Dump(&slices_).ok(); }
 
   int64_t total_bytes() const {
@@ -31,7 +31,7 @@ class MessagePieces {
     return total;
   }
 
-  // Copies the first bytes to `head`. How many there are.
+  // Copies the start of the message into `head`, and returns the number of bytes copied.
   size_t CopyHead(std::span<std::byte> head) const {
     size_t size = 0;
     for (const grpc::Slice& slice : slices_) {
@@ -43,7 +43,7 @@ class MessagePieces {
     return size;
   }
 
-  // Copies all after the first `skipped` bytes to `to`, which has room for them; gives their
+  // Copies all after the first `skipped` bytes to `to`, which has room for them; returns their
   // CRC32C.
   uint32_t CopyTail(int64_t skipped, std::byte* to) const {
     // What has just been copied is still in the first-level cache.

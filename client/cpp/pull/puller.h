@@ -35,8 +35,9 @@ class Puller {
   // Calls `server` until the pull has ended, with retries: through a lane if there is one, else by
   // gRPC. Continues where the last call has ended.
   absl::Status Run(Client::Impl& server, SteadyTime deadline, Interrupt* interrupt);
-  // Begins anew with the newest version, the label's or the step's. False: a certain one was asked
-  // for, or nothing has come yet.
+  // Resets the pull, so that Run() begins again with the version that the request now means: the
+  // newest one, or that of the label or step. Returns false and does nothing if the request names a
+  // version number, or no header has arrived.
   bool StartOver();
 
   PullInfo TakeInfo() && {
@@ -79,8 +80,8 @@ class Puller {
   bool has_header_ = false;
   bool has_trailer_ = false;
   bool omits_unchanged_ = false;
-  // The server has refused a call through a lane before a byte came, and a retry does not help:
-  // gRPC would be told the same.
+  // The server rejected a call through a lane before any data arrived, and would reject it over
+  // gRPC for the same reason.
   bool is_refused_ = false;
   int64_t chunk_count_ = 0;
   int64_t chunk_bytes_ = 0;

@@ -14,7 +14,7 @@
 
 namespace ema::client_internal {
 
-// What AwaitWhileThere() asks of a push: functions of PendingPush::Impl.
+// Callbacks by which AwaitWhileThere() observes a push to one server or to a group.
 struct PushHealth {
   std::function<int64_t()> progress_count;
   std::function<bool()> is_cut_off;

@@ -35,7 +35,7 @@ class NewestRound {
 
  private:
   const int64_t incarnation_;
-  std::atomic<int64_t> round_ = 0;  // Relaxed: nothing else goes along.
+  std::atomic<int64_t> round_ = 0;  // Relaxed: it publishes no other data.
 };
 
 // Limits how many parts of a push send at once. The part with the lowest position is the next one.
@@ -60,8 +60,8 @@ class SendTurns {
 struct GroupPart {
   SendTurns* turns = nullptr;
   int64_t position = 0;  // In the order in which the parts send.
-  // The round of the step: the same for all parts, and newer once a server has rejected it with
-  // STALE_ROUND. Then all bytes are sent again.
+  // The round of the step, shared by all parts. If a server rejects it with STALE_ROUND, the parts
+  // adopt the newer round and send all bytes again.
   NewestRound* round = nullptr;
   std::function<void()> on_end;  // Called when the part has its result.
 };

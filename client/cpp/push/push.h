@@ -73,7 +73,7 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   void AwaitUnread() { gate_.AwaitUnread(); }
   // Makes the streams wait for the running copies. To be called after the release.
   void LeadStreams(absl::Span<const GpuStream> streams);
-  // True: for a while there has been neither a stream nor a server that asked to wait, so the
+  // True: the push has had no stream for some time, and the server has not asked it to wait. The
   // trainer should stop waiting.
   bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
   // A number that changes when the push gets further.

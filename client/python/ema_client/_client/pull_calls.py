@@ -173,8 +173,8 @@ def pull(
         slices: boxes of tensors, or one box: only these parts.
         dtype: the server casts floats to it before it sends them: "float32", "float16", "bfloat16", or
             the dtype of that name in PyTorch, NumPy or JAX. None: no cast.
-        overflow: what a finite value becomes that is too large for that dtype, or for the one of an array
-            in `out`: "error", "saturate" (the largest finite value of the dtype) or "inf".
+        overflow: what to do with a finite value that is too large for that dtype, or for the dtype of an
+            array in `out`: "error", "saturate" (the largest finite value of the dtype) or "inf".
         out: torch tensors or NumPy arrays by name, to write in place, with a cast to their dtypes. They
             must have exactly the pulled names (of tied tensors the first, and any others), and only
             tied ones may share memory. Or a module, for its parameters and buffers (tied ones once, by

@@ -78,7 +78,7 @@ def averaged(
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits
             for its last push.
         step: instead of a version: the version of this trainer step; see `Client.pull`.
-        overflow: what a finite value becomes that is too large for a tensor's dtype, as for
+        overflow: what to do with a finite value that is too large for the tensor's dtype, as for
             `Client.pull`.
         recalibrate: recomputes BatchNorm's statistics for the averaged weights, which differ from
             the averaged statistics. A loader of input tensors, or of tuples that begin with one:

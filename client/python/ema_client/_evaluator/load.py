@@ -94,7 +94,7 @@ def load_into(
         strict: the module and the track must have the same tensors, except those that the track's
             rules ignore by name. False: only the tensors that both have are sent and loaded, such
             as an encoder's.
-        overflow: what a finite value becomes that is too large for a tensor's dtype, as for
+        overflow: what to do with a finite value that is too large for the tensor's dtype, as for
             `Client.pull`.
         device: where tensors without memory get it, such as "cuda:1". None: in host memory. Others
             stay where they are; if all tensors have memory, it must be on this device.

@@ -60,8 +60,7 @@ _MOST_PAUSE_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class WhichAverage:
-    """The average to read: the arguments of `averaged` and `load_into` that say so, and what `averaged`
-    does with values that are too large for a tensor's dtype."""
+    """The average to read, and `overflow`: arguments of `averaged` and `load_into`."""
 
     url: str
     track: str | None = None

@@ -2,8 +2,8 @@
 """DeepSpeed's engine: which of its calls are steps of the training.
 
 `engine.step()` may only accumulate gradients, and the optimizers inside the engine step copies of the
-parameters, which are written and gathered afterwards. `_take_model_step` is all of one step, and nothing
-else: `engine.step()` calls it when a batch is complete, and so does the engine of pipelines.
+parameters, which are written and gathered afterwards. `_take_model_step` performs exactly one complete
+step. `engine.step()` calls it when a batch is complete; the pipeline engine calls it, too.
 """
 
 from __future__ import annotations

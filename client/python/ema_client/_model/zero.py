@@ -32,7 +32,8 @@ class _Partition:
         return part
 
     def writes(self) -> int:
-        """Through `tensor`, and those of deepspeed.zero.GatheredParameters. Not those of steps."""
+        """Counts writes through `tensor` and through deepspeed.zero.GatheredParameters. Writes by optimizer
+        steps are not counted."""
         return int(self.parameter.ds_tensor._version)
 
 

@@ -98,7 +98,7 @@ def attach(
     Call it on every rank. It creates the model on the server if it does not exist. From then on, each
     `optimizer.step()` counts as a batch. When an update is due, a push starts after the step: every rank
     sends the parameters that it holds, and nothing is gathered. A rank may hold whole parameters
-    (DistributedDataParallel, DeepSpeed ZeRO-1 and 2, pipeline stages, experts) or pieces of them
+    (DistributedDataParallel, DeepSpeed ZeRO-0, 1 and 2, pipeline stages, experts) or pieces of them
     (fully_shard, tensor parallelism: DTensor; FullyShardedDataParallel: FSDP1; DeepSpeed ZeRO-3). Ranks that
     hold the same bytes send an even share each, except for buffers, which the first of these ranks sends
     (BatchNorm's statistics differ between ranks). Parameters are read in place:

@@ -76,7 +76,7 @@ class Attachment:
         frozen: FrozenTensors,
         keep_resumable: int,
     ) -> None:
-        """`engine`: DeepSpeed's, whose steps are counted in place of those of `optimizers`."""
+        """`engine`: a DeepSpeed engine. Its steps are counted instead of those of `optimizers`."""
         weights = PushedWeights(optimizers, frozen.names, checks=options.check)
         self._pusher = pusher = Pusher(options, joined, weights, frozen)
         # Used by `entrance`.
