@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // That clients of today's contract are understood for ever: everything in frozen_wire.textproto is
-// still there, under its number. What is new may be added. Until there is a release, a change that
-// is meant to break is made to both:
-//   protoc -I proto --descriptor_set_out=/dev/stdout proto/ema/v1/*.proto |
+// still there, under its number. What is new may be added. group.proto is not there: clients do not
+// use it. Until there is a release, a change that is meant to break is made to both:
+//   protoc -I proto -o /dev/stdout proto/ema/v1/{types,ema_service,error,lane}.proto |
 //     protoc --decode=google.protobuf.FileDescriptorSet google/protobuf/descriptor.proto |
 //     grep -v json_name >tests/rpc/frozen_wire.textproto
 #include <gmock/gmock.h>
