@@ -80,7 +80,7 @@ class GroupPull {
   int64_t reported_position_ = 0;
 
   absl::Mutex mu_;
-  SteadyWait wait_;  // Woken when any of these changes.
+  SteadyWait wait_;  // Woken when a member below changes.
   // By partition; the first one leads. Changed only while no part's thread runs; the members of a
   // part, except the request, are used with `mu_` held.
   std::vector<Part> parts_;

@@ -17,7 +17,7 @@ namespace ema::client_internal {
 namespace {
 
 constexpr int64_t kMaxSenders = 8;
-// As for a push to one server (push.cc).
+// The same limits as for a push to one server (push.cc).
 constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 constexpr absl::Duration kHangLimit = absl::Seconds(10);
 

@@ -79,10 +79,10 @@ class GroupPush final : public RunningPush {
   const int64_t step_;
   const SteadyTime deadline_;
   const bool has_gpu_weights_;
-  Interrupt interrupt_;  // Of this object's thread.
+  Interrupt interrupt_;  // Ends the waits of this object's thread.
   SendTurns turns_;
   NewestRound round_;
-  std::atomic<bool> has_led_ = false;  // As in PendingPush::Impl.
+  std::atomic<bool> has_led_ = false;  // See PendingPush::Impl::has_led_.
 
   mutable absl::Mutex mu_;
   mutable SteadyWait wait_;  // Woken when a part has ended, and when there is a result.

@@ -13,10 +13,10 @@
 namespace ema::client_internal {
 namespace {
 
-constexpr size_t kMaxMissingRanks = 16;  // As a server lists.
+constexpr size_t kMaxMissingRanks = 16;  // A server lists as many.
 
 // The part of Client::RunOptions::max_staging_bytes for one server: in proportion to its bytes, but
-// at least eight chunks, with which a push can go on.
+// at least eight chunks, which is enough for a push to make progress.
 int64_t StagingBytes(const Client::RunOptions& options, int64_t chunk_bytes,
                      const RankLayout& layout, const std::vector<size_t>& places) {
   constexpr int64_t kMinChunks = 8;
@@ -27,7 +27,7 @@ int64_t StagingBytes(const Client::RunOptions& options, int64_t chunk_bytes,
   }
   const double share = static_cast<double>(part_bytes) /
                        static_cast<double>(std::max<int64_t>(layout.total_bytes(), 1));
-  // What is rounded for the wire comes as float32.
+  // Weights that are rounded for the wire are given in float32.
   const int64_t slot_bytes =
       layout.wire_dtype() == WireDtype::kAsPushed ? chunk_bytes : 2 * chunk_bytes;
   return std::max(
@@ -90,7 +90,7 @@ absl::Status GroupRun::OpenPart(size_t partition, PartitionMap::RankPart shards,
   if (place.address.empty()) return Degraded(map_, partition);
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Client::Impl> member,
                        client_->ClientOfMember(place.address));
-  ModelInfo info;  // What a run needs of it.
+  ModelInfo info;  // Only the fields that a run needs.
   info.name = model();
   info.manifest = place.manifest;
   options.max_staging_bytes =

@@ -27,14 +27,14 @@ class PartitionMap {
     std::string member;
     std::string address;  // HOST:PORT; empty: the server does not run now.
     int64_t first_tensor = 0;
-    Manifest manifest;  // Of the partition's tensors.
+    Manifest manifest;  // Has the partition's tensors only.
   };
 
   // `model` is a reply to GetModel with partitions. INTERNAL: the reply is malformed, for example
   // because a tensor is in no partition.
   static absl::StatusOr<PartitionMap> Create(const v1::Model& model);
 
-  // Of the whole model.
+  // Describes the whole model.
   const ModelInfo& model() const { return model_; }
   int64_t incarnation() const { return incarnation_; }
   const std::vector<Partition>& partitions() const { return partitions_; }
@@ -45,7 +45,7 @@ class PartitionMap {
   // tensor_index counts from the partition's first tensor.
   struct RankPart {
     std::vector<Shard> shards;
-    int64_t frozen_shard_count = 0;  // As for RankLayout::Create().
+    int64_t frozen_shard_count = 0;  // See RankLayout::Create().
     std::vector<size_t> places;      // The index of each shard in the rank's layout.
   };
   // One for each partition.

@@ -46,7 +46,7 @@ class MessagePieces {
   // Copies all after the first `skipped` bytes to `to`, which has room for them; returns their
   // CRC32C.
   uint32_t CopyTail(int64_t skipped, std::byte* to) const {
-    // What has just been copied is still in the first-level cache.
+    // The copied bytes are still in the first-level cache.
     constexpr size_t kPieceBytes = 8192;
     uint32_t crc = 0;
     for (const grpc::Slice& slice : slices_) {

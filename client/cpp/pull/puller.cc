@@ -33,7 +33,7 @@ absl::Status Puller::Run(Client::Impl& server, SteadyTime deadline, Interrupt* i
     EMA_RETURN_IF_ERROR(target_error_);
     if (attempt.ok()) server.GiveBackLane(std::move(lane));
     if (attempt.ok() || is_refused_) return attempt;
-    // Else gRPC goes on where the lane has ended.
+    // Otherwise gRPC continues where the lane has ended.
   }
   const absl::Status status = server.Retry(deadline, interrupt, [this](Call& call) {
     const absl::Status attempt = Attempt(call);

@@ -28,7 +28,7 @@ StagedChunks::~StagedChunks() { Drop(); }
 
 int64_t StagedChunks::SlotBytes(const RankLayout& layout, const ChunkPlan& plan) {
   const int64_t chunk_bytes = std::min(plan.max_chunk_bytes(), layout.total_bytes());
-  // What is rounded for the wire comes as float32.
+  // Weights that are rounded for the wire are given in float32.
   return layout.wire_dtype() == WireDtype::kAsPushed ? chunk_bytes : 2 * chunk_bytes;
 }
 
