@@ -6,16 +6,38 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
-#include "server/group_parts.h"
+#include "server/registry/etcd_registry.h"
 
 namespace ema {
 namespace {
 
 // Members with another version of their messages cannot work together.
 constexpr int64_t kProtocol = 1;
+
+// Does not contact etcd. The message of an error begins with the option.
+absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& options, LogSink log) {
+  absl::StatusOr<std::unique_ptr<EtcdRegistry>> registry =
+      EtcdRegistry::Create({.endpoints = absl::StrJoin(options.etcd, ","),
+                            .ca_file = options.etcd_ca,
+                            .certificate_file = options.etcd_cert,
+                            .key_file = options.etcd_key,
+                            .log = std::move(log)});
+  if (!registry.ok()) return WithPlace(registry.status(), "--etcd: ");
+  return *std::move(registry);
+}
+
+// The servers of a group present their own certificates to each other, so a CA of clients is also
+// the CA of the servers.
+group::Peers::Options PeersOptions(const ServerOptions& options) {
+  return {.ca_file = options.tls_client_ca,
+          .certificate_file = options.tls_cert,
+          .key_file = options.tls_key,
+          .token_file = options.group_token_file};
+}
 
 }  // namespace
 
