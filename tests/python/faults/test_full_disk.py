@@ -165,6 +165,7 @@ def test_a_start_on_a_full_disk_says_so(tmp_path):
             server.start()
 
 
+@pytest.mark.slow
 def test_a_data_directory_that_goes_and_comes_back(tmp_path):
     data, gone = tmp_path / "data", tmp_path / "gone"
     weights = {"w": np.ones(1000, np.float32)}

@@ -37,6 +37,7 @@ def rank_1(server, model, step, how):
     return started([sys.executable, "-c", program, server.address, model, step, how])
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_mid_push(server, client, model):
     weights = {"w": np.full(SIZE, 1, np.float32)}
     client.create_model(model, weights, tracks={"ema": "1ba"}, max_pinned_versions=1)

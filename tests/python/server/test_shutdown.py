@@ -129,6 +129,7 @@ def test_a_step_that_does_not_end_is_dropped_after_the_grace(tmp_path):
     assert_saved(tmp_path, step=1)
 
 
+@pytest.mark.slow
 def test_a_save_that_runs_is_finished(tmp_path):
     if why_no_strace():
         pytest.skip(why_no_strace())

@@ -261,6 +261,7 @@ def test_a_server_that_has_forgotten_the_model_gets_it_again(model, trainer, tmp
             assert client.model(model).latest == ema.version
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_when_the_server_is_back(model, tmp_path):
     stop_file = tmp_path / "stop"
     with ServerProcess(tmp_path) as server:

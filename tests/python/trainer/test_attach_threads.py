@@ -8,6 +8,7 @@ import sys
 import threading
 
 import ema_client
+import pytest
 import torch
 from testing import wait_for
 
@@ -120,6 +121,7 @@ def run_program(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_others_may_read_stats_and_version_while_it_trains(server, model):
     run_program(READS_WHILE_IT_TRAINS, server.url(model))
 

@@ -382,11 +382,13 @@ def test_a_rank_that_cannot_push_raises_after_all_have_met(server, model, tmp_pa
     assert len(first) == 1 and first[0].startswith("5 ")
 
 
+@pytest.mark.slow
 def test_all_ranks_evaluate_the_average_or_none_does(server, model, tmp_path):
     expected = ["average 2"] * 2 + ["own None", "raises"]
     assert run(EVALUATION, 2, server.url(model), tmp_path) == [expected * 2] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_does_not_keep_the_others(server, model, tmp_path):
     expected = ["InvalidArgumentError"] * 2 + ["KeyError", "nothing"]
     expected += ["ResourceExhaustedError"] * 2
@@ -417,6 +419,7 @@ def test_a_step_of_a_sharded_optimizer_ends_when_all_shares_are_exchanged(server
     assert run(SHARED_STEPS, 2, server.url(model), tmp_path) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_call_attach_are_named(server, model, tmp_path):
     def absence(ranks, did="not called it"):
         return (
@@ -471,6 +474,7 @@ def test_a_rank_without_any_piece_pulls_nothing(server, client, model, tmp_path)
     assert outputs == [["['short'] 7"], ["[] 7"]]
 
 
+@pytest.mark.slow
 def test_each_rank_receives_its_part_of_another_layout(server, client, model, tmp_path):
     """Bytes are counted: those of the rank's pieces, and no more."""
     names = ["rows.and.columns", "columns", "rows.twice", "of.a.part", "whole"]

@@ -33,6 +33,7 @@ def test_trained_weights_take_none(tmp_path, model, lane, count, elements):
         assert memory_of(server.url(model), count, elements, 1) < MOST
 
 
+@pytest.mark.slow
 def test_copies_of_buffers_take_as_much_as_these(server, model):
     """And are seen: 48 MiB."""
     assert 48 * MIB <= memory_of(server.url(model), 4, MIB, 12 * MIB) < MOST

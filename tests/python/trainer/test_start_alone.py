@@ -254,6 +254,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_start_without_the_average_together(later, model, tmp_path):
     command = [sys.executable, "-c", RANK]
     with started(
