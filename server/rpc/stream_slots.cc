@@ -5,8 +5,10 @@
 #include <netinet/in.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "server/rpc/authorization.h"
@@ -132,6 +134,38 @@ int64_t StreamSlots::EndSlowPulls(std::string_view model, const VersionId& versi
     ++count;
   }
   return count;
+}
+
+int64_t StreamSlots::EndPullsOverPinShare(StreamCall* call) {
+  absl::MutexLock lock(&mu_);
+  const auto found = slots_.find(call);
+  if (found == slots_.end()) return 0;
+  const Slot& own = found->second;
+  const auto pins = [&own](const Slot& slot) {
+    return slot.pinned_version.has_value() && slot.model == own.model;
+  };
+  std::map<VersionId, absl::flat_hash_set<Caller>> callers;  // Of each pinned version.
+  for (const auto& [other, slot] : slots_) {
+    if (pins(slot)) callers[*slot.pinned_version].insert(slot.caller);
+  }
+  absl::flat_hash_map<Caller, int64_t> counts = {{own.caller, 0}};
+  int64_t most = 0;
+  for (const auto& [version, of_version] : callers) {
+    for (const Caller& caller : of_version) most = std::max(most, ++counts[caller]);
+  }
+  // With a difference of one, the two callers would end each other's pulls for ever.
+  if (most < counts[own.caller] + 2) return 0;
+  int64_t ended = 0;
+  for (const auto& [version, of_version] : callers) {
+    if (of_version.size() > 1 || counts[*of_version.begin()] < most) continue;
+    for (const auto& [other, slot] : slots_) {
+      if (!pins(slot) || slot.pinned_version != version) continue;
+      other->End(StreamEnd::kOverShare);
+      ++ended;
+    }
+    break;
+  }
+  return ended;
 }
 
 void StreamSlots::EndRevoked(const Authenticator& authenticator) {

@@ -24,9 +24,10 @@ namespace ema {
 
 // Why the server ends a stream.
 enum class StreamEnd {
-  kStalled,    // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
-  kOverShare,  // Its caller has the most slots, and a caller with fewer needs one.
-  kRevoked,    // Its token is no longer valid for the call.
+  kStalled,  // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
+  // Its caller has the most slots, or pins the most versions, and one with fewer needs one.
+  kOverShare,
+  kRevoked,  // Its token is no longer valid for the call.
 };
 // RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverShare gives a caller. `kind` as in
 // StreamSlots::Options.
@@ -109,6 +110,10 @@ class StreamSlots {
   void EndStalled(SteadyTime now) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the slow pulls that pin `version` of `model`, and returns their number.
   int64_t EndSlowPulls(std::string_view model, const VersionId& version) ABSL_LOCKS_EXCLUDED(mu_);
+  // Call when the pull `call` got TOO_MANY_PINS. If a caller pins at least two versions of the same
+  // model more than the caller of `call`, ends its pulls of the oldest version that no one else
+  // pins. So callers converge to equal shares of the pins. Returns the number of ended pulls.
+  int64_t EndPullsOverPinShare(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the streams whose callers `authenticator` would refuse now.
   void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -158,6 +158,48 @@ TEST(StreamSlotsTest, CallersConvergeToEqualShares) {
   EXPECT_EQ(CountEnded(calls[0]) + CountEnded(calls[1]) + CountEnded(calls[2]), 2);
 }
 
+// The pulls of `caller`, one of each version.
+void Pin(StreamSlots& slots, std::vector<FakeCall>& calls, const Caller& caller,
+         std::vector<int64_t> versions) {
+  for (size_t i = 0; i < versions.size(); ++i) {
+    ASSERT_THAT(Enter(slots, calls[i], caller), IsOk());
+    slots.SetPinnedVersion(&calls[i], {versions[i], 1});
+  }
+}
+
+TEST(StreamSlotsTest, ACallerThatPinsTwoVersionsMoreGivesOneUp) {
+  StreamSlots slots(SlotsOf(10));
+  const Caller greedy = {"a", "x"};
+  const Caller other = {"b", "x"};
+  std::vector<FakeCall> pulls(3);
+  std::vector<FakeCall> shared(1);
+  std::vector<FakeCall> refused(2);
+  Pin(slots, pulls, greedy, {5, 6, 7});
+  Pin(slots, shared, other, {5});
+  for (FakeCall& call : refused) ASSERT_THAT(Enter(slots, call, other), IsOk());
+
+  EXPECT_EQ(slots.EndPullsOverPinShare(&refused[0]), 1);
+  EXPECT_EQ(pulls[1].ended, 1) << "version 6, as the other caller pins version 5, too";
+  EXPECT_EQ(pulls[1].end, StreamEnd::kOverShare);
+  EXPECT_EQ(CountEnded(pulls) + CountEnded(shared), 1);
+  // Now they pin two and one.
+  slots.Leave(&pulls[1]);
+  EXPECT_EQ(slots.EndPullsOverPinShare(&refused[1]), 0);
+  EXPECT_EQ(slots.EndPullsOverPinShare(&pulls[0]), 0);
+  EXPECT_EQ(CountEnded(pulls) + CountEnded(shared), 1);
+}
+
+TEST(StreamSlotsTest, PinsOfAnotherModelAreNotCounted) {
+  StreamSlots slots(SlotsOf(10));
+  std::vector<FakeCall> pulls(2);
+  Pin(slots, pulls, {"a", "x"}, {1, 2});
+  FakeCall refused;
+  ASSERT_THAT(Enter(slots, refused, {"b", "x"}), IsOk());
+  slots.SetModel(&refused, "other");
+  EXPECT_EQ(slots.EndPullsOverPinShare(&refused), 0);
+  EXPECT_EQ(CountEnded(pulls), 0);
+}
+
 TEST(StreamSlotsTest, Ipv6AddressesOfOnePrefixAreOneCaller) {
   StreamSlots slots(SlotsOf(4));
   std::vector<FakeCall> calls(4);

@@ -183,6 +183,35 @@ def test_slow_pulls_of_old_versions_leave_their_places_to_readers_of_new_ones(tm
         sender.advance_until_ended({min(pulls)})  # Of the oldest version.
 
 
+def test_a_reader_that_pins_all_versions_gives_one_to_another_reader(server, tmp_path):
+    """Long before its pulls, which are never read, reach --stream-timeout."""
+    evaluator = "evaluator-6d1a54be39a07c21"
+    (tmp_path / "new").write_text(f"admin {ADMIN}\nevaluator {evaluator}\n")
+    (tmp_path / "new").rename(tmp_path / "tokens")
+    weights = {"w": np.zeros(4 * MIB, np.float32)}
+    with (
+        ema_client.Client(server.address, token=ADMIN, timeout_s=20) as client,
+        contextlib.closing(HalfSender(server.port, token=evaluator, takes=0)) as sender,
+    ):
+        client.create_model("m", weights, tracks={"raw": "copy"}, max_pinned_versions=2)
+        with client.open_run("m") as run:
+            for step in (1, 2):
+                run.push(step=step, weights=weights)
+
+                def pins() -> bool:
+                    """Calls until the server has learnt of the token."""
+                    # A PullRequest: model, track, version.
+                    pull = b"\x0a\x01m\x12\x03raw\x18" + bytes([step])
+                    sender.call(EMA + "Pull", pull)
+                    sender.advance(max_wait_s=0.1)
+                    return value(scrape(server), "ema_streams_open", kind="pull") >= step
+
+                wait_for(pins, f"version {step} is pinned")
+            run.push(step=3, weights=weights)
+        newest = client.pull("m", track="raw", timeout_s=5)
+        assert newest.version.step == 3
+
+
 def test_stalled_pulls_do_not_keep_the_server_from_saving(tmp_path):
     weights = {"w": np.zeros(MIB, np.float32)}
     with (
