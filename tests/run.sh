@@ -117,6 +117,9 @@ if $campaign; then
   pytest_report python -m campaign "${side_by_side[@]}"
   sum_up
 fi
+# Finds what Python would notice only when it runs the line, such as a name that is not defined.
+check "ruff" build/venv/bin/ruff check --config client/python/pyproject.toml --quiet \
+  client/python deploy tests
 if ! $all; then
   ctest_report cpp release --label-exclude '^(slow|framework|container|sanitizer)$'
   pytest_report python -m 'not (slow or framework or container)' "${side_by_side[@]}"

@@ -36,7 +36,7 @@ def main():
     # A second run of this script starts a new average; the server keeps the checkpoints of the old one.
     with ema_client.attach(
         model, optimizer, url, half_life="30ba", update_interval="5ba", existing="new"
-    ) as ema:
+    ):
         for _ in range(STEPS):
             batch = torch.randint(len(x), (4,), generator=mine)
             loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])

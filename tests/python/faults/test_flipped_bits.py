@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import shutil
 import struct
 from collections.abc import Callable
 

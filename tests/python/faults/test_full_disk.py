@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import pathlib
-import re
 import shutil
 import subprocess
 import time

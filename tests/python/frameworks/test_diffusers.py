@@ -260,7 +260,7 @@ def test_names(server, client, model, trainer):
 @pytest.mark.parametrize("kept", ["folder", "state_dict"])
 def test_it_resumes(server, client, model, tmp_path, kept):
     """Gone further than what was saved, and resumed: as never interrupted."""
-    never, url = f"{model[:60]}-never", server.url(model)
+    never = f"{model[:60]}-never"
     arguments = {"decay": 0.9, "use_ema_warmup": True}
 
     def make(trainer, name, **options):
@@ -282,7 +282,6 @@ def test_it_resumes(server, client, model, tmp_path, kept):
                 ema.step(trainer.parameters())
             if step == 8:
                 saved, average = ema.state_dict(), ema.shadow_params
-                at_8 = trainer.weights(), trainer.optimizer.state_dict()
                 ema.save_pretrained(tmp_path)
         expected = other.shadow_params
     assert "shadow_params" not in saved

@@ -25,7 +25,6 @@ def recalibrated(model: torch.nn.Module, how: Recalibration) -> Iterator[None]:
     Raises:
         InvalidArgumentError: the loader is empty. The buffers are unchanged.
     """
-    import torch
     from torch.optim import swa_utils
 
     own = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
-from ema_client._client.client import Client
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.mode import current_mode
