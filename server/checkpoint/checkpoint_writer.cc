@@ -18,6 +18,7 @@
 #include "server/base/crc32c.h"
 #include "server/checkpoint/pacer.h"
 #include "server/format/checkpoint_files.h"
+#include "server/format/manifest_parts.h"
 #include "server/format/safetensors.h"
 #include "server/format/tensor_reader.h"
 
@@ -32,15 +33,19 @@ absl::Status SyncAndClose(WritableFile& file, SyncLatch& latch) {
   return file.Close();
 }
 
-// What is written, and where.
-struct Job {
+// Where the files of a checkpoint are written.
+struct Target {
   FileSystem& file_system;
   SyncLatch& latch;
   const std::string& path;
+};
+
+// What is written of a model.
+struct Job {
+  const Target& to;
   Model& model;
   const Version& record;
   const WriteOptions& options;
-  const std::vector<std::shared_ptr<const AttachedFile>>& attached_files;
   Pacer& pacer;
 };
 
@@ -56,14 +61,13 @@ std::vector<int64_t> FileOrder(const StorageLayout& layout) {
   return order;
 }
 
-// The tensors of each file; one file at least.
-std::vector<std::vector<int64_t>> DealOut(const std::vector<int64_t>& order,
-                                          const StorageLayout& layout, int64_t max_file_bytes) {
-  std::vector<std::vector<int64_t>> files(1);
+// The tensors of each file.
+std::vector<std::vector<int64_t>> DealOut(const StorageLayout& layout, int64_t max_file_bytes) {
+  std::vector<std::vector<int64_t>> files;
   int64_t bytes = 0;
-  for (const int64_t i : order) {
+  for (const int64_t i : FileOrder(layout)) {
     const int64_t length_bytes = layout.entry(i).length_bytes;
-    if (bytes > 0 && length_bytes > max_file_bytes - bytes) {
+    if (files.empty() || (bytes > 0 && length_bytes > max_file_bytes - bytes)) {
       files.emplace_back();
       bytes = 0;
     }
@@ -83,11 +87,11 @@ std::map<std::string, std::string> FileMetadata(const Job& job, const Track& tra
           {"ema.incarnation", absl::StrCat(job.record.incarnation)}};
 }
 
-absl::Status WriteSmallFile(const Job& job, const std::string& path, std::string_view text) {
+absl::Status WriteSmallFile(const Target& to, const std::string& path, std::string_view text) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
-                       job.file_system.NewWritableFile(path));
+                       to.file_system.NewWritableFile(path));
   EMA_RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(text))));
-  return SyncAndClose(*file, job.latch);
+  return SyncAndClose(*file, to.latch);
 }
 
 SmallFile Describe(std::string_view name, std::string_view bytes) {
@@ -155,57 +159,52 @@ absl::Status WriteFile(const Job& job, const Source& source, const std::vector<i
   const auto header_bytes = std::as_bytes(std::span(header));
   saved.header_crc32c = Crc32c(0, header_bytes);
   saved.file_bytes = static_cast<int64_t>(header.size());
-  EMA_ASSIGN_OR_RETURN(
-      const std::unique_ptr<WritableFile> file,
-      job.file_system.NewWritableFile(JoinPath(TrackPath(job.path, track.name()), saved.name)));
+  const std::string path = JoinPath(TrackPath(job.to.path, track.name()), saved.name);
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> file,
+                       job.to.file_system.NewWritableFile(path));
   EMA_RETURN_IF_ERROR(file->Append(header_bytes));
   for (const int64_t i : order) {
     EMA_RETURN_IF_ERROR(WriteTensor(job, source, i, *file, files));
     saved.file_bytes += track.layout().entry(i).length_bytes;
   }
-  EMA_RETURN_IF_ERROR(SyncAndClose(*file, job.latch));
+  EMA_RETURN_IF_ERROR(SyncAndClose(*file, job.to.latch));
   job.pacer.Pause();
   return absl::OkStatus();
 }
 
-// Says which tensor is in which file, as Hugging Face's tools write and read it.
-std::string IndexText(const Manifest& manifest, const StorageLayout& layout,
-                      const TensorFiles& files, const std::vector<std::vector<int64_t>>& dealt) {
-  int64_t total_bytes = 0;
-  // With sorted keys: adding a member to an ordered_json searches all members.
-  nlohmann::json places = nlohmann::json::object();
-  for (size_t f = 0; f < dealt.size(); ++f) {
-    for (const int64_t i : dealt[f]) {
-      places[manifest.tensor(i).name] = files.files[f].name;
-      total_bytes += layout.entry(i).length_bytes;
-    }
+absl::StatusOr<WriteOptions::FileNumbers> NumbersOf(const WriteOptions& options,
+                                                    const std::string& track, size_t count) {
+  if (options.file_numbers.empty()) return WriteOptions::FileNumbers{.first = 0, .count = count};
+  const auto it = options.file_numbers.find(track);
+  if (it != options.file_numbers.end() && it->second.first + count <= it->second.count) {
+    return it->second;
   }
-  const nlohmann::json index = {{"metadata", {{"total_size", total_bytes}}},
-                                {"weight_map", std::move(places)}};
-  return absl::StrCat(index.dump(2), "\n");
+  return MakeError(
+      absl::StatusCode::kInternal, ErrorReason::kBug,
+      it == options.file_numbers.end()
+          ? absl::StrCat("track \"", track, "\": its files have no numbers")
+          : absl::StrCat("track \"", track, "\": the partition has ", count, " files, expected ",
+                         "numbers from ", it->second.first, " on of ", it->second.count));
 }
 
 absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
   const Manifest& manifest = job.model.manifest();
   const StorageLayout& layout = source.track.layout();
-  const std::vector<std::vector<int64_t>> dealt =
-      DealOut(FileOrder(layout), layout, job.options.max_file_bytes);
+  const std::vector<std::vector<int64_t>> dealt = DealOut(layout, job.options.max_file_bytes);
+  EMA_ASSIGN_OR_RETURN(const WriteOptions::FileNumbers numbers,
+                       NumbersOf(job.options, source.track.name(), dealt.size()));
   TensorFiles files;
   files.tensor_crc32c.resize(manifest.tensor_count());
   files.piece_crc32c.resize(manifest.tensor_count());
   for (size_t f = 0; f < dealt.size(); ++f) {
-    files.files.push_back({.name = TensorFileName(f, dealt.size(), source.weights)});
+    files.files.push_back(
+        {.name = TensorFileName(numbers.first + f, numbers.count, source.weights)});
     EMA_RETURN_IF_ERROR(WriteFile(job, source, dealt[f], files.files.back(), files));
   }
   for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
     files.digest =
         Crc32cCombine(files.digest, files.tensor_crc32c[i], layout.entry(i).length_bytes);
   }
-  if (dealt.size() == 1 || source.weights > 0) return files;
-  const std::string index = IndexText(manifest, layout, files, dealt);
-  files.index = Describe(kIndexFileName, index);
-  EMA_RETURN_IF_ERROR(WriteSmallFile(
-      job, JoinPath(TrackPath(job.path, source.track.name()), kIndexFileName), index));
   return files;
 }
 
@@ -214,28 +213,65 @@ absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& 
                          .state = snapshot.state,
                          .last_steps = snapshot.last_steps,
                          .frozen_digest = snapshot.frozen_digest};
-  const std::string directory = TrackPath(job.path, snapshot.track->name());
-  EMA_RETURN_IF_ERROR(job.file_system.CreateDirectory(directory));
   EMA_ASSIGN_OR_RETURN(result.weights, WriteTensors(job, {*snapshot.track, snapshot.blocks}));
   for (const BlocksRef& blocks : snapshot.latest_weights) {
     const Source source = {*snapshot.track, *blocks, result.latest_weights.size() + 1};
     EMA_ASSIGN_OR_RETURN(result.latest_weights.emplace_back(), WriteTensors(job, source));
   }
-  for (const auto& file : job.attached_files) {
-    EMA_RETURN_IF_ERROR(WriteSmallFile(job, JoinPath(directory, file->name), file->bytes));
-  }
-  EMA_RETURN_IF_ERROR(job.latch.Check(job.file_system.SyncDirectory(directory)));
+  EMA_RETURN_IF_ERROR(job.to.latch.Check(
+      job.to.file_system.SyncDirectory(TrackPath(job.to.path, snapshot.track->name()))));
   return result;
 }
 
-absl::Status WriteManifest(const Job& job, const CheckpointManifest& manifest) {
+// Says which tensor is in which file, as Hugging Face's tools write and read it. The files' headers
+// say that, so an index never lists a tensor that its file does not have.
+absl::StatusOr<std::string> IndexText(const Target& to, const Manifest& manifest,
+                                      const CheckpointTrack& track) {
+  const StorageLayout layout(manifest, ActionsOf(track.config, manifest), track.config.dtype);
+  EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TensorReader> reader,
+                       TensorReader::Open(to.file_system, TrackPath(to.path, track.config.name),
+                                          *track.weights, manifest, layout));
+  // With sorted keys: adding a member to an ordered_json searches all members.
+  nlohmann::json places = nlohmann::json::object();
+  int64_t total_bytes = 0;
+  for (int64_t i = 0; i < manifest.tensor_count(); ++i) {
+    if (!layout.entry(i).is_stored) continue;
+    places[manifest.tensor(i).name] = track.weights->files[reader->FileOf(i)].name;
+    total_bytes += layout.entry(i).length_bytes;
+  }
+  const nlohmann::json index = {{"metadata", {{"total_size", total_bytes}}},
+                                {"weight_map", std::move(places)}};
+  return absl::StrCat(index.dump(2), "\n");
+}
+
+// Adds the files of a track's folder that are of all parts, and syncs the folder.
+absl::Status FinishTrack(const Target& to, const Manifest& manifest,
+                         const std::vector<std::shared_ptr<const AttachedFile>>& attached_files,
+                         CheckpointTrack& track) {
+  const std::string directory = TrackPath(to.path, track.config.name);
+  if (track.weights->files.size() > 1) {
+    absl::StatusOr<std::string> index = IndexText(to, manifest, track);
+    if (absl::IsDataLoss(index.status())) {
+      return WithPlace(index.status(), absl::StrCat("track \"", track.config.name, "\": "));
+    }
+    EMA_RETURN_IF_ERROR(index.status());
+    track.weights->index = Describe(kIndexFileName, *index);
+    EMA_RETURN_IF_ERROR(WriteSmallFile(to, JoinPath(directory, kIndexFileName), *index));
+  }
+  for (const auto& file : attached_files) {
+    EMA_RETURN_IF_ERROR(WriteSmallFile(to, JoinPath(directory, file->name), file->bytes));
+  }
+  return to.latch.Check(to.file_system.SyncDirectory(directory));
+}
+
+absl::Status WriteManifest(const Target& to, const CheckpointManifest& manifest) {
   const std::string text = EncodeCheckpointManifest(manifest);
   // What could not be read back must not become the newest checkpoint.
   if (const absl::Status status = ParseCheckpointManifest(text).status(); !status.ok()) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug,
                      absl::StrCat("the new manifest.json cannot be parsed: ", status.message()));
   }
-  return WriteSmallFile(job, JoinPath(job.path, kManifestFileName), text);
+  return WriteSmallFile(to, JoinPath(to.path, kManifestFileName), text);
 }
 
 // Whether the track `name` is to be written.
@@ -245,6 +281,14 @@ bool IsChosen(const WriteOptions& options, const std::string& name) {
 
 // The tracks that the model has now with their values in the snapshot, null where there are none.
 using TrackValues = std::vector<std::pair<TrackRef, const TrackSnapshot*>>;
+
+TrackValues ValuesOf(const Model& model, const Snapshot& snapshot) {
+  TrackValues values;
+  for (const TrackRef& track : model.tracks().after_next_commit()) {
+    values.emplace_back(track, snapshot.FindId(track->id()));
+  }
+  return values;
+}
 
 absl::Status CheckTracks(const WriteOptions& options, const TrackValues& values) {
   for (const std::string& name : options.tracks) {
@@ -261,6 +305,15 @@ absl::Status CheckTracks(const WriteOptions& options, const TrackValues& values)
 
 }  // namespace
 
+std::map<std::string, size_t> FileCounts(const ModelConfig& config, int64_t max_file_bytes) {
+  std::map<std::string, size_t> counts;
+  for (const TrackConfig& track : config.tracks) {
+    const StorageLayout layout(*config.manifest, ActionsOf(track, *config.manifest), track.dtype);
+    counts[track.name] = DealOut(layout, max_file_bytes).size();
+  }
+  return counts;
+}
+
 int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
                             const WriteOptions& options) {
   int64_t attached_bytes = 0;
@@ -276,48 +329,82 @@ int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
   return bytes;
 }
 
+absl::Status MakeCheckpointFolders(FileSystem& file_system, const std::string& path,
+                                   const Model& model, const Snapshot& snapshot,
+                                   const WriteOptions& options) {
+  const TrackValues values = ValuesOf(model, snapshot);
+  EMA_RETURN_IF_ERROR(CheckTracks(options, values));
+  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
+  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
+  for (const auto& [track, value] : values) {
+    if (value == nullptr || !IsChosen(options, track->name())) continue;
+    EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TrackPath(path, track->name())));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch& latch,
+                                             const std::string& path, Model& model,
+                                             const Snapshot& snapshot,
+                                             const WriteOptions& options) {
+  const TrackValues values = ValuesOf(model, snapshot);
+  EMA_RETURN_IF_ERROR(CheckTracks(options, values));
+  CheckpointManifest part{.model_name = model.config().name,
+                          .manifest = model.manifest(),
+                          .max_pinned_versions = model.config().max_pinned_versions,
+                          .non_finite = model.config().non_finite,
+                          .created_tracks = model.config().created_tracks,
+                          .record = snapshot.record};
+  if (part.created_tracks.empty()) part.created_tracks = model.config().tracks;
+  part.is_partial = absl::c_any_of(values, [&](const auto& value) {
+    return value.second != nullptr && !IsChosen(options, value.first->name());
+  });
+  Pacer pacer(model);
+  const Target to{file_system, latch, path};
+  const Job job{to, model, snapshot.record, options, pacer};
+  // All that the model has now, with the values that they had then.
+  for (const auto& [track, value] : values) {
+    if (part.is_partial && !IsChosen(options, track->name())) continue;
+    CheckpointTrack saved{.config = track->config()};
+    if (value != nullptr) {
+      EMA_ASSIGN_OR_RETURN(saved, WriteTrack(job, *value));
+      part.total_bytes += part.FolderBytes(saved);
+    }
+    saved.config = track->config();
+    part.tracks.push_back(std::move(saved));
+  }
+  return part;
+}
+
+absl::StatusOr<CheckpointManifest> MergeParts(FileSystem& file_system, SyncLatch& latch,
+                                              const std::string& path, const Model& model,
+                                              std::vector<CheckpointManifest> parts) {
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest whole, MergeManifests(std::move(parts)));
+  const auto attached_files = model.attached_files().files();
+  for (const auto& file : attached_files) {
+    whole.attached_files.push_back(Describe(file->name, file->bytes));
+  }
+  const Target to{file_system, latch, path};
+  whole.total_bytes = 0;
+  for (CheckpointTrack& track : whole.tracks) {
+    if (!track.weights.has_value()) continue;
+    EMA_RETURN_IF_ERROR(FinishTrack(to, whole.manifest, attached_files, track));
+    whole.total_bytes += whole.FolderBytes(track);
+  }
+  EMA_RETURN_IF_ERROR(WriteManifest(to, whole));
+  EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(TracksPath(path))));
+  EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(path)));
+  return whole;
+}
+
 absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, SyncLatch& latch,
                                                    const std::string& path, Model& model,
                                                    const Snapshot& snapshot,
                                                    const WriteOptions& options) {
-  TrackValues values;
-  for (const TrackRef& track : model.tracks().after_next_commit()) {
-    values.emplace_back(track, snapshot.FindId(track->id()));
-  }
-  EMA_RETURN_IF_ERROR(CheckTracks(options, values));
-  CheckpointManifest manifest{.model_name = model.config().name,
-                              .manifest = model.manifest(),
-                              .max_pinned_versions = model.config().max_pinned_versions,
-                              .non_finite = model.config().non_finite,
-                              .created_tracks = model.config().created_tracks,
-                              .record = snapshot.record};
-  if (manifest.created_tracks.empty()) manifest.created_tracks = model.config().tracks;
-  manifest.is_partial = absl::c_any_of(values, [&](const auto& value) {
-    return value.second != nullptr && !IsChosen(options, value.first->name());
-  });
-  const auto attached_files = model.attached_files().files();
-  for (const auto& file : attached_files) {
-    manifest.attached_files.push_back(Describe(file->name, file->bytes));
-  }
-  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
-  EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
-  Pacer pacer(model);
-  const Job job{file_system, latch, path, model, snapshot.record, options, attached_files, pacer};
-  // All that the model has now, with the values that they had then.
-  for (const auto& [track, value] : values) {
-    if (manifest.is_partial && !IsChosen(options, track->name())) continue;
-    CheckpointTrack saved{.config = track->config()};
-    if (value != nullptr) {
-      EMA_ASSIGN_OR_RETURN(saved, WriteTrack(job, *value));
-      manifest.total_bytes += manifest.FolderBytes(saved);
-    }
-    saved.config = track->config();
-    manifest.tracks.push_back(std::move(saved));
-  }
-  EMA_RETURN_IF_ERROR(WriteManifest(job, manifest));
-  EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(TracksPath(path))));
-  EMA_RETURN_IF_ERROR(latch.Check(file_system.SyncDirectory(path)));
-  return manifest;
+  EMA_RETURN_IF_ERROR(MakeCheckpointFolders(file_system, path, model, snapshot, options));
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest all,
+                       WritePart(file_system, latch, path, model, snapshot, options));
+  return MergeParts(file_system, latch, path, model, {std::move(all)});
 }
 
 }  // namespace ema

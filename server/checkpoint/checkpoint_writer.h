@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Writes the files of one checkpoint.
+// Writes the files of one checkpoint, or of the part that one partition of a model has.
 #ifndef EMA_SERVER_CHECKPOINT_CHECKPOINT_WRITER_H_
 #define EMA_SERVER_CHECKPOINT_CHECKPOINT_WRITER_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -25,7 +27,18 @@ struct WriteOptions {
   // Bytes of tensors in one file of a track, at most; a larger tensor has a file of its own.
   // Default: that of Hugging Face's tools.
   int64_t max_file_bytes = 5'000'000'000;
+  // The numbers of a partition's files of one track among those of all partitions.
+  struct FileNumbers {
+    size_t first = 0;
+    size_t count = 0;  // Of all partitions.
+  };
+  // By track, for one partition of a model on several servers. Empty: the files are all.
+  std::map<std::string, FileNumbers> file_numbers;
 };
+
+// The number of files of each track of a model, or of a partition: `config` then has its tensors
+// only. 0: the track ignores all of the partition's tensors.
+std::map<std::string, size_t> FileCounts(const ModelConfig& config, int64_t max_file_bytes);
 
 // The least size of a checkpoint of `snapshot`, in bytes.
 int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
@@ -42,6 +55,32 @@ absl::StatusOr<CheckpointManifest> WriteCheckpoint(FileSystem& file_system, Sync
                                                    const std::string& path, Model& model,
                                                    const Snapshot& snapshot,
                                                    const WriteOptions& options);
+
+// --- The steps of WriteCheckpoint(), for a model on several servers ---
+//
+// All servers see the same `path`. Errors and blocking are those of WriteCheckpoint().
+
+// Makes the directory `path` and those of the tracks.
+absl::Status MakeCheckpointFolders(FileSystem& file_system, const std::string& path,
+                                   const Model& model, const Snapshot& snapshot,
+                                   const WriteOptions& options);
+
+// Writes only the weights of `model`, one partition, into these directories, which may have files
+// of other partitions. Returns the manifest of the part, which EncodeCheckpointManifest() and
+// ParseCheckpointManifest(..., ManifestScope::kPart) take from server to server. NOT_FOUND: the
+// directories do not exist. ALREADY_EXISTS: a file does. INTERNAL, BUG: the partition has other
+// files than options.file_numbers say.
+absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch& latch,
+                                             const std::string& path, Model& model,
+                                             const Snapshot& snapshot, const WriteOptions& options);
+
+// Makes one checkpoint of the parts, which are in the order of the partitions: writes the indexes,
+// the attached files of `model`, and manifest.json. Returns the manifest of the whole. Errors also
+// as MergeManifests(). DATA_LOSS, CHECKPOINT_CORRUPT: a file of a part is missing, or is not as its
+// manifest says. REQUIRES: there is a part.
+absl::StatusOr<CheckpointManifest> MergeParts(FileSystem& file_system, SyncLatch& latch,
+                                              const std::string& path, const Model& model,
+                                              std::vector<CheckpointManifest> parts);
 
 }  // namespace ema
 

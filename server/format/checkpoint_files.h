@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -34,6 +35,12 @@ inline constexpr int64_t kMaxIndexFileBytes = int64_t{512} << 20;
 // "model-00002-of-00003.safetensors" for `index` 1 of 3; "model.safetensors" for the only one.
 // `weights`: 0 for the average, else the number of the kept weights, as in "latest-1.safetensors".
 std::string TensorFileName(size_t index, size_t count, size_t weights = 0);
+// The `index` and `count` of a name that TensorFileName() has made; absent: it is another name.
+struct FileNumber {
+  size_t index = 0;
+  size_t count = 0;
+};
+std::optional<FileNumber> ParseTensorFileName(std::string_view name, size_t weights);
 
 std::string TracksPath(std::string_view checkpoint_path);
 std::string TrackPath(std::string_view checkpoint_path, std::string_view track_name);

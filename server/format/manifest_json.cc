@@ -72,23 +72,35 @@ void VisitFields(auto& io, MaybeConst<CheckpointManifest> auto& checkpoint) {
 
 namespace {
 
+// The number of the first of `files`, and the count of all, by their names, if `scope` allows them.
+FileNumber NumbersOf(const TensorFiles& files, size_t weights, ManifestScope scope) {
+  const size_t count = files.files.size();
+  if (scope == ManifestScope::kPart && count > 0) {
+    const std::optional<FileNumber> first = ParseTensorFileName(files.files[0].name, weights);
+    if (first.has_value() && count <= first->count - first->index) return *first;
+  }
+  return {.index = 0, .count = count};
+}
+
 // `place`: such as ".tracks[0].weights". `weights`: as for TensorFileName(). As all checks here,
 // returns what is wrong; empty: nothing.
 std::string CheckFiles(const std::string& place, const TensorFiles& files, size_t weights,
-                       size_t tensor_count) {
+                       size_t tensor_count, ManifestScope scope) {
   if (files.tensor_crc32c.size() != tensor_count || files.piece_crc32c.size() != tensor_count) {
     return absl::StrCat(place, " has ", files.tensor_crc32c.size(), " tensor_crc32c and ",
                         files.piece_crc32c.size(), " piece_crc32c, expected ", tensor_count);
   }
-  if (files.files.empty()) return absl::StrCat(place, ".files is empty");
+  const bool is_whole = scope == ManifestScope::kWhole;
+  if (is_whole && files.files.empty()) return absl::StrCat(place, ".files is empty");
+  const FileNumber numbers = NumbersOf(files, weights, scope);
   // No other names: they become paths.
   for (size_t i = 0; i < files.files.size(); ++i) {
-    const std::string expected = TensorFileName(i, files.files.size(), weights);
+    const std::string expected = TensorFileName(numbers.index + i, numbers.count, weights);
     if (files.files[i].name != expected) {
       return absl::StrCat(place, ".files[", i, "].name is not \"", expected, "\"");
     }
   }
-  const bool needs_index = weights == 0 && files.files.size() > 1;
+  const bool needs_index = is_whole && weights == 0 && files.files.size() > 1;
   if (files.index.has_value() != needs_index ||
       (needs_index && files.index->name != kIndexFileName)) {
     return absl::StrCat(place, ".index is not ",
@@ -97,8 +109,8 @@ std::string CheckFiles(const std::string& place, const TensorFiles& files, size_
   return "";
 }
 
-std::string CheckTrack(const std::string& place, const CheckpointTrack& track,
-                       size_t tensor_count) {
+std::string CheckTrack(const std::string& place, const CheckpointTrack& track, size_t tensor_count,
+                       ManifestScope scope) {
   // Without weights it had no updates, and states are of updates.
   const size_t state_count = track.weights.has_value() ? SchedulesOf(track.config).size() : 0;
   if (track.state.size() != state_count || track.last_steps.size() != state_count) {
@@ -121,10 +133,10 @@ std::string CheckTrack(const std::string& place, const CheckpointTrack& track,
                         expected_count);
   }
   if (!track.weights.has_value()) return "";
-  std::string problem = CheckFiles(place + ".weights", *track.weights, 0, tensor_count);
+  std::string problem = CheckFiles(place + ".weights", *track.weights, 0, tensor_count, scope);
   for (size_t i = 0; i < track.latest_weights.size() && problem.empty(); ++i) {
     problem = CheckFiles(absl::StrCat(place, ".latest_weights[", i, "]"), track.latest_weights[i],
-                         i + 1, tensor_count);
+                         i + 1, tensor_count, scope);
   }
   return problem;
 }
@@ -167,7 +179,8 @@ std::string EncodeCheckpointManifest(const CheckpointManifest& manifest) {
   return FormatJsonFile(kCheckpointFormatVersion, manifest);
 }
 
-absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text) {
+absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text,
+                                                           ManifestScope scope) {
   EMA_ASSIGN_OR_RETURN(const ParsedJson json,
                        ParseJsonFile(kManifestFileName, kCheckpointFormatVersion, text));
   CheckpointManifest checkpoint;
@@ -175,7 +188,7 @@ absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text
   if (problem.empty()) problem = CheckAttachedFiles(checkpoint.attached_files);
   for (size_t i = 0; i < checkpoint.tracks.size() && problem.empty(); ++i) {
     problem = CheckTrack(absl::StrCat("tracks[", i, "]"), checkpoint.tracks[i],
-                         static_cast<size_t>(checkpoint.manifest.tensor_count()));
+                         static_cast<size_t>(checkpoint.manifest.tensor_count()), scope);
   }
   if (!problem.empty()) return CorruptManifest(problem);
   return checkpoint;

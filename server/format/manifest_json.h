@@ -58,6 +58,8 @@ struct TensorFiles {
   // CRC32C of all tensors' bytes in the manifest's order, so that equal weights have equal digests
   // however they are split.
   uint32_t digest = 0;
+  // The files also have tensors that are not in the manifest: see PartOf(). Not in manifest.json.
+  bool has_other_tensors = false;
 
   friend bool operator==(const TensorFiles&, const TensorFiles&) = default;
 };
@@ -108,11 +110,17 @@ struct CheckpointManifest {
 // The text of a file as json_file.h says.
 std::string EncodeCheckpointManifest(const CheckpointManifest& manifest);
 
+enum class ManifestScope {
+  kWhole,  // All files of a checkpoint.
+  kPart,   // What WritePart() returns: consecutive files of a checkpoint, maybe none, and no index.
+};
+
 // FAILED_PRECONDITION: written in another format; the message names both. DATA_LOSS,
 // CHECKPOINT_CORRUPT: the checksum is wrong, or a field is missing, unknown, doubled or out of
-// range. Does not check that checksums fit the tensors' sizes and each other:
-// ReadCheckpointManifest() does.
-absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(std::string_view text);
+// range, or the files are not those of `scope`. Does not check that checksums fit the tensors'
+// sizes and each other: ReadCheckpointManifest() does.
+absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(
+    std::string_view text, ManifestScope scope = ManifestScope::kWhole);
 
 // The error DATA_LOSS, CHECKPOINT_CORRUPT: "manifest.json: " and `problem`.
 absl::Status CorruptManifest(const std::string& problem);

@@ -73,7 +73,8 @@ absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(FileSystem& fil
     absl::StatusOr<std::unique_ptr<RandomAccessFile>> opened =
         file_system.OpenFile(JoinPath(track_path, file.name));
     if (!opened.ok()) return ToCorruptionError(opened.status());
-    const absl::Status status = reader->AddFile(*std::move(opened), file, manifest, layout);
+    const absl::Status status =
+        reader->AddFile(*std::move(opened), file, saved.has_other_tensors, manifest, layout);
     if (!status.ok()) return WithPlace(status, absl::StrCat("file \"", file.name, "\": "));
   }
   const auto expected = absl::c_count_if(
@@ -90,10 +91,12 @@ absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(FileSystem& fil
 }
 
 absl::Status TensorReader::AddFile(std::unique_ptr<RandomAccessFile> file, const TensorFile& saved,
-                                   const Manifest& manifest, const StorageLayout& layout) {
+                                   bool has_other_tensors, const Manifest& manifest,
+                                   const StorageLayout& layout) {
   EMA_ASSIGN_OR_RETURN(const SafetensorsHeader header, ReadHeader(*file, saved));
   for (const SafetensorsTensor& tensor : header.tensors) {
     const std::optional<int64_t> i = manifest.Find(tensor.spec.name);
+    if (!i.has_value() && has_other_tensors) continue;
     if (!i.has_value() || tensors_[*i].is_there || !layout.entry(*i).is_stored ||
         tensor.spec.shape != manifest.tensor(*i).shape ||
         tensor.spec.dtype != layout.entry(*i).dtype) {

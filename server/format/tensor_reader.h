@@ -34,13 +34,17 @@ using TensorPlacer = absl::FunctionRef<std::span<std::byte>(int64_t tensor_index
 class TensorReader {
  public:
   // Opens the files of `saved` in `track_path` and checks their headers: together they must have
-  // each stored tensor of `layout`, the track's, once, in its dtype. REQUIRES: `saved` has passed
-  // ReadCheckpointManifest(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed.
+  // each stored tensor of `layout`, the track's, once, in its dtype; others only if `saved` says
+  // so. REQUIRES: `saved` has passed ReadCheckpointManifest(), or is of MergeManifests() or
+  // PartOf(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed.
   static absl::StatusOr<std::unique_ptr<TensorReader>> Open(FileSystem& file_system,
                                                             const std::string& track_path,
                                                             const TensorFiles& saved,
                                                             const Manifest& manifest,
                                                             const StorageLayout& layout);
+
+  // The index of a stored tensor's file in TensorFiles::files.
+  size_t FileOf(int64_t tensor_index) const { return tensors_[tensor_index].file; }
 
   // Reads all tensors in the files' order. `visit` gets bytes before the checksum of their tensor
   // is verified: after an error its results must be discarded. DATA_LOSS, CHECKPOINT_CORRUPT: names
@@ -69,7 +73,8 @@ class TensorReader {
 
   // Adds one file's tensors to tensors_ and order_.
   absl::Status AddFile(std::unique_ptr<RandomAccessFile> file, const TensorFile& saved,
-                       const Manifest& manifest, const StorageLayout& layout);
+                       bool has_other_tensors, const Manifest& manifest,
+                       const StorageLayout& layout);
   // The bytes of one read.
   struct Part {
     int64_t tensor = 0;

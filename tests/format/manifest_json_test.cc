@@ -178,6 +178,43 @@ TEST(ManifestJsonTest, AMeanOfTheLastHasTheWeightsThatItsStateSays) {
   EXPECT_THAT(parsed(), is_refused("latest_weights[0].index is not null"));
 }
 
+TEST(ManifestJsonTest, APartHasConsecutiveFilesAndNoIndex) {
+  CheckpointManifest part = MakeCheckpoint();
+  TensorFiles& weights = *part.tracks[0].weights;
+  const auto parsed = [&part](ManifestScope scope) {
+    return ParseCheckpointManifest(EncodeCheckpointManifest(part), scope).status();
+  };
+  const auto is_refused = [](const std::string& message) {
+    return StatusIs(absl::StatusCode::kDataLoss, HasSubstr(message));
+  };
+  EXPECT_THAT(parsed(ManifestScope::kPart), is_refused("tracks[0].weights.index is not null"));
+  weights.index.reset();
+  EXPECT_THAT(parsed(ManifestScope::kPart), IsOk());
+  EXPECT_THAT(parsed(ManifestScope::kWhole), is_refused("tracks[0].weights.index is not model"));
+  weights.files[0].name = "model-00003-of-00004.safetensors";
+  weights.files[1].name = "model-00004-of-00004.safetensors";
+  EXPECT_THAT(parsed(ManifestScope::kPart), IsOk());
+  EXPECT_THAT(parsed(ManifestScope::kWhole), is_refused("tracks[0].weights.files[0].name"));
+  for (const char* const other :
+       {"model-00003-of-00004.safetensors", "model-00004-of-00005.safetensors",
+        "model-00005-of-00004.safetensors", "model-4-of-00004.safetensors", "model.safetensors",
+        "latest-1-00004-of-00004.safetensors", "model-00004-of-00004.safetensors/../x"}) {
+    weights.files[1].name = other;
+    EXPECT_THAT(parsed(ManifestScope::kPart), is_refused("tracks[0].weights.files[1].name is not"))
+        << other;
+  }
+  for (const char* const other :
+       {"model-00004-of-00004.safetensors", "model-00000-of-00004.safetensors", "../x", "",
+        "model--1-of-00004.safetensors", "model-+0003-of-00004.safetensors"}) {
+    weights.files[0].name = other;
+    EXPECT_THAT(parsed(ManifestScope::kPart), is_refused("tracks[0].weights.files[0].name is not"))
+        << other;
+  }
+  weights.files.clear();
+  EXPECT_THAT(parsed(ManifestScope::kPart), IsOk());
+  EXPECT_THAT(parsed(ManifestScope::kWhole), is_refused("tracks[0].weights.files is empty"));
+}
+
 TEST(ManifestJsonTest, EveryChangedBitAndEveryCutIsNoticed) {
   const std::string text = EncodeCheckpointManifest(MakeCheckpoint());
   for (size_t i = 0; i < text.size(); ++i) {
