@@ -7,8 +7,10 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/random_hex.h"
 #include "server/format/checkpoint_name.h"
 
 namespace ema {
@@ -17,6 +19,9 @@ namespace {
 constexpr std::string_view kLockFileName = "LOCK";
 constexpr std::string_view kIncarnationFileName = "INCARNATION";
 constexpr std::string_view kScrubbedFileName = "SCRUBBED";
+constexpr std::string_view kMembersFolder = "members";
+constexpr std::string_view kGroupFolder = "GROUP";
+constexpr std::string_view kIdFileName = "ID";
 
 absl::Status IgnoreAlreadyExists(const absl::Status& status) {
   return absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
@@ -36,9 +41,11 @@ absl::Status MakeDirectories(FileSystem& file_system, const std::string& path) {
 
 int64_t IncarnationWithoutStore(absl::Time now) { return absl::ToUnixMicros(now); }
 
-DataDirectory::DataDirectory(FileSystem& file_system, std::string path, LogSink log)
+DataDirectory::DataDirectory(FileSystem& file_system, std::string path, LogSink log,
+                             std::string member)
     : file_system_(file_system),
       path_(std::move(path)),
+      own_path_(member.empty() ? path_ : JoinPath(JoinPath(path_, kMembersFolder), member)),
       log_(std::move(log)),
       latch_([this](const std::string& why) {
         LogTo(log_, LogLevel::kError, "checkpoints read-only", {{"error", why}});
@@ -46,13 +53,18 @@ DataDirectory::DataDirectory(FileSystem& file_system, std::string path, LogSink 
 
 absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(FileSystem& file_system,
                                                                    std::string path, LogSink log,
-                                                                   absl::Time now) {
+                                                                   absl::Time now,
+                                                                   std::string member) {
+  if (!member.empty()) EMA_RETURN_IF_ERROR(ValidateName("member", member));
+  const std::string holder = member.empty()
+                                 ? "another server"
+                                 : absl::StrCat("another process of member \"", member, "\"");
   std::unique_ptr<DataDirectory> directory(
-      new DataDirectory(file_system, std::move(path), std::move(log)));
+      new DataDirectory(file_system, std::move(path), std::move(log), std::move(member)));
   const absl::Status status = directory->Start(now);
   if (absl::IsAborted(status)) {
     return absl::FailedPreconditionError(
-        absl::StrCat("the data directory is used by another server: ", status.message()));
+        absl::StrCat("the data directory is used by ", holder, ": ", status.message()));
   }
   if (absl::IsPermissionDenied(status) || absl::IsNotFound(status)) {
     return absl::FailedPreconditionError(
@@ -69,10 +81,34 @@ absl::StatusOr<std::unique_ptr<DataDirectory>> DataDirectory::Open(FileSystem& f
 }
 
 absl::Status DataDirectory::Start(absl::Time now) {
-  EMA_RETURN_IF_ERROR(MakeDirectories(file_system_, path_));
-  EMA_ASSIGN_OR_RETURN(lock_, file_system_.Lock(JoinPath(path_, kLockFileName)));
+  EMA_RETURN_IF_ERROR(MakeDirectories(file_system_, own_path_));
+  EMA_ASSIGN_OR_RETURN(lock_, file_system_.Lock(JoinPath(own_path_, kLockFileName)));
   EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(file_system_.CreateDirectory(ModelsPath())));
-  EMA_RETURN_IF_ERROR(ClearTemporary(path_));
+  EMA_RETURN_IF_ERROR(ClearTemporary(own_path_));
+  if (!is_shared()) {
+    EMA_RETURN_IF_ERROR(LockMembers());
+    EMA_RETURN_IF_ERROR(ClearAllTemporary());
+  }
+  return RaiseIncarnation(now);
+}
+
+absl::Status DataDirectory::LockMembers() {
+  const std::string members = JoinPath(path_, kMembersFolder);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(members));
+  if (!exists) return absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const auto entries, file_system_.ListDirectory(members));
+  for (const DirectoryEntry& entry : entries) {
+    if (!entry.is_directory) continue;
+    const std::string folder = JoinPath(members, entry.name);
+    absl::StatusOr<std::unique_ptr<FileLock>> lock =
+        file_system_.Lock(JoinPath(folder, kLockFileName));
+    if (!lock.ok()) return WithPlace(lock.status(), absl::StrCat("members/", entry.name, ": "));
+    member_locks_.push_back(*std::move(lock));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DataDirectory::ClearAllTemporary() {
   EMA_RETURN_IF_ERROR(ClearTemporary(ModelsPath()));
   EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
   for (const std::string& name : names) {
@@ -83,7 +119,63 @@ absl::Status DataDirectory::Start(absl::Time now) {
       EMA_RETURN_IF_ERROR(WithPlace(ClearTemporary(path), absl::StrCat("models/", name, ": ")));
     }
   }
-  return RaiseIncarnation(now);
+  return absl::OkStatus();
+}
+
+// --- The group ---
+
+absl::StatusOr<std::string> DataDirectory::GroupId(std::string_view group) {
+  EMA_RETURN_IF_ERROR(ValidateName("group", group));
+  // Asked first: a group has an id before it has models.
+  EMA_ASSIGN_OR_RETURN(const bool has_lock, file_system_.Exists(JoinPath(path_, kLockFileName)));
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> models, ModelNames());
+  absl::StatusOr<std::string> id = ReadGroupId(group);
+  if (!absl::IsNotFound(id.status())) return id;
+  if (has_lock || !models.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the data directory belongs to a server without a group (it has ",
+                     has_lock ? std::string(kLockFileName) : "models/" + models.front(),
+                     ", but not GROUP); expected an empty directory, or that of group \"",
+                     std::string(group), "\""));
+  }
+  EMA_RETURN_IF_ERROR(WriteGroupId(group));
+  return ReadGroupId(group);
+}
+
+absl::StatusOr<std::string> DataDirectory::ReadGroupId(std::string_view group) const {
+  const std::string folder = JoinPath(path_, kGroupFolder);
+  EMA_ASSIGN_OR_RETURN(const std::string text,
+                       file_system_.ReadSmallFile(JoinPath(folder, kIdFileName), 1024));
+  // The group's name, a space, the id, and a newline.
+  const std::vector<std::string> words = absl::StrSplit(text, absl::ByAnyChar(" \n"));
+  if (words.size() != 3 || words[1].empty() || !words[2].empty()) {
+    return absl::FailedPreconditionError(
+        "the data directory's GROUP/ID is damaged; expected a line with the group's name and an "
+        "id");
+  }
+  if (words[0] != group) {
+    return absl::FailedPreconditionError(absl::StrCat("the data directory belongs to group \"",
+                                                      words[0], "\", expected \"",
+                                                      std::string(group), "\" (--group)"));
+  }
+  return words[1];
+}
+
+absl::Status DataDirectory::WriteGroupId(std::string_view group) {
+  // A folder that is not empty is never replaced by a rename, so one server only succeeds, and the
+  // others see the complete file.
+  const std::string id = RandomHex(4);
+  const std::string temporary =
+      JoinPath(path_, absl::StrCat(std::string(kTemporaryPrefix), "group-", id));
+  EMA_RETURN_IF_ERROR(file_system_.CreateDirectory(temporary));
+  absl::Status status = [&]() -> absl::Status {
+    EMA_RETURN_IF_ERROR(
+        ReplaceFile(temporary, kIdFileName, absl::StrCat(std::string(group), " ", id, "\n")));
+    return file_system_.Rename(temporary, JoinPath(path_, kGroupFolder));
+  }();
+  if (!status.ok()) file_system_.RemoveTree(temporary).IgnoreError();
+  EMA_RETURN_IF_ERROR(IgnoreAlreadyExists(status));
+  return Sync(path_);
 }
 
 absl::Status DataDirectory::RaiseIncarnation(absl::Time now) {
@@ -91,14 +183,15 @@ absl::Status DataDirectory::RaiseIncarnation(absl::Time now) {
   // the checkpoints.
   EMA_ASSIGN_OR_RETURN(int64_t before, HighestIncarnation());
   const absl::StatusOr<std::string> text =
-      file_system_.ReadSmallFile(JoinPath(path_, kIncarnationFileName), 64);
+      file_system_.ReadSmallFile(JoinPath(own_path_, kIncarnationFileName), 64);
   if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
   int64_t stored = 0;
   if (text.ok() && absl::SimpleAtoi(*text, &stored) && stored <= INT64_MAX - kIncarnationsPerLife) {
     before = std::max(before, stored);
   }
   const int64_t incarnation = std::max(before + kIncarnationsPerLife, IncarnationWithoutStore(now));
-  EMA_RETURN_IF_ERROR(ReplaceFile(path_, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
+  EMA_RETURN_IF_ERROR(
+      ReplaceFile(own_path_, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
   incarnation_ = incarnation;
   return absl::OkStatus();
 }
@@ -159,9 +252,11 @@ absl::Status DataDirectory::CheckWritable() {
   const auto probe = [this]() -> absl::Status {
     EMA_RETURN_IF_ERROR(CheckMayWrite());
     // Calls may run at once, or leave their file, so each has a name of its own.
+    // Members have folders of their own for it, as their names would be equal.
     const std::string path =
-        JoinPath(ModelsPath(), absl::StrCat(std::string(kTemporaryPrefix), "writable-",
-                                            probe_count_.fetch_add(1, std::memory_order_relaxed)));
+        JoinPath(is_shared() ? own_path_ : ModelsPath(),
+                 absl::StrCat(std::string(kTemporaryPrefix), "writable-",
+                              probe_count_.fetch_add(1, std::memory_order_relaxed)));
     EMA_RETURN_IF_ERROR(file_system_.NewWritableFile(path).status());
     return file_system_.RemoveFile(path);
   };
@@ -291,7 +386,7 @@ absl::Status DataDirectory::PurgeDeleted(std::string_view model) {
 
 absl::StatusOr<absl::Time> DataDirectory::ReadScrubTime() const {
   EMA_ASSIGN_OR_RETURN(const std::string text,
-                       file_system_.ReadSmallFile(JoinPath(path_, kScrubbedFileName), 64));
+                       file_system_.ReadSmallFile(JoinPath(own_path_, kScrubbedFileName), 64));
   absl::Time time;
   if (absl::ParseTime(absl::RFC3339_full, text, &time, nullptr)) return time;
   return absl::NotFoundError("SCRUBBED: not a time");
@@ -299,7 +394,7 @@ absl::StatusOr<absl::Time> DataDirectory::ReadScrubTime() const {
 
 absl::Status DataDirectory::WriteScrubTime(absl::Time time) {
   EMA_RETURN_IF_ERROR(CheckMayWrite());
-  return AsSaveError(ReplaceFile(path_, kScrubbedFileName,
+  return AsSaveError(ReplaceFile(own_path_, kScrubbedFileName,
                                  absl::StrCat(absl::FormatTime(time, absl::UTCTimeZone()), "\n")));
 }
 

@@ -11,6 +11,14 @@
 //   models/.deleted-*-<model>             a deleted model, never loaded again
 //   .tmp-*                                (in any of these folders) unfinished, or being removed;
 //                                         cleared at start
+//
+// The servers of a group share one directory:
+//
+//   GROUP/ID                              the group's name, and a random id of the directory;
+//                                         written by the first server
+//   members/<member>/                     LOCK, INCARNATION and SCRUBBED of each server
+//   models/                               as above; the server that has partition 0 of a model
+//                                         changes its folder, and clears .tmp-* there when it saves
 #ifndef EMA_SERVER_CHECKPOINT_DATA_DIRECTORY_H_
 #define EMA_SERVER_CHECKPOINT_DATA_DIRECTORY_H_
 
@@ -38,20 +46,31 @@ namespace ema {
 // from start to start.
 int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 
-// A locked data directory. Every change but the removal of temporary files is durable once the call
-// has returned. It knows the names of models and nothing of their content.
+// A locked data directory, or one member's access to the directory of a group. Every change but the
+// removal of temporary files is durable once the call has returned. It knows the names of models
+// and nothing of their content.
 //
 // Thread-safe. Calls may block on the disk, unless they say otherwise.
 class DataDirectory {
  public:
   // Makes the directory if it is not there, locks it, clears what a crash has left, and raises the
   // incarnation. `file_system` outlives the result. `log` gets a line when the directory turns
-  // read-only, and back. FAILED_PRECONDITION: another server uses the directory (the message names
-  // it), it cannot be written, or a model's folder is a symbolic link. RESOURCE_EXHAUSTED,
-  // DISK_FULL. UNAVAILABLE: the disk failed. After an error the lock is free.
+  // read-only, and back. `member`: the name of this server in its group, which shares the
+  // directory; empty: no other server uses it. FAILED_PRECONDITION: another server, or another
+  // process of this member, uses the directory (the message names it), it cannot be written, or a
+  // model's folder is a symbolic link. INVALID_ARGUMENT, BAD_NAME: `member` cannot be the name of a
+  // folder. RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed. After an error the lock is
+  // free.
   static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(FileSystem& file_system,
                                                              std::string path, LogSink log,
-                                                             absl::Time now);
+                                                             absl::Time now,
+                                                             std::string member = "");
+
+  // The random id of this directory, which the first server of `group` writes. All servers of the
+  // group must get the same; otherwise their directories are not one. FAILED_PRECONDITION: the
+  // directory belongs to another group, or to a server without a group. INVALID_ARGUMENT, BAD_NAME:
+  // `group` is not a name. REQUIRES: opened with a member's name.
+  absl::StatusOr<std::string> GroupId(std::string_view group);
 
   // The number of this life of the server, larger than every number that an earlier life has used.
   int64_t incarnation() const { return incarnation_; }
@@ -70,6 +89,8 @@ class DataDirectory {
   }
   // Folders with a model's name. FAILED_PRECONDITION: one is a symbolic link.
   absl::StatusOr<std::vector<std::string>> ModelNames() const;
+  // The highest incarnation in the names of all models' checkpoints; 0: there are none.
+  absl::StatusOr<int64_t> HighestIncarnation() const;
 
   // --- Health ---
 
@@ -120,18 +141,27 @@ class DataDirectory {
   absl::Status WriteScrubTime(absl::Time time);
 
  private:
-  DataDirectory(FileSystem& file_system, std::string path, LogSink log);
+  DataDirectory(FileSystem& file_system, std::string path, LogSink log, std::string member);
 
+  bool is_shared() const { return own_path_ != path_; }
   std::string ModelsPath() const { return JoinPath(path_, "models"); }
   absl::Status Start(absl::Time now);
+  // Keeps members of a group from using the directory, too.
+  absl::Status LockMembers();
+  absl::Status ClearAllTemporary();
+  // NOT_FOUND: no group has used the directory.
+  absl::StatusOr<std::string> ReadGroupId(std::string_view group) const;
+  // OK also if another server has just done it.
+  absl::Status WriteGroupId(std::string_view group);
   absl::Status RaiseIncarnation(absl::Time now);
-  // The highest incarnation in the names of checkpoints.
-  absl::StatusOr<int64_t> HighestIncarnation() const;
 
   FileSystem& file_system_;
   const std::string path_;
+  const std::string own_path_;  // Of LOCK, INCARNATION and SCRUBBED.
   const LogSink log_;
-  std::unique_ptr<FileLock> lock_;  // Constant after Open(), like incarnation_.
+  // Constant after Open(), like incarnation_.
+  std::unique_ptr<FileLock> lock_;
+  std::vector<std::unique_ptr<FileLock>> member_locks_;  // LockMembers().
   int64_t incarnation_ = 0;
   SyncLatch latch_;
   std::atomic<int64_t> probe_count_ = 0;  // Names CheckWritable()'s files. Relaxed: a counter.
