@@ -61,7 +61,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::Save(Model& model
   // There may be checkpoints to remove that were held or labelled at the last save. Unless
   // `is_durable_`, it is unknown which ones retention keeps.
   if (GetErrorReason(result.status()) == ErrorReason::kDiskFull && is_durable_ &&
-      RemoveOldLocked(NameOf(*snapshot, options.tracks)).value_or(false)) {
+      RemoveOldLocked(model, NameOf(*snapshot, options.tracks)).value_or(false)) {
     result = SaveLocked(model, *snapshot, options);
   }
   if (!result.ok()) return data_.AsSaveError(result.status());
@@ -78,7 +78,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
   // Asked for before the write, which may save later settings.
   const int64_t settings_revision = model.Describe().settings_revision;
   const bool has_old_settings =
-      options.with_new_settings && is_whole &&
+      options.with_new_settings && is_whole && options_.partitions == nullptr &&
       model.durable().HasOtherSettings(snapshot.record.id(), settings_revision) &&
       HasTracksOf(model, snapshot);
   const bool is_latest = is_whole && latest_ == id && latest_bytes_ > 0 && !has_old_settings;
@@ -87,6 +87,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
     result.total_bytes = latest_bytes_;
   } else {
     EMA_RETURN_IF_ERROR(MakeDurableLocked());
+    EMA_RETURN_IF_ERROR(RemoveUncommittedLocked(model, id));
     EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindCompleteLocked(result.name));
     if (bytes.has_value() && !has_old_settings) {
       result.total_bytes = *bytes;
@@ -101,11 +102,14 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
                                                            /*has_old_settings=*/bytes.has_value()));
       result.was_written = true;
     }
-    if (is_whole && id >= latest_) {
-      if (id != latest_) EMA_RETURN_IF_ERROR(files_.WriteLatest(id));
-      latest_ = id;
-      latest_bytes_ = result.total_bytes;
-    }
+  }
+  if (is_whole && (!is_latest || options.keep)) {
+    EMA_RETURN_IF_ERROR(CommitLocked(model, snapshot.record, result, options.keep));
+  }
+  if (is_whole && id >= latest_) {
+    if (id != latest_) EMA_RETURN_IF_ERROR(files_.WriteLatest(id));
+    latest_ = id;
+    latest_bytes_ = result.total_bytes;
   }
   // It is durable also if it then gets no label.
   if (is_whole) {
@@ -121,7 +125,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
     EMA_RETURN_IF_ERROR(PutLabelLocked(label));
   }
   // This version is safe even if an older one cannot be removed; the next save tries that again.
-  if (!is_latest) RemoveOldLocked(result.name).status().IgnoreError();
+  if (!is_latest) RemoveOldLocked(model, result.name).status().IgnoreError();
   return result;
 }
 
@@ -162,7 +166,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
       const CheckpointManifest written,
       files_.WriteTemporary(model, snapshot, name,
                             {.tracks = options.tracks, .max_file_bytes = options_.max_file_bytes},
-                            keep, /*leave_room=*/options.keep));
+                            options_.partitions, keep, /*leave_room=*/options.keep));
   if (has_old_settings && !HasTracksOf(model, snapshot)) {
     files_.RemoveTemporary(name);
     return CannotReplaceError(name, "one of its tracks has just been removed");
@@ -238,7 +242,34 @@ absl::Status CheckpointFolder::CannotReplaceError(std::string_view name,
       absl::Seconds(1));
 }
 
-absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(std::string_view saved_name) {
+absl::Status CheckpointFolder::CommitLocked(Model& model, const Version& record,
+                                            const SaveResult& saved, bool keep) {
+  if (options_.partitions == nullptr) return absl::OkStatus();
+  absl::Status status = options_.partitions->Commit(model, record, saved.total_bytes, keep);
+  const CheckpointId id = IdOf(record);
+  if (status.ok()) {
+    if (uncommitted_ == id) uncommitted_.reset();
+    return status;
+  }
+  if (id == latest_) return status;  // It was committed before.
+  uncommitted_ = id;
+  // Its incarnation has ended, so no later call commits it. If an earlier Commit() has reached the
+  // registry without an answer, the new incarnation may load it: then Remove() keeps the files.
+  if (absl::IsAborted(status)) RemoveUncommittedLocked(model, std::nullopt).IgnoreError();
+  return status;
+}
+
+absl::Status CheckpointFolder::RemoveUncommittedLocked(Model& model,
+                                                       const std::optional<CheckpointId>& saved) {
+  if (!uncommitted_.has_value() || uncommitted_ == saved) return absl::OkStatus();
+  const absl::Status status = StartRemovingLocked(CheckpointName(*uncommitted_), &model).status();
+  // In use: the registry has it after all.
+  if (!status.ok() && GetErrorReason(status) != ErrorReason::kCheckpointInUse) return status;
+  uncommitted_.reset();  // If it is held, retention removes it later.
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(Model& model, std::string_view saved_name) {
   EMA_RETURN_IF_ERROR(data_.CheckPlace());
   // A leftover of an error may have the temporary name that one of these needs.
   EMA_RETURN_IF_ERROR(files_.ClearTemporary());
@@ -270,8 +301,10 @@ absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(std::string_view saved_na
           (multiple > 0 && id.step % multiple == 0)) {
         continue;
       }
-      EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(name));
-      is_any_removed |= is_removed;
+      const absl::StatusOr<bool> is_removed = StartRemovingLocked(name, &model);
+      if (GetErrorReason(is_removed.status()) == ErrorReason::kCheckpointInUse) continue;
+      EMA_RETURN_IF_ERROR(is_removed.status());
+      is_any_removed |= *is_removed;
     }
   }
   EMA_RETURN_IF_ERROR(files_.ClearTemporary());
@@ -419,7 +452,12 @@ absl::StatusOr<bool> CheckpointFolder::NoteRead(std::string_view name, const abs
 
 // --- Removing ---
 
-absl::StatusOr<bool> CheckpointFolder::StartRemovingLocked(const std::string& name) {
+absl::StatusOr<bool> CheckpointFolder::StartRemovingLocked(const std::string& name, Model* model) {
+  if (index_.is_held(name)) return false;
+  const std::optional<CheckpointId> id = ParseCheckpointName(name);
+  if (options_.partitions != nullptr && id.has_value()) {
+    EMA_RETURN_IF_ERROR(options_.partitions->Remove(*model, id->version_id()));
+  }
   if (!index_.EraseUnlessHeld(name)) return false;
   const absl::Status status = files_.RenameToTemporary(name);
   if (status.ok() || absl::IsNotFound(status)) return true;
@@ -427,12 +465,12 @@ absl::StatusOr<bool> CheckpointFolder::StartRemovingLocked(const std::string& na
   return status;
 }
 
-absl::Status CheckpointFolder::Delete(std::string_view name) {
+absl::Status CheckpointFolder::Delete(std::string_view name, Model* model) {
   absl::MutexLock lock(&mu_);
-  return data_.AsSaveError(DeleteLocked(name));
+  return data_.AsSaveError(DeleteLocked(name, model));
 }
 
-absl::Status CheckpointFolder::DeleteLocked(std::string_view name) {
+absl::Status CheckpointFolder::DeleteLocked(std::string_view name, Model* model) {
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   EMA_RETURN_IF_ERROR(IndexLocked());
   if (const std::optional<CheckpointEntry> entry = index_.Find(name); entry.has_value()) {
@@ -449,7 +487,7 @@ absl::Status CheckpointFolder::DeleteLocked(std::string_view name) {
       return InUse(model_name_, name, "is the newest, which a restart loads");
     }
     if (!entry->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatestLocked(*entry));
-    EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(std::string(name)));
+    EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(std::string(name), model));
     if (!is_removed) return InUse(model_name_, name, "is being read; try again");
     index_.ForgetMissing(entry->id);
   }

@@ -20,6 +20,7 @@
 #include "server/checkpoint/checkpoint_index.h"
 #include "server/checkpoint/data_directory.h"
 #include "server/checkpoint/folder_files.h"
+#include "server/checkpoint/partitioned_saves.h"
 #include "server/core/model.h"
 #include "server/format/checkpoint_name.h"
 
@@ -28,6 +29,11 @@ namespace ema {
 struct CheckpointStoreOptions {
   // Created if it does not exist.
   std::string data_dir;
+  // The name of this server in its group, whose servers share the data directory; empty: no group.
+  std::string member;
+  // How checkpoints of models on several servers are written. Outlives the store. Null: each model
+  // is on this server only.
+  PartitionedSaves* partitions = nullptr;
   // How many of the newest checkpoints of each model are kept, not counting those with a KEEP file
   // or a label; partial checkpoints are counted separately. 1 or more. The newest abandoned
   // checkpoint is kept as well.
@@ -74,7 +80,8 @@ class CheckpointFolder {
     std::vector<std::string> tracks;
     // If this is the newest version on the disk, and the model's settings have changed since, it is
     // written again with the new settings. Not if it has a track that the model no longer has,
-    // since the track would be lost: then the settings reach the disk with the next version.
+    // since the track would be lost, and not in a group: then the settings reach the disk with the
+    // next version.
     bool with_new_settings = false;
     // A label to put on the version before old checkpoints are removed; its version and step become
     // the snapshot's. REQUIRES: no `tracks`.
@@ -96,8 +103,9 @@ class CheckpointFolder {
   // CHECKPOINT_IN_USE: new settings would replace a checkpoint that is being read. UNIMPLEMENTED:
   // new settings would replace a checkpoint, and the file system cannot exchange two folders.
   // FAILED_PRECONDITION: a tensor's name cannot be saved. NOT_FOUND, MODEL_NOT_FOUND: the model has
-  // been deleted. INTERNAL, DEVICE. After an error the earlier checkpoints are unchanged, but bad
-  // or unreadable ones may have been set aside.
+  // been deleted. INTERNAL, DEVICE. Errors also as PartitionedSaves::Write() and Commit(). After an
+  // error the earlier checkpoints are unchanged, but bad or unreadable ones may have been set
+  // aside.
   absl::StatusOr<SaveResult> Save(Model& model, const SnapshotRef& snapshot,
                                   const SaveOptions& options) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<SaveResult> Save(Model& model, const SnapshotRef& snapshot)
@@ -120,9 +128,9 @@ class CheckpointFolder {
   std::optional<CheckpointCounts> Count() const { return index_.Count(); }
 
   // Removes a checkpoint, or one that was set aside or is missing, whatever retention says. OK if
-  // it is not there. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it has labels, is the newest, or is
-  // held.
-  absl::Status Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+  // it is not there. `model` is needed in a group only. FAILED_PRECONDITION, CHECKPOINT_IN_USE: it
+  // has labels, is the newest, or is held. Errors also as PartitionedSaves::Remove().
+  absl::Status Delete(std::string_view name, Model* model = nullptr) ABSL_LOCKS_EXCLUDED(mu_);
   // Sets all checkpoints aside. To be called when the model has been deleted, before a model of
   // that name is created again. OK if there are none. After an error the next Save() tries again;
   // until that has succeeded, a restart would load them.
@@ -220,9 +228,16 @@ class CheckpointFolder {
   absl::Status ReplaceLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, CHECKPOINT_IN_USE: a checkpoint with new settings cannot replace it now.
   absl::Status CannotReplaceError(std::string_view name, std::string_view why) const;
+  // Of a group: records a checkpoint that has its name in the registry.
+  absl::Status CommitLocked(Model& model, const Version& record, const SaveResult& saved, bool keep)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Starts to remove the checkpoint uncommitted_, if there is one other than `saved`, so that saves
+  // do not fill the disk while the registry is away.
+  absl::Status RemoveUncommittedLocked(Model& model, const std::optional<CheckpointId>& saved)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Removes the checkpoints that retention does not keep, but never `saved_name`. Returns whether
   // any was removed.
-  absl::StatusOr<bool> RemoveOldLocked(std::string_view saved_name)
+  absl::StatusOr<bool> RemoveOldLocked(Model& model, std::string_view saved_name)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // --- The index ---
@@ -248,10 +263,11 @@ class CheckpointFolder {
   absl::Status PutLabelLocked(const CheckpointLabel& label) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status RemoveLabelLocked(std::string_view label) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status WriteLabelsLocked(LabelMap labels) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status DeleteLocked(std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status DeleteLocked(std::string_view name, Model* model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DeleteAllLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Renames it to a temporary name, to be cleared. False: it is held.
-  absl::StatusOr<bool> StartRemovingLocked(const std::string& name)
+  // Renames it to a temporary name, to be cleared; in a group, after it has been taken off the
+  // registry, which needs `model`. False: it is held.
+  absl::StatusOr<bool> StartRemovingLocked(const std::string& name, Model* model)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Before a checkpoint that was set aside or is missing is removed: LATEST must not name it, or
   // the next start would miss it.
@@ -272,6 +288,9 @@ class CheckpointFolder {
   // The checkpoint that a restart would load; all zero: none.
   CheckpointId latest_ ABSL_GUARDED_BY(mu_);
   int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // 0: unknown.
+  // Of a group: the checkpoint whose last PartitionedSaves::Commit() failed. It has its name, but
+  // may be missing in the registry.
+  std::optional<CheckpointId> uncommitted_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

@@ -178,7 +178,7 @@ std::map<std::string, CheckpointCounts> CheckpointManager::CountAll() {
 absl::Status CheckpointManager::Delete(Model& model, std::string_view name) {
   EMA_RETURN_IF_ERROR(model.closed());
   const ModelContext context = ContextOf(model);
-  EMA_RETURN_IF_ERROR(context.folder.Delete(name));
+  EMA_RETURN_IF_ERROR(context.folder.Delete(name, &model));
   context.Log(LogLevel::kInfo, "checkpoint deleted", {{"checkpoint", name}});
   return absl::OkStatus();
 }

@@ -17,8 +17,8 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(FileSyste
         "a data directory, and a keep_count and max_file_bytes of 1 or more, are needed");
   }
   std::unique_ptr<CheckpointStore> store(new CheckpointStore(options));
-  EMA_ASSIGN_OR_RETURN(store->data_,
-                       DataDirectory::Open(file_system, options.data_dir, options.log, now));
+  EMA_ASSIGN_OR_RETURN(store->data_, DataDirectory::Open(file_system, options.data_dir, options.log,
+                                                         now, options.member));
   return store;
 }
 

@@ -95,11 +95,9 @@ absl::Status FolderFiles::Keep(const std::string& checkpoint_path) {
   return data_.Sync(checkpoint_path);
 }
 
-absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(Model& model,
-                                                               const Snapshot& snapshot,
-                                                               const std::string& name,
-                                                               const WriteOptions& options,
-                                                               bool keep, bool leave_room) {
+absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(
+    Model& model, const Snapshot& snapshot, const std::string& name, const WriteOptions& options,
+    PartitionedSaves* partitions, bool keep, bool leave_room) {
   constexpr int64_t kSpareBytes = int64_t{1} << 20;  // For everything but the weights.
   const int64_t needed_bytes =
       (CheckpointDataBytes(model, snapshot, options) + kSpareBytes) * (leave_room ? 2 : 1);
@@ -112,8 +110,14 @@ absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(Model& model,
   }
   const std::string path = TemporaryPath(name);
   EMA_RETURN_IF_ERROR(disk().RemoveTree(path));
-  absl::StatusOr<CheckpointManifest> written =
-      WriteCheckpoint(disk(), data_.latch(), path, model, snapshot, options);
+  const auto write = [&]() -> absl::StatusOr<CheckpointManifest> {
+    if (partitions == nullptr) {
+      return WriteCheckpoint(disk(), data_.latch(), path, model, snapshot, options);
+    }
+    EMA_RETURN_IF_ERROR(MakeCheckpointFolders(disk(), path, model, snapshot, options));
+    return partitions->Write(path, model, snapshot, options);
+  };
+  absl::StatusOr<CheckpointManifest> written = write();
   Pacer pacer(model);
   if (written.ok()) {
     written = VerifyCheckpoint(disk(), path, nullptr, [&pacer] {

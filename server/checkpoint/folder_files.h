@@ -27,6 +27,7 @@
 #include "absl/status/statusor.h"
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/checkpoint/data_directory.h"
+#include "server/checkpoint/partitioned_saves.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
 #include "server/format/checkpoint_name.h"
@@ -83,13 +84,15 @@ class FolderFiles {
   // Makes the KEEP file of the checkpoint at `checkpoint_path`. OK if it is there.
   absl::Status Keep(const std::string& checkpoint_path);
   // Writes `snapshot` under the temporary name of `name`, with a KEEP file if `keep`, and reads it
-  // back. After an error nothing of it is left, unless removing it failed, too.
-  // RESOURCE_EXHAUSTED, DISK_FULL: the free space is less than the checkpoint needs, or less than
-  // twice that if `leave_room` for another one. Other errors: WriteCheckpoint(),
-  // VerifyCheckpoint().
+  // back. `partitions`: null unless the model is on several servers. After an error nothing of it
+  // is left, unless removing it failed, too. RESOURCE_EXHAUSTED, DISK_FULL: the free space is less
+  // than the checkpoint needs, or less than twice that if `leave_room` for another one; of a model
+  // on several servers this counts only the part of this server. Other errors: WriteCheckpoint() or
+  // PartitionedSaves::Write(), VerifyCheckpoint().
   absl::StatusOr<CheckpointManifest> WriteTemporary(Model& model, const Snapshot& snapshot,
                                                     const std::string& name,
-                                                    const WriteOptions& options, bool keep,
+                                                    const WriteOptions& options,
+                                                    PartitionedSaves* partitions, bool keep,
                                                     bool leave_room);
   // Three ways to rename between the name of a checkpoint and its temporary name. Durable after the
   // next Sync().

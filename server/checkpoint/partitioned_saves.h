@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The part of a save that concerns all servers of a model with several partitions.
+#ifndef EMA_SERVER_CHECKPOINT_PARTITIONED_SAVES_H_
+#define EMA_SERVER_CHECKPOINT_PARTITIONED_SAVES_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ema/model_info.h"
+#include "ema/version_id.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/core/model.h"
+#include "server/core/snapshot.h"
+#include "server/format/manifest_json.h"
+
+namespace ema {
+
+// How the checkpoints of models on several servers are written and committed; implemented by the
+// group layer. `home`: partition 0 of the model, which this server has. Thread-safe. Calls block.
+class PartitionedSaves {
+ public:
+  virtual ~PartitionedSaves() = default;
+
+  // Makes every partition of the model write its files of the version `snapshot.record` into the
+  // directory `path`, which exists (with its tracks' folders), and merges them: WritePart() and
+  // MergeParts(). Errors name the member.
+  virtual absl::StatusOr<CheckpointManifest> Write(const std::string& path, Model& home,
+                                                   const Snapshot& snapshot,
+                                                   const WriteOptions& options) = 0;
+
+  // Records a checkpoint in the registry, after it has its final name. Only then is it a durable
+  // version. May be repeated, also with another `keep`. ABORTED, FENCED: the model has a newer
+  // incarnation, so it is not. After another error it is unknown whether the registry has it.
+  virtual absl::Status Commit(Model& home, const Version& record, int64_t total_bytes,
+                              bool keep) = 0;
+
+  // Takes a checkpoint off the registry before its files are removed; OK if it is not there. After
+  // an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the model
+  // back to it, or it has a label.
+  virtual absl::Status Remove(Model& home, const VersionId& id) = 0;
+};
+
+}  // namespace ema
+
+#endif  // EMA_SERVER_CHECKPOINT_PARTITIONED_SAVES_H_
