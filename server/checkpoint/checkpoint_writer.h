@@ -66,8 +66,8 @@ absl::Status MakeCheckpointFolders(FileSystem& file_system, const std::string& p
                                    const WriteOptions& options);
 
 // Writes only the weights of `model`, one partition, into these directories, which may have files
-// of other partitions. Returns the manifest of the part, which EncodeCheckpointManifest() and
-// ParseCheckpointManifest(..., ManifestScope::kPart) take from server to server. NOT_FOUND: the
+// of other partitions. Returns the manifest of the part; as the text of EncodeCheckpointManifest()
+// it can be sent to another server, which parses it with ManifestScope::kPart. NOT_FOUND: the
 // directories do not exist. ALREADY_EXISTS: a file does. INTERNAL, BUG: the partition has other
 // files than options.file_numbers say.
 absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch& latch,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "absl/strings/str_cat.h"
@@ -11,6 +12,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_reader.h"
 #include "server/format/label_file.h"
+#include "server/format/manifest_parts.h"
 #include "server/format/verify.h"
 
 namespace ema {
@@ -113,10 +115,17 @@ absl::Status StoredVersions::VersionNotKeptError(const VersionId& id) const {
 absl::StatusOr<CheckpointManifest> StoredVersions::CheckIsOf(const CheckpointEntry& entry,
                                                              CheckpointManifest checkpoint) const {
   EMA_RETURN_IF_ERROR(CheckIdentity(checkpoint, context_.name(), entry.id, entry.is_partial));
-  if (checkpoint.manifest != context_.model.manifest()) {
+  const Manifest& own = context_.model.manifest();
+  if (context_.model.is_partition()) {
+    // The checkpoint is of the whole model.
+    const std::optional<int64_t> first = checkpoint.manifest.Find(own.tensor(0).name);
+    auto part = PartOf(checkpoint, first.value_or(-1), own.tensor_count());
+    if (part.ok()) checkpoint = *std::move(part);
+  }
+  if (checkpoint.manifest != own) {
     return CorruptManifest(absl::StrCat(
         "it has other tensors than the model (here: the checkpoint, there: the model): ",
-        checkpoint.manifest.DifferenceFrom(context_.model.manifest())));
+        checkpoint.manifest.DifferenceFrom(own)));
   }
   return checkpoint;
 }

@@ -81,8 +81,8 @@ class StoredVersions {
   // --- Reading ---
 
   absl::StatusOr<CheckpointManifest> ReadManifest(const CheckpointEntry& entry) const;
-  // Returns `checkpoint`, the manifest of `entry`. DATA_LOSS, CHECKPOINT_CORRUPT: it is that of
-  // another model or version.
+  // Returns `checkpoint`, the manifest of `entry`; if the model is a partition, the part with its
+  // tensors. DATA_LOSS, CHECKPOINT_CORRUPT: it is that of another model or version.
   absl::StatusOr<CheckpointManifest> CheckIsOf(const CheckpointEntry& entry,
                                                CheckpointManifest checkpoint) const;
   // Checkpoints::OpenVersion().
