@@ -515,6 +515,7 @@ absl::Status CheckpointFolder::DeleteAll() {
 
 absl::Status CheckpointFolder::DeleteAllLocked() {
   ForgetLocked();
+  uncommitted_.reset();
   index_.Clear();
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   EMA_RETURN_IF_ERROR(data_.SetAsideModel(model_name_));

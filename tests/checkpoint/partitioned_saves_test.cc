@@ -218,6 +218,15 @@ TEST_F(PartitionedSavesTest, SavesDoNotFillTheDiskWhileTheRegistryIsAway) {
   EXPECT_THAT(Names(), ElementsAre(Name(30)));
 }
 
+TEST_F(PartitionedSavesTest, ADeletedModelLeavesNothingToRemove) {
+  saves_.commit_error = RegistryAway();
+  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryAway));
+  ASSERT_THAT(folder().DeleteAll(), IsOk());
+  saves_.commit_error = absl::OkStatus();
+  ASSERT_THAT(PushAndSave(20), IsOk());
+  EXPECT_THAT(saves_.calls, ElementsAre("write 10", "commit 10", "write 20", "commit 20"));
+}
+
 TEST_F(PartitionedSavesTest, TheRegistryForgetsACheckpointBeforeItsFilesGo) {
   ASSERT_THAT(PushAndSave(10), IsOk());
   saves_.remove_error = RegistryAway();
