@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/transport/convert.h"
 #include "ema/error_reason.h"
@@ -116,6 +117,18 @@ bool FakeServer::AwaitPushes(size_t count) const {
   absl::MutexLock lock(&mu_);
   const auto is_reached = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return pushes_.size() >= count; };
   return mu_.AwaitWithTimeout(absl::Condition(&is_reached), kPatience);
+}
+
+bool FakeServer::AwaitNoPush() const {
+  absl::MutexLock lock(&mu_);
+  const auto is_reached = [this]()
+                              ABSL_SHARED_LOCKS_REQUIRED(mu_) { return open_push_count_ == 0; };
+  return mu_.AwaitWithTimeout(absl::Condition(&is_reached), kPatience);
+}
+
+size_t FakeServer::unary_count() const {
+  absl::MutexLock lock(&mu_);
+  return unary_count_;
 }
 
 std::vector<v1::QueryPushRequest> FakeServer::queries() const {
@@ -364,6 +377,10 @@ grpc::Status FakeServer::Push(grpc::ServerContext* context,
     return grpc::Status(grpc::StatusCode::CANCELLED, "no header");
   }
   const v1::PushHeader header = message.header();
+  const absl::Cleanup note_end = [this] {
+    absl::MutexLock lock(&mu_);
+    --open_push_count_;
+  };
   PushScript script;
   size_t index = 0;
   absl::Status error;
@@ -372,6 +389,7 @@ grpc::Status FakeServer::Push(grpc::ServerContext* context,
     absl::MutexLock lock(&mu_);
     index = pushes_.size();
     pushes_.push_back({.header = header});
+    ++open_push_count_;
     if (index < push_scripts.size()) script = push_scripts[index];
     if (header.run_epoch() != run_epoch_ || launch_id_.empty()) {
       error = MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "run_epoch");

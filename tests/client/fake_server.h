@@ -120,6 +120,10 @@ class FakeServer final : public v1::EmaService::Service {
   std::vector<SeenPush> pushes() const ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until `count` Push calls have sent their header.
   bool AwaitPushes(size_t count) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until no Push call runs.
+  bool AwaitNoPush() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The unary calls that `unary_errors` are for.
+  size_t unary_count() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<v1::QueryPushRequest> queries() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<v1::WatchRequest> watches() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<v1::PullRequest> pulls() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -221,6 +225,7 @@ class FakeServer final : public v1::EmaService::Service {
   std::vector<v1::OpenRunRequest> open_runs_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> checkpoint_calls_ ABSL_GUARDED_BY(mu_);
   size_t unary_count_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t open_push_count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace ema

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -233,6 +234,62 @@ TEST_F(GroupClientTest, AFailedPartAbandonsTheStepOnceAtTheHome) {
   // Its answer has the round of the next step.
   EXPECT_THAT(Push(20), IsOk());
   EXPECT_EQ(Rounds(2).back(), 2);
+}
+
+TEST_F(GroupClientTest, AStepThatOneServerHasEndedIsDroppedOnTheOthers) {
+  Open();
+  group_.server(0).push_scripts = {
+      {.refuse = MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
+                           "step 10: rank 1 has abandoned it")}};
+  EXPECT_THAT(Push(10), ReasonIs(ErrorReason::kStepGivenUp));
+  ASSERT_THAT(Abandons(0), SizeIs(1));
+  EXPECT_EQ(Abandons(0)[0].round(), 1);
+  EXPECT_THAT(Push(20), IsOk());
+  EXPECT_EQ(Rounds(0).back(), 2);
+}
+
+TEST_F(GroupClientTest, NoPartSendsAnyMoreWhenTheStepIsDropped) {
+  Open();
+  group_.server(1).push_scripts = {
+      {.refuse = MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite, "a NaN")}};
+  group_.server(2).push_scripts = {{.hold_chunks = true}};
+  const auto have_ended = std::make_shared<std::atomic<bool>>(false);
+  group_.server(0).on_abandon = [this, have_ended,
+                                 abort_round = group_.server(0).on_abandon](int64_t step) {
+    *have_ended = group_.server(2).AwaitNoPush();
+    return abort_round(step);
+  };
+  EXPECT_THAT(Push(10), ReasonIs(ErrorReason::kNonFinite));
+  EXPECT_TRUE(*have_ended);
+  for (const size_t partition : {0, 1, 2}) {
+    EXPECT_THAT(Rounds(partition), testing::Each(1)) << partition;
+  }
+}
+
+// Other ranks may push the next step in a later round.
+TEST_F(GroupClientTest, AFailedPushEndsTheRoundInWhichItBegan) {
+  Open();
+  absl::Status stale =
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound, "round 1 has ended");
+  SetGroupHint(stale, {.round = 2, .incarnation = FakeGroup::kIncarnation});
+  // When the other parts have begun in round 1.
+  group_.server(2).check_push = [this, stale](const v1::PushHeader&) {
+    EXPECT_TRUE(group_.server(0).AwaitPushes(1) && group_.server(1).AwaitPushes(1));
+    return stale;
+  };
+  // Its query, the next thing after it has learned of round 2, has to be repeated later.
+  group_.server(2).unary_errors = {MakeError(absl::StatusCode::kUnavailable,
+                                             ErrorReason::kSessionBusy, "busy", absl::Seconds(10))};
+  group_.server(1).push_scripts = {{.break_after_chunks = 0,
+                                    .break_status = MakeError(absl::StatusCode::kInvalidArgument,
+                                                              ErrorReason::kNonFinite, "a NaN"),
+                                    .hold_chunks = true}};
+  const auto push = Start(10);
+  while (group_.server(2).unary_count() < 1) std::this_thread::yield();
+  group_.server(1).Release();
+  EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kNonFinite));
+  ASSERT_THAT(Abandons(0), SizeIs(1));
+  EXPECT_EQ(Abandons(0)[0].round(), 1);
 }
 
 TEST_F(GroupClientTest, TheHomesWordCountsForAllServers) {

@@ -177,6 +177,21 @@ TEST(GroupTrainingTest, ANanOnOneServerDropsTheStepOnAll) {
   EXPECT_EQ(next.step, 3);
 }
 
+TEST(GroupTrainingTest, AStepThatTheHomeRejectsIsDroppedOnAllServers) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  // Only the home knows that, so the other servers accept the step.
+  ASSERT_THAT(run->GiveUp(2, "no memory", kPatience), IsOk());
+  const Weights given_up(*run, 2);
+  EXPECT_THAT(run->Push(2, TrainingTime::AtBatch(2), given_up.shards(), kPatience),
+              ReasonIs(ErrorReason::kStepGivenUp));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version next, Push(*run, 3));
+  EXPECT_EQ(next.number, 2);
+  EXPECT_EQ(next.step, 3);
+}
+
 TEST(GroupTrainingTest, AnAbandonedStepIsDroppedOnAllServers) {
   TrainedGroup group(3, /*tensor_count=*/6);
   const auto first = group.Open(0, 2);

@@ -84,15 +84,23 @@ void GroupPush::Start() {
 
 void GroupPush::RunThread() {
   const absl::Status pushed = Push();
+  if (!pushed.ok()) {
+    // Before the round is ended: a part that learns of the next round would send the step in it.
+    Cut();
+    AwaitParts();
+  }
   absl::StatusOr<Version> result = pushed.ok() ? Committed() : DropStep(pushed);
-  Cut();
+  absl::MutexLock lock(&mu_);
+  result_ = std::move(result);
+  wait_.WakeAll();
+}
+
+void GroupPush::AwaitParts() {
   absl::MutexLock lock(&mu_);
   const auto have_ended = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return ended_count_ == started_count_;
   };
   wait_.AwaitUntil(mu_, SteadyTime::max(), have_ended);
-  result_ = std::move(result);
-  wait_.WakeAll();
 }
 
 absl::Status GroupPush::Push() {
@@ -162,32 +170,20 @@ absl::StatusOr<Version> GroupPush::Committed() {
 }
 
 absl::StatusOr<Version> GroupPush::DropStep(const absl::Status& error) {
-  const bool has_begun =
-      std::any_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->has_begun(); });
+  // Not round_, which may be a later one, in which other ranks push the next step.
+  int64_t begun_round = 0;
+  for (const auto& part : parts_) begun_round = std::max(begun_round, part->begun_round());
   absl::StatusOr<PushProgress> progress = client_internal::DropStep(
       run_->home(), {.step = step_,
-                     .round = round_.get(),
+                     .round = begun_round != 0 ? begun_round : round_.get(),
                      .error = error,
-                     .has_begun = has_begun,
+                     .has_begun = begun_round != 0,
                      .is_abandoned = interrupt_.fired(),
                      .name = absl::StrCat("model \"", run_->model(), "\": push of step ", step_,
                                           " by rank ", run_->rank())});
-  if (!progress.ok()) {
-    LearnRound();
-    return progress.status();
-  }
+  EMA_RETURN_IF_ERROR(progress.status());
   run_->home().OnCommit(run_->run_epoch(), *progress->version, std::move(progress->plan));
   return *std::move(progress->version);
-}
-
-void GroupPush::LearnRound() {
-  constexpr absl::Duration kTimeout = absl::Seconds(1);
-  if (run_->round().get() > round_.get()) return;
-  Interrupt never;
-  run_->home()
-      .QueryPush(step_, /*abandon_if_unfinished=*/false, After(SteadyNow(), kTimeout), &never,
-                 /*retry=*/false)
-      .IgnoreError();
 }
 
 void GroupPush::Cut() {

@@ -32,9 +32,10 @@ namespace ema::client_internal {
 // if it has none; at most eight parts send at once. Thread-safe. Owned by the PendingPush; the
 // destructor joins the threads.
 //
-// The servers commit the step together, or none does. If one part fails, the step is dropped at the
-// home, whose answer says whether the step was committed or abandoned, for all servers; the other
-// parts are then ended.
+// The servers commit the step together, or none does. If one part fails, the other parts are ended,
+// and the step is dropped at the home: it aborts the round in which the step was pushed, so that no
+// server keeps the step. Its answer says whether the step was committed or abandoned, for all
+// servers, and has the round of the next step.
 class GroupPush final : public RunningPush {
  public:
   // Errors as OpenedRun::MakePush().
@@ -60,12 +61,10 @@ class GroupPush final : public RunningPush {
   absl::Status Push();
   // The version that all parts have committed. INTERNAL: they differ.
   absl::StatusOr<Version> Committed();
-  // The result of the push after an error.
+  // Waits until all started parts have ended.
+  void AwaitParts() ABSL_LOCKS_EXCLUDED(mu_);
+  // The result of the push after an error. REQUIRES: AwaitParts() has returned.
   absl::StatusOr<Version> DropStep(const absl::Status& error);
-  // Queries the home for the next round, unless it is already known. If the next step were pushed
-  // in a finished round, a server that has not learned of the end would accept it, and the step
-  // would be lost.
-  void LearnRound();
   // The error of a part that has failed first.
   absl::Status FirstError() const ABSL_LOCKS_EXCLUDED(mu_);
   void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);

@@ -19,12 +19,12 @@ constexpr absl::Duration kAbandonTimeout = absl::Seconds(1);
 
 absl::StatusOr<PushProgress> DropStep(RunCore& run, const FailedPush& failed) {
   const absl::Status& error = failed.error;
+  // ABORTED means that a server has ended the step, but the other servers of a group may keep it.
+  const bool may_be_open = failed.round != 0 || error.code() != absl::StatusCode::kAborted ||
+                           GetErrorReason(error) == ErrorReason::kStepAbandoned;
   // Other ranks may have opened the step, so an abandoned one is dropped even if this rank has not
   // begun.
-  const bool is_lost_here =
-      GetErrorReason(error) == ErrorReason::kStepAbandoned && failed.has_begun;
-  if (failed.is_abandoned || is_lost_here ||
-      (failed.has_begun && error.code() != absl::StatusCode::kAborted)) {
+  if (failed.is_abandoned || (failed.has_begun && may_be_open)) {
     Interrupt never;
     const SteadyTime give_up = After(SteadyNow(), kAbandonTimeout);
     std::vector<int64_t> missing_ranks;

@@ -16,7 +16,9 @@ namespace ema::client_internal {
 
 struct FailedPush {
   int64_t step = 0;
-  int64_t round = 0;  // In which it was pushed; 0: the model is on one server.
+  // The newest round in which a part of it has begun; 0: the model is on one server. If no part has
+  // begun, the round in which the push would have begun.
+  int64_t round = 0;
   absl::Status error;
   bool has_begun = false;     // The server may know the step.
   bool is_abandoned = false;  // By this rank.

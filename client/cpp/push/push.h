@@ -82,8 +82,9 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   // error.
   bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
 
-  // A stream was opened, so the server may know the step.
-  bool has_begun() const { return has_begun_.load(); }
+  // The round of the last stream, as the part of a push to a group; 0: no stream was opened, so the
+  // server does not know the step. To be called when the push has ended.
+  int64_t begun_round() const { return begun_round_; }
 
  private:
   // The version of the step, and the plan after it.
@@ -177,9 +178,9 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   grpc::CompletionQueue queue_;
   client_internal::GrpcSender sender_;
   std::vector<int64_t> chunks_to_send_;
-  std::atomic<bool> has_begun_ = false;  // Written by the thread only.
-  int64_t begun_epoch_ = 0;              // The run epoch of the last stream.
-  int64_t begun_round_ = 0;              // The round of the last stream.
+  bool has_begun_ = false;   // A stream was opened, so the server may know the step.
+  int64_t begun_epoch_ = 0;  // The run epoch of the last stream.
+  int64_t begun_round_ = 0;  // The round of the last stream; also read when the push has ended.
   bool has_rejoined_ = false;
   bool avoids_lanes_ = false;  // A lane has broken.
   int odd_failure_count_ = 0;
