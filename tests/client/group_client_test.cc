@@ -302,6 +302,20 @@ TEST_F(GroupClientTest, TheHomesWordCountsForAllServers) {
   EXPECT_EQ(run_->latest()->number, 1);
 }
 
+TEST_F(GroupClientTest, AStepThatIsBeingPublishedIsNotTakenForAbandoned) {
+  Open();
+  group_.set_commits_abandoned_steps(true);
+  group_.server(2).push_scripts = {
+      {.refuse = MakeError(absl::StatusCode::kInternal, ErrorReason::kDevice, "the GPU is lost")}};
+  // The first call at the home was GetModel, the second is the one that abandons the step.
+  ASSERT_EQ(group_.server(0).unary_count(), 1);
+  group_.server(0).unary_errors = {
+      absl::OkStatus(), MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+                                  "committed as version 1", absl::Milliseconds(1))};
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(10));
+  EXPECT_EQ(version.number, 1);
+}
+
 TEST_F(GroupClientTest, AnAbandonedPushEndsOnAllServers) {
   Open();
   group_.server(1).push_scripts = {{.hold_chunks = true}};

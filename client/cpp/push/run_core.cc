@@ -198,9 +198,17 @@ absl::StatusOr<PushProgress> RunCore::DropStep(int64_t step, int64_t round, Stea
                                                Interrupt* interrupt) {
   v1::QueryPushRequest request = MakeQuery(step, /*abandon_if_unfinished=*/true);
   request.set_round(round);
-  EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
-                       client_->Once(&Stub::PrepareAsyncQueryPush, request, deadline, interrupt));
-  return FromResponse(response);
+  Backoff backoff;
+  while (true) {
+    const absl::StatusOr<v1::QueryPushResponse> response =
+        client_->Once(&Stub::PrepareAsyncQueryPush, request, deadline, interrupt);
+    if (response.ok()) return FromResponse(*response);
+    // The home has committed the step, and is publishing it.
+    const bool is_ending = GetErrorReason(response.status()) == ErrorReason::kSessionBusy;
+    const absl::Duration delay = backoff.Next(response.status());
+    if (!is_ending || After(SteadyNow(), delay) >= deadline) return response.status();
+    if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
+  }
 }
 
 absl::StatusOr<std::shared_ptr<RunningPush>> RunCore::MakePush(PushArguments arguments) {

@@ -80,7 +80,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
                                          std::string_view give_up_reason = {}) override;
-  // Drops a step that was pushed in `round` (0: the model is on one server). Tries once.
+  // Drops a step that was pushed in `round` (0: the model is on one server). Retries only while the
+  // server answers SESSION_BUSY, because the step is committed and being published.
   absl::StatusOr<PushProgress> DropStep(int64_t step, int64_t round, SteadyTime deadline,
                                         Interrupt* interrupt);
 
