@@ -463,11 +463,12 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     session = open_step_.session();
     const bool is_open = session != nullptr && session->plan().step == step;
     if (is_partition() && abandon_if_unfinished) {
-      // The step may be open in other partitions only. The gate ends it here, too.
-      const bool may_be_open = session == nullptr || is_open || round != 0;
+      // The gate ends the step here, too. In the round that the caller names, the step may be open
+      // in other partitions only. In the present one, they may have another step.
+      const bool is_round_known = is_open || round != 0;
       if (round == 0 && is_open) round = session->plan().round;
-      if (may_be_open) EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));
-      result.state = may_be_open ? PushState::State::kAbandoned : PushState::State::kUnknown;
+      if (is_round_known) EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));
+      result.state = is_round_known ? PushState::State::kAbandoned : PushState::State::kUnknown;
       return result;
     }
     if (!is_open) {

@@ -335,6 +335,7 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
 
 absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPushRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  const int64_t round_before = model->round();
   EMA_ASSIGN_OR_RETURN(
       const Model::PushState state,
       model->QueryPush(request.run_epoch(), request.step(), request.rank(),
@@ -358,7 +359,9 @@ absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPus
       break;
   }
   response.set_rank_committed(state.rank_committed);
-  response.set_round(model->round());
+  // A caller that abandons an open step names its round: never a later one than the step's.
+  const bool is_open = state.state == Model::PushState::State::kOpen;
+  response.set_round(is_open ? round_before : model->round());
   for (const auto& [range, tensor] : state.missing) {
     v1::QueryPushResponse::Range* const out = response.add_missing();
     out->set_offset(range.offset);

@@ -219,6 +219,29 @@ TEST_F(CommitGateTest, OnlyTheDecisionEndsAPreparedStep) {
   EXPECT_EQ(NewestStep(), 1);
 }
 
+TEST_F(CommitGateTest, ARoundEndsOnlyForAStepThatIsKnownToBeInIt) {
+  const auto abandon = [this](int64_t step, int64_t round) {
+    const absl::StatusOr<Model::PushState> state = model_->QueryPush(
+        ranks_[1].run_epoch(), step, 1, /*abandon_if_unfinished=*/true, {}, round);
+    return state.ok() ? state->state : Model::PushState::State::kCommitted;
+  };
+  using State = Model::PushState::State;
+  // No step is open here, but another one may be open in another partition.
+  EXPECT_EQ(abandon(1, /*round=*/0), State::kUnknown);
+  EXPECT_THAT(gate_->abandoned, IsEmpty());
+  EXPECT_EQ(abandon(1, /*round=*/7), State::kAbandoned);
+  ASSERT_THAT(gate_->abandoned, SizeIs(1));
+  EXPECT_EQ(gate_->abandoned[0].round, 7);
+  EMA_ASSERT_OK_AND_ASSIGN(push_, ranks_[0].Open(2, std::make_shared<PushOutcome>()));
+  EXPECT_EQ(abandon(1, /*round=*/0), State::kUnknown);
+  EXPECT_EQ(abandon(2, /*round=*/0), State::kAbandoned);
+  EXPECT_THAT(gate_->abandoned, SizeIs(2));
+  // A run that is not open.
+  EXPECT_THAT(
+      model_->QueryPush(ranks_[1].run_epoch() + 1, 2, 1, /*abandon_if_unfinished=*/true, {}, 7),
+      ReasonIs(ErrorReason::kFenced));
+}
+
 TEST_F(CommitGateTest, AStepOfALaterRoundReplacesOneThatReceives) {
   const auto open = [this](int64_t step, int64_t round) {
     PushStart start = ranks_[0].Start(step);

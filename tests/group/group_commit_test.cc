@@ -214,6 +214,27 @@ TEST_F(GroupCommitTest, TheHomeAbandonsAStepForAllServers) {
   EXPECT_EQ(response.state(), v1::QueryPushResponse::STATE_COMMITTED);
 }
 
+TEST_F(GroupCommitTest, ARankThatAbandonsAStepDoesNotEndTheRoundOfAnother) {
+  StartServers(3);
+  GroupTrainer trainer("m", "launch");
+  trainer.OpenRun(Create());
+  const int64_t round = trainer.round();
+  std::future<Pushed> first = trainer.Push(1, 2, 5);
+  AwaitReceived(trainer, 1, 2);
+  v1::QueryPushResponse response;
+  ASSERT_TRUE(trainer.Query(1, 2, /*abandon=*/false, /*round=*/0, &response).ok());
+  EXPECT_EQ(response.round(), round);
+  // The home has no step, and does not know in which round step 1 was pushed.
+  ASSERT_TRUE(trainer.Query(0, 1, /*abandon=*/true, /*round=*/0, &response).ok());
+  EXPECT_EQ(response.state(), v1::QueryPushResponse::STATE_UNKNOWN);
+  std::vector<Pushed> pushed;
+  std::future<Pushed> home = trainer.Push(0, 2, 5);
+  pushed.push_back(trainer.Push(2, 2, 5).get());
+  pushed.push_back(home.get());
+  pushed.push_back(first.get());
+  ExpectCommitted(pushed, 2, 1);
+}
+
 TEST_F(GroupCommitTest, APushOfAnEndedRoundIsRejectedWithThePresentOne) {
   StartServers(2);
   GroupTrainer trainer("m", "launch");

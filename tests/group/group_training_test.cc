@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -41,6 +42,7 @@ class TrainedGroup : public GroupFixture {
     client_ = *Client::Create(servers_.back()->address());
   }
   void TestBody() override {}
+  using GroupFixture::Describe;
 
   Client& client() { return *client_; }
   std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1) {
@@ -190,6 +192,44 @@ TEST(GroupTrainingTest, AStepThatTheHomeRejectsIsDroppedOnAllServers) {
   EMA_ASSERT_OK_AND_ASSIGN(const Version next, Push(*run, 3));
   EXPECT_EQ(next.number, 2);
   EXPECT_EQ(next.step, 3);
+}
+
+TEST(GroupTrainingTest, AStepThatAnotherRankPushesElsewhereCanBeGivenUp) {
+  TrainedGroup group(2, /*tensor_count=*/4);
+  const v1::Model described = group.Describe("m");
+  const int64_t at_home = described.partitions(0).tensor_count();
+  std::vector<std::vector<Shard>> shards(2);  // Of rank 0 at the home; of rank 1 elsewhere.
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo info, group.client().GetModel("m"));
+  for (int64_t i = 0; i < 4; ++i) {
+    shards[i < at_home ? 0 : 1].push_back(WholeTensor(info.manifest, i));
+  }
+  std::vector<std::unique_ptr<ema::Run>> runs;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    EMA_ASSERT_OK_AND_ASSIGN(
+        auto run,
+        group.client().OpenRun(
+            "m", {.launch_id = "life", .rank = rank, .world_size = 2, .shards = shards[rank]},
+            kPatience));
+    runs.push_back(std::move(run));
+  }
+  const Weights weights(*runs[1], 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto pushed, runs[1]->StartPush(1, TrainingTime::AtBatch(1),
+                                                                 weights.shards(), kPatience));
+  EXPECT_TRUE(pushed->WaitReleased(kPatience));
+  const auto is_open = [&] {
+    const auto progress = runs[1]->QueryPush(1, /*abandon_if_unfinished=*/false, kPatience);
+    return progress.ok() && progress->state == PushProgress::State::kOpen;
+  };
+  while (!is_open()) std::this_thread::yield();
+  ASSERT_THAT(runs[0]->GiveUp(1, "no memory", kPatience), IsOk());
+  EXPECT_THAT(pushed->Wait(), ReasonIs(ErrorReason::kStepGivenUp));
+  // Both know the next round.
+  const Weights next(*runs[1], 2);
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto second, runs[1]->StartPush(2, TrainingTime::AtBatch(2), next.shards(), kPatience));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*runs[0], 2));
+  EXPECT_EQ(version.number, 1);
+  EXPECT_THAT(second->Wait(), IsOk());
 }
 
 TEST(GroupTrainingTest, AnAbandonedStepIsDroppedOnAllServers) {

@@ -14,6 +14,7 @@ namespace ema::client_internal {
 namespace {
 
 constexpr size_t kMaxMissingRanks = 16;  // A server lists as many.
+constexpr absl::Duration kFindRoundTimeout = absl::Milliseconds(500);
 
 // The part of Client::RunOptions::max_staging_bytes for one server: in proportion to its bytes, but
 // at least eight chunks, which is enough for a push to make progress.
@@ -151,9 +152,12 @@ absl::Status GroupRun::RefreshPlan(SteadyTime deadline, Interrupt* interrupt) {
 absl::StatusOr<PushProgress> GroupRun::QueryPush(int64_t step, bool abandon_if_unfinished,
                                                  SteadyTime deadline, Interrupt* interrupt,
                                                  bool retry, std::string_view give_up_reason) {
-  EMA_ASSIGN_OR_RETURN(
-      PushProgress progress,
-      home().QueryPush(step, abandon_if_unfinished, deadline, interrupt, retry, give_up_reason));
+  absl::StatusOr<PushProgress> at_home =
+      abandon_if_unfinished
+          ? home().DropStep(step, FindRound(step, deadline, interrupt), deadline, interrupt, retry,
+                            give_up_reason)
+          : home().QueryPush(step, /*abandon_if_unfinished=*/false, deadline, interrupt, retry);
+  EMA_ASSIGN_OR_RETURN(PushProgress progress, std::move(at_home));
   // It is that of the bytes at the home.
   if (parts_.size() > 1) progress.digest.reset();
   const bool is_wanted =
@@ -165,6 +169,18 @@ absl::StatusOr<PushProgress> GroupRun::QueryPush(int64_t step, bool abandon_if_u
     EMA_RETURN_IF_ERROR(AddProgress(part, step, deadline, interrupt, &progress));
   }
   return progress;
+}
+
+int64_t GroupRun::FindRound(int64_t step, SteadyTime deadline, Interrupt* interrupt) {
+  NewestRound newest(round_->incarnation());
+  // A server that does not answer is no reason not to abandon the step.
+  ForOthers(interrupt, [&](RunCore& part, Interrupt* inner) {
+    const absl::StatusOr<int64_t> round =
+        part.FindRound(step, std::min(deadline, After(SteadyNow(), kFindRoundTimeout)), inner);
+    if (round.ok()) newest.Note(*round);
+    return absl::OkStatus();
+  }).IgnoreError();
+  return newest.get();
 }
 
 absl::Status GroupRun::AddProgress(const PushingPart& part, int64_t step, SteadyTime deadline,

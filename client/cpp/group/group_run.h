@@ -49,7 +49,9 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
 
   absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) override;
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) override;
-  // The home's answer, with the missing ranges of all servers while the step is open.
+  // The home's answer, with the missing ranges of all servers while the step is open. To abandon a
+  // step, first asks the other servers in which round they have it open: another rank may have
+  // begun it there, and the home ends no round without knowing that.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
                                          std::string_view give_up_reason) override;
@@ -83,6 +85,8 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   // Calls `work` for all parts but the home's at once.
   absl::Status ForOthers(Interrupt* interrupt,
                          absl::FunctionRef<absl::Status(RunCore&, Interrupt*)> work);
+  // The round in which a server other than the home has `step` open; 0: none is known to have.
+  int64_t FindRound(int64_t step, SteadyTime deadline, Interrupt* interrupt);
   // Adds what is missing on the server of `part` to `progress`.
   absl::Status AddProgress(const PushingPart& part, int64_t step, SteadyTime deadline,
                            Interrupt* interrupt, PushProgress* progress) const;

@@ -194,14 +194,27 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
   return FromResponse(response);
 }
 
+absl::StatusOr<int64_t> RunCore::FindRound(int64_t step, SteadyTime deadline,
+                                           Interrupt* interrupt) {
+  EMA_ASSIGN_OR_RETURN(
+      const v1::QueryPushResponse response,
+      client_->Once(&Stub::PrepareAsyncQueryPush, MakeQuery(step, /*abandon_if_unfinished=*/false),
+                    deadline, interrupt));
+  return response.state() == v1::QueryPushResponse::STATE_OPEN ? response.round() : 0;
+}
+
 absl::StatusOr<PushProgress> RunCore::DropStep(int64_t step, int64_t round, SteadyTime deadline,
-                                               Interrupt* interrupt) {
+                                               Interrupt* interrupt, bool retry,
+                                               std::string_view give_up_reason) {
   v1::QueryPushRequest request = MakeQuery(step, /*abandon_if_unfinished=*/true);
   request.set_round(round);
+  request.set_give_up_reason(std::string(give_up_reason));
+  constexpr auto kMethod = &Stub::PrepareAsyncQueryPush;
   Backoff backoff;
   while (true) {
     const absl::StatusOr<v1::QueryPushResponse> response =
-        client_->Once(&Stub::PrepareAsyncQueryPush, request, deadline, interrupt);
+        retry ? client_->Unary(kMethod, request, deadline, interrupt)
+              : client_->Once(kMethod, request, deadline, interrupt);
     if (response.ok()) return FromResponse(*response);
     // The home has committed the step, and is publishing it.
     const bool is_ending = GetErrorReason(response.status()) == ErrorReason::kSessionBusy;
