@@ -234,6 +234,8 @@ absl::Status Server::Drain() {
   store_->Drain(deadline);
   absl::Status result;
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
+  // Before the models are closed, which then can say nothing to the other servers any more.
+  if (group_ != nullptr) group_->models()->StopHolding();
   store_->Close();
   rpc_->Shutdown(deadline);
   if (group_ != nullptr) group_->Leave();

@@ -558,8 +558,12 @@ absl::StatusOr<v1::PublishStateResponse> GroupModels::PublishState(
 }
 
 void GroupModels::StopHolding() {
-  absl::MutexLock lock(&mu_);
-  for (const auto& [name, hosted] : hosted_) hosted.partition->StopHolding();
+  std::vector<std::shared_ptr<HostedPartition>> partitions;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [name, hosted] : hosted_) partitions.push_back(hosted.partition);
+  }
+  for (const std::shared_ptr<HostedPartition>& partition : partitions) partition->StopHolding();
 }
 
 }  // namespace ema::group

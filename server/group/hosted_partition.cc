@@ -199,8 +199,7 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
       break;
     case Rounds::Answer::kHold:
       if (!is_holding_) {
-        answer(std::move(reply), MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                                           absl::StrCat(Name(), ": the home is shutting down")));
+        answer(std::move(reply), StoppingError());
       } else if (reply) {
         std::swap(held_[prepare.from.partition], reply);
         answer(std::move(reply), rounds_->state());
@@ -228,10 +227,16 @@ void HostedPartition::AnswerHeldLocked(const absl::StatusOr<GroupState>& answer)
 }
 
 void HostedPartition::StopHolding() {
-  absl::MutexLock lock(&mu_);
-  is_holding_ = false;
-  AnswerHeldLocked(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                             absl::StrCat(Name(), ": the home is shutting down")));
+  std::map<int64_t, Reply> held;
+  GroupState state;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!std::exchange(is_holding_, false) || !rounds_.has_value()) return;
+    held.swap(held_);
+    if (rounds_->Freeze(StoppingError())) EndRoundLocked();
+    state = rounds_->state();
+  }
+  for (const auto& [partition, reply] : held) reply(state);
 }
 
 // --- Ends of rounds ---
@@ -416,6 +421,11 @@ absl::Status HostedPartition::FencedError(const std::string& why) const {
 absl::Status HostedPartition::BusyError(const std::string& why) const {
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
                    absl::StrCat(Name(), ": ", why), kRetryDelay);
+}
+
+absl::Status HostedPartition::StoppingError() const {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+                   absl::StrCat(Name(), ": the home is shutting down"));
 }
 
 absl::Status HostedPartition::NotHomeError() const {

@@ -73,7 +73,9 @@ class HostedPartition final : public CommitGate,
   void OnPrepare(const Prepare& prepare, Reply reply) ABSL_LOCKS_EXCLUDED(mu_);
   // ABORTED, FENCED.
   absl::StatusOr<GroupState> OnSync(const Sync& sync) ABSL_LOCKS_EXCLUDED(mu_);
-  // Answers held calls, and later ones at once: UNAVAILABLE, DRAINING.
+  // Ends the open round, and permits no pushes in later ones: a partition that has prepared a step
+  // would wait for this home for ever. Answers held calls before it returns, and later ones at
+  // once. May be repeated.
   void StopHolding() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Applies a state that the home has sent.
@@ -121,6 +123,7 @@ class HostedPartition final : public CommitGate,
   std::string Name() const;  // "model \"m\", partition 2"
   absl::Status FencedError(const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status BusyError(const std::string& why) const;
+  absl::Status StoppingError() const;
   absl::Status NotHomeError() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   std::optional<std::string> AddressLocked(size_t partition) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 

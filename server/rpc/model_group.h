@@ -59,7 +59,8 @@ class ModelGroup {
   virtual absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) = 0;
   virtual absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) = 0;
-  // Answers all held Prepare() calls, and later ones at once: UNAVAILABLE, DRAINING.
+  // Ends the open rounds of the models whose home this is, and begins no others. Answers all held
+  // Prepare() calls before it returns, and later ones at once. May be repeated.
   virtual void StopHolding() = 0;
 };
 

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
+#include "server/group/hosted_partition.h"
 #include "tests/group/group_fixture.h"
 #include "tests/testutil/tcp_proxy.h"
 
@@ -260,6 +262,51 @@ TEST_F(GroupCommitTest, ALaterRunFencesAnEarlierOneOnAllServers) {
   EXPECT_GT(later.run_epoch(), earlier.run_epoch());
   ExpectFailed(earlier.PushAll(2, 5), v1::ERROR_REASON_FENCED);
   ExpectCommitted(later.PushAll(2, 5), 2, 1);
+}
+
+TEST_F(GroupCommitTest, AHomeThatStopsEndsItsRound) {
+  StartServers(2);
+  GroupTrainer trainer("m", "launch");
+  trainer.OpenRun(Create());
+  std::future<Pushed> prepared = trainer.Push(1, 1, 5);
+  AwaitReceived(trainer, 1, 1);
+  ServerAt(trainer.described().partitions(0).address()).Stop();
+  EXPECT_EQ(prepared.get().result.detail.reason(), v1::ERROR_REASON_DRAINING);
+  // It prepares no other step, for which nobody would decide.
+  trainer.set_round(trainer.round() + 1);
+  EXPECT_EQ(trainer.Push(1, 2, 5).get().result.detail.reason(), v1::ERROR_REASON_DRAINING);
+}
+
+TEST_F(GroupCommitTest, AHomeThatStopsAnswersHeldCallsOnItsOwnThread) {
+  StartServers(1);
+  const std::unique_ptr<Peers> peers = *Peers::Start({});
+  constexpr int64_t kIncarnation = 1;
+  const auto home = std::make_shared<HostedPartition>(HostedPartition::Options{
+      .model = "m",
+      .id = {.incarnation = kIncarnation, .partition = 0, .boot = "a"},
+      .partitions = {{.member = "ema-0", .boot = "a"}, {.member = "ema-1", .boot = "b"}},
+      .peers = peers.get(),
+      .member = &servers_[0]->member()});
+  const PartId other = {.incarnation = kIncarnation, .partition = 1, .boot = "b"};
+  ASSERT_THAT(home->OnSync({.from = home->id()}), IsOk());
+  ASSERT_THAT(home->OnSync({.from = other}), IsOk());
+  absl::Notification release;
+  peers->Post([&release] { release.WaitForNotification(); });
+  absl::StatusOr<GroupState> answer = absl::UnknownError("no answer yet");
+  home->OnPrepare({.from = other, .round = 1},
+                  [&answer](const absl::StatusOr<GroupState>& state) { answer = state; });
+  EXPECT_THAT(answer, StatusIs(absl::StatusCode::kUnknown, "no answer yet"));
+  home->StopHolding();
+  EXPECT_THAT(answer, IsOk());
+  if (answer.ok()) {
+    EXPECT_EQ(answer->round, 2);
+    EXPECT_TRUE(answer->frozen);
+    EXPECT_THAT(answer->last_abort->why, ReasonIs(ErrorReason::kDraining));
+  }
+  home->StopHolding();
+  EXPECT_EQ(home->round(), 2);
+  release.Notify();
+  peers->Stop();
 }
 
 TEST_F(GroupCommitTest, LostRepliesOfTheHomeDelayACommitOnly) {
