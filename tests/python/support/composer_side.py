@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composer's EMA in its own environment, for test_libraries.py.
+"""Composer's EMA in its own environment, for test_composer.py.
 
-Takes jobs from stdin, a line of JSON each: reads the steps that ours took, does each with Composer from
-the average that ours began with, writes what Composer made of them, and says "done". Kind "algorithm"
-drives composer.algorithms.EMA by events as its trainer does, "function" calls compute_ema.
+Kind "algorithm" drives composer.algorithms.EMA by events as Composer's trainer does, "function"
+calls compute_ema.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
@@ -17,21 +14,22 @@ from composer.algorithms.ema import EMA, compute_ema
 from composer.core import Event, State
 from composer.devices import DeviceCPU
 from composer.loggers import Logger
-from libraries import Net, Step, run_theirs
+from libraries import UPDATES, Library, Net
+from library_process import serve_jobs
 
 
 class Algorithm:
     """EMA on the events of a training in which an epoch has `epoch_batches` batches."""
 
-    def __init__(self, model: torch.nn.Module, options: dict[str, Any], updates: int) -> None:
-        self._epoch_batches = options.pop("epoch_batches", 10**9)
-        self._ema = EMA(**options)
+    def __init__(self, model: torch.nn.Module, arguments: dict[str, Any]) -> None:
+        self._epoch_batches = arguments.pop("epoch_batches", 10**9)
+        self._ema = EMA(**arguments)
         self._state = State(
             model=model,
             rank_zero_seed=0,
             run_name="side",
             device=DeviceCPU(),
-            max_duration=f"{updates}ba",
+            max_duration=f"{UPDATES}ba",
         )
         self._logger = Logger(self._state, [])
         self._send(Event.INIT)
@@ -61,37 +59,25 @@ class Algorithm:
 
 
 class Function:
-    def __init__(self, model: torch.nn.Module, options: dict[str, Any]) -> None:
+    """compute_ema, called for each update."""
+
+    def __init__(self, model: torch.nn.Module, arguments: dict[str, Any]) -> None:
         self._model = model
         self._ema_model = Net()
-        self._options = options
+        self._arguments = arguments
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._ema_model.state_dict())
 
     def update(self, n: int) -> float | None:
-        compute_ema(self._model, self._ema_model, **self._options)
-        return 1 - self._options.get("smoothing", 0.99)
+        compute_ema(self._model, self._ema_model, **self._arguments)
+        return 1 - self._arguments.get("smoothing", 0.99)
 
 
-def do(job: dict[str, Any]) -> None:
-    steps = [Step(**fields) for fields in torch.load(job["steps"])]
-    model = Net()
-    if job["kind"] == "algorithm":
-        library: Algorithm | Function = Algorithm(model, job["options"], len(steps))
-    else:
-        library = Function(model, job["options"])
-    result = [(theirs.after, theirs.weight) for theirs in run_theirs(library, model, steps)]
-    torch.save(result, job["theirs"])
-
-
-def main() -> None:
-    # Composer's loggers shall not write where the answers go.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        do(json.loads(line))
-        print("done", file=answers, flush=True)
+def make_library(kind: str, model: torch.nn.Module, arguments: dict[str, Any]) -> Library:
+    make = {"algorithm": Algorithm, "function": Function}[kind]
+    return make(model, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    serve_jobs(make_library)

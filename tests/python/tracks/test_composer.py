@@ -6,21 +6,14 @@ Agreement is as in test_libraries.py.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import pathlib
-import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import ema_client
 import numpy as np
 import pytest
-import torch
-from libraries import UPDATES, Agreement, Net, Ours, Step, Tensors, floats, run_ours
-from ours import LocalOurs, ServerOurs, make_ours  # noqa: F401
-from testing import SUPPORT, beside_python, started
+from libraries import UPDATES, Agreement, Net, Tensors, floats, run_ours
+from library_process import LibraryProcess, library_process
+from ours import Timed, make_ours  # noqa: F401
 
 pytestmark = pytest.mark.framework
 
@@ -41,58 +34,10 @@ COMPOSER = {
 }
 
 
-class Composer:
-    """The real one, in a process of its environment."""
-
-    def __init__(self, folder: pathlib.Path, process: subprocess.Popen[str]) -> None:
-        self._folder = folder
-        self._process = process
-
-    def run(
-        self, kind: str, steps: list[Step], options: dict[str, Any]
-    ) -> list[tuple[Tensors, float | None]]:
-        job = {"kind": kind, "options": options}
-        job |= {name: str(self._folder / f"{name}.pt") for name in ("steps", "theirs")}
-        torch.save([dataclasses.asdict(step) for step in steps], job["steps"])
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n"
-        return torch.load(job["theirs"])
-
-
 @pytest.fixture(scope="module")
-def composer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composer]:
-    with started(
-        [beside_python("composer"), SUPPORT / "composer_side.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-    ) as [process]:
-        yield Composer(tmp_path_factory.mktemp("composer"), process)
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-
-
-class Timed:
-    """Ours, with a time that has epochs and progress."""
-
-    def __init__(self, ours: Ours, model: torch.nn.Module, epoch_batches: int) -> None:
-        self._ours, self._model, self._epoch_batches = ours, model, epoch_batches
-
-    def push(self, n: int) -> float | None:
-        time = {"batch": n, "epoch": n // self._epoch_batches, "progress": n / UPDATES}
-        if isinstance(self._ours, LocalOurs):
-            record = self._ours._ema.update(time)["ema"]
-        else:
-            assert isinstance(self._ours, ServerOurs)
-            version = self._ours.run.push(step=n, weights=self._model.state_dict(), time=time)
-            record = version.tracks["ema"]
-        return record.update_weight if record.updated else None
-
-    def pull(self) -> Tensors:
-        return self._ours.pull()
+def composer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LibraryProcess]:
+    with library_process("composer", tmp_path_factory.mktemp("composer")) as process:
+        yield process
 
 
 @pytest.mark.parametrize("options", COMPOSER.values(), ids=COMPOSER.keys())
@@ -101,7 +46,7 @@ def test_composer(options, make_ours, composer):
     arguments = {name: value for name, value in options.items() if name != "epoch_batches"}
     model = Net()
     ours = make_ours(model, {"preset": "composer", **arguments})
-    timed = Timed(ours, model, options.get("epoch_batches", 10**9))
+    timed = Timed(ours, options.get("epoch_batches", 10**9))
     steps = run_ours(timed, model, updates=UPDATES)
     agreement = Agreement()
     updates = 0
