@@ -146,7 +146,8 @@ class EMA(Algorithm):
     @property
     def ema_model(self) -> EMAParameters | None:
         """The averages of the last push in a new object of Composer's class, pulled at each use; before
-        ema_start the training weights. None: no trainer has this algorithm yet."""
+        ema_start the training weights. Buffers that are not in the model's state_dict have the model's
+        values. None: no trainer has this algorithm yet."""
         if self._model is None:
             return None
         named = named_tensors(unwrap(self._model))
@@ -157,8 +158,10 @@ class EMA(Algorithm):
             for name, parameter in named.parameters.items()
             if parameter.requires_grad and name in values
         }
+        buffers = {name: values[name] for name in named.buffers if name in values}
+        buffers |= self._unsaved_buffers()
         result.named_buffers_dict = {
-            name: values[name].detach().clone() for name in named.buffers if name in values
+            name: value.detach().clone() for name, value in buffers.items()
         }
         return result
 
@@ -263,7 +266,10 @@ class EMA(Algorithm):
             weights, buffers = self._training_weights(), named_tensors(unwrap(self._model)).buffers
             state["ema_model"] = {
                 "named_parameters_dict": {n: weights[n] for n in weights if n not in buffers},
-                "named_buffers_dict": {n: weights[n] for n in weights if n in buffers},
+                "named_buffers_dict": {
+                    **{n: weights[n] for n in weights if n in buffers},
+                    **self._unsaved_buffers(),
+                },
             }
         if self._attachment is not None:
             state["average"] = saved_state(self._attachment, self._options)
@@ -284,8 +290,9 @@ class EMA(Algorithm):
         self._resume = state["average"]
         self._training = None
         if state["ema_weights_active"]:
-            own = state["ema_model"]
-            self._training = {**own["named_parameters_dict"], **own["named_buffers_dict"]}
+            own, unsaved = state["ema_model"], self._unsaved_buffers()
+            weights = {**own["named_parameters_dict"], **own["named_buffers_dict"]}
+            self._training = {n: weights[n] for n in weights if n not in unsaved}
 
     def _attach(self, state: State) -> None:
         check_no_ranges(state.model)
@@ -442,6 +449,19 @@ class EMA(Algorithm):
         if self._swap is not None:
             swap, self._swap = self._swap, None
             swap.close()
+
+    def _unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers that are not in its state_dict. The server has no average of them, while
+        Composer's class has all buffers. {}: no trainer has this algorithm yet."""
+        if self._model is None:
+            return {}
+        module = unwrap(self._model)
+        saved = {id(buffer) for buffer in named_tensors(module).buffers.values()}
+        return {
+            name: buffer.detach()
+            for name, buffer in module.named_buffers()
+            if id(buffer) not in saved
+        }
 
     def _training_weights(self) -> dict[str, torch.Tensor]:
         """REQUIRES: the model has the averaged weights."""

@@ -25,7 +25,7 @@ BATCHES = 6
 
 
 class Model(ComposerModel):
-    """Float and integer statistics, and a frozen weight."""
+    """Float and integer statistics, a frozen weight, and a buffer that is not in its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,9 +33,10 @@ class Model(ComposerModel):
             torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
         )
         self.scale = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("offset", torch.arange(3.0), persistent=False)
 
     def forward(self, batch):
-        return self.net(batch[0]) * self.scale.mean()
+        return self.net(batch[0]) * self.scale.mean() + self.offset.sum()
 
     def loss(self, outputs, batch):
         return (outputs - batch[1]).square().mean()
