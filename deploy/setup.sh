@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs what is missing: Debian packages, and Python packages in a virtual environment, build/venv.
-# Composer, DeepSpeed and Ray, which only tests and comparisons use, each get a virtual environment of their
-# own: build/venv-composer, build/venv-deepspeed, build/venv-bench.
+# Composer, DeepSpeed, a few libraries and Ray, which only tests and comparisons use, get virtual environments
+# of their own: build/venv-composer, build/venv-deepspeed, build/venv-libraries, build/venv-bench.
 # Where nothing is missing it needs neither network nor root and is done at once.
 #
 # Usage: deploy/setup.sh [--server|--cuda|--client|--demo|--all|--bench]
@@ -123,6 +123,7 @@ case ${1-} in
   --all)
     install_beside composer
     DS_BUILD_OPS=0 install_beside deepspeed
+    install_beside libraries
     ;;
   --bench) install_beside bench ;;
 esac

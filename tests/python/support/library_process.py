@@ -59,7 +59,13 @@ def library_process(name: str, folder: pathlib.Path) -> Iterator[LibraryProcess]
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "YOLO_CONFIG_DIR": str(folder)},
+        env={
+            **os.environ,
+            "PYTHONWARNINGS": "ignore",
+            # When imported, ultralytics writes its settings, and looks for the internet.
+            "YOLO_CONFIG_DIR": str(folder),
+            "YOLO_OFFLINE": "true",
+        },
     ) as [process]:
         yield LibraryProcess(folder, process)
         process.communicate(timeout=60)

@@ -456,7 +456,7 @@ def _mmengine(
     device: Any = None,
     update_buffers: bool = False,
 ) -> dict[str, Any]:
-    """mmengine.model.ExpMomentumEMA: 1 - momentum at the end, by (1 - exp(-n / gamma))."""
+    """MMDetection's ExpMomentumEMA: 1 - momentum at the end, by (1 - exp(-n / gamma))."""
     return dict(
         exp_ramp=_above_zero("gamma", gamma, "2000"),
         max_decay=1 - check_number("momentum", momentum, "0.0002"),

@@ -174,7 +174,8 @@ class Track:
         - edm2: trained images are the samples ("sp"), which `time` must count. Buffers are copied.
         - ultralytics: ModelEMA. tensorflow: the decay of tf.train.ExponentialMovingAverage with
           num_updates, of torch_ema and of LitEma, whose `num_updates` is 1 at batch 1.
-        - mmengine: ExpMomentumEMA; with kind="constant" ExponentialMovingAverage.
+        - mmengine: MMDetection's ExpMomentumEMA, a subclass of MMEngine's; with kind="constant"
+          MMEngine's ExponentialMovingAverage.
         - byol: the cosine of BYOL and DINO from base_decay to final_decay. `time` must count "dur",
           the share of the whole training.
 
