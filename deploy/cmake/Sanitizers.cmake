@@ -7,7 +7,7 @@ if(EMA_SANITIZE)
   set(flags -fsanitize=${EMA_SANITIZE} -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
   if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
     # With their checks in between, GCC wrongly warns of what absl::Cleanup and std::variant hold.
-    list(APPEND flags -Wno-maybe-uninitialized -Wno-array-bounds)
+    list(APPEND flags -Wno-maybe-uninitialized -Wno-array-bounds -Wno-stringop-overflow)
   endif()
   # Not for nvcc, which knows none of these.
   foreach(flag IN LISTS flags)
