@@ -21,10 +21,11 @@ struct LibraryLog {
   std::function<void()> flush;
   LogThrottle grpc;
   LogThrottle protobuf;
+  LibraryLog* replaced = nullptr;
 };
 
-// Global, because the libraries' log functions have no argument for it. Never destroyed: their
-// threads may log until the process ends.
+// Global, because the libraries' log functions have no argument for it. Never destroyed, nor are
+// those that it has replaced: the libraries' threads may use them until the process ends.
 std::atomic<LibraryLog*> library_log = nullptr;
 
 std::vector<LogField> FieldsOf(std::string_view message, std::string_view path, int line) {
@@ -66,10 +67,12 @@ void ReportProtobuf(google::protobuf::LogLevel level, const char* file, int line
 }  // namespace
 
 void SendLibraryLogTo(LogSink sink, std::function<void()> flush) {
-  library_log.store(
-      new LibraryLog{
-          .sink = std::move(sink), .flush = std::move(flush), .grpc = {}, .protobuf = {}},
-      std::memory_order_release);
+  library_log.store(new LibraryLog{.sink = std::move(sink),
+                                   .flush = std::move(flush),
+                                   .grpc = {},
+                                   .protobuf = {},
+                                   .replaced = library_log.load(std::memory_order_acquire)},
+                    std::memory_order_release);
   gpr_set_log_function(&ReportGrpc);
   google::protobuf::SetLogHandler(&ReportProtobuf);
 }
