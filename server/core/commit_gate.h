@@ -30,6 +30,9 @@ class CommitGate {
  public:
   virtual ~CommitGate() = default;
 
+  // Whether this partition's server answers for the whole model. Constant.
+  virtual bool is_home() const = 0;
+
   // --- Called with the model's lock held ---
 
   // The present round, for replies; also called without the lock. 0: none has begun, so nothing can

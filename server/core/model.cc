@@ -556,9 +556,9 @@ void Model::Close(const absl::Status& status) {
 
 absl::Status Model::closed() const { return history_.closed(); }
 
-void Model::Restore(std::shared_ptr<const Snapshot> snapshot) {
+void Model::Restore(std::shared_ptr<const Snapshot> snapshot, int64_t fenced_run_epoch) {
   absl::MutexLock lock(&mu_);
-  runs_.Restore(snapshot->record);
+  runs_.Restore(snapshot->record, fenced_run_epoch);
   history_.Restore(std::move(snapshot));
 }
 

@@ -96,6 +96,9 @@ class Model : public std::enable_shared_from_this<Model> {
 
   // The model is one partition of a whole model.
   bool is_partition() const { return options_.gate != nullptr; }
+  // Whether this server answers for the whole model, and saves it: false for a partition whose home
+  // is another server.
+  bool is_home() const { return !is_partition() || options_.gate->is_home(); }
   // The present round of the partitions, for replies; 0: the model is not a partition, or no round
   // has begun.
   int64_t round() const { return is_partition() ? options_.gate->round() : 0; }
@@ -250,9 +253,11 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes a version from a checkpoint the newest one. Incarnation and run epoch continue above the
-  // record's. REQUIRES: nothing has been committed, no run is open; the snapshot's tracks are the
-  // model's.
-  void Restore(std::shared_ptr<const Snapshot> snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  // record's. `fenced_run_epoch`: launches that report a run epoch up to this one are fenced; 0: no
+  // others than those of earlier epochs than the record's. REQUIRES: nothing has been committed, no
+  // run is open; the snapshot's tracks are the model's.
+  void Restore(std::shared_ptr<const Snapshot> snapshot, int64_t fenced_run_epoch = 0)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   friend class RankPush;

@@ -121,9 +121,11 @@ std::vector<std::shared_ptr<Model>> ModelStore::List() const {
 }
 
 bool ModelStore::Delete(std::string_view name) {
-  const absl::Status deleted =
-      MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound,
-                absl::StrCat("model \"", std::string(name), "\" has been deleted"));
+  return Drop(name, MakeError(absl::StatusCode::kNotFound, ErrorReason::kModelNotFound,
+                              absl::StrCat("model \"", std::string(name), "\" has been deleted")));
+}
+
+bool ModelStore::Drop(std::string_view name, const absl::Status& status) {
   std::shared_ptr<Model> model;
   Model::Description
       last;  // Destroyed without the lock: it may hold the last reference to a track.
@@ -135,11 +137,11 @@ bool ModelStore::Delete(std::string_view name) {
     models_.erase(it);
     options_.model.observer->OnModelDeleted(name);
     // One of the same name repeats none of its run epochs either.
-    model->StopAcceptingWork(deleted);
+    model->StopAcceptingWork(status);
     last = model->Describe();
     next_incarnation_ = std::max(next_incarnation_, last.run_epoch + 1);
   }
-  model->Close(deleted);
+  model->Close(status);
   return true;
 }
 

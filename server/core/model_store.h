@@ -66,6 +66,8 @@ class ModelStore {
   // Closes and removes the model. Its memory is freed when the last reader releases it. False:
   // there was no such model.
   bool Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same, but its readers and writers get `status`: the model continues in another object.
+  bool Drop(std::string_view name, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // The same; then, even if there was no such model, runs `forget`, which may block. Until that
   // returns, no model of that name can be created. Returns the status of `forget`.
   absl::Status Delete(std::string_view name, absl::FunctionRef<absl::Status()> forget)

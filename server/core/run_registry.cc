@@ -133,9 +133,9 @@ void RunRegistry::BeginRollback() {
   FenceOpenRun();
 }
 
-void RunRegistry::Restore(const Version& record) {
-  epoch_ = std::max({epoch_, record.incarnation + 1, record.run_epoch});
-  fence_epoch_ = record.run_epoch;
+void RunRegistry::Restore(const Version& record, int64_t fenced_epoch) {
+  epoch_ = std::max({epoch_, record.incarnation + 1, record.run_epoch, fenced_epoch});
+  fence_epoch_ = fenced_epoch > 0 ? std::max(record.run_epoch, fenced_epoch + 1) : record.run_epoch;
 }
 
 }  // namespace ema

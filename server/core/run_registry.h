@@ -80,8 +80,9 @@ class RunRegistry {
   // Takes the next epoch, for the version that a rollback makes, and returns it.
   int64_t TakeRollbackEpoch() { return fence_epoch_ = ++epoch_; }
 
-  // Continues above a version from a checkpoint. REQUIRES: no run has been opened.
-  void Restore(const Version& record);
+  // Continues above a version from a checkpoint. `fenced_epoch`: a rollback has fenced the runs up
+  // to this epoch; 0: none. REQUIRES: no run has been opened.
+  void Restore(const Version& record, int64_t fenced_epoch);
 
  private:
   void FenceOpenRun();

@@ -38,6 +38,7 @@ struct Dropped {
 
 class RecordingGate final : public CommitGate {
  public:
+  bool is_home() const override { return true; }
   int64_t round() const override { return present_round; }
   absl::Status CheckLaunch(const Launch&) override { return check_launch; }
   void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
