@@ -78,6 +78,7 @@ v1::SyncRequest ToProto(const std::string& model, const Sync& sync) {
   proto.set_round(sync.round);
   proto.set_received_bytes(sync.received_bytes);
   proto.mutable_missing_ranks()->Assign(sync.missing_ranks.begin(), sync.missing_ranks.end());
+  proto.set_loading(sync.loading);
   return proto;
 }
 
@@ -85,7 +86,8 @@ Sync FromProto(const v1::SyncRequest& proto) {
   return {.from = FromProto(proto.from()),
           .round = proto.round(),
           .received_bytes = proto.received_bytes(),
-          .missing_ranks = {proto.missing_ranks().begin(), proto.missing_ranks().end()}};
+          .missing_ranks = {proto.missing_ranks().begin(), proto.missing_ranks().end()},
+          .loading = proto.loading()};
 }
 
 v1::GroupState ToProto(const GroupState& state) {

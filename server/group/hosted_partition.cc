@@ -38,8 +38,13 @@ PreparedStep StepOf(const CommitGate::PreparedVersion& step) {
           .may_omit_frozen = step.may_omit_frozen};
 }
 
+int64_t BaseVersion(const HostedPartition::Options& options) {
+  return options.base.has_value() ? options.base->version : 0;
+}
+
 Rounds::Options RoundsOptions(const HostedPartition::Options& options) {
   Rounds::Options rounds{.incarnation = options.id.incarnation,
+                         .base_version = BaseVersion(options),
                          .session_timeout = options.session_timeout,
                          .registry_patience = options.registry_patience};
   for (const Partition& partition : options.partitions) {
@@ -51,7 +56,9 @@ Rounds::Options RoundsOptions(const HostedPartition::Options& options) {
 }  // namespace
 
 HostedPartition::HostedPartition(Options options)
-    : options_(std::move(options)), part_(options_.id, /*base_version=*/0) {
+    : options_(std::move(options)),
+      part_(options_.id, BaseVersion(options_)),
+      loading_(options_.base.has_value() ? "is loading" : "") {
   if (is_home()) rounds_.emplace(RoundsOptions(options_), SteadyNow());
   state_.incarnation = options_.id.incarnation;
 }
@@ -72,12 +79,25 @@ void HostedPartition::Start(const std::shared_ptr<Model>& model) {
 void HostedPartition::Activate() {
   absl::MutexLock lock(&mu_);
   if (std::exchange(is_active_, true)) return;
+  loading_.clear();
   RequestSyncLocked();
 }
 
 bool HostedPartition::is_active() const {
   absl::MutexLock lock(&mu_);
   return is_active_;
+}
+
+void HostedPartition::NoteNotLoaded(const absl::Status& error) {
+  absl::MutexLock lock(&mu_);
+  if (!is_active_)
+    loading_ = absl::StrCat("is loading; the last attempt failed: ", error.message());
+}
+
+absl::Status HostedPartition::CheckLoaded() const {
+  absl::MutexLock lock(&mu_);
+  if (!options_.base.has_value() || !rounds_.has_value()) return absl::OkStatus();
+  return WithPlace(rounds_->CheckJoined(), absl::StrCat("model \"", options_.model, "\": "));
 }
 
 void HostedPartition::Stop() {
@@ -128,16 +148,18 @@ void HostedPartition::RequestSyncLocked() {
 }
 
 void HostedPartition::SendSync() {
-  const Sync sync = Progress();
+  Sync sync = Progress();
   absl::MutexLock lock(&mu_);
   is_sync_requested_ = false;
   if (is_stopped_) return;
+  sync.loading = loading_;
+  // Before the record is ACTIVE, the home may not have its partition yet.
+  if (!is_active_ && loading_.empty()) return;
   if (rounds_.has_value()) {
     if (rounds_->OnSync(sync, SteadyNow()).round_ended) EndRoundLocked();
     return;
   }
-  // Before that the home may not have its partition yet.
-  if (!is_active_ || is_sync_running_) return;
+  if (is_sync_running_) return;
   const std::optional<std::string> home = AddressLocked(0);
   if (!home.has_value()) return;
   is_sync_running_ = true;

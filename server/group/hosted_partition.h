@@ -45,8 +45,10 @@ class HostedPartition final : public CommitGate,
     std::string model;
     PartId id;
     std::vector<Partition> partitions;  // Of the model's record.
-    Peers* peers = nullptr;             // Outlives the calls of all functions.
-    const Member* member = nullptr;     // Used until Stop().
+    // The version that the incarnation begins with; nullopt: none.
+    std::optional<VersionId> base;
+    Peers* peers = nullptr;          // Outlives the calls of all functions.
+    const Member* member = nullptr;  // Used until Stop().
     absl::Duration session_timeout = absl::Seconds(30);
     absl::Duration registry_patience = absl::Minutes(10);
     LogSink log;
@@ -55,13 +57,18 @@ class HostedPartition final : public CommitGate,
 
   const PartId& id() const { return options_.id; }
   const std::vector<Partition>& partitions() const { return options_.partitions; }
-  bool is_home() const { return options_.id.partition == 0; }
 
   // Begins the exchange of messages for `model`, whose gate this is. Once.
   void Start(const std::shared_ptr<Model>& model) ABSL_LOCKS_EXCLUDED(mu_);
-  // The record of the model is ACTIVE, so all partitions have been reserved. May be repeated.
+  // The record of the model is ACTIVE, so all partitions have been reserved, and the model has the
+  // base. May be repeated.
   void Activate() ABSL_LOCKS_EXCLUDED(mu_);
   bool is_active() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The base could not be loaded yet: the home's errors say so until Activate().
+  void NoteNotLoaded(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
+  // OK: there is no base, or all partitions have loaded it. UNAVAILABLE, GROUP_DEGRADED: names a
+  // partition that has not. REQUIRES: is_home().
+  absl::Status CheckLoaded() const ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the exchange of messages. When it returns, Options::member is not used any more.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -83,6 +90,7 @@ class HostedPartition final : public CommitGate,
 
   // --- CommitGate ---
 
+  bool is_home() const override { return options_.id.partition == 0; }
   int64_t round() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
@@ -137,6 +145,7 @@ class HostedPartition final : public CommitGate,
   GroupState state_ ABSL_GUARDED_BY(mu_);               // The newest one.
   std::map<int64_t, Reply> held_ ABSL_GUARDED_BY(mu_);  // By partition: calls of OnPrepare().
   bool is_active_ ABSL_GUARDED_BY(mu_) = false;
+  std::string loading_ ABSL_GUARDED_BY(mu_);  // Sync::loading.
   bool is_holding_ ABSL_GUARDED_BY(mu_) = true;
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   bool is_sync_requested_ ABSL_GUARDED_BY(mu_) = false;

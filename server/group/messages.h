@@ -29,7 +29,7 @@ inline constexpr absl::Duration kPrepareInterval = absl::Seconds(10);
 // A partition sends its Sync at this interval, and at once when a push needs a newer state.
 inline constexpr absl::Duration kSyncInterval = absl::Seconds(1);
 
-// The sender of a partition's messages, which has loaded the base of the incarnation.
+// The sender of a partition's messages.
 struct PartId {
   int64_t incarnation = 0;
   int64_t partition = 0;
@@ -64,6 +64,9 @@ struct Sync {
   // Of the step that the partition is receiving.
   int64_t received_bytes = 0;
   std::vector<int64_t> missing_ranks;
+  // Not empty: the partition has not joined, because it does not have the incarnation's first
+  // version yet. What it does, or why it failed, for error messages.
+  std::string loading;
 };
 
 // What every partition publishes at the end of a round.

@@ -25,20 +25,35 @@ std::string Rounds::NameOf(size_t partition) const {
   return absl::StrCat("partition ", partition, " (", options_.members[partition].name, ")");
 }
 
-Rounds::Result Rounds::Receive(const PartId& from) {
+absl::Status Rounds::CheckJoined() const {
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    if (partitions_[i].has_joined) continue;
+    const std::string& loading = partitions_[i].loading;
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                     absl::StrCat("partition ", i, " on member \"", options_.members[i].name, "\" ",
+                                  loading.empty() ? "has not joined" : loading),
+                     absl::Seconds(1));
+  }
+  return absl::OkStatus();
+}
+
+Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading) {
   const auto partition = static_cast<size_t>(from.partition);
   if (from.incarnation != options_.incarnation || partition >= partitions_.size() ||
       from.boot != options_.members[partition].boot) {
     return {Answer::kFenced};
   }
-  if (std::exchange(partitions_[partition].has_joined, true)) return {};
+  if (partitions_[partition].has_joined) return {};
+  partitions_[partition].loading = loading;
+  if (!loading.empty()) return {};
+  partitions_[partition].has_joined = true;
   if (++joined_count_ < partitions_.size()) return {};
   BeginNextRound();
   return {Answer::kState, true};
 }
 
 Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
-  const Result result = Receive(sync.from);
+  const Result result = Receive(sync.from, sync.loading);
   if (result.answer == Answer::kFenced || sync.round != state_.round) return result;
   Partition& partition = partitions_[static_cast<size_t>(sync.from.partition)];
   partition.missing_ranks = sync.missing_ranks;
@@ -50,7 +65,7 @@ Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
 }
 
 Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time) {
-  const Result result = Receive(prepare.from);
+  const Result result = Receive(prepare.from, /*loading=*/"");
   if (result.answer == Answer::kFenced || prepare.round != state_.round) return result;
   const auto partition = static_cast<size_t>(prepare.from.partition);
   if (!prepare.step.ok()) {

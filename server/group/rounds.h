@@ -46,6 +46,8 @@ class Rounds {
   Rounds(Options options, SteadyTime now);
 
   const GroupState& state() const { return state_; }
+  // OK: all partitions have joined. UNAVAILABLE, GROUP_DEGRADED: names one that has not.
+  absl::Status CheckJoined() const;
 
   enum class Answer {
     kState,   // state(), now.
@@ -58,7 +60,8 @@ class Rounds {
     Answer answer = Answer::kState;
     bool round_ended = false;
   };
-  // Each message also joins its sender. Round 0 ends when all partitions have joined.
+  // Each message also joins its sender, unless Sync::loading is set. Round 0 ends when all
+  // partitions have joined.
   // `commit_time`: for the version's record, if the round ends with a commit.
   Result OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time);
   Result OnSync(const Sync& sync, SteadyTime now);
@@ -93,13 +96,14 @@ class Rounds {
  private:
   struct Partition {
     bool has_joined = false;
+    std::string loading;  // The last Sync::loading before it has joined.
     // Of the current round.
     std::optional<PreparedStep> prepared;
     int64_t received_bytes = 0;
     std::vector<int64_t> missing_ranks;
   };
 
-  Result Receive(const PartId& from);
+  Result Receive(const PartId& from, std::string_view loading);
   // "partition 2 (ema-2)"
   std::string NameOf(size_t partition) const;
   // Why the step that `partition` has prepared cannot be committed with those of the others.

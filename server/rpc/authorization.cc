@@ -59,6 +59,9 @@ constexpr Rule kRules[] = {
     {"/ema.v1.GroupService/Prepare", Role::kServer},
     {"/ema.v1.GroupService/Sync", Role::kServer},
     {"/ema.v1.GroupService/PublishState", Role::kServer},
+    // Also while draining: homes save the newest versions of their models before they leave.
+    {"/ema.v1.GroupService/SavePart", Role::kServer},
+    {"/ema.v1.GroupService/SaveNow", Role::kServer},
 };
 
 // Null: there is no rule.

@@ -72,6 +72,21 @@ class RoundsTest : public testing::Test {
   Rounds rounds_{OptionsOf(), now_};
 };
 
+TEST(RoundsLoadingTest, APartitionThatIsLoadingHasNotJoined) {
+  const SteadyTime now{std::chrono::hours(1)};
+  Rounds rounds({.incarnation = kIncarnation, .members = {{"ema-0", "b0"}, {"ema-1", "b1"}}}, now);
+  rounds.OnSync({.from = {kIncarnation, 0, "b0"}}, now);
+  const PartId second{kIncarnation, 1, "b1"};
+  EXPECT_EQ(rounds.CheckJoined().message(), "partition 1 on member \"ema-1\" has not joined");
+  EXPECT_FALSE(rounds.OnSync({.from = second, .loading = "is loading"}, now).round_ended);
+  EXPECT_THAT(rounds.CheckJoined(), ReasonIs(ErrorReason::kGroupDegraded));
+  EXPECT_EQ(rounds.CheckJoined().message(), "partition 1 on member \"ema-1\" is loading");
+  EXPECT_EQ(rounds.state().round, 0);
+  EXPECT_TRUE(rounds.OnSync({.from = second}, now).round_ended);
+  EXPECT_THAT(rounds.CheckJoined(), IsOk());
+  EXPECT_EQ(rounds.state().round, 1);
+}
+
 TEST_F(RoundsTest, FirstRoundBeginsWhenAllPartitionsHaveJoined) {
   Rounds rounds(OptionsOf(), now_);
   EXPECT_FALSE(rounds.OnSync({.from = IdOf(0)}, now_).round_ended);
