@@ -211,7 +211,9 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
   const auto answer = [this](Reply to, absl::StatusOr<GroupState> with) {
     if (to) options_.peers->Post([to = std::move(to), with = std::move(with)] { to(with); });
   };
-  const Rounds::Result result = rounds_->OnPrepare(prepare, SteadyNow(), absl::Now());
+  // As precise as in a message, so that it is the same in all partitions.
+  const absl::Time commit_time = absl::FromUnixMicros(absl::ToUnixMicros(absl::Now()));
+  const Rounds::Result result = rounds_->OnPrepare(prepare, SteadyNow(), commit_time);
   switch (result.answer) {
     case Rounds::Answer::kFenced:
       answer(std::move(reply), FencedError("the sender is not the process of that partition"));
