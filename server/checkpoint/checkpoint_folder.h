@@ -69,6 +69,8 @@ class CheckpointFolder {
   const std::string& model_name() const { return model_name_; }
   FileSystem& file_system() const { return data_.file_system(); }
   std::string Path(std::string_view name) const { return files_.Path(name); }
+  // CheckpointStoreOptions::partitions.
+  PartitionedSaves* partitions() const { return options_.partitions; }
 
   // --- Saving ---
 
@@ -202,6 +204,9 @@ class CheckpointFolder {
       ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside that is newer than the one that was loaded. Returns its new name.
   absl::StatusOr<std::string> Abandon(const CheckpointId& id) ABSL_LOCKS_EXCLUDED(mu_);
+  // Another server may have changed the folder: it is listed again before the index is used. Never
+  // blocks.
+  void Refresh() { index_.Invalidate(); }
   std::optional<CheckpointId> missing() const { return index_.missing(); }
   absl::Status lost_labels() const { return index_.lost_labels(); }
 

@@ -31,17 +31,6 @@ absl::Status AllCorruptError(const std::string& model, const std::string& found)
                    "\")) and create the model again"));
 }
 
-absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
-                               const CheckpointManifest& checkpoint, Model& model) {
-  EMA_ASSIGN_OR_RETURN(const std::vector<AttachedFile> files,
-                       ReadAttachedFiles(file_system, path, checkpoint));
-  for (const AttachedFile& file : files) {
-    EMA_RETURN_IF_ERROR(model.attached_files().AddPart(
-        file.name, static_cast<int64_t>(file.bytes.size()), /*offset=*/0, file.bytes));
-  }
-  return absl::OkStatus();
-}
-
 // Creates the model and loads that checkpoint into it. After an error there is no such model.
 absl::Status LoadCheckpoint(const CheckpointFolder& folder, const CheckpointId& id,
                             ModelStore& models, LoadReport& report) {
@@ -69,31 +58,6 @@ absl::Status LoadCheckpoint(const CheckpointFolder& folder, const CheckpointId& 
   created.model->durable().SetVersion(checkpoint.record.id(), checkpoint.record.step,
                                       created.model->Describe().settings_revision);
   report.loaded.push_back({folder.model_name(), name, checkpoint.record, checkpoint.total_bytes});
-  return absl::OkStatus();
-}
-
-// Sets the model's kept time to that of its newest checkpoint with a KEEP file, ignoring those of
-// later steps than the model's: a rollback has discarded these.
-absl::Status RestoreKeptTime(const FolderFiles& files, Model& model) {
-  if (std::none_of(model.config().tracks.begin(), model.config().tracks.end(),
-                   [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
-    return absl::OkStatus();
-  }
-  const int64_t loaded_step = model.history().latest()->step;
-  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointId> ids, files.FindCheckpoints());
-  std::sort(ids.begin(), ids.end(), std::greater<>());
-  for (const CheckpointId& id : ids) {
-    EMA_ASSIGN_OR_RETURN(const bool is_kept, files.IsKept(CheckpointName(id)));
-    if (!is_kept) continue;
-    const absl::StatusOr<CheckpointManifest> checkpoint = files.ReadManifest(CheckpointName(id));
-    if (absl::IsDataLoss(checkpoint.status())) continue;
-    if (!checkpoint.ok()) {
-      return LocateError(checkpoint.status(), model.config().name, CheckpointName(id));
-    }
-    if (checkpoint->record.step > loaded_step) continue;
-    model.durable().SetKeptTime(checkpoint->record.time);
-    break;
-  }
   return absl::OkStatus();
 }
 
@@ -191,6 +155,40 @@ absl::Status LoadModel(DataDirectory& data, CheckpointFolder& folder, ModelStore
     EMA_RETURN_IF_ERROR(LoadNewest(files, folder, models, report));
   }
   return ReportProblems(files, folder, report.loaded.size() > loaded_count, report);
+}
+
+absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
+                               const CheckpointManifest& checkpoint, Model& model) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<AttachedFile> files,
+                       ReadAttachedFiles(file_system, path, checkpoint));
+  for (const AttachedFile& file : files) {
+    EMA_RETURN_IF_ERROR(model.attached_files().AddPart(
+        file.name, static_cast<int64_t>(file.bytes.size()), /*offset=*/0, file.bytes));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RestoreKeptTime(const FolderFiles& files, Model& model) {
+  if (std::none_of(model.config().tracks.begin(), model.config().tracks.end(),
+                   [](const TrackConfig& track) { return track.snapshot_interval.has_value(); })) {
+    return absl::OkStatus();
+  }
+  const int64_t loaded_step = model.history().latest()->step;
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointId> ids, files.FindCheckpoints());
+  std::sort(ids.begin(), ids.end(), std::greater<>());
+  for (const CheckpointId& id : ids) {
+    EMA_ASSIGN_OR_RETURN(const bool is_kept, files.IsKept(CheckpointName(id)));
+    if (!is_kept) continue;
+    const absl::StatusOr<CheckpointManifest> checkpoint = files.ReadManifest(CheckpointName(id));
+    if (absl::IsDataLoss(checkpoint.status())) continue;
+    if (!checkpoint.ok()) {
+      return LocateError(checkpoint.status(), model.config().name, CheckpointName(id));
+    }
+    if (checkpoint->record.step > loaded_step) continue;
+    model.durable().SetKeptTime(checkpoint->record.time);
+    break;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace ema

@@ -13,7 +13,11 @@
 #include "ema/checkpoint_info.h"
 #include "server/checkpoint/checkpoint_folder.h"
 #include "server/checkpoint/data_directory.h"
+#include "server/checkpoint/folder_files.h"
+#include "server/core/model.h"
 #include "server/core/model_store.h"
+#include "server/format/file_system.h"
+#include "server/format/manifest_json.h"
 
 namespace ema {
 
@@ -69,6 +73,16 @@ struct LoadReport {
 // failed. Blocks on the disk.
 absl::Status LoadModel(DataDirectory& data, CheckpointFolder& folder, ModelStore& models,
                        LoadReport& report);
+
+// --- Parts of LoadModel(), also for a model on several servers ---
+
+// Attaches the files of the checkpoint at `path` to `model`. Errors as ReadAttachedFiles() and
+// AttachedFiles::AddPart().
+absl::Status LoadAttachedFiles(FileSystem& file_system, const std::string& path,
+                               const CheckpointManifest& checkpoint, Model& model);
+// Sets the model's kept time to that of its newest checkpoint with a KEEP file, ignoring those of
+// later steps than the model's: a rollback has discarded these. REQUIRES: the model has a version.
+absl::Status RestoreKeptTime(const FolderFiles& files, Model& model);
 
 }  // namespace ema
 

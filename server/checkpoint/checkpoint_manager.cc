@@ -136,7 +136,7 @@ absl::Status CheckpointManager::Drain(ModelStore& models) {
   absl::Status result;
   for (const std::shared_ptr<Model>& model : models.List()) {
     const SnapshotRef newest = model->history().newest();
-    if (newest == nullptr) continue;
+    if (newest == nullptr || !model->is_home()) continue;
     const std::shared_ptr<ModelCheckpoints> checkpoints = CheckpointsOf(*model);
     ModelSaver& saver = *checkpoints->saver;
     ModelSaver::SaveOptions options = {.keep = IsKeepDue(*newest, model->durable().kept_time()),

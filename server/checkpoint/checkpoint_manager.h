@@ -89,6 +89,8 @@ class CheckpointManager final : public Checkpoints {
   ~CheckpointManager() override { Stop(); }
 
   int64_t incarnation() const { return store_->data().incarnation(); }
+  // For models on several servers, whose partitions are written and loaded by the group layer.
+  CheckpointStore& store() { return *store_; }
 
   // CheckpointStore::LoadAll(), with its report in the log; then starts to scrub. `models` outlives
   // this. To be called once.
@@ -104,9 +106,9 @@ class CheckpointManager final : public Checkpoints {
     scheduler_.OnCommit(model, snapshot);
   }
 
-  // Stops automatic saves and scrubs, waits for queued saves, and saves every model's newest
-  // version. Returns the first error, after trying all models. REQUIRES: ModelStore::Drain() has
-  // returned. To be called once.
+  // Stops automatic saves and scrubs, waits for queued saves, and saves the newest version of every
+  // model whose home this server is. Returns the first error, after trying all models. REQUIRES:
+  // ModelStore::Drain() has returned. To be called once.
   absl::Status Drain(ModelStore& models);
 
   // Waits until queued saves have ended and nothing is due. For tests.

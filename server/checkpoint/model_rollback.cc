@@ -26,6 +26,7 @@ absl::StatusOr<Version> ModelRollback::Restore(const VersionId& id, std::string_
 
 absl::StatusOr<Version> ModelRollback::RollBack(const VersionId& id) const {
   Model& model = context_.model;
+  if (model.is_partition()) return RollBackPartitions(id);
   absl::StatusOr<SnapshotRef> newest;
   if (const absl::StatusOr<SnapshotRef> pinned = model.history().Pin(id.version, id.incarnation);
       pinned.ok()) {
@@ -58,24 +59,55 @@ absl::StatusOr<SnapshotRef> ModelRollback::RollBackToStored(const CheckpointEntr
   const VersionId id = stored.id.version_id();
   if (held == nullptr) return versions_.VersionNotKeptError(id);
   const std::string path = folder.Path(stored.name);
-  const PauseHook rest = [this] {
-    return context_.queue.is_stopping() ? DrainingError() : absl::OkStatus();
-  };
-  // Verified before anything changes; that takes no memory for the weights.
-  absl::StatusOr<CheckpointManifest> manifest =
-      VerifyCheckpoint(folder.file_system(), path, nullptr, rest);
-  if (manifest.ok()) manifest = versions_.CheckIsOf(stored, *std::move(manifest));
-  if (!manifest.ok()) return versions_.HandleReadError(stored.name, manifest.status());
+  // Before anything changes.
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, Verify(stored));
   absl::Status read;
   absl::StatusOr<SnapshotRef> newest =
       context_.model.RollBack(id, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
         absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
-            ReadCheckpoint(folder.file_system(), path, *manifest, context_.model, rest);
+            ReadCheckpoint(folder.file_system(), path, manifest, context_.model, EndWhenStopping());
         read = snapshot.status();
         return snapshot;
       });
   if (!read.ok()) return versions_.HandleReadError(stored.name, read);
   return newest;
+}
+
+absl::StatusOr<CheckpointManifest> ModelRollback::Verify(const CheckpointEntry& stored) const {
+  CheckpointFolder& folder = context_.folder;
+  absl::StatusOr<CheckpointManifest> manifest =
+      VerifyCheckpoint(folder.file_system(), folder.Path(stored.name), nullptr, EndWhenStopping());
+  if (manifest.ok()) manifest = versions_.CheckIsOf(stored, *std::move(manifest));
+  if (!manifest.ok()) return versions_.HandleReadError(stored.name, manifest.status());
+  return manifest;
+}
+
+PauseHook ModelRollback::EndWhenStopping() const {
+  return [this] { return context_.queue.is_stopping() ? DrainingError() : absl::OkStatus(); };
+}
+
+absl::StatusOr<Version> ModelRollback::RollBackPartitions(const VersionId& id) const {
+  EMA_RETURN_IF_ERROR(context_.model.closed());
+  EMA_ASSIGN_OR_RETURN(auto stored, versions_.Find(id));
+  if (!stored.has_value()) {
+    const absl::StatusOr<SnapshotRef> pinned =
+        context_.model.history().PinForSave(id.version, id.incarnation);
+    if (!pinned.ok()) {
+      EMA_RETURN_IF_ERROR(versions_.CheckNotPartial(id));
+      if (GetErrorReason(pinned.status()) == ErrorReason::kTooManyPins) return pinned.status();
+      return versions_.VersionNotKeptError(id);
+    }
+    EMA_RETURN_IF_ERROR(saver_.SaveSnapshot(*pinned, {}).status());
+    EMA_ASSIGN_OR_RETURN(stored, versions_.Find((*pinned)->record.id()));
+    if (!stored.has_value()) return versions_.VersionNotKeptError(id);
+  }
+  EMA_ASSIGN_OR_RETURN(const auto held, context_.folder.Hold(stored->name));
+  if (held == nullptr) return versions_.VersionNotKeptError(id);
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest, Verify(*stored));
+  const Version& record = manifest.record;
+  EMA_RETURN_IF_ERROR(context_.folder.partitions()->RollBack(context_.model, record.id()));
+  context_.Log(LogLevel::kInfo, "rolled back", {{"step", record.step}, {"version", record.number}});
+  return record;
 }
 
 absl::Status ModelRollback::SaveRollback(const Version& rollback, const SnapshotRef& newest) const {

@@ -38,6 +38,12 @@ class ModelRollback {
   // Rolls back to a version in memory or on the disk, and saves that.
   absl::StatusOr<Version> RollBack(const VersionId& id) const;
   absl::StatusOr<SnapshotRef> RollBackToStored(const CheckpointEntry& stored) const;
+  // The same for a model on several servers, which return to that version itself; the model is
+  // closed then. A version that is in memory only is saved first.
+  absl::StatusOr<Version> RollBackPartitions(const VersionId& id) const;
+  // Reads a checkpoint to verify it; takes no memory for the weights.
+  absl::StatusOr<CheckpointManifest> Verify(const CheckpointEntry& stored) const;
+  PauseHook EndWhenStopping() const;
   // Saves `newest`, which is `rollback` or a later version. UNAVAILABLE: the rollback is in memory
   // only.
   absl::Status SaveRollback(const Version& rollback, const SnapshotRef& newest) const;

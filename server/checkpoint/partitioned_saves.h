@@ -41,6 +41,11 @@ class PartitionedSaves {
   // an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the model
   // back to it, or it has a label.
   virtual absl::Status Remove(Model& home, const VersionId& id) = 0;
+
+  // Makes all partitions return to the checkpoint of version `id`, and fences the runs of `home`.
+  // It is closed then, and the partitions load the checkpoint into other objects, for whose memory
+  // they need that of `home`. NOT_FOUND, CHECKPOINT_NOT_FOUND: the registry does not have it.
+  virtual absl::Status RollBack(Model& home, const VersionId& id) = 0;
 };
 
 }  // namespace ema

@@ -185,8 +185,9 @@ absl::StatusOr<SnapshotRef> StoredVersions::OpenVersion(const VersionId& id,
 absl::Status StoredVersions::HandleReadError(const std::string& name,
                                              const absl::Status& status) const {
   // Deleting a model removes its files, which is no corruption. The caller must not wait for a
-  // save, as calls of other models wait behind it.
-  if (absl::IsDataLoss(status) && context_.model.closed().ok()) {
+  // save, as calls of other models wait behind it. Only the home changes the checkpoints of a model
+  // on several servers.
+  if (absl::IsDataLoss(status) && context_.model.closed().ok() && context_.model.is_home()) {
     SetAside(name, status, /*waits=*/false);
   }
   return LocateError(status, context_.name(), name);
@@ -206,6 +207,7 @@ void StoredVersions::SetAside(const std::string& name, const absl::Status& probl
 void StoredVersions::NoteUnreadable(const std::string& name, const absl::Status& problem) const {
   context_.Log(LogLevel::kError, "checkpoint not readable",
                {{"checkpoint", name}, {"error", problem}});
+  if (!context_.model.is_home()) return;
   // If it is unknown whether it is the newest, the next scrub asks again.
   if (context_.folder.NoteRead(name, problem).value_or(false)) {
     context_.scheduler.SaveNow(context_.model.shared_from_this());

@@ -78,6 +78,10 @@ class FakeSaves final : public PartitionedSaves {
     return id.version == in_use_version ? InUse() : remove_error;
   }
 
+  absl::Status RollBack(Model&, const VersionId&) override {
+    return absl::UnimplementedError("no test rolls back");
+  }
+
   std::vector<std::string> calls;
   absl::Status write_error;
   absl::Status commit_error;
