@@ -125,8 +125,16 @@ absl::Status PullHandler::Begin() {
 
 absl::StatusOr<VersionId> PullHandler::FindVersion(const v1::PullRequest& request) const {
   EMA_RETURN_IF_ERROR(CheckNamesOne(request));
-  if (request.label().empty()) return VersionId{request.version(), request.incarnation()};
-  return checkpoints_->FindLabel(*model_, request.label());
+  if (!request.label().empty()) return checkpoints_->FindLabel(*model_, request.label());
+  VersionId id{request.version(), request.incarnation()};
+  // A client that knows only the model's incarnation gives that, but the version may be from before
+  // the model returned to a checkpoint.
+  const bool is_of_model = model_->is_partition() && id.incarnation == model_->incarnation();
+  if (is_of_model && !model_->history().FindRecord(id).has_value()) {
+    const std::optional<Version> latest = model_->history().latest();
+    if (latest.has_value() && id.version <= latest->number) id.incarnation = 0;
+  }
+  return id;
 }
 
 absl::Status PullHandler::OpenReading(const v1::PullRequest& request) {

@@ -9,7 +9,6 @@
 #include "client/cpp/gpu/pinned_ring.h"
 #include "client/cpp/group/group_run.h"
 #include "client/cpp/group/partition_map.h"
-#include "client/cpp/push/opened_run.h"
 #include "client/cpp/push/run_core.h"
 #include "client/cpp/transport/convert.h"
 #include "ema/client.h"
@@ -22,7 +21,6 @@ namespace ema {
 using client_internal::GroupRun;
 using client_internal::Interrupt;
 using client_internal::MakeRequest;
-using client_internal::OpenedRun;
 using client_internal::PartitionMap;
 using client_internal::RunCore;
 using client_internal::Stub;
@@ -49,24 +47,28 @@ absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
                                                      absl::Duration timeout) {
   Interrupt interrupt(&impl_->options().is_interrupted);
   const SteadyTime deadline = impl_->Deadline(timeout);
-  EMA_ASSIGN_OR_RETURN(RunOptions checked, CheckRunOptions(options));
-  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
-                       impl_->Unary(&Stub::PrepareAsyncGetModel,
-                                    MakeRequest<v1::GetModelRequest>(model), deadline, &interrupt));
-  std::shared_ptr<OpenedRun> run;
-  if (reply.partitions().empty()) {
-    EMA_ASSIGN_OR_RETURN(ModelInfo info, client_internal::FromProto(reply));
-    EMA_ASSIGN_OR_RETURN(const std::shared_ptr<RunCore> core,
-                         RunCore::Create(impl_, std::move(info), std::move(checked),
-                                         /*group=*/nullptr, deadline, &interrupt));
-    EMA_RETURN_IF_ERROR(core->Join(deadline, &interrupt).status());
-    run = core;
-  } else {
-    EMA_ASSIGN_OR_RETURN(PartitionMap map, PartitionMap::Create(reply));
+  EMA_ASSIGN_OR_RETURN(const RunOptions checked, CheckRunOptions(options));
+  while (true) {
     EMA_ASSIGN_OR_RETURN(
-        run, GroupRun::Open(impl_, std::move(map), std::move(checked), deadline, &interrupt));
+        const v1::Model reply,
+        impl_->Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model), deadline,
+                     &interrupt));
+    if (reply.partitions().empty()) {
+      EMA_ASSIGN_OR_RETURN(ModelInfo info, client_internal::FromProto(reply));
+      EMA_ASSIGN_OR_RETURN(const std::shared_ptr<RunCore> core,
+                           RunCore::Create(impl_, std::move(info), checked, /*group=*/nullptr,
+                                           deadline, &interrupt));
+      EMA_RETURN_IF_ERROR(core->Join(deadline, &interrupt).status());
+      return std::unique_ptr<Run>(new Run(core));
+    }
+    EMA_ASSIGN_OR_RETURN(PartitionMap map, PartitionMap::Create(reply));
+    const int64_t incarnation = map.incarnation();
+    absl::StatusOr<std::shared_ptr<GroupRun>> run =
+        GroupRun::Open(impl_, std::move(map), checked, deadline, &interrupt);
+    if (run.ok()) return std::unique_ptr<Run>(new Run(*std::move(run)));
+    // The model may have returned to a checkpoint meanwhile, perhaps because of `resume`.
+    if (GetGroupHint(run.status()).incarnation <= incarnation) return run.status();
   }
-  return std::unique_ptr<Run>(new Run(std::move(run)));
 }
 
 }  // namespace ema

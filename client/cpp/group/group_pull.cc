@@ -225,12 +225,13 @@ absl::Status GroupPull::CallTarget() {
 absl::StatusOr<PullInfo> GroupPull::JoinHeaders() const {
   PullInfo whole;
   whole.version = parts_.front().header->version;
-  if (whole.version.incarnation != map_->incarnation()) {
-    // The model has been created again, perhaps with other partitions.
+  // A model that has returned to a checkpoint has a version of an earlier incarnation.
+  if (whole.version.incarnation > map_->incarnation()) {
+    // The partitions may be others now.
     return MakeError(
         absl::StatusCode::kAborted, ErrorReason::kFenced,
         absl::StrCat("model \"", request_.model(), "\": incarnation ", whole.version.incarnation,
-                     " found, expected ", map_->incarnation()));
+                     " found, expected at most ", map_->incarnation()));
   }
   for (const Part& part : parts_) {
     const PullInfo& header = *part.header;
