@@ -80,6 +80,8 @@ LogSink Server::Sink() {
 CheckpointManager::Options Server::CheckpointOptions() {
   constexpr absl::Duration kFreeSpaceInterval = absl::Seconds(10);
   return {.store = {.data_dir = options_.data_dir,
+                    .member = group_ != nullptr ? options_.member : "",
+                    .partitions = group_ != nullptr ? group_->saves() : nullptr,
                     .keep_count = options_.keep_last,
                     .keep_step_multiple = options_.keep_every_steps,
                     .max_file_bytes = options_.max_file_bytes},
@@ -129,15 +131,20 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   std::unique_ptr<Server> server(new Server(options));
   // What is wrong with the options is told before checkpoints are read, which may take long.
   EMA_RETURN_IF_ERROR(server->OpenTokens());
+  if (!options.group.empty()) {
+    EMA_ASSIGN_OR_RETURN(server->group_, ServerGroup::Create(options, server->Sink()));
+  }
   EMA_RETURN_IF_ERROR(server->OpenCheckpoints());
   server->MakeStore(std::move(device));
-  if (!options.group.empty()) {
-    EMA_ASSIGN_OR_RETURN(server->group_,
-                         ServerGroup::Create(options, server->store_, server->Sink()));
+  CheckpointManager* const checkpoints = server->checkpoints_.get();
+  if (server->group_ != nullptr) {
+    server->group_->Attach(server->store_,
+                           checkpoints != nullptr ? &checkpoints->store() : nullptr);
   }
   EMA_RETURN_IF_ERROR(server->StartHttp());
-  if (server->checkpoints_ != nullptr) {
-    EMA_RETURN_IF_ERROR(server->checkpoints_->LoadAll(*server->store_));
+  // In a group, the registry says which checkpoints are loaded.
+  if (checkpoints != nullptr && server->group_ == nullptr) {
+    EMA_RETURN_IF_ERROR(checkpoints->LoadAll(*server->store_));
   }
   if (hooks.on_recovered) hooks.on_recovered();
   EMA_RETURN_IF_ERROR(server->StartRpc(hooks));
@@ -148,6 +155,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
        {"incarnation", server->incarnation_},
        {"seconds", absl::ToDoubleSeconds(absl::Now() - server->start_time_)}});
   return server;
+}
+
+Server::~Server() {
+  http_ = nullptr;
+  rpc_ = nullptr;
+  // The threads of the checkpoints may wait for other members.
+  if (group_ != nullptr) group_->Stop();
 }
 
 absl::Status Server::OpenTokens() {
@@ -194,7 +208,7 @@ void Server::MakeStore(std::shared_ptr<Device> device) {
   store.model.on_commit = [checkpoints = checkpoints_.get(), statistics = statistics_.get()](
                               const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
     LogCommit(*model, snapshot.record);
-    if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
+    if (checkpoints != nullptr && model->is_home()) checkpoints->OnCommit(model, snapshot);
     if (statistics != nullptr) statistics->OnCommit(model, snapshot);
   };
   LogLimits(options_);
@@ -234,8 +248,11 @@ absl::Status Server::Drain() {
   store_->Drain(deadline);
   absl::Status result;
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
-  // Before the models are closed, which then can say nothing to the other servers any more.
-  if (group_ != nullptr) group_->models()->StopHolding();
+  if (group_ != nullptr) {
+    group_->SaveAtHomes();
+    // Before the models are closed, which then can say nothing to the other servers any more.
+    group_->models()->StopHolding();
+  }
   store_->Close();
   rpc_->Shutdown(deadline);
   if (group_ != nullptr) group_->Leave();

@@ -52,6 +52,8 @@ class Server {
                                                        const Hooks& hooks = {},
                                                        std::shared_ptr<Device> device = nullptr);
 
+  ~Server();
+
   int port() const { return rpc_->port(); }
 
   // Health turns NOT_SERVING at once, but all calls are served for the drain delay. Then new work
@@ -87,9 +89,9 @@ class Server {
   Checkpoints no_checkpoints_;
   std::unique_ptr<TokenFile> tokens_;  // Null: calls need no token.
   std::shared_ptr<ModelStore> store_;
+  std::unique_ptr<ServerGroup> group_;              // Null: the server is in no group.
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::unique_ptr<CommitStatistics> statistics_;    // Null: computed only on request.
-  std::unique_ptr<ServerGroup> group_;              // Null: the server is in no group.
   std::unique_ptr<RpcServer> rpc_;  // Destroyed before the above, which its calls use.
   mutable absl::Mutex mu_;
   // Equals rpc_ once it serves; null before.

@@ -41,31 +41,53 @@ group::Peers::Options PeersOptions(const ServerOptions& options) {
 
 }  // namespace
 
-ServerGroup::ServerGroup(const ServerOptions& options, std::shared_ptr<ModelStore> store,
-                         LogSink log)
-    : options_(options), store_(std::move(store)), log_(std::move(log)) {}
-
 absl::StatusOr<std::unique_ptr<ServerGroup>> ServerGroup::Create(const ServerOptions& options,
-                                                                 std::shared_ptr<ModelStore> store,
                                                                  LogSink log) {
-  if (!options.data_dir.empty()) {
-    return absl::InvalidArgumentError(
-        "--data-dir with --group: checkpoints of models on a group are not supported yet");
-  }
-  std::unique_ptr<ServerGroup> group(new ServerGroup(options, std::move(store), std::move(log)));
+  std::unique_ptr<ServerGroup> group(new ServerGroup(options, std::move(log)));
   EMA_ASSIGN_OR_RETURN(group->registry_, OpenRegistry(options, group->log_));
   EMA_ASSIGN_OR_RETURN(group->peers_, group::Peers::Start(PeersOptions(options)));
-  group->models_ = std::make_unique<group::GroupModels>(
-      group->store_.get(), group->peers_.get(),
-      group::GroupModels::Options{.session_timeout = options.limits.session_timeout,
-                                  .registry_patience = options.etcd_patience,
-                                  .log = group->log_});
   return group;
 }
 
-ServerGroup::~ServerGroup() { Stop(); }
+void ServerGroup::Attach(std::shared_ptr<ModelStore> store, CheckpointStore* checkpoints) {
+  store_ = std::move(store);
+  checkpoints_ = checkpoints;
+  models_ = std::make_unique<group::GroupModels>(
+      store_.get(), peers_.get(),
+      group::GroupModels::Options{.session_timeout = options_.limits.session_timeout,
+                                  .registry_patience = options_.etcd_patience,
+                                  .checkpoints = checkpoints,
+                                  .log = log_});
+}
+
+absl::Status ServerGroup::AgreeOnDirectory() {
+  const std::string key = absl::StrCat("/ema/", options_.group, "/directory");
+  EMA_ASSIGN_OR_RETURN(RegistryEntry entry, registry_->Read(key));
+  if (checkpoints_ == nullptr) {
+    if (entry.revision == 0) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("group \"", options_.group,
+                     "\": the other members share a data directory; give this one the same with "
+                     "--data-dir, or remove the key ",
+                     key, " from etcd if the group no longer has one"));
+  }
+  absl::StatusOr<std::string> id = checkpoints_->data().GroupId(options_.group);
+  if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
+  if (entry.revision == 0) {
+    const absl::Status put = registry_->CompareAndPut(key, /*revision=*/0, *id).status();
+    if (!absl::IsAborted(put)) return put;
+    EMA_ASSIGN_OR_RETURN(entry, registry_->Read(key));
+  }
+  if (entry.value == *id) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "--data-dir ", options_.data_dir, ": this directory has the id ", *id,
+      ", but that of the other members of group \"", options_.group, "\" has ", entry.value,
+      ": all members must share one directory. If the group has moved to this one, remove the key ",
+      key, " from etcd"));
+}
 
 absl::Status ServerGroup::Join(int port) {
+  EMA_RETURN_IF_ERROR(AgreeOnDirectory());
   std::string address = options_.advertise;
   if (absl::EndsWith(address, ":0")) {
     address = absl::StrCat(address.substr(0, address.size() - 1), port);
@@ -84,14 +106,21 @@ absl::Status ServerGroup::Join(int port) {
   member.registry = registry_.get();
   member.log = log_;
   EMA_ASSIGN_OR_RETURN(member_, group::Member::Join(std::move(member)));
+  if (checkpoints_ != nullptr) saves_.Start(models_.get(), peers_.get(), checkpoints_);
   models_->Start(member_.get());
   LogTo(log_, LogLevel::kInfo, "joined group",
         {{"group", options_.group}, {"member", options_.member}, {"address", address}});
   return absl::OkStatus();
 }
 
+void ServerGroup::SaveAtHomes() {
+  constexpr absl::Duration kTimeout = absl::Minutes(10);
+  if (checkpoints_ != nullptr && member_ != nullptr) models_->SaveAtHomes(kTimeout);
+}
+
 void ServerGroup::Leave() {
   if (member_ == nullptr) return;
+  saves_.Stop();
   models_->Stop();
   const absl::Status left = member_->Leave();
   if (!left.ok()) {
@@ -101,6 +130,7 @@ void ServerGroup::Leave() {
 }
 
 void ServerGroup::Stop() {
+  saves_.Stop();
   if (models_ != nullptr) models_->Stop();
   member_ = nullptr;
   if (peers_ != nullptr) peers_->Stop();

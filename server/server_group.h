@@ -5,12 +5,16 @@
 #define EMA_SERVER_SERVER_GROUP_H_
 
 #include <memory>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/base/log_event.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/partitioned_saves.h"
 #include "server/core/model_store.h"
 #include "server/group/group_models.h"
+#include "server/group/group_saves.h"
 #include "server/group/member.h"
 #include "server/group/peers.h"
 #include "server/ops/options.h"
@@ -23,25 +27,38 @@ class ServerGroup {
  public:
   // REQUIRES: the options name a group. INVALID_ARGUMENT: an option cannot be used.
   static absl::StatusOr<std::unique_ptr<ServerGroup>> Create(const ServerOptions& options,
-                                                             std::shared_ptr<ModelStore> store,
                                                              LogSink log);
   // Without Leave() before, the other servers see a crash: the member's key expires after its TTL.
-  ~ServerGroup();
+  ~ServerGroup() { Stop(); }
 
-  // For the RPC server.
+  // How the checkpoint layer saves the group's models. Fails before Join().
+  PartitionedSaves* saves() { return &saves_; }
+  // Makes models(). `checkpoints` outlives this until Stop(). Null: there is no data directory.
+  void Attach(std::shared_ptr<ModelStore> store, CheckpointStore* checkpoints);
+  // For the RPC server. REQUIRES: Attach() was called, as for the following functions.
   ModelGroup* models() { return models_.get(); }
   // Joins the group; `port` replaces port 0 of --advertise. Blocks. Errors as Member::Join().
+  // FAILED_PRECONDITION: the data directory is not that of the other members.
   absl::Status Join(int port);
+  // Before it leaves: makes the homes of this server's partitions save their newest versions.
+  // Errors are in the log. Blocks.
+  void SaveAtHomes();
   // Leaves the group. Call once, when no RPC runs any more.
   void Leave();
-
- private:
-  ServerGroup(const ServerOptions& options, std::shared_ptr<ModelStore> store, LogSink log);
+  // Ends all calls to other members, so that saves fail soon. Without Leave() before, like a crash.
   void Stop();
 
+ private:
+  ServerGroup(const ServerOptions& options, LogSink log)
+      : options_(options), log_(std::move(log)) {}
+  // The members that have a data directory have the same one.
+  absl::Status AgreeOnDirectory();
+
   const ServerOptions options_;
-  const std::shared_ptr<ModelStore> store_;
   const LogSink log_;
+  std::shared_ptr<ModelStore> store_;
+  CheckpointStore* checkpoints_ = nullptr;
+  group::GroupSaves saves_;
   std::unique_ptr<Registry> registry_;
   std::unique_ptr<group::Peers> peers_;
   std::unique_ptr<group::GroupModels> models_;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/group_models.h"
 
-#include <limits>
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -10,10 +10,13 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/core/track_table.h"
-#include "server/core/version_history.h"
+#include "server/format/verify.h"
 #include "server/group/convert.h"
+#include "server/group/fan_out.h"
+#include "server/group/part_files.h"
+#include "server/group/partition_config.h"
 #include "server/group/placement.h"
+#include "server/group/reform.h"
 #include "server/rpc/convert.h"
 
 namespace ema::group {
@@ -48,46 +51,15 @@ absl::Status RegistryError(const absl::Status& status) {
                    std::string(status.message()), absl::Seconds(1));
 }
 
-// The memory of each tensor in all tracks and versions.
-absl::StatusOr<std::vector<int64_t>> TensorBytes(const ModelConfig& config) {
-  MemoryBudget unlimited(std::numeric_limits<int64_t>::max());
-  EMA_ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Track>> tracks,
-                       MakeTracks(config.tracks, *config.manifest, unlimited));
-  const int64_t versions = VersionHistory::VersionCount(config.max_pinned_versions);
-  std::vector<int64_t> bytes(static_cast<size_t>(config.manifest->tensor_count()));
-  int64_t total = 0;
-  for (const std::shared_ptr<Track>& track : tracks) {
-    const int64_t copies = versions * (1 + track->config().schedule.kept_weights_count());
-    for (size_t i = 0; i < bytes.size(); ++i) {
-      int64_t of_track = 0;
-      if (__builtin_mul_overflow(track->layout().entry(static_cast<int64_t>(i)).length_bytes,
-                                 copies, &of_track) ||
-          __builtin_add_overflow(total, of_track, &total)) {
-        return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
-                         absl::StrCat("model \"", config.name, "\" needs more than 2^63 bytes"));
-      }
-      bytes[i] += of_track;
-    }
-  }
-  return bytes;
-}
-
-absl::StatusOr<std::shared_ptr<const Manifest>> Slice(const Manifest& manifest, int64_t first,
-                                                      int64_t count) {
-  if (first < 0 || count < 1 || first > manifest.tensor_count() - count) {
-    return BadRequest(absl::StrCat("tensors: ", count, " from ", first, " on given, the model has ",
-                                   manifest.tensor_count()));
-  }
-  const auto tensors =
-      manifest.tensors().subspan(static_cast<size_t>(first), static_cast<size_t>(count));
-  EMA_ASSIGN_OR_RETURN(Manifest part, Manifest::Create({tensors.begin(), tensors.end()}));
-  return std::make_shared<const Manifest>(std::move(part));
-}
-
 int64_t Sum(const std::vector<int64_t>& values) {
   int64_t sum = 0;
   for (const int64_t value : values) sum += value;
   return sum;
+}
+
+absl::Status NoDataDir() {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoDataDir,
+                   "the server was started without --data-dir");
 }
 
 bool IsNamed(const HostedPartition& partition, const Member& member, const ModelRecord& record) {
@@ -102,11 +74,18 @@ void GroupModels::Start(Member* member) {
     absl::MutexLock lock(&mu_);
     member_ = member;
   }
-  member->SetOnChange([this] { Reconcile(); });
-  Reconcile();
+  member->SetOnChange([this] { reconciling_.Wake(); });
+  reconciling_.Wake();
 }
 
 void GroupModels::Stop() {
+  {
+    absl::MutexLock lock(&mu_);
+    is_stopping_.store(true, std::memory_order_relaxed);
+    stop_wait_.WakeAll();
+  }
+  reconciling_.Stop();
+  loading_.Stop();
   absl::MutexLock change_lock(&change_mu_);
   absl::MutexLock lock(&mu_);
   member_ = nullptr;
@@ -135,6 +114,7 @@ absl::Status GroupModels::CheckHome(std::string_view model) const {
   if (const auto found = hosted_.find(model); found != hosted_.end()) {
     const HostedPartition& partition = *found->second.partition;
     if (!partition.is_home()) return RedirectLocked(model, partition.partitions());
+    EMA_RETURN_IF_ERROR(partition.CheckLoaded());
     return partition.is_active() ? absl::OkStatus() : Busy(model, "is being created");
   }
   const std::optional<ModelRecord> record = member->model(model);
@@ -142,6 +122,7 @@ absl::Status GroupModels::CheckHome(std::string_view model) const {
     return NotFound(model);
   }
   if (record->state == ModelRecord::State::kCreating) return Busy(model, "is being created");
+  EMA_RETURN_IF_ERROR(CheckNothingToLoadLocked(model, *member));
   return RedirectLocked(model, record->partitions);
 }
 
@@ -173,8 +154,39 @@ absl::Status GroupModels::CheckRunsLocked(std::string_view model,
                                 since == missing_since_.end()
                                     ? ""
                                     : absl::StrCat(" since ", absl::FormatTime(since->second)),
-                                "; if it has crashed, delete the model and create it again"),
+                                "; when that member is back, the model continues from its newest "
+                                "checkpoint"),
                    absl::Seconds(1));
+}
+
+absl::Status GroupModels::CheckLoaded(std::string_view model) const {
+  absl::MutexLock lock(&mu_);
+  if (member_ == nullptr || hosted_.contains(model)) return absl::OkStatus();
+  return CheckNothingToLoadLocked(model, *member_);
+}
+
+absl::Status GroupModels::CheckNothingToLoadLocked(std::string_view model,
+                                                   const Member& member) const {
+  const std::optional<ModelRecord> record = member.model(model);
+  if (!record.has_value() || record->state != ModelRecord::State::kActive ||
+      record->durable() == nullptr) {
+    return absl::OkStatus();
+  }
+  // Also one of an earlier process of this member: a new incarnation begins soon.
+  const auto partition =
+      std::find_if(record->partitions.begin(), record->partitions.end(),
+                   [&](const Partition& one) { return one.member == member.name(); });
+  if (partition == record->partitions.end()) return absl::OkStatus();
+  const auto error = not_hosted_.find(model);
+  return MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+      absl::StrCat("model \"", std::string(model), "\": partition ",
+                   partition - record->partitions.begin(), " on member \"", member.name(),
+                   "\" is loading",
+                   error == not_hosted_.end()
+                       ? ""
+                       : absl::StrCat("; the last attempt failed: ", error->second.message())),
+      absl::Seconds(1));
 }
 
 absl::Status GroupModels::CheckComplete(std::string_view model) const {
@@ -240,12 +252,13 @@ absl::StatusOr<v1::CreateModelResponse> GroupModels::CreateModel(
   if (stored->has_value()) {
     const ModelRecord& record = (*stored)->record;
     if (record.state == ModelRecord::State::kActive) return AnswerExisting(config, record);
-    const absl::Duration age = absl::Now() - absl::FromUnixMicros(record.incarnation);
-    if (record.state == ModelRecord::State::kCreating && age < kMaxCreationTime) {
-      return Busy(config.name, "is being created");
+    if (record.state == ModelRecord::State::kDeleting) {
+      return Busy(config.name, "is being deleted; if that was interrupted, delete it again");
     }
+    const absl::Duration age = absl::Now() - absl::FromUnixMicros(record.incarnation);
+    if (age < kMaxCreationTime) return Busy(config.name, "is being created");
     LogTo(options_.log, LogLevel::kWarning, "unfinished model removed",
-          {{"model", config.name}, {"state", StateName(record.state)}, {"age", age}});
+          {{"model", config.name}, {"age", age}});
     const absl::Status erased = member->Erase(config.name, (*stored)->revision);
     if (!erased.ok() && !absl::IsAborted(erased)) return RegistryError(erased);
   }
@@ -282,9 +295,11 @@ absl::StatusOr<v1::CreateModelResponse> GroupModels::CreateNew(
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
   ModelRecord record;
   EMA_ASSIGN_OR_RETURN(record.partitions, PlaceTensors(name, tensor_bytes, member.members()));
+  EMA_ASSIGN_OR_RETURN(const int64_t stored_incarnation,
+                       NewestStoredIncarnation(options_.checkpoints, name));
   EMA_ASSIGN_OR_RETURN(record.incarnation,
                        NextIncarnation(/*record_incarnation=*/0, absl::ToUnixMicros(absl::Now()),
-                                       /*newest_stored_incarnation=*/0));
+                                       stored_incarnation));
   absl::StatusOr<int64_t> revision = member.Write(name, record, /*revision=*/0);
   if (absl::IsAborted(revision.status())) return Busy(name, "is being created by another call");
   if (!revision.ok()) return RegistryError(revision.status());
@@ -326,12 +341,7 @@ absl::StatusOr<v1::CreateModelResponse> GroupModels::CreateNew(
 
 absl::Status GroupModels::ReserveAll(const Member& member, const v1::CreateModelRequest& request,
                                      const ModelRecord& record) {
-  struct Results {
-    explicit Results(size_t count) : statuses(count), missing(static_cast<int>(count)) {}
-    std::vector<absl::Status> statuses;  // By partition. Each is written once, by one thread.
-    absl::BlockingCounter missing;
-  };
-  const auto results = std::make_shared<Results>(record.partitions.size());
+  FanOut<v1::ReservePartitionResponse> calls(record.partitions);
   std::optional<v1::ReservePartitionRequest> own;
   size_t own_partition = 0;
   for (size_t i = 0; i < record.partitions.size(); ++i) {
@@ -344,36 +354,20 @@ absl::Status GroupModels::ReserveAll(const Member& member, const v1::CreateModel
     *to_reserve.mutable_config() = request;
     to_reserve.set_first_tensor(partition.first_tensor);
     to_reserve.set_tensor_count(partition.tensor_count);
-    const auto end = [results, i](const absl::Status& status) {
-      results->statuses[i] = status;
-      results->missing.DecrementCount();
-    };
     if (partition.boot == member.boot()) {
       own = std::move(to_reserve);
       own_partition = i;
       continue;
     }
     const std::optional<std::string> address = member.AddressOf(partition.member, partition.boot);
-    if (!address.has_value()) {
-      end(absl::UnavailableError("it has left the group"));
-      continue;
+    if (address.has_value()) {
+      peers_.ReservePartition(*address, to_reserve, kReserveTimeout, calls.EndOf(i));
+    } else {
+      calls.EndOf(i)(absl::UnavailableError("it has left the group"));
     }
-    peers_.ReservePartition(*address, to_reserve, kReserveTimeout,
-                            [end](const absl::StatusOr<v1::ReservePartitionResponse>& response) {
-                              end(response.status());
-                            });
   }
-  if (own.has_value()) {
-    results->statuses[own_partition] = ReservePartition(*own).status();
-    results->missing.DecrementCount();
-  }
-  results->missing.Wait();
-  for (size_t i = 0; i < record.partitions.size(); ++i) {
-    if (results->statuses[i].ok()) continue;
-    return WithPlace(results->statuses[i],
-                     absl::StrCat("member \"", record.partitions[i].member, "\": "));
-  }
-  return absl::OkStatus();
+  if (own.has_value()) calls.EndOf(own_partition)(ReservePartition(*own));
+  return calls.Wait().status();
 }
 
 absl::StatusOr<v1::ReservePartitionResponse> GroupModels::ReservePartition(
@@ -402,38 +396,48 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> GroupModels::Reserve(
   }
   EMA_ASSIGN_OR_RETURN(ModelConfig config, ema::FromProto(request.config()));
   EMA_RETURN_IF_ERROR(config.Validate(GlobBudget()));
+  return Host(member, (*stored)->record, request.partition(), std::move(config));
+}
+
+absl::StatusOr<std::shared_ptr<HostedPartition>> GroupModels::Host(Member& member,
+                                                                   const ModelRecord& record,
+                                                                   int64_t index,
+                                                                   ModelConfig config) {
+  const std::string name = config.name;
+  const Partition& place = record.partitions[static_cast<size_t>(index)];
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
-  ModelConfig part = config;
-  EMA_ASSIGN_OR_RETURN(part.manifest,
-                       Slice(*config.manifest, request.first_tensor(), request.tensor_count()));
-  auto partition = std::make_shared<HostedPartition>(
-      HostedPartition::Options{.model = name,
-                               .id = {.incarnation = request.incarnation(),
-                                      .partition = request.partition(),
-                                      .boot = request.boot()},
-                               .partitions = (*stored)->record.partitions,
-                               .peers = &peers_,
-                               .member = &member,
-                               .session_timeout = options_.session_timeout,
-                               .registry_patience = options_.registry_patience,
-                               .log = options_.log});
+  EMA_ASSIGN_OR_RETURN(ModelConfig part, PartitionConfig(config, place));
+  auto partition = std::make_shared<HostedPartition>(HostedPartition::Options{
+      .model = name,
+      .id = {.incarnation = record.incarnation, .partition = index, .boot = member.boot()},
+      .partitions = record.partitions,
+      .base = record.base,
+      .peers = &peers_,
+      .member = &member,
+      .session_timeout = options_.session_timeout,
+      .registry_patience = options_.registry_patience,
+      .log = options_.log});
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
-                       store_.CreatePartition(std::move(part), request.incarnation(), partition));
+                       store_.CreatePartition(std::move(part), record.incarnation, partition));
+  // An earlier model of that name may have had other checkpoints.
+  if (options_.checkpoints != nullptr) options_.checkpoints->FolderOf(name).Refresh();
   {
     absl::MutexLock lock(&mu_);
+    not_hosted_.erase(name);
     hosted_[name] = {partition, std::move(config), Sum(tensor_bytes)};
   }
   partition->Start(model);
   LogTo(options_.log, LogLevel::kInfo, "partition reserved",
         {{"model", name},
-         {"incarnation", request.incarnation()},
-         {"partition", request.partition()},
-         {"tensors", request.tensor_count()},
+         {"incarnation", record.incarnation},
+         {"partition", index},
+         {"tensors", place.tensor_count},
          {"reserved_bytes", model->tracks().reserved_bytes()}});
   return partition;
 }
 
-void GroupModels::Drop(const std::string& model, int64_t incarnation, const std::string& why) {
+void GroupModels::Drop(const std::string& model, int64_t incarnation,
+                       const std::string& why_deleted) {
   std::shared_ptr<HostedPartition> partition;
   {
     absl::MutexLock lock(&mu_);
@@ -443,66 +447,123 @@ void GroupModels::Drop(const std::string& model, int64_t incarnation, const std:
     hosted_.erase(found);
   }
   partition->Stop();
-  store_.Delete(model);
+  if (why_deleted.empty()) {
+    store_.Drop(model, MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                                 absl::StrCat("model \"", model, "\": incarnation ", incarnation,
+                                              " has ended: the model returns to a checkpoint"),
+                                 absl::Seconds(1)));
+  } else {
+    store_.Delete(model);
+  }
   LogTo(options_.log, LogLevel::kInfo, "partition dropped",
         {{"model", model},
          {"incarnation", incarnation},
          {"partition", partition->id().partition},
-         {"reason", absl::StrCat("the model ", why)}});
+         {"reason", absl::StrCat("the model ",
+                                 why_deleted.empty() ? "has a newer incarnation" : why_deleted)}});
 }
 
-absl::Status GroupModels::DeleteModel(const std::string& model) {
+absl::Status GroupModels::DeleteModel(const std::string& model, bool purge) {
   constexpr int kAttempts = 3;  // Another call may change the record meanwhile.
   EMA_ASSIGN_OR_RETURN(Member* const member, GetMember());
-  absl::Status status;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const auto stored = member->Read(model);
     if (!stored.ok()) return RegistryError(stored.status());
-    if (!stored->has_value()) return absl::OkStatus();
+    if (!stored->has_value()) return FinishDeletion(*member, model, /*revision=*/0, purge);
     ModelRecord record = (*stored)->record;
-    status = member->Erase(model, (*stored)->revision);
-    if (absl::IsAborted(status)) continue;
-    if (!status.ok()) return RegistryError(status);
+    int64_t revision = (*stored)->revision;
+    if (record.state != ModelRecord::State::kDeleting) {
+      record.state = ModelRecord::State::kDeleting;
+      const absl::StatusOr<int64_t> written = member->Write(model, record, revision);
+      if (absl::IsAborted(written.status())) continue;
+      if (!written.ok()) return RegistryError(written.status());
+      revision = *written;
+    }
+    {
+      absl::MutexLock lock(&change_mu_);
+      Drop(model, record.incarnation, "has been deleted");
+    }
+    EMA_RETURN_IF_ERROR(FinishDeletion(*member, model, revision, purge));
     LogTo(options_.log, LogLevel::kInfo, "model deleted",
-          {{"model", model}, {"incarnation", record.incarnation}});
-    absl::MutexLock lock(&change_mu_);
-    Drop(model, record.incarnation, "has been deleted");
+          {{"model", model}, {"incarnation", record.incarnation}, {"purge", purge}});
     return absl::OkStatus();
   }
   return Busy(model, "is being changed by other calls");
 }
 
+absl::Status GroupModels::FinishDeletion(Member& member, const std::string& model, int64_t revision,
+                                         bool purge) {
+  CheckpointStore* const checkpoints = options_.checkpoints;
+  // While the record is DELETING, no model of that name is created, whose checkpoints these were.
+  if (revision != 0 && checkpoints != nullptr) {
+    EMA_RETURN_IF_ERROR(checkpoints->DeleteModel(model));
+  }
+  if (revision != 0) {
+    const absl::Status erased = member.Erase(model, revision);
+    // ABORTED: another call has finished the deletion.
+    if (!erased.ok() && !absl::IsAborted(erased)) return RegistryError(erased);
+  }
+  if (!purge || checkpoints == nullptr) return absl::OkStatus();
+  return checkpoints->data().PurgeDeleted(model);
+}
+
 // --- The registry's changes ---
 
-void GroupModels::Reconcile() {
+absl::Status GroupModels::Reconcile() {
   const absl::StatusOr<Member*> found = GetMember();
-  if (!found.ok()) return;
+  if (!found.ok()) return absl::OkStatus();  // The server is stopping.
   Member& member = **found;
   NoteMissingMembers(member);
-  absl::MutexLock change_lock(&change_mu_);
-  std::vector<std::pair<std::string, std::shared_ptr<HostedPartition>>> hosted;
+  absl::Status result;
+  bool must_load = false;
+  for (const auto& [name, record] : member.models()) {
+    if (NamesEarlierProcess(member, record)) {
+      result.Update(ReformAfterRestart(member, options_.checkpoints, name, record, options_.log));
+    }
+    must_load |= MustLoad(member, name, record);
+  }
   {
-    absl::MutexLock lock(&mu_);
-    if (member_ == nullptr) return;
-    for (const auto& [name, of] : hosted_) hosted.emplace_back(name, of.partition);
-  }
-  for (const auto& [name, partition] : hosted) {
-    std::optional<ModelRecord> record = member.model(name);
-    if (!record.has_value() || !IsNamed(*partition, member, *record)) {
-      // The cache may be older than the reservation.
-      const auto stored = member.Read(name);
-      if (!stored.ok()) continue;
-      record.reset();
-      if (stored->has_value()) record = (*stored)->record;
+    absl::MutexLock change_lock(&change_mu_);
+    std::vector<std::pair<std::string, std::shared_ptr<HostedPartition>>> hosted;
+    {
+      absl::MutexLock lock(&mu_);
+      for (const auto& [name, of] : hosted_) hosted.emplace_back(name, of.partition);
     }
-    if (!record.has_value()) {
-      Drop(name, partition->id().incarnation, "has been deleted");
-    } else if (!IsNamed(*partition, member, *record)) {
-      Drop(name, partition->id().incarnation, "has a newer incarnation");
-    } else if (record->state == ModelRecord::State::kActive) {
-      partition->Activate();
+    for (const auto& [name, partition] : hosted) {
+      result.Update(FollowRecord(member, name, *partition));
     }
   }
+  if (must_load) loading_.Wake();
+  return result;
+}
+
+absl::Status GroupModels::FollowRecord(Member& member, const std::string& model,
+                                       HostedPartition& partition) {
+  std::optional<ModelRecord> record = member.model(model);
+  if (!record.has_value() || !IsNamed(partition, member, *record)) {
+    // The cache may be older than the reservation.
+    EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
+    record.reset();
+    if (stored.has_value()) record = stored->record;
+  }
+  const int64_t incarnation = partition.id().incarnation;
+  if (!record.has_value() || record->state == ModelRecord::State::kDeleting) {
+    Drop(model, incarnation, "has been deleted");
+  } else if (!IsNamed(partition, member, *record)) {
+    Drop(model, incarnation, /*why_deleted=*/"");
+  } else if (record->state == ModelRecord::State::kActive) {
+    // LoadPartition() activates one that has a base.
+    if (!record->base.has_value()) partition.Activate();
+    const GroupCheckpoint* const durable = record->durable();
+    if (durable == nullptr || !partition.is_active() || partition.is_home()) {
+      return absl::OkStatus();
+    }
+    // The home has saved, or removed, a checkpoint.
+    if (options_.checkpoints != nullptr) options_.checkpoints->FolderOf(model).Refresh();
+    EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
+    here->durable().SetVersion(durable->id, durable->step, /*settings_revision=*/std::nullopt);
+  }
+  return absl::OkStatus();
 }
 
 void GroupModels::NoteMissingMembers(const Member& member) {
@@ -521,6 +582,195 @@ void GroupModels::NoteMissingMembers(const Member& member) {
     }
   }
   missing_since_ = std::move(missing);
+}
+
+// --- Loading ---
+
+absl::Status GroupModels::LoadPartitions() {
+  const absl::StatusOr<Member*> member = GetMember();
+  if (!member.ok()) return absl::OkStatus();  // The server is stopping.
+  absl::Status result;
+  for (const auto& [name, record] : (*member)->models()) {
+    if (!MustLoad(**member, name, record)) continue;
+    const absl::Status status = LoadPartition(**member, name, record);
+    if (is_stopping_.load(std::memory_order_relaxed)) return absl::OkStatus();
+    if (status.ok()) continue;
+    result.Update(status);
+    LogTo(options_.log, LogLevel::kError, "partition not loaded",
+          {{"model", name}, {"incarnation", record.incarnation}, {"error", status}});
+    const std::shared_ptr<HostedPartition> partition = Find(name);
+    if (partition != nullptr) partition->NoteNotLoaded(status);
+    absl::MutexLock lock(&mu_);
+    if (partition == nullptr) not_hosted_[name] = status;
+  }
+  return result;
+}
+
+bool GroupModels::MustLoad(const Member& member, const std::string& model,
+                           const ModelRecord& record) const {
+  if (record.state != ModelRecord::State::kActive || !record.base.has_value() ||
+      !record.PartitionOf(member.name(), member.boot()).has_value()) {
+    return false;
+  }
+  const std::shared_ptr<HostedPartition> partition = Find(model);
+  return partition == nullptr || partition->id().incarnation < record.incarnation ||
+         (partition->id().incarnation == record.incarnation && !partition->is_active());
+}
+
+absl::Status GroupModels::LoadPartition(Member& member, const std::string& model,
+                                        const ModelRecord& record) {
+  if (options_.checkpoints == nullptr) return NoDataDir();
+  const auto index = static_cast<size_t>(*record.PartitionOf(member.name(), member.boot()));
+  EMA_ASSIGN_OR_RETURN(
+      const CheckpointManifest base,
+      ReadGroupCheckpoint(*options_.checkpoints, model, *record.Find(*record.base)));
+  std::shared_ptr<HostedPartition> partition;
+  {
+    absl::MutexLock lock(&change_mu_);
+    const auto stored = member.Read(model);
+    if (!stored.ok()) return RegistryError(stored.status());
+    // Otherwise the watch reports the next record.
+    if (!stored->has_value() || (*stored)->record.incarnation != record.incarnation ||
+        (*stored)->record.state != ModelRecord::State::kActive) {
+      return absl::OkStatus();
+    }
+    partition = Find(model);
+    if (partition != nullptr && partition->id().incarnation != record.incarnation) {
+      Drop(model, partition->id().incarnation, /*why_deleted=*/"");
+      partition = nullptr;
+    }
+    if (partition == nullptr) {
+      EMA_ASSIGN_OR_RETURN(partition,
+                           Host(member, record, static_cast<int64_t>(index), ConfigOf(base)));
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
+  const absl::Time begin = absl::Now();
+  const PauseHook rest = [this] {
+    return is_stopping_.load(std::memory_order_relaxed) ? DrainingError() : absl::OkStatus();
+  };
+  EMA_RETURN_IF_ERROR(LoadPart(*options_.checkpoints, base, record, index, *here, rest));
+  partition->Activate();
+  LogTo(options_.log, LogLevel::kInfo, "partition loaded",
+        {{"model", model},
+         {"incarnation", record.incarnation},
+         {"partition", index},
+         {"version", base.record.number},
+         {"step", base.record.step},
+         {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+  return absl::OkStatus();
+}
+
+// --- For saves ---
+
+absl::StatusOr<GroupModels::Placement> GroupModels::PlacementOf(const std::string& model,
+                                                                int64_t incarnation) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = hosted_.find(model);
+  if (member_ == nullptr || found == hosted_.end() ||
+      found->second.partition->id().incarnation != incarnation) {
+    return Fenced(model, absl::StrCat("incarnation ", incarnation, " is not on this server"));
+  }
+  Placement placement{.partitions = found->second.partition->partitions(),
+                      .addresses = {},
+                      .config = found->second.config};
+  for (const Partition& partition : placement.partitions) {
+    placement.addresses.push_back(AddressLocked(partition));
+  }
+  return placement;
+}
+
+absl::Status GroupModels::ChangeRecord(
+    const std::string& model, int64_t incarnation,
+    absl::FunctionRef<absl::StatusOr<ModelRecord>(const ModelRecord&)> change) {
+  constexpr int kAttempts = 10;  // Another call may change the record meanwhile.
+  EMA_ASSIGN_OR_RETURN(Member* const member, GetMember());
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const auto stored = member->Read(model);
+    if (!stored.ok()) return RegistryError(stored.status());
+    if (!stored->has_value() || (*stored)->record.state == ModelRecord::State::kDeleting) {
+      return NotFound(model);
+    }
+    const ModelRecord& record = (*stored)->record;
+    if (record.incarnation != incarnation) {
+      return Fenced(model, absl::StrCat("incarnation ", incarnation, " has ended; ",
+                                        record.incarnation, " has begun"));
+    }
+    EMA_ASSIGN_OR_RETURN(const ModelRecord next, change(record));
+    if (next == record) return absl::OkStatus();
+    const absl::Status written = member->Write(model, next, (*stored)->revision).status();
+    if (written.ok()) return written;
+    if (!absl::IsAborted(written)) return RegistryError(written);
+  }
+  return Busy(model, "is being changed by other calls");
+}
+
+absl::Status GroupModels::RollBack(const std::string& model, int64_t incarnation,
+                                   const VersionId& id, int64_t fenced_run_epoch) {
+  EMA_RETURN_IF_ERROR(CheckComplete(model));
+  EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(options_.checkpoints, model));
+  EMA_RETURN_IF_ERROR(ChangeRecord(model, incarnation, [&](const ModelRecord& record) {
+    return Reform(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
+                           .newest_stored_incarnation = stored,
+                           .partitions = record.partitions,
+                           .base = id,
+                           .fenced_run_epoch = fenced_run_epoch});
+  }));
+  absl::MutexLock lock(&change_mu_);
+  Drop(model, incarnation, /*why_deleted=*/"");
+  return absl::OkStatus();
+}
+
+absl::Status GroupModels::AwaitHome(const std::string& model) {
+  constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
+  const auto is_stopping = [this] { return is_stopping_.load(std::memory_order_relaxed); };
+  while (true) {
+    const absl::Status status = CheckHome(model);
+    if (!absl::IsUnavailable(status)) return status;
+    absl::MutexLock lock(&mu_);
+    if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), kPollInterval), is_stopping)) return status;
+  }
+}
+
+void GroupModels::SaveAtHomes(absl::Duration timeout) {
+  std::vector<std::pair<std::string, std::string>>
+      homes;  // Models and the addresses of their homes.
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [name, hosted] : hosted_) {
+      const HostedPartition& partition = *hosted.partition;
+      // A home that is not there has saved the model before it left.
+      const std::string address = AddressLocked(partition.partitions()[0]);
+      if (!partition.is_home() && !address.empty()) homes.emplace_back(name, address);
+    }
+  }
+  absl::BlockingCounter running(static_cast<int>(homes.size()));
+  for (const auto& [name, address] : homes) {
+    v1::SaveNowRequest request;
+    request.set_model(name);
+    peers_.SaveNow(address, request, timeout, [&, name = name](const auto& response) {
+      if (!response.ok()) {
+        LogTo(options_.log, LogLevel::kWarning, "model not saved before this server leaves",
+              {{"model", name}, {"error", response.status()}});
+      }
+      running.DecrementCount();
+    });
+  }
+  running.Wait();
+}
+
+absl::StatusOr<v1::SavePartResponse> GroupModels::SavePart(const v1::SavePartRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
+                       FindForMessage(request.model()));
+  if (request.boot() != partition->id().boot ||
+      request.incarnation() != partition->id().incarnation) {
+    return Fenced(request.model(), absl::StrCat("this process does not have a partition of "
+                                                "incarnation ",
+                                                request.incarnation()));
+  }
+  if (options_.checkpoints == nullptr) return NoDataDir();
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_.Get(request.model()));
+  return group::SavePart(*options_.checkpoints, *model, request);
 }
 
 // --- Messages ---
@@ -561,6 +811,8 @@ void GroupModels::StopHolding() {
   std::vector<std::shared_ptr<HostedPartition>> partitions;
   {
     absl::MutexLock lock(&mu_);
+    is_stopping_.store(true, std::memory_order_relaxed);
+    stop_wait_.WakeAll();
     for (const auto& [name, hosted] : hosted_) partitions.push_back(hosted.partition);
   }
   for (const std::shared_ptr<HostedPartition>& partition : partitions) partition->StopHolding();

@@ -71,6 +71,7 @@ void VisitFields(auto& io, MaybeConst<ModelRecord> auto& record) {
   io("incarnation", record.incarnation, 1, kMaxStoredCount);
   io("tracks_revision", record.tracks_revision);
   io("base", record.base);
+  io("fenced_run_epoch", record.fenced_run_epoch, 0, kMaxStoredCount);
   io("partitions", record.partitions);
   io("checkpoints", record.checkpoints);
   io("labels", record.labels);
@@ -307,6 +308,7 @@ absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& requ
   EMA_ASSIGN_OR_RETURN(record.incarnation, NextIncarnation(record.incarnation, request.now_micros,
                                                            request.newest_stored_incarnation));
   if (base != nullptr) record.base = base->id;
+  record.fenced_run_epoch = std::max(record.fenced_run_epoch, request.fenced_run_epoch);
   record.partitions = request.partitions;
   return record;
 }

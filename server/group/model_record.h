@@ -78,6 +78,8 @@ struct ModelRecord {
   // The checkpoint that all partitions load at the beginning of the incarnation; absent: none, the
   // model has no version then. Once the incarnation has a checkpoint of its own, it may be removed.
   std::optional<VersionId> base;
+  // The newest run epoch that a rollback has fenced; 0: none.
+  int64_t fenced_run_epoch = 0;
   // Together they have all tensors, in order. No member has two.
   std::vector<Partition> partitions;
   std::vector<GroupCheckpoint> checkpoints;  // In the order of their commits.
@@ -130,6 +132,7 @@ struct ReformRequest {
   int64_t newest_stored_incarnation = 0;
   std::vector<Partition> partitions;
   std::optional<VersionId> base;  // Nullopt: durable(). Else a checkpoint of the record.
+  int64_t fenced_run_epoch = 0;   // Runs up to this epoch may not continue; 0: all may.
 };
 // Begins the next incarnation of an ACTIVE model: all versions in memory end, and the partitions
 // load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base. INVALID_ARGUMENT: the

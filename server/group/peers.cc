@@ -95,6 +95,7 @@ grpc::ChannelArguments ChannelSettings() {
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, kConnectMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMs);
+  arguments.SetMaxReceiveMessageSize(-1);  // The manifest of a part may be long.
   return arguments;
 }
 
@@ -322,6 +323,17 @@ void Peers::PublishState(const std::string& address, const v1::PublishStateReque
                          absl::Duration timeout, OnResult<v1::PublishStateResponse> on_result) {
   StartCall<&Stub::PrepareAsyncPublishState>("PublishState", address, request, timeout,
                                              std::move(on_result));
+}
+
+void Peers::SavePart(const std::string& address, const v1::SavePartRequest& request,
+                     absl::Duration timeout, OnResult<v1::SavePartResponse> on_result) {
+  StartCall<&Stub::PrepareAsyncSavePart>("SavePart", address, request, timeout,
+                                         std::move(on_result));
+}
+
+void Peers::SaveNow(const std::string& address, const v1::SaveNowRequest& request,
+                    absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result) {
+  StartCall<&Stub::PrepareAsyncSaveNow>("SaveNow", address, request, timeout, std::move(on_result));
 }
 
 }  // namespace ema::group

@@ -64,6 +64,10 @@ class Peers {
             OnResult<v1::GroupState> on_result);
   void PublishState(const std::string& address, const v1::PublishStateRequest& request,
                     absl::Duration timeout, OnResult<v1::PublishStateResponse> on_result);
+  void SavePart(const std::string& address, const v1::SavePartRequest& request,
+                absl::Duration timeout, OnResult<v1::SavePartResponse> on_result);
+  void SaveNow(const std::string& address, const v1::SaveNowRequest& request,
+               absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result);
 
   // Runs the work that has been posted, cancels all calls, runs their `on_result`, and ends the
   // thread. To be called by the owner, on another thread. Calling it again does nothing.

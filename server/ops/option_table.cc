@@ -329,8 +329,8 @@ void AddDevice(Table& table, ServerOptions& o) {
 void AddCheckpoints(Table& table, ServerOptions& o) {
   table.Group("Checkpoints");
   table.Text("data-dir", o.data_dir, "DIR",
-             "Directory for checkpoints, for one server only. It is created if it does not "
-             "exist. Empty: no checkpoints");
+             "Directory for checkpoints, for one server, or for all servers of one group. It is "
+             "created if it does not exist. Empty: no checkpoints");
   table.Count("save-every-commits", o.save_every_commits, 0,
               "Save a model automatically N commits after its last save. 0: disabled");
   table.Duration("save-every", o.save_every, absl::ZeroDuration(),
@@ -428,7 +428,8 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Group("Group of servers");
   table.Text("group", o.group, "NAME",
              "Name of the group of servers that keep models together, each server a part of every "
-             "model. It needs --etcd and --advertise. Empty: this server is on its own",
+             "model. It needs --etcd and --advertise, and all servers need the same directory as "
+             "--data-dir. Empty: this server is on its own",
              CheckName);
   table.Text("member", o.member, "NAME",
              "Name of this server in its group. A restarted server must have the same name. "
@@ -547,10 +548,10 @@ void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems)
 
 std::vector<LogEvent> OptionWarnings(const ServerOptions& options) {
   std::vector<LogEvent> doubts;
-  if (!options.group.empty()) {
+  if (!options.group.empty() && options.data_dir.empty()) {
     doubts.push_back({LogLevel::kWarning,
                       "a crash of one server loses the averages of its group",
-                      {{"group", options.group}}});
+                      {{"group", options.group}, {"expected", "--data-dir"}}});
   }
   if (options.auth_tokens.empty() || !options.tls_cert.empty()) return doubts;
   for (const std::string& listen : options.listen) {

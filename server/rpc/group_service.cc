@@ -1,23 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/group_service.h"
 
+#include <memory>
 #include <utility>
 
+#include "absl/status/statusor.h"
+#include "ema/internal/status_macros.h"
 #include "server/rpc/unary_call.h"
 
 namespace ema {
 
-void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Worker* reserving) {
+void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+                   const GroupWorkers& workers) {
   using Service = v1::GroupService::AsyncService;
   Service* const service = &rpc->group_service;
   ModelGroup* const group = rpc->group;
+  const auto on = [](Worker* worker) {
+    return [worker](const auto&) { return Placement{.worker = worker, .held = nullptr}; };
+  };
   ListenUnary(
       rpc, queue, service, "/ema.v1.GroupService/ReservePartition",
       &Service::RequestReservePartition,
       [group](const v1::ReservePartitionRequest& request, const Access&) {
         return group->ReservePartition(request);
       },
-      [reserving](const auto&) { return Placement{.worker = reserving, .held = nullptr}; });
+      on(workers.reserving));
   ListenHeld(rpc, queue, service, "/ema.v1.GroupService/Prepare", &Service::RequestPrepare,
              [group](const v1::PrepareRequest& request, auto reply) {
                group->Prepare(request, std::move(reply));
@@ -30,6 +37,22 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Worker* 
               [group](const v1::PublishStateRequest& request, const Access&) {
                 return group->PublishState(request);
               });
+  ListenUnary(
+      rpc, queue, service, "/ema.v1.GroupService/SavePart", &Service::RequestSavePart,
+      [group](const v1::SavePartRequest& request, const Access&) {
+        return group->SavePart(request);
+      },
+      on(workers.saving_parts));
+  ListenUnary(
+      rpc, queue, service, "/ema.v1.GroupService/SaveNow", &Service::RequestSaveNow,
+      [rpc](const v1::SaveNowRequest& request,
+            const Access&) -> absl::StatusOr<v1::SaveNowResponse> {
+        EMA_RETURN_IF_ERROR(rpc->group->CheckHome(request.model()));
+        EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, rpc->store->Get(request.model()));
+        EMA_RETURN_IF_ERROR(rpc->checkpoints->Save(*model, {}).status());
+        return v1::SaveNowResponse();
+      },
+      on(workers.saving));
 }
 
 }  // namespace ema

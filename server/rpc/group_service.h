@@ -10,10 +10,17 @@
 
 namespace ema {
 
-// Waits for the next call of each method on `queue`. ReservePartition() runs on `reserving`, on
-// which no call may wait for another server: two servers may reserve each other's partitions.
-// REQUIRES: rpc->group is not null.
-void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Worker* reserving);
+struct GroupWorkers {
+  // No call on these two may wait for another server: two servers may reserve, or save, each
+  // other's partitions. SavePart() may take minutes.
+  Worker* reserving = nullptr;
+  Worker* saving_parts = nullptr;
+  Worker* saving = nullptr;  // For SaveNow().
+};
+
+// Waits for the next call of each method on `queue`. REQUIRES: rpc->group is not null.
+void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
+                   const GroupWorkers& workers);
 
 }  // namespace ema
 

@@ -131,6 +131,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
     rpc_->observer->OnPushEnded({handler.model_name(), handler.received_bytes(), phases});
   };
   const auto ending = std::make_shared<PushEnding>();
+  EMA_RETURN_IF_ERROR(rpc_->CheckLoaded(header.model()));
   EMA_RETURN_IF_ERROR(
       handler.OnHeader(header, [ending](const auto& result) { ending->Set(result); }));
   std::optional<PushTiming> timing;
@@ -188,6 +189,7 @@ absl::Status LaneConnection::ServePull(v1::PullRequest request) {
 }
 
 absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& handler) {
+  EMA_RETURN_IF_ERROR(rpc_->CheckLoaded(request.model()));
   EMA_RETURN_IF_ERROR(handler.Open(request));
   request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());

@@ -33,6 +33,13 @@ class ModelGroup {
   // OK: the servers of all partitions run. UNAVAILABLE, GROUP_DEGRADED: the message names a missing
   // member and says since when. REQUIRES: CheckHome() is OK.
   virtual absl::Status CheckComplete(std::string_view model) const = 0;
+  // OK: this server has its partition of the model in memory, or has none. UNAVAILABLE,
+  // GROUP_DEGRADED: the partition is being loaded.
+  virtual absl::Status CheckLoaded(std::string_view model) const = 0;
+  // Blocks while CheckHome() returns UNAVAILABLE, such as while the model returns to a checkpoint,
+  // but no longer than until StopHolding(). Returns the last result. The caller must not hold the
+  // model, whose memory is needed.
+  virtual absl::Status AwaitHome(const std::string& model) = 0;
   // All models of the group, sorted by name.
   virtual std::vector<std::string> ModelNames() const = 0;
   // Adds partitions and incarnation to a model's description. If this server has a partition of the
@@ -44,9 +51,10 @@ class ModelGroup {
   // created by this call; its home returns it when the call is repeated there.
   virtual absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) = 0;
-  // Deletes the model on all servers. Can be called on any of them. OK if there is no such model.
-  // Blocks on the registry.
-  virtual absl::Status DeleteModel(const std::string& model) = 0;
+  // Deletes the model on all servers and sets its checkpoints aside, or removes them if `purge`.
+  // Can be called on any of the servers. OK if there is no such model. Blocks on the registry and
+  // the disk.
+  virtual absl::Status DeleteModel(const std::string& model, bool purge) = 0;
 
   // --- Calls of GroupService ---
 
@@ -59,8 +67,10 @@ class ModelGroup {
   virtual absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) = 0;
   virtual absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) = 0;
-  // Ends the open rounds of the models whose home this is, and begins no others. Answers all held
-  // Prepare() calls before it returns, and later ones at once. May be repeated.
+  // Blocks for as long as it takes to write the partition.
+  virtual absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) = 0;
+  // Ends AwaitHome(). Ends the open rounds of the models whose home this is, and begins no others.
+  // Answers all held Prepare() calls before it returns, and later ones at once. May be repeated.
   virtual void StopHolding() = 0;
 };
 

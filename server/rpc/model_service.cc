@@ -132,6 +132,11 @@ absl::StatusOr<std::shared_ptr<Model>> ModelService::FindModel(const std::string
   return store_->Get(name);
 }
 
+absl::StatusOr<std::shared_ptr<Model>> ModelService::FindPartition(const std::string& name) const {
+  if (group_ != nullptr) EMA_RETURN_IF_ERROR(group_->CheckLoaded(name));
+  return store_->Get(name);
+}
+
 absl::StatusOr<std::shared_ptr<Model>> ModelService::FindUndividedModel(
     const std::string& name, std::string_view what) const {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model, FindModel(name));
@@ -214,7 +219,7 @@ absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest
                                    "\", the model that is to be deleted"));
   }
   if (group_ != nullptr) {
-    EMA_RETURN_IF_ERROR(group_->DeleteModel(request.model()));
+    EMA_RETURN_IF_ERROR(group_->DeleteModel(request.model(), request.purge()));
     return v1::Empty();
   }
   // Before anything is changed.
@@ -284,7 +289,7 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
     EMA_RETURN_IF_ERROR(group_->CheckHome(request.model()));
     EMA_RETURN_IF_ERROR(group_->CheckComplete(request.model()));
   }
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindPartition(request.model()));
   if (request.manifest_digest() != model->manifest().digest()) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kLayoutMismatch,
@@ -334,7 +339,7 @@ absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunReque
 }
 
 absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPushRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_->Get(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindPartition(request.model()));
   const int64_t round_before = model->round();
   EMA_ASSIGN_OR_RETURN(
       const Model::PushState state,
@@ -476,9 +481,11 @@ absl::StatusOr<v1::Empty> ModelService::DeleteCheckpoint(
 
 absl::StatusOr<v1::VersionRecord> ModelService::RestoreCheckpoint(
     const v1::RestoreCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
   EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
+  model = nullptr;
+  if (group_ != nullptr) EMA_RETURN_IF_ERROR(group_->AwaitHome(request.model()));
   return ToProto(record);
 }
 

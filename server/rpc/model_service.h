@@ -50,6 +50,9 @@ class ModelService {
   // The model that a call concerns as a whole. Errors as ModelStore::Get(), and in a group as
   // ModelGroup::CheckHome().
   absl::StatusOr<std::shared_ptr<Model>> FindModel(const std::string& name) const;
+  // The model, or in a group this server's partition of it. Errors as ModelStore::Get(), and
+  // ModelGroup::CheckLoaded().
+  absl::StatusOr<std::shared_ptr<Model>> FindPartition(const std::string& name) const;
   // The same for a call that a group does not support yet: FAILED_PRECONDITION, BAD_REQUEST;
   // `what` is the subject of a sentence.
   absl::StatusOr<std::shared_ptr<Model>> FindUndividedModel(const std::string& name,

@@ -126,6 +126,7 @@ absl::Status PushCall::HandleHeader(const v1::PushHeader& header) {
   EMA_RETURN_IF_ERROR(
       rpc_->admission.Admit(kPush, caller_.authorization, caller_.log.peer, header.model())
           .status());
+  EMA_RETURN_IF_ERROR(rpc_->CheckLoaded(header.model()));
   return handler_.OnHeader(
       header, [self = shared_from_this()](const auto& result) { self->Finish(result); });
 }

@@ -43,6 +43,11 @@ struct RpcContext {
   // accelerator: one chunk of each pull in turn. Never null in a server.
   Worker* disk_reader = nullptr;
   Worker* device_reader = nullptr;
+
+  // As ModelGroup::CheckLoaded(); OK if the server is not in a group.
+  absl::Status CheckLoaded(std::string_view model) const {
+    return group != nullptr ? group->CheckLoaded(model) : absl::OkStatus();
+  }
 };
 
 }  // namespace ema

@@ -140,6 +140,9 @@ void RpcServer::StartThreads() {
         std::pair(&computing_calls_, Need::kNeither)}) {
     worker->Start(options_.heartbeats->Add(worker->name(), need));
   }
+  if (context_.group != nullptr) {
+    saving_parts_.Start(options_.heartbeats->Add(saving_parts_.name(), Need::kNeither));
+  }
   watchdog_ = std::thread([this] { CheckStalled(); });
   if (certificate_ != nullptr || options_.authenticator != nullptr) {
     file_watch_ = std::thread([this, heartbeat = options_.heartbeats->Add(
@@ -297,7 +300,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
     if (thread->joinable()) thread->join();
   }
   for (Worker* const worker : {&quick_calls_, &saving_calls_, &creating_calls_, &restoring_calls_,
-                               &computing_calls_, &disk_reader_, &device_reader_}) {
+                               &computing_calls_, &saving_parts_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
@@ -315,8 +318,11 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
   operator_.Listen(&context_, queue->get());
-  // In a group, no call on that worker waits for another server: see ModelService::Listen().
-  if (context_.group != nullptr) ListenToGroup(&context_, queue->get(), &creating_calls_);
+  if (context_.group != nullptr) {
+    ListenToGroup(
+        &context_, queue->get(),
+        {.reserving = &creating_calls_, .saving_parts = &saving_parts_, .saving = &saving_calls_});
+  }
   using Health = grpc::health::v1::Health::AsyncService;
   ListenUnary(&context_, queue->get(), &context_.health, kHealthCheck, &Health::RequestCheck,
               [this](const auto& request, const Access&) { return CheckHealth(request); });

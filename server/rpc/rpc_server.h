@@ -152,7 +152,7 @@ class RpcServer {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both threads above end.
   SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
 
-  // Last: calls that wait there refer to the members above. Requests of the first three are short;
+  // Last: calls that wait there refer to the members above. Requests of the first four are short;
   // those that create have a manifest, those that restore the layout of a rank, and pulls may have
   // a long list of tensors.
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
@@ -160,7 +160,9 @@ class RpcServer {
   static_assert(3 * kShortBytes + 3 * kLongBytes == kWaitingBytes);
   Worker quick_calls_{"quick-calls", kMaxWaitingCalls, kShortBytes};
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
-  Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes};
+  Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes / 2};
+  // Started in a group only.
+  Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 2};
   Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function queued or running in each of these.

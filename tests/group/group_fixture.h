@@ -8,6 +8,7 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -26,8 +27,11 @@
 #include "ema/v1/error.pb.h"
 #include "server/base/crc32c.h"
 #include "server/base/random_hex.h"
+#include "server/checkpoint/checkpoint_manager.h"
 #include "server/core/checkpoints.h"
+#include "server/format/file_system.h"
 #include "server/group/group_models.h"
+#include "server/group/group_saves.h"
 #include "server/group/member.h"
 #include "server/group/peers.h"
 #include "server/rpc/rpc_server.h"
@@ -47,20 +51,31 @@ class GroupServer {
     int64_t memory_bytes = int64_t{1} << 28;
     // The free memory that its record reports; 0: `memory_bytes`.
     int64_t reported_memory_bytes = 0;
+    std::string listen_address = "127.0.0.1:0";
+    std::string data_dir;  // Empty: no checkpoints.
+    SavePolicy policy;
     // Makes the address that other processes connect to; null: the server's own.
     std::function<std::string(int port)> advertise;
   };
 
-  explicit GroupServer(const Options& options) {
+  explicit GroupServer(const Options& options) : name_(options.name) {
     peers_ = *Peers::Start({});
+    if (!options.data_dir.empty()) OpenCheckpoints(options);
     ModelStore::Options store;
     store.memory_bytes = options.memory_bytes;
+    store.model.has_data_dir = checkpoints_ != nullptr;
+    store.model.on_commit = [this](const std::shared_ptr<Model>& model, const Snapshot& version) {
+      if (checkpoints_ != nullptr && model->is_home()) checkpoints_->OnCommit(model, version);
+    };
     store_ = std::make_shared<ModelStore>(NewTestDevice(int64_t{16} << 20), store);
-    models_ = std::make_unique<GroupModels>(store_.get(), peers_.get(), GroupModels::Options());
+    CheckpointStore* const stored = checkpoints_ != nullptr ? &checkpoints_->store() : nullptr;
+    models_ = std::make_unique<GroupModels>(store_.get(), peers_.get(),
+                                            GroupModels::Options{.checkpoints = stored});
     RpcServer::Options rpc;
-    rpc.listen_addresses = {"127.0.0.1:0"};
+    rpc.listen_addresses = {options.listen_address};
     rpc.group = models_.get();
-    rpc_ = *RpcServer::Start(store_, &no_checkpoints_, rpc);
+    Checkpoints* const served = checkpoints_ != nullptr ? checkpoints_.get() : &no_checkpoints_;
+    rpc_ = *RpcServer::Start(store_, served, rpc);
     address_ = absl::StrCat("127.0.0.1:", rpc_->port());
     const int64_t memory_bytes =
         options.reported_memory_bytes > 0 ? options.reported_memory_bytes : options.memory_bytes;
@@ -75,6 +90,7 @@ class GroupServer {
                                         .program_version = "test",
                                         .protocol = 1},
                              .registry = options.registry});
+    if (stored != nullptr) saves_.Start(models_.get(), peers_.get(), stored);
     models_->Start(member_.get());
   }
   ~GroupServer() { Stop(); }
@@ -84,20 +100,36 @@ class GroupServer {
     if (member_ == nullptr) return;
     store_->Drain(SteadyNow());
     rpc_->Shutdown(SteadyNow());
+    saves_.Stop();
     models_->Stop();
     member_ = nullptr;
     store_->Close();
     peers_->Stop();
+    checkpoints_ = nullptr;
   }
 
   const std::string& address() const { return address_; }
   ModelStore& store() { return *store_; }
   Member& member() { return *member_; }
   GroupModels& models() { return *models_; }
+  CheckpointManager& checkpoints() { return *checkpoints_; }
+  const std::string& name() const { return name_; }
 
  private:
+  void OpenCheckpoints(const Options& options) {
+    CheckpointManager::Options checkpoints;
+    checkpoints.store.data_dir = options.data_dir;
+    checkpoints.store.member = options.name;
+    checkpoints.store.partitions = &saves_;
+    checkpoints.policy = options.policy;
+    checkpoints_ = *CheckpointManager::Open(PosixFileSystem(), checkpoints);
+  }
+
+  const std::string name_;
   std::unique_ptr<Peers> peers_;  // Outlives the models, whose gates use it.
+  GroupSaves saves_;
   Checkpoints no_checkpoints_;
+  std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<GroupModels> models_;
   std::unique_ptr<RpcServer> rpc_;
@@ -361,9 +393,23 @@ class GroupFixture : public testing::Test {
  protected:
   void StartServers(int count) {
     for (int i = 0; i < count; ++i) {
-      StartServer({.name = absl::StrCat("ema-", i)});
+      StartServer({.name = absl::StrCat("ema-", i), .data_dir = data_dir_, .policy = policy_});
     }
     AwaitMembers();
+  }
+  // Starts a server again, which has been stopped, at the same address.
+  void Restart(GroupServer& stopped) {
+    for (std::unique_ptr<GroupServer>& server : servers_) {
+      if (server.get() != &stopped) continue;
+      const GroupServer::Options options{.registry = &registry_,
+                                         .name = stopped.name(),
+                                         .listen_address = stopped.address(),
+                                         .data_dir = data_dir_,
+                                         .policy = policy_};
+      server = nullptr;
+      server = std::make_unique<GroupServer>(options);
+      return;
+    }
   }
   void StartServer(GroupServer::Options options) {
     options.registry = &registry_;
@@ -392,14 +438,14 @@ class GroupFixture : public testing::Test {
         << result.status.error_message();
     return Describe(name);
   }
+  // Waits until all partitions have been loaded.
   v1::Model Describe(const std::string& name) {
     v1::Model model;
-    for (const auto& server : servers_) {
-      const GroupCall result =
-          RetryBusy([&] { return GroupTrainer::Get(server->address(), name, &model); });
-      if (result.ok()) return model;
-    }
-    ADD_FAILURE() << "no server is the home of " << name;
+    Await([&] {
+      return std::any_of(servers_.begin(), servers_.end(), [&](const auto& server) {
+        return RetryBusy([&] { return GroupTrainer::Get(server->address(), name, &model); }).ok();
+      });
+    });
     return model;
   }
   GroupServer& ServerAt(const std::string& address) {
@@ -410,6 +456,8 @@ class GroupFixture : public testing::Test {
     return *servers_[0];
   }
 
+  std::string data_dir_;     // Of servers that are started later; empty: none.
+  SavePolicy policy_;        // Of the same.
   MemoryRegistry registry_;  // Outlives the servers.
   std::vector<std::unique_ptr<GroupServer>> servers_;
 };

@@ -65,11 +65,64 @@ TEST_F(ServerGroupTest, ServersOfAGroupCommitTogether) {
   for (const std::unique_ptr<Server>& server : servers) EXPECT_THAT(server->Drain(), IsOk());
 }
 
-TEST_F(ServerGroupTest, ADataDirectoryIsRejected) {
+TEST_F(ServerGroupTest, AStoppedServerLosesNoStep) {
+  std::string directory = testing::TempDir() + "/ema_group_XXXXXX";
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  const auto start = [&](const std::string& member) {
+    ServerOptions options = OptionsOf(member);
+    options.data_dir = directory;
+    return Server::Start(options);
+  };
+  std::vector<std::unique_ptr<Server>> servers;
+  for (const char* const member : {"ema-0", "ema-1"}) {
+    EMA_ASSERT_OK_AND_ASSIGN(auto server, start(member));
+    servers.push_back(std::move(server));
+  }
+  const auto address = [&](size_t i) { return absl::StrCat("127.0.0.1:", servers[i]->port()); };
+  v1::CreateModelResponse created;
+  const group::GroupCall result = group::RetryBusy([&] {
+    return group::GroupTrainer::Create(address(1), group::GroupTrainer::CreateRequest("m"),
+                                       &created);
+  });
+  ASSERT_TRUE(result.ok()) << result.status.error_message();
+  int64_t step = 0;
+  // Each of them stops once: the model's home, and the other one.
+  for (size_t stopped = 0; stopped < 2; ++stopped) {
+    group::GroupTrainer trainer("m", absl::StrCat("launch-", stopped));
+    v1::Model model;
+    for (size_t i = 0; i < 2; ++i) {
+      if (group::GroupTrainer::Get(address(i), "m", &model).ok()) break;
+    }
+    trainer.OpenRun(model);
+    ++step;
+    for (const group::GroupTrainer::Pushed& pushed : trainer.PushAll(step, 5)) {
+      ASSERT_TRUE(pushed.result.ok()) << pushed.result.status.error_message();
+    }
+    EXPECT_THAT(servers[stopped]->Drain(), IsOk());
+    servers[stopped] = nullptr;
+    EMA_ASSERT_OK_AND_ASSIGN(servers[stopped], start(stopped == 0 ? "ema-0" : "ema-1"));
+    const auto deadline = After(SteadyNow(), absl::Seconds(60));
+    bool is_back = false;
+    while (!is_back && SteadyNow() < deadline) {
+      for (size_t i = 0; i < 2; ++i) {
+        is_back |= group::GroupTrainer::Get(address(i), "m", &model).ok() && model.has_latest() &&
+                   model.latest().step() == step;
+      }
+    }
+    EXPECT_TRUE(is_back) << "after the stop of " << stopped;
+  }
+  for (const std::unique_ptr<Server>& server : servers) EXPECT_THAT(server->Drain(), IsOk());
+  servers.clear();
+  // Another directory.
   ServerOptions options = OptionsOf("ema-0");
-  options.data_dir = testing::TempDir();
+  options.data_dir = directory + "-other";
   EXPECT_THAT(Server::Start(options),
-              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("not supported yet")));
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("must share one")));
+  options.data_dir = "";
+  EXPECT_THAT(Server::Start(options),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("share a data directory")));
+  PosixFileSystem().RemoveTree(directory).IgnoreError();
+  PosixFileSystem().RemoveTree(directory + "-other").IgnoreError();
 }
 
 }  // namespace

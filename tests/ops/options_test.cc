@@ -155,7 +155,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(o.group_token_file, "token");
   ASSERT_EQ(parsed.warnings.size(), 1);
   EXPECT_EQ(ToText(parsed.warnings[0]),
-            "a crash of one server loses the averages of its group group=g");
+            "a crash of one server loses the averages of its group group=g expected=--data-dir");
 
   EXPECT_THAT(Parse({"--print-config"}).text, HasSubstr("\netcd = []  # default\n"));
 

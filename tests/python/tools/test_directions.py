@@ -24,7 +24,15 @@ ALLOWED: dict[str, set[str]] = {
     "server/registry": VALUES | {"proto"},
     "server/format": VALUES | {"server/core"},
     "server/group": VALUES
-    | {"proto", "server/wire", "server/format", "server/core", "server/registry", "server/rpc"},
+    | {
+        "proto",
+        "server/wire",
+        "server/format",
+        "server/core",
+        "server/registry",
+        "server/checkpoint",
+        "server/rpc",
+    },
     "server/checkpoint": VALUES | {"server/format", "server/core", "server/kernel"},
     "server/rpc": VALUES | {"proto", "server/wire", "server/core"},
     "server/ops": VALUES | {"server/core", "server/device"},

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/group_saves.h"
+
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/data_directory.h"
+#include "server/format/manifest_json.h"
+#include "server/group/partition_config.h"
+
+namespace ema::group {
+namespace {
+
+// The longest time in which a partition writes its files. A lost connection ends the call sooner.
+constexpr absl::Duration kSaveTimeout = absl::Hours(1);
+
+absl::Status NotInGroup() {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                   "this server has not joined its group, or is leaving it", absl::Seconds(1));
+}
+
+// The options of each partition: those of the save, with the numbers of the partition's files.
+absl::StatusOr<std::vector<WriteOptions>> NumberFiles(const GroupModels::Placement& placement,
+                                                      const WriteOptions& options) {
+  std::vector<WriteOptions> parts(placement.partitions.size(), options);
+  std::map<std::string, size_t> totals;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    EMA_ASSIGN_OR_RETURN(const ModelConfig config,
+                         PartitionConfig(placement.config, placement.partitions[i]));
+    for (const auto& [track, count] : FileCounts(config, options.max_file_bytes)) {
+      parts[i].file_numbers[track].first = totals[track];
+      totals[track] += count;
+    }
+  }
+  for (WriteOptions& part : parts) {
+    for (auto& [track, numbers] : part.file_numbers) numbers.count = totals[track];
+  }
+  return parts;
+}
+
+v1::SavePartRequest RequestOf(const std::string& path, const Model& home, const Snapshot& snapshot,
+                              const WriteOptions& options) {
+  v1::SavePartRequest request;
+  request.set_model(home.config().name);
+  request.set_incarnation(home.incarnation());
+  request.mutable_version()->set_version(snapshot.record.number);
+  request.mutable_version()->set_incarnation(snapshot.record.incarnation);
+  request.set_folder(path.substr(path.rfind('/') + 1));
+  request.mutable_tracks()->Assign(options.tracks.begin(), options.tracks.end());
+  request.set_max_file_bytes(options.max_file_bytes);
+  return request;
+}
+
+}  // namespace
+
+void GroupSaves::Start(GroupModels* models, Peers* peers, CheckpointStore* checkpoints) {
+  absl::MutexLock lock(&mu_);
+  models_ = models;
+  peers_ = peers;
+  checkpoints_ = checkpoints;
+}
+
+void GroupSaves::Stop() {
+  absl::MutexLock lock(&mu_);
+  models_ = nullptr;
+  peers_ = nullptr;
+}
+
+absl::StatusOr<GroupModels*> GroupSaves::GetModels() const {
+  absl::MutexLock lock(&mu_);
+  if (models_ == nullptr) return NotInGroup();
+  return models_;
+}
+
+absl::StatusOr<DataDirectory*> GroupSaves::GetData() const {
+  absl::MutexLock lock(&mu_);
+  if (models_ == nullptr) return NotInGroup();
+  return &checkpoints_->data();
+}
+
+absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Model& home,
+                                                     const Snapshot& snapshot,
+                                                     const WriteOptions& options) {
+  EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
+  EMA_ASSIGN_OR_RETURN(DataDirectory* const data, GetData());
+  EMA_ASSIGN_OR_RETURN(const GroupModels::Placement placement,
+                       models->PlacementOf(home.config().name, home.incarnation()));
+  EMA_ASSIGN_OR_RETURN(const std::vector<WriteOptions> part_options,
+                       NumberFiles(placement, options));
+  PartCalls calls(placement.partitions);
+  EMA_RETURN_IF_ERROR(
+      AskOthers(placement, RequestOf(path, home, snapshot, options), part_options, calls));
+  absl::StatusOr<CheckpointManifest> own =
+      WritePart(data->file_system(), data->latch(), path, home, snapshot, part_options[0]);
+  // Also after an error: the folder is removed next, and the others must not write into it then.
+  calls.EndOf(0)(v1::SavePartResponse());
+  absl::StatusOr<std::vector<v1::SavePartResponse>> others = calls.Wait();
+  EMA_RETURN_IF_ERROR(own.status());
+  EMA_RETURN_IF_ERROR(others.status());
+  std::vector<CheckpointManifest> parts = {*std::move(own)};
+  for (size_t i = 1; i < others->size(); ++i) {
+    absl::StatusOr<CheckpointManifest> part =
+        ParseCheckpointManifest((*others)[i].manifest(), ManifestScope::kPart);
+    if (!part.ok()) {
+      return WithPlace(part.status(),
+                       absl::StrCat("member \"", placement.partitions[i].member, "\": "));
+    }
+    parts.push_back(*std::move(part));
+  }
+  return MergeParts(data->file_system(), data->latch(), path, home, std::move(parts));
+}
+
+absl::Status GroupSaves::AskOthers(const GroupModels::Placement& placement,
+                                   v1::SavePartRequest request,
+                                   const std::vector<WriteOptions>& options, PartCalls& calls) {
+  for (size_t i = 1; i < placement.partitions.size(); ++i) {
+    if (!placement.addresses[i].empty()) continue;
+    return MakeError(
+        absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+        absl::StrCat("model \"", request.model(), "\": the process of partition ", i, ", member \"",
+                     placement.partitions[i].member, "\", is not in the registry"),
+        absl::Seconds(1));
+  }
+  // Peers must not be stopped before they have all calls, which would then never end.
+  absl::MutexLock lock(&mu_);
+  if (peers_ == nullptr) return NotInGroup();
+  for (size_t i = 1; i < placement.partitions.size(); ++i) {
+    request.set_boot(placement.partitions[i].boot);
+    request.clear_file_numbers();
+    for (const auto& [track, numbers] : options[i].file_numbers) {
+      v1::FileNumbers& proto = (*request.mutable_file_numbers())[track];
+      proto.set_first(static_cast<int64_t>(numbers.first));
+      proto.set_count(static_cast<int64_t>(numbers.count));
+    }
+    peers_->SavePart(placement.addresses[i], request, kSaveTimeout, calls.EndOf(i));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status GroupSaves::Commit(Model& home, const Version& record, int64_t total_bytes,
+                                bool keep) {
+  EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
+  const GroupCheckpoint checkpoint{
+      .id = record.id(), .step = record.step, .total_bytes = total_bytes, .keep = keep};
+  const int64_t incarnation = home.incarnation();
+  return models->ChangeRecord(home.config().name, incarnation, [&](const ModelRecord& before) {
+    return AddCheckpoint(before, incarnation, checkpoint);
+  });
+}
+
+absl::Status GroupSaves::Remove(Model& home, const VersionId& id) {
+  EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
+  return models->ChangeRecord(
+      home.config().name, home.incarnation(),
+      [&](const ModelRecord& before) { return RemoveCheckpoint(before, id); });
+}
+
+absl::Status GroupSaves::RollBack(Model& home, const VersionId& id) {
+  EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
+  return models->RollBack(home.config().name, home.incarnation(), id, home.Describe().run_epoch);
+}
+
+}  // namespace ema::group

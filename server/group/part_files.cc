@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/part_files.h"
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
+#include "server/base/steady_wait.h"
+#include "server/checkpoint/checkpoint_load.h"
+#include "server/checkpoint/checkpoint_reader.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/format/checkpoint_files.h"
+#include "server/format/checkpoint_name.h"
+#include "server/format/manifest_parts.h"
+
+namespace ema::group {
+namespace {
+
+// How long this partition may take to publish a version that the home has published.
+constexpr absl::Duration kPublishTimeout = absl::Seconds(5);
+
+absl::StatusOr<SnapshotRef> PinPublished(Model& partition, const VersionId& id) {
+  absl::Mutex mu;
+  SteadyWait wait;
+  int64_t commit_count = 0;
+  const int64_t watcher = partition.watchers().Watch([&] {
+    absl::MutexLock lock(&mu);
+    ++commit_count;
+    wait.WakeAll();
+  });
+  const absl::Cleanup unwatch = [&] { partition.watchers().Unwatch(watcher); };
+  const SteadyTime deadline = After(SteadyNow(), kPublishTimeout);
+  int64_t seen_count = 0;
+  bool has_time = true;
+  while (true) {
+    absl::StatusOr<SnapshotRef> pinned = partition.history().PinForSave(id.version, id.incarnation);
+    const ErrorReason reason = GetErrorReason(pinned.status());
+    const bool may_come =
+        reason == ErrorReason::kVersionNotYet || reason == ErrorReason::kNoVersion;
+    if (!may_come || !has_time) return pinned;
+    absl::MutexLock lock(&mu);
+    has_time = wait.AwaitUntil(mu, deadline, [&] { return commit_count != seen_count; });
+    seen_count = commit_count;
+  }
+}
+
+// A member is trusted, but its message must not make this server write elsewhere.
+absl::Status CheckFolder(std::string_view folder) {
+  if (folder.starts_with(kTemporaryPrefix) && folder.find('/') == std::string_view::npos) {
+    return absl::OkStatus();
+  }
+  return BadRequest(
+      absl::StrCat("folder: ", Quoted(folder), " given, expected the name of a temporary folder"));
+}
+
+WriteOptions OptionsOf(const v1::SavePartRequest& request) {
+  WriteOptions options{.tracks = {request.tracks().begin(), request.tracks().end()},
+                       .max_file_bytes = request.max_file_bytes()};
+  for (const auto& [track, numbers] : request.file_numbers()) {
+    options.file_numbers[track] = {static_cast<size_t>(numbers.first()),
+                                   static_cast<size_t>(numbers.count())};
+  }
+  return options;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::SavePartResponse> SavePart(CheckpointStore& store, Model& partition,
+                                              const v1::SavePartRequest& request) {
+  EMA_RETURN_IF_ERROR(CheckFolder(request.folder()));
+  DataDirectory& data = store.data();
+  EMA_RETURN_IF_ERROR(data.CheckMayWrite());
+  EMA_ASSIGN_OR_RETURN(
+      const SnapshotRef snapshot,
+      PinPublished(partition, {request.version().version(), request.version().incarnation()}));
+  const std::string path = store.FolderOf(request.model()).Path(request.folder());
+  const absl::StatusOr<CheckpointManifest> written =
+      WritePart(data.file_system(), data.latch(), path, partition, *snapshot, OptionsOf(request));
+  data.NoteWritten(written.status());
+  if (!written.ok()) return data.AsSaveError(written.status());
+  v1::SavePartResponse response;
+  response.set_manifest(EncodeCheckpointManifest(*written));
+  return response;
+}
+
+absl::StatusOr<CheckpointManifest> ReadGroupCheckpoint(CheckpointStore& store,
+                                                       const std::string& model,
+                                                       const GroupCheckpoint& checkpoint) {
+  const CheckpointId id{checkpoint.id.incarnation, checkpoint.id.version, checkpoint.step};
+  const std::string name = CheckpointName(id);
+  absl::StatusOr<CheckpointManifest> manifest =
+      ReadCheckpointManifest(store.data().file_system(), store.FolderOf(model).Path(name));
+  absl::Status status = manifest.status();
+  if (status.ok()) status = CheckIdentity(*manifest, model, id, /*is_partial=*/false);
+  if (!status.ok()) return LocateError(status, model, name);
+  return manifest;
+}
+
+absl::Status LoadPart(CheckpointStore& store, const CheckpointManifest& whole,
+                      const ModelRecord& record, size_t partition, Model& model,
+                      const PauseHook& rest) {
+  const Partition& place = record.partitions[partition];
+  FileSystem& file_system = store.data().file_system();
+  const std::string name = CheckpointName(IdOf(whole.record));
+  const std::string path = store.FolderOf(whole.model_name).Path(name);
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest part,
+                       PartOf(whole, place.first_tensor, place.tensor_count));
+  absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
+      ReadCheckpoint(file_system, path, part, model, rest);
+  absl::Status status = snapshot.status();
+  if (status.ok() && model.is_home()) {
+    status = LoadAttachedFiles(file_system, path, whole, model);
+  }
+  if (!status.ok()) return LocateError(status, whole.model_name, name);
+  model.Restore(*std::move(snapshot), record.fenced_run_epoch);
+  model.durable().SetVersion(whole.record.id(), whole.record.step,
+                             model.Describe().settings_revision);
+  if (!model.is_home()) return absl::OkStatus();
+  return RestoreKeptTime(FolderFiles(store.data(), whole.model_name), model);
+}
+
+}  // namespace ema::group

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/reform.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::group {
+
+bool NamesEarlierProcess(const Member& member, const ModelRecord& record) {
+  if (record.state != ModelRecord::State::kActive) return false;
+  if (!member.AddressOf(member.name(), member.boot()).has_value()) return false;
+  return std::any_of(record.partitions.begin(), record.partitions.end(),
+                     [&](const Partition& partition) {
+                       return partition.member == member.name() && partition.boot != member.boot();
+                     });
+}
+
+absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
+                                const std::string& model, const ModelRecord& record,
+                                const LogSink& log) {
+  EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
+  if (!stored.has_value() || stored->record != record) return absl::OkStatus();
+  const GroupCheckpoint* const base = record.durable();
+  if (base == nullptr) {
+    const absl::Status erased = member.Erase(model, stored->revision);
+    if (absl::IsAborted(erased)) return absl::OkStatus();
+    EMA_RETURN_IF_ERROR(erased);
+    LogTo(log, LogLevel::kWarning, "model lost",
+          {{"model", model},
+           {"member", member.name()},
+           {"reason", "this member has restarted, and the model had no checkpoint"}});
+    return absl::OkStatus();
+  }
+  ReformRequest request{.partitions = record.PartitionsWithBoot(member.name(), member.boot())};
+  EMA_ASSIGN_OR_RETURN(request.newest_stored_incarnation,
+                       NewestStoredIncarnation(checkpoints, model));
+  request.now_micros = absl::ToUnixMicros(absl::Now());
+  EMA_ASSIGN_OR_RETURN(const ModelRecord next, Reform(record, request));
+  const absl::Status written = member.Write(model, next, stored->revision).status();
+  if (absl::IsAborted(written)) return absl::OkStatus();
+  EMA_RETURN_IF_ERROR(written);
+  LogTo(log, LogLevel::kWarning, "model returns to its newest checkpoint",
+        {{"model", model},
+         {"member", member.name()},
+         {"reason", "this member has restarted"},
+         {"incarnation", next.incarnation},
+         {"version", base->id.version},
+         {"step", base->step}});
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,
+                                                const std::string& model) {
+  int64_t newest = 0;
+  if (checkpoints == nullptr) return newest;
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> entries,
+                       checkpoints->FolderOf(model).ListNames());
+  for (const CheckpointEntry& entry : entries) newest = std::max(newest, entry.id.incarnation);
+  return newest;
+}
+
+}  // namespace ema::group

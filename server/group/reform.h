@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Begins the next incarnation of a model on several servers.
+#ifndef EMA_SERVER_GROUP_REFORM_H_
+#define EMA_SERVER_GROUP_REFORM_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/base/log_event.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/group/member.h"
+#include "server/group/model_record.h"
+
+namespace ema::group {
+
+// Whether `record` is ACTIVE and names an earlier process of this member, whose part of the model
+// is lost. False while the registry does not have this process as the member: then it may itself be
+// the earlier one.
+bool NamesEarlierProcess(const Member& member, const ModelRecord& record);
+
+// Replaces `record`, of which NamesEarlierProcess() is true, in the registry: all partitions return
+// to the newest checkpoint, and this process has the place of the earlier one. A model without a
+// checkpoint is lost, so its record is erased. Does nothing if the record has changed: the watch
+// reports it. `checkpoints`: null without a data directory. UNAVAILABLE: the registry or the disk
+// failed. Blocks on both.
+absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
+                                const std::string& model, const ModelRecord& record,
+                                const LogSink& log);
+
+// For NextIncarnation(): the newest incarnation among the model's checkpoints on the disk; 0: there
+// are none. `checkpoints`: as above. Blocks on the disk.
+absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,
+                                                const std::string& model);
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_REFORM_H_

@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Checkpoints of a model on a group of real servers that share a directory, and what is left after
+// crashes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/client.h"
+#include "ema/error_reason.h"
+#include "ema/step_pusher.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "tests/checkpoint/test_checkpoints.h"
+#include "tests/group/trained_group.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::group {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+class GroupCheckpointTest : public testing::Test {
+ protected:
+  GroupCheckpointTest() : directory_(testing::TempDir() + "/ema_group_XXXXXX") {
+    EXPECT_NE(mkdtemp(directory_.data()), nullptr);
+  }
+  ~GroupCheckpointTest() override { PosixFileSystem().RemoveTree(directory_).IgnoreError(); }
+
+  // The server of a partition; 0: the home.
+  static GroupServer& ServerOf(TrainedGroup& group, int partition) {
+    return group.ServerAt(group.Describe("m").partitions(partition).address());
+  }
+  static void Crash(TrainedGroup& group, int partition) {
+    GroupServer& server = ServerOf(group, partition);
+    server.Stop();
+    group.Restart(server);
+  }
+  // The names of the model's folders, temporary ones included.
+  std::vector<std::string> Folders() const {
+    std::vector<std::string> names;
+    const std::string path = directory_ + "/models/m/checkpoints";
+    if (!std::filesystem::exists(path)) return names;
+    for (const auto& entry : std::filesystem::directory_iterator(path)) {
+      if (entry.is_directory()) names.push_back(entry.path().filename());
+    }
+    return names;
+  }
+
+  std::string directory_;
+};
+
+TEST_F(GroupCheckpointTest, AfterACrashOfAnyServerTheModelReturnsToItsCheckpoint) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  int64_t step = 0;
+  int64_t incarnation = 0;
+  for (const int crashed : {2, 0, 1}) {
+    SCOPED_TRACE(crashed);
+    const auto run = group.Open();
+    ASSERT_NE(run, nullptr);
+    ASSERT_THAT(Push(*run, ++step), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(const auto saved, group.client().CreateCheckpoint("m", kPatience));
+    EXPECT_EQ(saved.version.step, step);
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled expected, group.Pull("ema"));
+    ASSERT_THAT(Push(*run, step + 1), IsOk());
+
+    Crash(group, crashed);
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+    EXPECT_EQ(found.info.version.id(), saved.version.id());
+    EXPECT_EQ(found.info.version.commit_time, expected.info.version.commit_time);
+    EXPECT_EQ(found.tensors, expected.tensors);
+    const int64_t next = group.Describe("m").incarnation();
+    EXPECT_GT(next, incarnation);
+    incarnation = next;
+  }
+  // The next version is of the last incarnation.
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, ++step));
+  EXPECT_EQ(version.id(), (VersionId{step, incarnation}));
+}
+
+TEST_F(GroupCheckpointTest, AveragesContinueAsWithoutTheCrash) {
+  std::map<std::string, std::string> expected;
+  {
+    TrainedGroup undisturbed(1, /*tensor_count=*/6);
+    const auto run = undisturbed.Open();
+    ASSERT_NE(run, nullptr);
+    for (int64_t step = 1; step <= 4; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, undisturbed.Pull("ema"));
+    expected = pulled.tensors;
+  }
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  for (int64_t step = 1; step <= 2; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  ASSERT_THAT(Push(*run, 3), IsOk());
+  for (const auto& server : group.servers_) server->Stop();
+  for (size_t i = 0; i < group.servers_.size(); ++i) group.Restart(*group.servers_[i]);
+  run = group.Open();
+  ASSERT_NE(run, nullptr);
+  for (int64_t step = 3; step <= 4; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("ema"));
+  EXPECT_EQ(pulled.tensors, expected);
+}
+
+TEST_F(GroupCheckpointTest, ACheckpointIsListedReadLabelledAndDeletedAsOnOneServer) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, group.client().CreateCheckpoint("m", kPatience));
+  EXPECT_THAT(group.client().SetLabel("m", "good", first.version.id(), kPatience), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled expected, group.Pull("ema"));
+  for (int64_t step = 2; step <= 9; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto second, group.client().CreateCheckpoint("m", kPatience));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList list,
+                           group.client().ListCheckpoints("m", kPatience));
+  ASSERT_THAT(list.checkpoints, SizeIs(2));
+  EXPECT_EQ(list.checkpoints[0].name, second.checkpoint);
+  EXPECT_GT(list.checkpoints[0].total_bytes, 0);
+  // It is no longer in memory.
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled labelled,
+                           group.Pull("ema", {.label = "good"}));
+  EXPECT_EQ(labelled.info.version.id(), first.version.id());
+  EXPECT_EQ(labelled.tensors, expected.tensors);
+
+  EXPECT_THAT(group.client().DeleteCheckpoint("m", first.checkpoint, kPatience),
+              ReasonIs(ErrorReason::kCheckpointInUse));
+  EXPECT_THAT(group.client().RemoveLabel("m", "good", kPatience), IsOk());
+  EXPECT_THAT(group.client().DeleteCheckpoint("m", first.checkpoint, kPatience), IsOk());
+  EXPECT_THAT(Folders(), testing::ElementsAre(second.checkpoint));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.servers_[0]->member().Read("m"));
+  ASSERT_THAT(stored->record.checkpoints, SizeIs(1));
+  EXPECT_EQ(stored->record.checkpoints[0].id, second.version.id());
+}
+
+TEST_F(GroupCheckpointTest, AModelWithoutACheckpointIsGoneAfterACrash) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  Crash(group, 1);
+  TrainedGroup::Await([&] {
+    return GetErrorReason(group.client().GetModel("m", kPatience).status()) ==
+           ErrorReason::kModelNotFound;
+  });
+  for (const auto& server : group.servers_) {
+    TrainedGroup::Await([&] { return server->store().List().empty(); });
+  }
+}
+
+TEST_F(GroupCheckpointTest, ASaveWithoutAServerLeavesNothing) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  GroupServer& lost = ServerOf(group, 2);
+  const std::string home = group.Describe("m").partitions(0).address();
+  lost.Stop();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(home));
+  const absl::Status status = client->CreateCheckpoint("m", /*timeout=*/absl::Seconds(1)).status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("\"", lost.name(), "\"")));
+  EXPECT_THAT(Folders(), IsEmpty());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.ServerAt(home).member().Read("m"));
+  EXPECT_THAT(stored->record.checkpoints, IsEmpty());
+}
+
+TEST_F(GroupCheckpointTest, ADeletedModelsCheckpointsAreSetAside) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  ASSERT_THAT(group.client().DeleteModel("m", /*purge=*/false, kPatience), IsOk());
+  EXPECT_THAT(Folders(), IsEmpty());
+  group.Create("m", 0, /*tensor_count=*/6);
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList none,
+                           group.client().ListCheckpoints("m", kPatience));
+  EXPECT_THAT(none.checkpoints, IsEmpty());
+  run = group.Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, 1));
+  EXPECT_EQ(version.number, 1);
+  EXPECT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  EXPECT_THAT(Folders(), SizeIs(1));
+}
+
+TEST_F(GroupCheckpointTest, ARestoreReturnsAllServersToTheVersionAndFencesTheRun) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, group.client().CreateCheckpoint("m", kPatience));
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled expected, group.Pull("ema"));
+  for (int64_t step = 2; step <= 3; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+
+  EMA_ASSERT_OK_AND_ASSIGN(const Version restored,
+                           group.client().RestoreCheckpoint("m", first.version.id(), kPatience));
+  EXPECT_EQ(restored.id(), first.version.id());
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), first.version.id());
+  EXPECT_EQ(found.tensors, expected.tensors);
+  // The trainer that had the run open reports its epoch.
+  Client::RunOptions options{.launch_id = "life", .last_run_epoch = run->run_epoch()};
+  EXPECT_THAT(group.client().OpenRun("m", options, kPatience), ReasonIs(ErrorReason::kFenced));
+
+  options = {.launch_id = "next life"};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto next, group.client().OpenRun("m", options, kPatience));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*next, 2));
+  EXPECT_EQ(version.number, 2);
+  // After a crash the model returns to that version again, not to the newer one.
+  Crash(group, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled after, group.Pull("ema"));
+  EXPECT_EQ(after.info.version.id(), first.version.id());
+}
+
+TEST_F(GroupCheckpointTest, AResumingTrainerReturnsTheModelToItsStep) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, group.client().CreateCheckpoint("m", kPatience));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  Client::RunOptions options{.launch_id = "next life", .resume = ResumePoint{.step = 1}};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto resumed, group.client().OpenRun("m", options, kPatience));
+  ASSERT_TRUE(resumed->latest().has_value());
+  EXPECT_EQ(resumed->latest()->id(), saved.version.id());
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*resumed, 2));
+  EXPECT_EQ(version.number, 2);
+  // It is there already.
+  options = {.launch_id = "third life", .resume = ResumePoint{.step = 2}};
+  const int64_t incarnation = group.Describe("m").incarnation();
+  ASSERT_THAT(group.client().OpenRun("m", options, kPatience), IsOk());
+  EXPECT_EQ(group.Describe("m").incarnation(), incarnation);
+}
+
+TEST_F(GroupCheckpointTest, ATrainerContinuesByItselfAfterACrash) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const Manifest manifest = *Manifest::Create(
+      {{.name = "a", .shape = {100}}, {.name = "b", .shape = {200}}, {.name = "c", .shape = {50}}});
+  StepPusher::Options options;
+  options.tracks = {{.name = "raw", .schedule = *Schedule::Parse("copy")}};
+  options.launch_id = "life";
+  EMA_ASSERT_OK_AND_ASSIGN(const auto pusher,
+                           StepPusher::Create(group.client(), "hooked", manifest, {}, options));
+  std::vector<std::vector<float>> weights = {std::vector<float>(100), std::vector<float>(200),
+                                             std::vector<float>(50)};
+  const auto push = [&](int64_t step) {
+    pusher->WaitReleased();
+    for (std::vector<float>& tensor : weights) {
+      std::fill(tensor.begin(), tensor.end(), static_cast<float>(step));
+    }
+    pusher->AfterStep([&](const StepPusher::Piece& piece) {
+      const std::span<const float> tensor(weights[piece.tensor_index]);
+      return StepPusher::Weights{std::as_bytes(tensor.subspan(piece.first, piece.count)), nullptr};
+    });
+    return pusher->WaitPushed();
+  };
+  int64_t step = 0;
+  while (step < 2) ASSERT_THAT(push(++step), IsOk());
+  ASSERT_THAT(group.client().CreateCheckpoint("hooked", kPatience), IsOk());
+  ASSERT_THAT(push(++step), IsOk());
+
+  GroupServer& lost = group.ServerAt(group.Describe("hooked").partitions(1).address());
+  lost.Stop();
+  group.Restart(lost);
+  // Steps are skipped until it has joined the run again.
+  const int64_t before = pusher->stats().pushes;
+  const auto deadline = After(SteadyNow(), kPatience);
+  while (pusher->stats().pushes == before && SteadyNow() < deadline) push(++step).IgnoreError();
+  EXPECT_EQ(pusher->stats().pushes, before + 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("raw", {}, "hooked"));
+  EXPECT_EQ(pulled.info.version.number, 3);
+  EXPECT_EQ(pulled.info.version.step, step);
+  EXPECT_EQ(pulled.info.version.incarnation, group.Describe("hooked").incarnation());
+  float value = 0;
+  std::memcpy(&value, pulled.tensors.at("c").data(), sizeof(value));
+  EXPECT_EQ(value, static_cast<float>(step));
+}
+
+TEST_F(GroupCheckpointTest, OneServerLoadsTheGroupsFolder) {
+  std::map<std::string, std::string> expected;
+  {
+    TrainedGroup group(3, /*tensor_count=*/6, directory_);
+    const auto run = group.Open();
+    ASSERT_NE(run, nullptr);
+    for (int64_t step = 1; step <= 3; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+    ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("ema"));
+    expected = pulled.tensors;
+  }
+  // Another directory: this one belongs to the group.
+  const std::string copy = directory_ + "-copy";
+  std::filesystem::create_directory(copy);
+  std::filesystem::copy(directory_ + "/models", copy + "/models",
+                        std::filesystem::copy_options::recursive);
+  ModelStore::Options options;
+  options.memory_bytes = int64_t{1} << 28;
+  ModelStore models(NewTestDevice(int64_t{16} << 20), options);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto store,
+                           CheckpointStore::Open(PosixFileSystem(), {.data_dir = copy}));
+  EMA_ASSERT_OK_AND_ASSIGN(const LoadReport report, store->LoadAll(models));
+  ASSERT_THAT(report.loaded, SizeIs(1));
+  EXPECT_THAT(report.quarantined, IsEmpty());
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Model> model, models.Get("m"));
+  const SnapshotRef newest = model->history().newest();
+  EXPECT_EQ(newest->record.step, 3);
+  const std::vector<std::vector<std::byte>> tensors = TensorsOf(*model, *newest, /*t=*/0);
+  ASSERT_THAT(tensors, SizeIs(6));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const std::string& bytes = expected.at(absl::StrCat("t", i));
+    ASSERT_THAT(tensors[i], SizeIs(bytes.size()));
+    EXPECT_EQ(std::memcmp(tensors[i].data(), bytes.data(), bytes.size()), 0);
+  }
+  PosixFileSystem().RemoveTree(copy).IgnoreError();
+}
+
+}  // namespace
+}  // namespace ema::group
