@@ -27,6 +27,9 @@ constexpr absl::Duration kMaxCreationTime = absl::Seconds(60);
 // Making the tables of many tensors takes long.
 constexpr absl::Duration kReserveTimeout = absl::Seconds(30);
 constexpr absl::Duration kBusyDelay = absl::Milliseconds(50);
+// Between two attempts while the registry does not answer.
+constexpr absl::Duration kFirstReconcileDelay = absl::Milliseconds(500);
+constexpr absl::Duration kLongestReconcileDelay = absl::Seconds(30);
 
 absl::Status Busy(std::string_view model, std::string_view what) {
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
@@ -212,19 +215,24 @@ std::vector<std::string> GroupModels::ModelNames() const {
 void GroupModels::Complete(bool in_a_list, v1::Model& model) const {
   const absl::StatusOr<Member*> member = GetMember();
   if (!member.ok()) return;
-  absl::MutexLock lock(&mu_);
-  const auto found = hosted_.find(model.name());
-  if (found == hosted_.end()) {
-    const std::optional<ModelRecord> record = (*member)->model(model.name());
-    if (record.has_value()) DescribeLocked(record->partitions, record->incarnation, model);
-    return;
+  std::shared_ptr<const Manifest> manifest;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = hosted_.find(model.name());
+    if (found == hosted_.end()) {
+      const std::optional<ModelRecord> record = (*member)->model(model.name());
+      if (record.has_value()) DescribeLocked(record->partitions, record->incarnation, model);
+      return;
+    }
+    const Hosted& hosted = found->second;
+    DescribeLocked(hosted.partition->partitions(), hosted.partition->id().incarnation, model);
+    model.set_reserved_bytes(hosted.reserved_bytes);
+    manifest = hosted.config.manifest;
   }
-  const Hosted& hosted = found->second;
-  DescribeLocked(hosted.partition->partitions(), hosted.partition->id().incarnation, model);
-  model.set_reserved_bytes(hosted.reserved_bytes);
-  model.set_manifest_digest(hosted.config.manifest->digest());
+  // Not under the lock: a manifest may have many thousands of tensors.
+  model.set_manifest_digest(manifest->digest());
   model.clear_manifest();
-  if (!in_a_list) ToProto(*hosted.config.manifest, model.mutable_manifest());
+  if (!in_a_list) ToProto(*manifest, model.mutable_manifest());
 }
 
 void GroupModels::DescribeLocked(const std::vector<Partition>& partitions, int64_t incarnation,
