@@ -220,11 +220,15 @@ absl::Status Server::StartRpc(const Hooks& hooks) {
   Checkpoints* checkpoints = &no_checkpoints_;
   if (checkpoints_ != nullptr) checkpoints = checkpoints_.get();
   EMA_ASSIGN_OR_RETURN(rpc_, RpcServer::Start(store_, checkpoints, RpcOptions(hooks)));
+  // Other members call this server as soon as it has joined, so RPCs are served before.
+  if (group_ != nullptr) {
+    EMA_RETURN_IF_ERROR(group_->Join(port()));
+    rpc_->SetServing(true);
+  }
   {
     absl::MutexLock lock(&mu_);
     serving_ = rpc_.get();
   }
-  if (group_ != nullptr) EMA_RETURN_IF_ERROR(group_->Join(port()));
   if (options_.port_file.empty()) return absl::OkStatus();
   FlushLog();  // A process that waits for the port file then finds the log of the start.
   return WritePortFile(options_.port_file, port());

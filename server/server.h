@@ -45,9 +45,9 @@ class Server {
     std::function<bool()> on_drain_asked;
   };
 
-  // Loads the newest checkpoints, then serves. HTTP starts first, and reports "recovering" until
-  // RPCs are served. An error's message says what to do. `device`: overrides that of `options`;
-  // null: the one that `options` name.
+  // Loads the newest checkpoints, serves, and joins its group. HTTP starts first, and reports
+  // "recovering" until all of this is done. An error's message says what to do. `device`: overrides
+  // that of `options`; null: the one that `options` name.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
                                                        const Hooks& hooks = {},
                                                        std::shared_ptr<Device> device = nullptr);

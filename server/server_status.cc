@@ -47,7 +47,9 @@ absl::Status Server::StartHttp() {
 absl::Status Server::Health() const {
   absl::MutexLock lock(&mu_);
   if (serving_ != nullptr) return serving_->health();
-  return absl::UnavailableError("recovering: the checkpoints are being read");
+  return absl::UnavailableError(group_ != nullptr
+                                    ? "recovering: the server has not joined its group yet"
+                                    : "recovering: the checkpoints are being read");
 }
 
 ServerState Server::State(bool with_history) const {

@@ -27,9 +27,6 @@ constexpr absl::Duration kMaxCreationTime = absl::Seconds(60);
 // Making the tables of many tensors takes long.
 constexpr absl::Duration kReserveTimeout = absl::Seconds(30);
 constexpr absl::Duration kBusyDelay = absl::Milliseconds(50);
-// Between two attempts while the registry does not answer.
-constexpr absl::Duration kFirstReconcileDelay = absl::Milliseconds(500);
-constexpr absl::Duration kLongestReconcileDelay = absl::Seconds(30);
 
 absl::Status Busy(std::string_view model, std::string_view what) {
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,

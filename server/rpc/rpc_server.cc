@@ -118,7 +118,8 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   server->StartThreads();
   // Health checks find all threads from the first moment on.
   server->options_.heartbeats->Poll(Heartbeats::Clock::now());
-  server->SetServing(true);
+  // A server of a group serves once it has joined.
+  server->SetServing(options.group == nullptr);
   for (size_t i = 0; i < acceptors.size(); ++i) {
     server->listeners_[i]->Start(std::move(acceptors[i]), options.limits, &server->connections_,
                                  options.observer, options.log);

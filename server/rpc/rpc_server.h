@@ -95,7 +95,8 @@ class RpcServer {
   // Options::listen_addresses with the bound ports, separated by commas.
   std::string addresses() const;
 
-  // False: health() reports an error from now on. True after Start().
+  // False: health() reports an error from now on. True after Start(), unless the server is in a
+  // group: then the caller sets it when the server has joined.
   void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
   // From now on calls that start work are rejected: see IsRejectedWhileDraining().
   void StartDraining() { context_.admission.StartDraining(); }

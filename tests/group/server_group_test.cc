@@ -5,13 +5,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "grpc/health/v1/health.grpc.pb.h"
 #include "server/server.h"
 #include "tests/group/group_fixture.h"
 #include "tests/testutil/etcd_cluster.h"
@@ -63,6 +66,31 @@ TEST_F(ServerGroupTest, ServersOfAGroupCommitTogether) {
     }
   }
   for (const std::unique_ptr<Server>& server : servers) EXPECT_THAT(server->Drain(), IsOk());
+}
+
+TEST_F(ServerGroupTest, AServerIsNotHealthyBeforeItHasJoined) {
+  EMA_ASSERT_OK_AND_ASSIGN(auto first, Server::Start(OptionsOf("ema-0")));
+  // It waits until its name is free.
+  ServerOptions options = OptionsOf("ema-0");
+  const std::string socket = absl::StrCat("unix:", testing::TempDir(), "/ema-", getpid(), ".sock");
+  options.listen.push_back(socket);
+  auto starting = std::async(std::launch::async, [&] { return Server::Start(options); });
+  const auto channel = grpc::CreateChannel(socket, grpc::InsecureChannelCredentials());
+  const auto health = grpc::health::v1::Health::NewStub(channel);
+  using Response = grpc::health::v1::HealthCheckResponse;
+  const auto check = [&] {
+    grpc::ClientContext context;
+    context.set_wait_for_ready(true);
+    Response response;
+    EXPECT_TRUE(health->Check(&context, {}, &response).ok());
+    return response.status();
+  };
+  EXPECT_EQ(check(), Response::NOT_SERVING);
+  EXPECT_THAT(first->Drain(), IsOk());
+  first.reset();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto second, starting.get());
+  EXPECT_EQ(check(), Response::SERVING);
+  EXPECT_THAT(second->Drain(), IsOk());
 }
 
 TEST_F(ServerGroupTest, AStoppedServerLosesNoStep) {
