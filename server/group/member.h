@@ -85,9 +85,6 @@ class Member {
   // ABORTED: the record was changed since it had `revision`.
   absl::Status Erase(std::string_view model, int64_t revision);
 
-  // Whether the group knows this process: Membership::status(). ALREADY_EXISTS: the key expired
-  // while this process was stopped or cut off, and another process has the name now.
-  absl::Status status() const { return membership_->status(); }
   // When the registry last answered any call of this process, renewals of the key included.
   SteadyTime last_contact() const { return options_.registry->last_contact(); }
 

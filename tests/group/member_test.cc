@@ -93,7 +93,6 @@ TEST_F(MemberTest, JoinedMembersKnowEachOther) {
   EXPECT_EQ(b->AddressOf("a", "b1"), "host-of-b1:50051");
   EXPECT_EQ(b->AddressOf("a", "b0"), std::nullopt);
   EXPECT_EQ(b->AddressOf("c", "b1"), std::nullopt);
-  EXPECT_THAT(a->status(), IsOk());
 
   EXPECT_THAT(b->Leave(), IsOk());
   EXPECT_TRUE(AwaitChange(*a, [&] { return a->members().size() == 1; }));
@@ -199,7 +198,6 @@ TEST_F(MemberTest, OutageKeepsTheCache) {
   EXPECT_THAT(a->Write("m", ModelOn("a", "b1"), revision),
               StatusIs(absl::StatusCode::kUnavailable, testing::_));
   EXPECT_THAT(a->Erase("m", revision), StatusIs(absl::StatusCode::kUnavailable, testing::_));
-  EXPECT_THAT(a->status(), StatusIs(absl::StatusCode::kUnavailable, testing::_));
 }
 
 }  // namespace
