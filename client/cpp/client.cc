@@ -3,10 +3,8 @@
 // The unary calls.
 #include "ema/client.h"
 
-#include <cstdlib>
 #include <utility>
 
-#include "absl/base/call_once.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/transport/convert.h"
@@ -26,21 +24,6 @@ constexpr int64_t kMaxChunkBytes = int64_t{4} << 20;
 // An element has at most 8, and a chunk ends between elements.
 constexpr int64_t kMinChunkBytes = 8;
 constexpr int64_t kMaxConnections = 16;  // Streams of one rank that a server takes.
-
-// glibc gives what is freed at a heap's end back to the system, above 128 KiB, and each receive
-// buffer of a pull would be faulted in again. Its own rule raises that bound to twice the size of
-// the largest block that was mapped and then freed; so one is, and never touched. Where the program
-// has set malloc's bounds itself, or has another malloc, nothing changes.
-void KeepFreedMemory() {
-  // The smallest with which pulls over loopback run at full speed: 0.38 of a plain socket's
-  // without, 0.47 with 4 MB, 0.80 with 16 MB and with 30.
-  constexpr size_t kBlockBytes = 16'000'000;
-  static absl::once_flag once;
-  absl::call_once(once, [] {
-    void* volatile block = std::malloc(kBlockBytes);
-    std::free(block);
-  });
-}
 
 }  // namespace
 
@@ -72,7 +55,6 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address,
   }
   EMA_RETURN_IF_ERROR(client_internal::Token(options.token, options.token_file).Check());
   EMA_RETURN_IF_ERROR(client_internal::CheckGrpcUsable());
-  KeepFreedMemory();
   auto impl = std::make_shared<Impl>(std::move(addresses), options);
   return std::unique_ptr<Client>(new Client(std::move(impl)));
 }

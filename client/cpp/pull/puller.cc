@@ -4,8 +4,10 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/pull/receive_heap.h"
 #include "client/cpp/transport/convert.h"
 #include "client/cpp/transport/message_reader.h"
 #include "client/cpp/transport/retry.h"
@@ -16,6 +18,9 @@
 
 namespace ema::client_internal {
 namespace {
+
+// Pulls of this size and above reuse their receive buffers. For smaller ones it does not pay.
+constexpr int64_t kLargeBytes = int64_t{8} << 20;
 
 absl::Status DataLoss(ErrorReason reason, std::string_view message) {
   return MakeError(absl::StatusCode::kDataLoss, reason, message);
@@ -91,9 +96,11 @@ absl::Status Puller::AttemptByLane(LanePipe& lane, const std::string& authorizat
 
 absl::Status Puller::Attempt(Call& call) {
   Begin(Lane::kGrpc);
+  std::optional<ReceiveHeap> heap;  // Freed after the last buffer.
   MessageReader reader(&call, "/ema.v1.EmaService/Pull", request_);
   while (reader.Next() == MessageReader::Event::kMessage) {
     EMA_RETURN_IF_ERROR(OnMessage(reader.message()));
+    if (!heap.has_value() && info_.has_value() && info_->total_bytes >= kLargeBytes) heap.emplace();
   }
   EMA_RETURN_IF_ERROR(reader.Finish());
   if (has_trailer_) return absl::OkStatus();
