@@ -100,11 +100,11 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   // Options::max_connections, with 0 replaced by the default.
   int64_t max_connections() const;
 
-  // A same-host lane to the server for one call; return it by GiveBackLane() if the call succeeds.
+  // A same-host lane to the server for one call; return it by ReturnLane() if the call succeeds.
   // Null: there is none, or it cannot be found in time; use gRPC.
   std::unique_ptr<LanePipe> TakeLane(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  void GiveBackLane(std::unique_ptr<LanePipe> lane) { lanes_.GiveBack(std::move(lane)); }
+  void ReturnLane(std::unique_ptr<LanePipe> lane) { lanes_.Return(std::move(lane)); }
   // True if the server offers lanes to this host.
   bool HasLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -171,7 +171,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
     files_.RemoveTemporary(name);
     return CannotReplaceError(name, "one of its tracks has just been removed");
   }
-  EMA_RETURN_IF_ERROR(TakeNameLocked(name, has_old_settings));
+  EMA_RETURN_IF_ERROR(MoveIntoPlaceLocked(name, has_old_settings));
   index_.Put({.name = name,
               .id = IdOf(written.record),
               .is_partial = !options.tracks.empty(),
@@ -179,7 +179,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
   return written.total_bytes;
 }
 
-absl::Status CheckpointFolder::TakeNameLocked(const std::string& name, bool has_old_settings) {
+absl::Status CheckpointFolder::MoveIntoPlaceLocked(const std::string& name, bool has_old_settings) {
   const std::optional<CheckpointEntry> old = index_.Find(name);
   const absl::Status unread = old.has_value() ? old->unread : absl::OkStatus();
   EMA_RETURN_IF_ERROR(data_.CheckPlace());  // Writing may have taken long.

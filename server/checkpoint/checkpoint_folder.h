@@ -227,9 +227,9 @@ class CheckpointFolder {
   // Gives a temporary checkpoint its name. An existing one of that name is set aside if it was
   // unreadable, or removed if it `has_old_settings`. Where the file system can exchange names, the
   // name is never absent.
-  absl::Status TakeNameLocked(const std::string& name, bool has_old_settings)
+  absl::Status MoveIntoPlaceLocked(const std::string& name, bool has_old_settings)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The part of TakeNameLocked() that replaces a checkpoint with old settings.
+  // The part of MoveIntoPlaceLocked() that replaces a checkpoint with old settings.
   absl::Status ReplaceLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, CHECKPOINT_IN_USE: a checkpoint with new settings cannot replace it now.
   absl::Status CannotReplaceError(std::string_view name, std::string_view why) const;

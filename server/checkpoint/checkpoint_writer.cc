@@ -62,7 +62,8 @@ std::vector<int64_t> FileOrder(const StorageLayout& layout) {
 }
 
 // The tensors of each file.
-std::vector<std::vector<int64_t>> DealOut(const StorageLayout& layout, int64_t max_file_bytes) {
+std::vector<std::vector<int64_t>> AssignToFiles(const StorageLayout& layout,
+                                                int64_t max_file_bytes) {
   std::vector<std::vector<int64_t>> files;
   int64_t bytes = 0;
   for (const int64_t i : FileOrder(layout)) {
@@ -190,7 +191,7 @@ absl::StatusOr<WriteOptions::FileNumbers> NumbersOf(const WriteOptions& options,
 absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
   const Manifest& manifest = job.model.manifest();
   const StorageLayout& layout = source.track.layout();
-  const std::vector<std::vector<int64_t>> dealt = DealOut(layout, job.options.max_file_bytes);
+  const std::vector<std::vector<int64_t>> dealt = AssignToFiles(layout, job.options.max_file_bytes);
   EMA_ASSIGN_OR_RETURN(const WriteOptions::FileNumbers numbers,
                        NumbersOf(job.options, source.track.name(), dealt.size()));
   TensorFiles files;
@@ -309,7 +310,7 @@ std::map<std::string, size_t> FileCounts(const ModelConfig& config, int64_t max_
   std::map<std::string, size_t> counts;
   for (const TrackConfig& track : config.tracks) {
     const StorageLayout layout(*config.manifest, ActionsOf(track, *config.manifest), track.dtype);
-    counts[track.name] = DealOut(layout, max_file_bytes).size();
+    counts[track.name] = AssignToFiles(layout, max_file_bytes).size();
   }
   return counts;
 }

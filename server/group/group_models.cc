@@ -189,7 +189,7 @@ absl::Status GroupModels::CheckNothingToLoadLocked(std::string_view model,
       absl::Seconds(1));
 }
 
-absl::Status GroupModels::CheckComplete(std::string_view model) const {
+absl::Status GroupModels::CheckAllServersRun(std::string_view model) const {
   const std::shared_ptr<HostedPartition> partition = Find(model);
   if (partition == nullptr) return NotFound(model);
   absl::MutexLock lock(&mu_);
@@ -209,7 +209,7 @@ std::vector<std::string> GroupModels::ModelNames() const {
   return names;
 }
 
-void GroupModels::Complete(bool in_a_list, v1::Model& model) const {
+void GroupModels::DescribeWhole(bool in_a_list, v1::Model& model) const {
   const absl::StatusOr<Member*> member = GetMember();
   if (!member.ok()) return;
   std::shared_ptr<const Manifest> manifest;
@@ -290,7 +290,7 @@ absl::StatusOr<v1::CreateModelResponse> GroupModels::AnswerExisting(const ModelC
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_.Get(config.name));
   v1::CreateModelResponse response;
   *response.mutable_model() = ema::ToProto(*model, /*in_a_list=*/false);
-  Complete(/*in_a_list=*/false, *response.mutable_model());
+  DescribeWhole(/*in_a_list=*/false, *response.mutable_model());
   return response;
 }
 
@@ -339,7 +339,7 @@ absl::StatusOr<v1::CreateModelResponse> GroupModels::CreateNew(
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_.Get(name));
   v1::CreateModelResponse response;
   *response.mutable_model() = ema::ToProto(*model, /*in_a_list=*/false);
-  Complete(/*in_a_list=*/false, *response.mutable_model());
+  DescribeWhole(/*in_a_list=*/false, *response.mutable_model());
   response.set_created(true);
   return response;
 }
@@ -712,7 +712,7 @@ absl::Status GroupModels::ChangeRecord(
 
 absl::Status GroupModels::RollBack(const std::string& model, int64_t incarnation,
                                    const VersionId& id, int64_t fenced_run_epoch) {
-  EMA_RETURN_IF_ERROR(CheckComplete(model));
+  EMA_RETURN_IF_ERROR(CheckAllServersRun(model));
   EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(options_.checkpoints, model));
   EMA_RETURN_IF_ERROR(ChangeRecord(model, incarnation, [&](const ModelRecord& record) {
     return Reform(record, {.now_micros = absl::ToUnixMicros(absl::Now()),

@@ -89,11 +89,11 @@ class GroupModels final : public ModelGroup {
   // --- ModelGroup ---
 
   absl::Status CheckHome(std::string_view model) const override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status CheckComplete(std::string_view model) const override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckAllServersRun(std::string_view model) const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckLoaded(std::string_view model) const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status AwaitHome(const std::string& model) override ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<std::string> ModelNames() const override ABSL_LOCKS_EXCLUDED(mu_);
-  void Complete(bool in_a_list, v1::Model& model) const override ABSL_LOCKS_EXCLUDED(mu_);
+  void DescribeWhole(bool in_a_list, v1::Model& model) const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status DeleteModel(const std::string& model, bool purge) override ABSL_LOCKS_EXCLUDED(mu_);

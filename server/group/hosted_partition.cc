@@ -103,7 +103,7 @@ absl::Status HostedPartition::CheckLoaded() const {
 void HostedPartition::Stop() {
   absl::MutexLock lock(&mu_);
   is_stopped_ = true;
-  AnswerHeldLocked(FencedError("the partition has been dropped"));
+  AnswerHeldLocked(FencedErrorLocked("the partition has been dropped"));
 }
 
 void HostedPartition::Post(void (HostedPartition::*function)()) {
@@ -203,7 +203,7 @@ void HostedPartition::OnPrepareEnded(int64_t round, const absl::StatusOr<v1::Gro
 
 void HostedPartition::OnPrepare(const Prepare& prepare, Reply reply) {
   absl::MutexLock lock(&mu_);
-  if (is_stopped_ || !rounds_.has_value()) return reply(FencedError("this is not the home"));
+  if (is_stopped_ || !rounds_.has_value()) return reply(FencedErrorLocked("this is not the home"));
   HandlePrepareLocked(prepare, std::move(reply));
 }
 
@@ -216,7 +216,8 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
   const Rounds::Result result = rounds_->OnPrepare(prepare, SteadyNow(), commit_time);
   switch (result.answer) {
     case Rounds::Answer::kFenced:
-      answer(std::move(reply), FencedError("the sender is not the process of that partition"));
+      answer(std::move(reply),
+             FencedErrorLocked("the sender is not the process of that partition"));
       break;
     case Rounds::Answer::kState:
       answer(std::move(reply), rounds_->state());
@@ -235,10 +236,10 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
 
 absl::StatusOr<GroupState> HostedPartition::OnSync(const Sync& sync) {
   absl::MutexLock lock(&mu_);
-  if (is_stopped_ || !rounds_.has_value()) return FencedError("this is not the home");
+  if (is_stopped_ || !rounds_.has_value()) return FencedErrorLocked("this is not the home");
   const Rounds::Result result = rounds_->OnSync(sync, SteadyNow());
   if (result.answer == Rounds::Answer::kFenced) {
-    return FencedError("the sender is not the process of that partition");
+    return FencedErrorLocked("the sender is not the process of that partition");
   }
   if (result.round_ended) EndRoundLocked();
   return rounds_->state();
@@ -341,12 +342,12 @@ int64_t HostedPartition::round() const {
 
 absl::Status HostedPartition::CheckLaunch(const Launch& launch) {
   absl::MutexLock lock(&mu_);
-  if (launch.run_epoch == 0) return is_home() ? absl::OkStatus() : NotHomeError();
+  if (launch.run_epoch == 0) return is_home() ? absl::OkStatus() : NotHomeErrorLocked();
   if (launch.incarnation > options_.id.incarnation) {
     return BusyError(absl::StrCat("incarnation ", launch.incarnation, " is not known here yet"));
   }
   if (launch.incarnation < options_.id.incarnation) {
-    return FencedError(absl::StrCat("incarnation ", launch.incarnation, " has ended"));
+    return FencedErrorLocked(absl::StrCat("incarnation ", launch.incarnation, " has ended"));
   }
   if (state_.round == 0 || launch.run_epoch > state_.run_epoch) {
     RequestSyncLocked();
@@ -355,8 +356,8 @@ absl::Status HostedPartition::CheckLaunch(const Launch& launch) {
   if (launch.run_epoch == state_.run_epoch && launch.id == state_.launch_id) {
     return absl::OkStatus();
   }
-  return FencedError(absl::StrCat("run epoch ", launch.run_epoch, " of launch \"", launch.id,
-                                  "\" is not open; epoch ", state_.run_epoch, " is"));
+  return FencedErrorLocked(absl::StrCat("run epoch ", launch.run_epoch, " of launch \"", launch.id,
+                                        "\" is not open; epoch ", state_.run_epoch, " is"));
 }
 
 void HostedPartition::OnRunOpened(int64_t run_epoch, std::string_view launch_id) {
@@ -366,7 +367,7 @@ void HostedPartition::OnRunOpened(int64_t run_epoch, std::string_view launch_id)
 
 absl::Status HostedPartition::CheckPush(const PushStart& start) {
   absl::MutexLock lock(&mu_);
-  if (is_stopped_) return FencedError("the partition has been dropped");
+  if (is_stopped_) return FencedErrorLocked("the partition has been dropped");
   switch (part_.OnHeader({.incarnation = start.incarnation,
                           .round = start.round,
                           .run_epoch = start.run_epoch,
@@ -382,8 +383,8 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
       return stale;
     }
     case Part::HeaderAnswer::kFenced:
-      return FencedError(absl::StrCat("the push is of incarnation ", start.incarnation,
-                                      ", run epoch ", start.run_epoch));
+      return FencedErrorLocked(absl::StrCat("the push is of incarnation ", start.incarnation,
+                                            ", run epoch ", start.run_epoch));
     case Part::HeaderAnswer::kFrozen:
       return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
                        absl::StrCat(Name(), ": pushes are frozen"), absl::Milliseconds(100));
@@ -398,7 +399,7 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
 
 absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
-  if (!rounds_.has_value()) return NotHomeError();
+  if (!rounds_.has_value()) return NotHomeErrorLocked();
   const GroupState& state = rounds_->state();
   if (round == 0) round = state.round;
   if (rounds_->Abort(round, why)) {
@@ -434,7 +435,7 @@ std::string HostedPartition::Name() const {
   return absl::StrCat("model \"", options_.model, "\", partition ", options_.id.partition);
 }
 
-absl::Status HostedPartition::FencedError(const std::string& why) const {
+absl::Status HostedPartition::FencedErrorLocked(const std::string& why) const {
   absl::Status fenced =
       MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                 absl::StrCat(Name(), " of incarnation ", options_.id.incarnation, ": ", why));
@@ -452,7 +453,7 @@ absl::Status HostedPartition::StoppingError() const {
                    absl::StrCat(Name(), ": the home is shutting down"));
 }
 
-absl::Status HostedPartition::NotHomeError() const {
+absl::Status HostedPartition::NotHomeErrorLocked() const {
   absl::Status error =
       MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
                 absl::StrCat(Name(), ": only the home, member \"", options_.partitions[0].member,

@@ -129,10 +129,10 @@ class HostedPartition final : public CommitGate,
 
   std::shared_ptr<Model> model() const ABSL_LOCKS_EXCLUDED(mu_);
   std::string Name() const;  // "model \"m\", partition 2"
-  absl::Status FencedError(const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status FencedErrorLocked(const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status BusyError(const std::string& why) const;
   absl::Status StoppingError() const;
-  absl::Status NotHomeError() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status NotHomeErrorLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   std::optional<std::string> AddressLocked(size_t partition) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const Options options_;

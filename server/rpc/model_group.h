@@ -32,7 +32,7 @@ class ModelGroup {
   virtual absl::Status CheckHome(std::string_view model) const = 0;
   // OK: the servers of all partitions run. UNAVAILABLE, GROUP_DEGRADED: the message names a missing
   // member and says since when. REQUIRES: CheckHome() is OK.
-  virtual absl::Status CheckComplete(std::string_view model) const = 0;
+  virtual absl::Status CheckAllServersRun(std::string_view model) const = 0;
   // OK: this server has its partition of the model in memory, or has none. UNAVAILABLE,
   // GROUP_DEGRADED: the partition is being loaded.
   virtual absl::Status CheckLoaded(std::string_view model) const = 0;
@@ -45,7 +45,7 @@ class ModelGroup {
   // Adds partitions and incarnation to a model's description. If this server has a partition of the
   // model, it also replaces the manifest, its digest and the reserved bytes with those of the whole
   // model; an entry of a list gets no manifest.
-  virtual void Complete(bool in_a_list, v1::Model& model) const = 0;
+  virtual void DescribeWhole(bool in_a_list, v1::Model& model) const = 0;
   // Handles CreateModel of ema_service.proto, on any server. Blocks until all partitions are
   // reserved. FAILED_PRECONDITION, NOT_HOME, with the home's address: the model exists now, perhaps
   // created by this call; its home returns it when the call is repeated there.

@@ -148,7 +148,7 @@ absl::StatusOr<std::shared_ptr<Model>> ModelService::FindUndividedModel(
 
 v1::Model ModelService::Describe(const Model& model, bool in_a_list) const {
   v1::Model proto = ToProto(model, in_a_list);
-  if (group_ != nullptr) group_->Complete(in_a_list, proto);
+  if (group_ != nullptr) group_->DescribeWhole(in_a_list, proto);
   return proto;
 }
 
@@ -197,7 +197,7 @@ v1::ListModelsResponse ModelService::ListModels(const Access& access) {
     v1::Model& proto = *response.add_models();
     if (model.ok()) proto = ToProto(**model, /*in_a_list=*/true);
     proto.set_name(name);
-    group_->Complete(/*in_a_list=*/true, proto);
+    group_->DescribeWhole(/*in_a_list=*/true, proto);
   }
   return response;
 }
@@ -287,7 +287,7 @@ absl::StatusOr<v1::GetAttachedFileResponse> ModelService::GetAttachedFile(
 absl::StatusOr<v1::OpenRunResponse> ModelService::OpenRun(const v1::OpenRunRequest& request) {
   if (group_ != nullptr && request.run_epoch() == 0) {
     EMA_RETURN_IF_ERROR(group_->CheckHome(request.model()));
-    EMA_RETURN_IF_ERROR(group_->CheckComplete(request.model()));
+    EMA_RETURN_IF_ERROR(group_->CheckAllServersRun(request.model()));
   }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindPartition(request.model()));
   if (request.manifest_digest() != model->manifest().digest()) {

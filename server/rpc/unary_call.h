@@ -114,11 +114,11 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     }
     return placement.worker->Run(
         [self = this->shared_from_this(), held = std::move(placement.held)] {
-          self->Finish(CatchExceptions([&self] { return self->TakeTurn(); }));
+          self->Finish(CatchExceptions([&self] { return self->RunQueued(); }));
         },
         static_cast<int64_t>(request_.SpaceUsedLong()));
   }
-  absl::StatusOr<Response> TakeTurn() {
+  absl::StatusOr<Response> RunQueued() {
     if (is_cancelled_.load(std::memory_order_relaxed)) {
       return absl::CancelledError("client cancelled while the call was queued");
     }

@@ -157,7 +157,7 @@ TEST(ChunkWriterTest, DigestReadsOnlyWhatWasNeverWritten) {
   ChunkWriter writer(&layout, &plan, plan.chunk_count(), buffers.spans, &gate);
   (void)writer.Write(0, scratch);
   (void)writer.Write(1, scratch);
-  gate.HaveRead();
+  gate.FinishReading();
   ASSERT_TRUE(gate.TryRelease(absl::ZeroDuration()));
   EXPECT_EQ(writer.Digest(), std::nullopt);
   EXPECT_FALSE(writer.Write(2, scratch).has_value());
@@ -165,7 +165,7 @@ TEST(ChunkWriterTest, DigestReadsOnlyWhatWasNeverWritten) {
   WeightsGate open_gate;
   ChunkWriter complete(&layout, &plan, plan.chunk_count(), buffers.spans, &open_gate);
   for (int64_t i = 0; i < plan.chunk_count(); ++i) (void)complete.Write(i, scratch);
-  open_gate.HaveRead();
+  open_gate.FinishReading();
   ASSERT_TRUE(open_gate.TryRelease(absl::ZeroDuration()));
   const std::string before = buffers.all;
   std::fill(buffers.shards[0].begin(), buffers.shards[0].end(), 'x');

@@ -58,7 +58,7 @@ TEST(DueTracksTest, APlanThatIsKnownChangesNothing) {
   EXPECT_THAT(DueSteps(tracks, 8, 9), ElementsAre(9));
   // A server that was restarted counts anew.
   EXPECT_FALSE(tracks.Adopt({.revision = 3, .tracks = {}}));
-  tracks.GoOn();
+  tracks.OnRejoined();
   EXPECT_TRUE(tracks.Adopt({.revision = 3, .tracks = {}}));
 }
 

@@ -495,11 +495,11 @@ TEST(SendTurnsTest, TheLowestPositionIsNext) {
         absl::MutexLock lock(&mu);
         order.push_back(position);
       }
-      turns.GiveBack();
+      turns.Return();
     });
   }
   while (turns.waiting_count() < 3) std::this_thread::yield();
-  turns.GiveBack();
+  turns.Return();
   threads.clear();
   EXPECT_THAT(order, ElementsAre(3, 4, 5));
   interrupt.Fire();

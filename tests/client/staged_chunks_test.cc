@@ -114,12 +114,12 @@ class SmallRing {
   client_internal::WeightsGate& gate() { return gate_; }
   PinnedRing& ring() { return ring_; }
   // As who has sent it does. The first float of it.
-  std::optional<float> TakeAndGiveBack(int64_t chunk) {
+  std::optional<float> TakeAndReturn(int64_t chunk) {
     const std::optional<int> slot = staged_->Take(chunk);
     if (!slot.has_value()) return std::nullopt;
     float first = 0;
     std::memcpy(&first, ring_.slot(*slot), sizeof(first));
-    ring_.GiveBack(*slot);
+    ring_.Return(*slot);
     return first;
   }
   void Overwrite() { std::fill(weights_.begin(), weights_.end(), -1.0f); }
@@ -140,7 +140,7 @@ class SmallRing {
 TEST(StagedChunksTest, WithRoomForAllEachCanBeSentAgainAfterTheRelease) {
   SmallRing small(4);
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndGiveBack(i), 250.0f * i);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
   // The next try asks what is missing, and holds the trainer for so long.
   ASSERT_TRUE(small.gate().WantToRead());
   EXPECT_FALSE(small.gate().TryRelease(absl::ZeroDuration()));
@@ -149,9 +149,9 @@ TEST(StagedChunksTest, WithRoomForAllEachCanBeSentAgainAfterTheRelease) {
   ASSERT_TRUE(small.gate().TryRelease(absl::ZeroDuration()));
   const int64_t queued = ema_fake_cuda_queued_copies();
   small.Overwrite();
-  EXPECT_EQ(small.TakeAndGiveBack(1), 250.0f);
+  EXPECT_EQ(small.TakeAndReturn(1), 250.0f);
   ASSERT_THAT(small.staged().Stage({3}), IsOk());
-  EXPECT_EQ(small.TakeAndGiveBack(3), 750.0f);
+  EXPECT_EQ(small.TakeAndReturn(3), 750.0f);
   EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
   EXPECT_FALSE(small.ring().TryTake().has_value());
   small.staged().Drop();
@@ -163,7 +163,7 @@ TEST(StagedChunksTest, WithRoomForSomeNothingIsCopiedAfterTheRelease) {
   SmallRing small(3);
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
   EXPECT_FALSE(small.gate().TryRelease(absl::ZeroDuration()));
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndGiveBack(i), 250.0f * i);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
   ASSERT_TRUE(small.gate().TryRelease(absl::ZeroDuration()));
   EXPECT_FALSE(small.staged().Holds({1, 3}));
   const int64_t queued = ema_fake_cuda_queued_copies();
@@ -177,7 +177,7 @@ TEST(StagedChunksTest, ATryThatHasSentNothingCopiesNothingAgain) {
   const int64_t queued = ema_fake_cuda_queued_copies();
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
   EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndGiveBack(i), 250.0f * i);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
 }
 
 // gRPC may still have a buffer of the push before.
@@ -187,8 +187,8 @@ TEST(StagedChunksTest, RoomForAllMayBeFoundWhenTheFirstIsTaken) {
   ASSERT_TRUE(slot.has_value());
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
   EXPECT_FALSE(small.staged().Holds({0}));
-  small.ring().GiveBack(*slot);
-  EXPECT_EQ(small.TakeAndGiveBack(0), 0.0f);
+  small.ring().Return(*slot);
+  EXPECT_EQ(small.TakeAndReturn(0), 0.0f);
   EXPECT_TRUE(small.staged().Holds({0, 1, 2, 3}));
 }
 
@@ -196,9 +196,9 @@ TEST(StagedChunksTest, RoomForAllMayBeFoundWhenTheFirstIsTaken) {
 TEST(StagedChunksTest, WithRoomForSomeTheWeightsAreReadAgain) {
   SmallRing small(3);
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(small.TakeAndGiveBack(i), 250.0f * i);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
   ASSERT_THAT(small.staged().Stage({1, 2, 3}), IsOk());
-  for (int i = 1; i < 4; ++i) EXPECT_EQ(small.TakeAndGiveBack(i), 250.0f * i);
+  for (int i = 1; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
   EXPECT_TRUE(small.staged().Holds({1, 2, 3}));
 }
 
@@ -206,9 +206,9 @@ TEST(StagedChunksTest, WithRoomForSomeTheWeightsAreReadAgain) {
 TEST(StagedChunksTest, AChunkWhoseCopyDoesNotStartIsNeverTaken) {
   SmallRing small(2);
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
-  ASSERT_TRUE(small.TakeAndGiveBack(0).has_value());
+  ASSERT_TRUE(small.TakeAndReturn(0).has_value());
   ema_fake_cuda_fail(1, kOutOfMemory);  // The copy of the third, into the first one's buffer.
-  const std::optional<float> second = small.TakeAndGiveBack(1);
+  const std::optional<float> second = small.TakeAndReturn(1);
   ema_fake_cuda_fail(0, 0);
   ASSERT_TRUE(second.has_value());
   EXPECT_EQ(small.staged().Take(2), std::nullopt);

@@ -17,7 +17,7 @@ TEST(WeightsGateTest, IsClosedUntilEverythingHasBeenReadAndDropped) {
   ASSERT_TRUE(gate.BeginRead());
   gate.AddSlice();
   gate.EndRead();
-  gate.HaveRead();
+  gate.FinishReading();
   EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
   EXPECT_EQ(gate.left_time(), SteadyTime::max());
   WeightsGate::DropSlice(&gate);
@@ -27,7 +27,7 @@ TEST(WeightsGateTest, IsClosedUntilEverythingHasBeenReadAndDropped) {
 
 TEST(WeightsGateTest, NothingIsReadOnceReleased) {
   WeightsGate gate;
-  gate.HaveRead();
+  gate.FinishReading();
   ASSERT_TRUE(gate.TryRelease(absl::ZeroDuration()));
   EXPECT_FALSE(gate.WantToRead());
   EXPECT_FALSE(gate.BeginRead());
@@ -35,7 +35,7 @@ TEST(WeightsGateTest, NothingIsReadOnceReleased) {
 
 TEST(WeightsGateTest, MayBeReadAgainBeforeTheRelease) {
   WeightsGate gate;
-  gate.HaveRead();
+  gate.FinishReading();
   EXPECT_TRUE(gate.WantToRead());
   EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
   EXPECT_TRUE(gate.BeginRead());
@@ -50,7 +50,7 @@ TEST(WeightsGateTest, AForcedReleaseWaitsForTheReadUnderWay) {
   EXPECT_FALSE(gate.BeginRead());
   std::atomic<bool> is_unread = false;
   std::thread trainer([&] {
-    gate.AwaitUnread();
+    gate.AwaitNoReader();
     is_unread = true;
   });
   gate.EndRead();

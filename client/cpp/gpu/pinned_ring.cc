@@ -94,12 +94,12 @@ void PinnedRing::Share(int slot) {
   ++holder_counts_[slot];
 }
 
-void PinnedRing::GiveBack(int slot) {
+void PinnedRing::Return(int slot) {
   absl::MutexLock lock(&mu_);
-  GiveBackLocked(slot);
+  ReturnLocked(slot);
 }
 
-void PinnedRing::GiveBackLocked(int slot) {
+void PinnedRing::ReturnLocked(int slot) {
   if (--holder_counts_[slot] == 0) free_.push_back(slot);
 }
 
@@ -117,7 +117,7 @@ void PinnedRing::DropSlice(void* slot) {
   const Slot& dropped = *static_cast<const Slot*>(slot);
   // Nothing may follow the unlock: whoever waits for the last slice may then destroy the ring.
   absl::MutexLock lock(&dropped.ring->mu_);
-  dropped.ring->GiveBackLocked(dropped.index);
+  dropped.ring->ReturnLocked(dropped.index);
   --dropped.ring->lent_count_;
 }
 
@@ -146,7 +146,7 @@ bool PinnedRing::TryRecover(absl::Duration max_wait) {
     }
   }
   absl::MutexLock lock(&mu_);
-  for (const int slot : lost_) GiveBackLocked(slot);
+  for (const int slot : lost_) ReturnLocked(slot);
   lost_.clear();
   return true;
 }

@@ -60,7 +60,7 @@ class PinnedRing {
   // Takes a free buffer. It is free again when all its holders have given it back.
   std::optional<int> TryTake() ABSL_LOCKS_EXCLUDED(mu_);
   void Share(int slot) ABSL_LOCKS_EXCLUDED(mu_);  // Adds a holder.
-  void GiveBack(int slot) ABSL_LOCKS_EXCLUDED(mu_);
+  void Return(int slot) ABSL_LOCKS_EXCLUDED(mu_);
   // A slice of the first bytes of a buffer, for gRPC; dropping it gives the buffer back. Absent,
   // without any effect, if gRPC holds half of the buffers already: the others are left to senders
   // and to copies made in advance.
@@ -83,7 +83,7 @@ class PinnedRing {
     int index;
   };
   static void DropSlice(void* slot);
-  void GiveBackLocked(int slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void ReturnLocked(int slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::Mutex gpus_mu_;  // Held across calls of the driver.
   std::map<int, std::unique_ptr<Gpu>> gpus_ ABSL_GUARDED_BY(gpus_mu_);

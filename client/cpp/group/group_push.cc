@@ -86,7 +86,7 @@ void GroupPush::RunThread() {
   const absl::Status pushed = Push();
   if (!pushed.ok()) {
     // Before the round is ended: a part that learns of the next round would send the step in it.
-    Cut();
+    ReleaseAndAbandon();
     AwaitParts();
   }
   absl::StatusOr<Version> result = pushed.ok() ? Committed() : DropStep(pushed);
@@ -186,8 +186,8 @@ absl::StatusOr<Version> GroupPush::DropStep(const absl::Status& error) {
   return *std::move(progress->version);
 }
 
-void GroupPush::Cut() {
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->Cut();
+void GroupPush::ReleaseAndAbandon() {
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->ReleaseAndAbandon();
 }
 
 void GroupPush::LeadStreams(absl::Span<const GpuStream> streams) {
@@ -201,8 +201,8 @@ bool GroupPush::AwaitDone(absl::Duration max_wait) const {
   return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), has_result);
 }
 
-bool GroupPush::AwaitWhileThere(absl::Duration max_wait,
-                                absl::FunctionRef<bool(absl::Duration)> await) {
+bool GroupPush::AwaitWhileReachable(absl::Duration max_wait,
+                                    absl::FunctionRef<bool(absl::Duration)> await) {
   Interrupt interrupt(&run_->client().options().is_interrupted);
   const PushHealth health = {
       .progress_count =
@@ -222,7 +222,7 @@ bool GroupPush::AwaitWhileThere(absl::Duration max_wait,
               return part->done() || part->Answers(deadline, asker);
             });
           }};
-  return client_internal::AwaitWhileThere(max_wait, health, &interrupt, await);
+  return client_internal::AwaitWhileReachable(max_wait, health, &interrupt, await);
 }
 
 bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
@@ -234,13 +234,13 @@ bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream
                        }) ||
            done();
   };
-  if (AwaitWhileThere(max_wait, release)) {
+  if (AwaitWhileReachable(max_wait, release)) {
     LeadStreams(streams);
     return true;
   }
   interrupt_.Fire();
-  Cut();
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->AwaitUnread();
+  ReleaseAndAbandon();
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->AwaitNoReader();
   LeadStreams(streams);
   AwaitDone(kAbandonGrace);
   return false;
@@ -256,14 +256,14 @@ absl::StatusOr<Version> GroupPush::Wait() {
 }
 
 bool GroupPush::WaitDone(absl::Duration max_wait) {
-  return AwaitWhileThere(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
+  return AwaitWhileReachable(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
 }
 
 bool GroupPush::done() const { return AwaitDone(absl::ZeroDuration()); }
 
 bool GroupPush::Abandon() {
   if (!done()) interrupt_.Fire();
-  Cut();
+  ReleaseAndAbandon();
   if (!AwaitDone(has_gpu_weights_ ? kHangLimit : absl::InfiniteDuration())) return false;
   if (!has_led_) LeadStreams({});
   return true;

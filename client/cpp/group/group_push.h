@@ -69,10 +69,10 @@ class GroupPush final : public RunningPush {
   absl::Status FirstError() const ABSL_LOCKS_EXCLUDED(mu_);
   void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);
   // Releases the weights now, and abandons all parts. From any thread.
-  void Cut();
+  void ReleaseAndAbandon();
   void LeadStreams(absl::Span<const GpuStream> streams);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
-  bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
+  bool AwaitWhileReachable(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
 
   const std::shared_ptr<GroupRun> run_;
   const int64_t step_;

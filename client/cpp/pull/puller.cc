@@ -36,7 +36,7 @@ absl::Status Puller::Run(Client::Impl& server, SteadyTime deadline, Interrupt* i
       return interrupt->fired() || SteadyNow() >= deadline;
     });
     EMA_RETURN_IF_ERROR(target_error_);
-    if (attempt.ok()) server.GiveBackLane(std::move(lane));
+    if (attempt.ok()) server.ReturnLane(std::move(lane));
     if (attempt.ok() || is_refused_) return attempt;
     // Otherwise gRPC continues where the lane has ended.
   }

@@ -13,8 +13,8 @@ constexpr absl::Duration kAnswerTimeout = absl::Seconds(1);
 
 }  // namespace
 
-bool AwaitWhileThere(absl::Duration max_wait, const PushHealth& health, Interrupt* interrupt,
-                     absl::FunctionRef<bool(absl::Duration)> await) {
+bool AwaitWhileReachable(absl::Duration max_wait, const PushHealth& health, Interrupt* interrupt,
+                         absl::FunctionRef<bool(absl::Duration)> await) {
   const SteadyTime give_up = After(SteadyNow(), max_wait);
   int64_t before = health.progress_count();
   SteadyTime still_since = SteadyNow();

@@ -14,7 +14,7 @@
 
 namespace ema::client_internal {
 
-// Callbacks by which AwaitWhileThere() observes a push to one server or to a group.
+// Callbacks by which AwaitWhileReachable() observes a push to one server or to a group.
 struct PushHealth {
   std::function<int64_t()> progress_count;
   std::function<bool()> is_cut_off;
@@ -24,8 +24,8 @@ struct PushHealth {
 // Calls `await` repeatedly, each time with the longest time that it may wait, until it returns
 // true. False: `max_wait` is over, the push is cut off, `interrupt` was fired, or no byte moves and
 // the server does not answer.
-bool AwaitWhileThere(absl::Duration max_wait, const PushHealth& health, Interrupt* interrupt,
-                     absl::FunctionRef<bool(absl::Duration)> await);
+bool AwaitWhileReachable(absl::Duration max_wait, const PushHealth& health, Interrupt* interrupt,
+                         absl::FunctionRef<bool(absl::Duration)> await);
 
 }  // namespace ema::client_internal
 

@@ -194,7 +194,7 @@ std::optional<grpc::ByteBuffer> ChunkWriter::WriteStaged(int64_t chunk, bool cop
     }
   }
   grpc::ByteBuffer message = EncodeCopy(chunk, bytes);
-  ring.GiveBack(*slot);
+  ring.Return(*slot);
   return message;
 }
 
@@ -202,7 +202,7 @@ std::optional<uint32_t> ChunkWriter::CopyStaged(int64_t chunk, std::byte* to) {
   const std::optional<int> slot = staged_->Take(chunk);
   if (!slot.has_value()) return std::nullopt;
   crcs_[chunk] = {.value = CopyInto(chunk, staged_->ring().slot(*slot), to), .known = true};
-  staged_->ring().GiveBack(*slot);
+  staged_->ring().Return(*slot);
   return crcs_[chunk].value;
 }
 

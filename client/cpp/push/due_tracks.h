@@ -30,7 +30,7 @@ class DueTracks {
   bool Adopt(RunPlan plan);
   // To be called when the run has been rejoined: the next plan is always adopted, since a restarted
   // server counts revisions from another start.
-  void GoOn() { revision_ = 0; }
+  void OnRejoined() { revision_ = 0; }
 
   // The tracks that a push would update; if all tracks are paused, those that it would update
   // otherwise. Errors as PlanTrack().

@@ -28,7 +28,7 @@ bool SendTurns::Take(int64_t position, SteadyTime deadline, Interrupt* interrupt
   return has_turn;
 }
 
-void SendTurns::GiveBack() {
+void SendTurns::Return() {
   absl::MutexLock lock(&mu_);
   ++free_;
   wait_.WakeAll();

@@ -46,7 +46,7 @@ class SendTurns {
 
   // Waits for a turn. False: `deadline` is over, or `interrupt` was fired.
   bool Take(int64_t position, SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
-  void GiveBack() ABSL_LOCKS_EXCLUDED(mu_);
+  void Return() ABSL_LOCKS_EXCLUDED(mu_);
   size_t waiting_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

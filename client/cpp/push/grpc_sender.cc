@@ -163,7 +163,7 @@ absl::StatusOr<v1::PushResponse> GrpcSender::Send(const PushMessages& messages,
   sending_parts->Wait();
   const SteadyTime sent = SteadyNow();
   if (sending.failed.load() == nullptr) sending.digest = messages.digest();
-  if (sending.digest.has_value()) messages.gate->HaveRead();
+  if (sending.digest.has_value()) messages.gate->FinishReading();
   all_sent.Notify();
   FinishPart(sending, sending.parts.front());
   threads.clear();

@@ -47,7 +47,7 @@ absl::StatusOr<v1::PushResponse> SendByLane(const PushMessages& messages, Client
   }
   const std::optional<uint32_t> digest = messages.digest();
   if (!digest.has_value()) return Unreadable();
-  messages.gate->HaveRead();
+  messages.gate->FinishReading();
   v1::PushCommit& commit = *message.mutable_commit();
   commit.set_chunk_count(static_cast<int64_t>(messages.chunks.size()));
   commit.set_total_bytes(messages.total_bytes());
@@ -60,7 +60,7 @@ absl::StatusOr<v1::PushResponse> SendByLane(const PushMessages& messages, Client
   if (!response.has_pushed() || !response.pushed().has_version()) {
     return MalformedReply("Push without a version");
   }
-  client.GiveBackLane(std::move(lane));
+  client.ReturnLane(std::move(lane));
   return std::move(*response.mutable_pushed());
 }
 

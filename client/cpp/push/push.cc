@@ -129,7 +129,7 @@ void PendingPush::Impl::Start() {
 void PendingPush::Impl::RunThread() {
   absl::StatusOr<Committed> result = Push();
   if (staged_.has_value()) staged_->Drop();
-  gate_.HaveRead();
+  gate_.FinishReading();
   DropSlices();
   if (!result.ok() && !part_.has_value()) result = DropStep(result.status());
   // To compare checksums it may have staged something once more.
@@ -208,7 +208,7 @@ class PendingPush::Impl::SendTurn {
 
   const absl::Status& status() const { return status_; }
   void End() {
-    if (turns_ != nullptr) std::exchange(turns_, nullptr)->GiveBack();
+    if (turns_ != nullptr) std::exchange(turns_, nullptr)->Return();
   }
 
  private:
@@ -552,29 +552,30 @@ int64_t PendingPush::Impl::progress_count() const {
          stream_count_.load(std::memory_order_relaxed) + gate_.left_slice_count();
 }
 
-bool PendingPush::Impl::AwaitWhileThere(absl::Duration max_wait,
-                                        absl::FunctionRef<bool(absl::Duration)> await) {
+bool PendingPush::Impl::AwaitWhileReachable(absl::Duration max_wait,
+                                            absl::FunctionRef<bool(absl::Duration)> await) {
   client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
   const client_internal::PushHealth health = {
       .progress_count = [this] { return progress_count(); },
       .is_cut_off = [this] { return IsCutOff(); },
       .answers = [this](SteadyTime deadline,
                         client_internal::Interrupt* asker) { return Answers(deadline, asker); }};
-  return client_internal::AwaitWhileThere(max_wait, health, &interrupt, await);
+  return client_internal::AwaitWhileReachable(max_wait, health, &interrupt, await);
 }
 
-void PendingPush::Impl::Cut() {
+void PendingPush::Impl::ReleaseAndAbandon() {
   gate_.ForceRelease();
   interrupt_.Fire();
 }
 
 bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
-  if (AwaitWhileThere(max_wait, [this](absl::Duration most) { return gate_.TryRelease(most); })) {
+  if (AwaitWhileReachable(max_wait,
+                          [this](absl::Duration most) { return gate_.TryRelease(most); })) {
     LeadStreams(streams);
     return true;
   }
-  Cut();
-  gate_.AwaitUnread();
+  ReleaseAndAbandon();
+  gate_.AwaitNoReader();
   LeadStreams(streams);
   AwaitDone(kAbandonGrace);
   return false;
@@ -590,7 +591,7 @@ absl::StatusOr<Version> PendingPush::Impl::Wait() {
 }
 
 bool PendingPush::Impl::WaitDone(absl::Duration max_wait) {
-  return AwaitWhileThere(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
+  return AwaitWhileReachable(max_wait, [this](absl::Duration most) { return AwaitDone(most); });
 }
 
 bool PendingPush::Impl::done() const { return AwaitDone(absl::ZeroDuration()); }

@@ -68,9 +68,9 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   // Waits until all bytes have left, at most `max_wait`, and releases the weights.
   bool TryRelease(absl::Duration max_wait) { return gate_.TryRelease(max_wait); }
   // Releases the weights now, and abandons the push.
-  void Cut();
+  void ReleaseAndAbandon();
   // Waits until the weights are not read any more. REQUIRES: they have been released.
-  void AwaitUnread() { gate_.AwaitUnread(); }
+  void AwaitNoReader() { gate_.AwaitNoReader(); }
   // Makes the streams wait for the running copies. To be called after the release.
   void LeadStreams(absl::Span<const GpuStream> streams);
   // True: the push has had no stream for some time, and the server has not asked it to wait. The
@@ -143,8 +143,8 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   absl::Status CheckSameContent(const PushProgress& progress);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
-  // AwaitWhileThere() of await_push.h, for the threads that wait for this push.
-  bool AwaitWhileThere(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
+  // AwaitWhileReachable() of await_push.h, for the threads that wait for this push.
+  bool AwaitWhileReachable(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
   std::string Name() const;
 
   const std::shared_ptr<client_internal::RunCore> run_;

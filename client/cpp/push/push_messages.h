@@ -29,7 +29,7 @@ struct PushMessages {
   // CRC32C of all bytes of the push, also those of earlier tries. To be called after the last
   // chunk. Absent: the push must stop.
   std::function<std::optional<uint32_t>()> digest;
-  WeightsGate* gate = nullptr;                 // Its HaveRead() is called after the last chunk.
+  WeightsGate* gate = nullptr;  // Its FinishReading() is called after the last chunk.
   std::atomic<int64_t>* sent_bytes = nullptr;  // Sent bytes are added to it.
   SteadyTime deadline;
   Interrupt* interrupt = nullptr;

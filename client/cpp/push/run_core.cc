@@ -50,7 +50,7 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Create(std::shared_ptr<Client:
   // container of this host.
   if (std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt)) {
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
-    client->GiveBackLane(std::move(lane));
+    client->ReturnLane(std::move(lane));
   }
   return std::shared_ptr<RunCore>(
       new RunCore(std::move(client), std::move(info), std::move(options),

@@ -84,7 +84,7 @@ std::optional<int> StagedChunks::Take(int64_t chunk) {
   }
   status_.Update(waited);
   if (is_kept) {
-    ring_->GiveBack(staged.slot);
+    ring_->Return(staged.slot);
   } else {
     failed_.push_back(std::move(staged));
   }
@@ -96,7 +96,7 @@ void StagedChunks::StartMoreLocked() {
     const std::optional<int> slot = ring_->TryTake();
     if (!slot.has_value()) return;
     if (!gate_->BeginRead()) {
-      ring_->GiveBack(*slot);
+      ring_->Return(*slot);
       status_ = MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                           "the weights were released before all of them had been copied");
       return;
@@ -115,7 +115,7 @@ void StagedChunks::StartMoreLocked() {
   }
   if (started_count_ < order_.size()) return;
   keeps_ = staged_.size() == order_.size();
-  gate_->HaveRead();
+  gate_->FinishReading();
 }
 
 absl::Status StagedChunks::StartCopies(int64_t chunk, Staged& staged) const {
@@ -164,7 +164,7 @@ void StagedChunks::DropLocked() {
       has_ended &= found->second;
     }
     if (has_ended) {
-      ring_->GiveBack(staged.slot);
+      ring_->Return(staged.slot);
     } else {
       ring_->Lose(staged.slot);
     }

@@ -10,7 +10,7 @@ bool WeightsGate::WantToRead() {
   return true;
 }
 
-void WeightsGate::HaveRead() {
+void WeightsGate::FinishReading() {
   absl::MutexLock lock(&mu_);
   is_wanted_ = false;
   wait_.WakeAll();
@@ -63,9 +63,9 @@ void WeightsGate::ForceRelease() {
   is_released_ = true;
 }
 
-void WeightsGate::AwaitUnread() {
+void WeightsGate::AwaitNoReader() {
   absl::MutexLock lock(&mu_);
-  mu_.Await(absl::Condition(this, &WeightsGate::IsUnreadLocked));
+  mu_.Await(absl::Condition(this, &WeightsGate::HasNoReaderLocked));
 }
 
 SteadyTime WeightsGate::left_time() const {

@@ -21,15 +21,15 @@ class WeightsGate {
  public:
   // --- For the sending threads. Initially the weights are wanted. ---
   //
-  // WantToRead() and HaveRead() bracket all reads of a push: between the two, TryRelease() waits
-  // even while nothing is being read. BeginRead() and EndRead() bracket one read; several threads
-  // may be reading at once.
+  // WantToRead() and FinishReading() bracket all reads of a push: between the two, TryRelease()
+  // waits even while nothing is being read. BeginRead() and EndRead() bracket one read; several
+  // threads may be reading at once.
 
   // Announces that the weights will be read (again). False: they have been released.
   bool WantToRead() ABSL_LOCKS_EXCLUDED(mu_);
   // Announces that nothing more will be read: all unsent bytes are in slices or being copied, or
   // the push has ended.
-  void HaveRead() ABSL_LOCKS_EXCLUDED(mu_);
+  void FinishReading() ABSL_LOCKS_EXCLUDED(mu_);
   // False: the weights have been released; do not read them.
   bool BeginRead() ABSL_LOCKS_EXCLUDED(mu_);
   void EndRead() ABSL_LOCKS_EXCLUDED(mu_);
@@ -45,7 +45,7 @@ class WeightsGate {
   // Releases: no read starts from now on. A running read continues, and gRPC may hold slices.
   void ForceRelease() ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until nothing is being read and gRPC holds no slice. REQUIRES: released.
-  void AwaitUnread() ABSL_LOCKS_EXCLUDED(mu_);
+  void AwaitNoReader() ABSL_LOCKS_EXCLUDED(mu_);
   // When the last slice was dropped or the last byte read, whichever was later; SteadyTime::max():
   // not yet.
   SteadyTime left_time() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -54,9 +54,9 @@ class WeightsGate {
 
  private:
   bool HasLeftLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return !is_wanted_ && IsUnreadLocked();
+    return !is_wanted_ && HasNoReaderLocked();
   }
-  bool IsUnreadLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+  bool HasNoReaderLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return reader_count_ == 0 && slice_count_ == 0;
   }
 

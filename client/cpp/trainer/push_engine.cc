@@ -323,7 +323,7 @@ void PushEngine::AdoptRejoinedRun(SteadyTime until) {
   run_epoch_ = run_->run_epoch();
   rejoiner_ = nullptr;
   rejoiner->Stop(SteadyTime::max());  // The thread is about to end.
-  due_.GoOn();
+  due_.OnRejoined();
   // By the version that it had when it was rejoined: the next step to be pushed may be later.
   CountLostUpdates();
   if (is_first) {

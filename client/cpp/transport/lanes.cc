@@ -50,7 +50,7 @@ std::unique_ptr<LanePipe> LanePool::Take() {
   return nullptr;
 }
 
-void LanePool::GiveBack(std::unique_ptr<LanePipe> lane) {
+void LanePool::Return(std::unique_ptr<LanePipe> lane) {
   absl::MutexLock lock(&mu_);
   if (!socket_name_.empty()) idle_.push_back(std::move(lane));
 }

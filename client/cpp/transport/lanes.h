@@ -27,7 +27,7 @@ class LanePool {
   // A lane for one call. Null: there is none; use gRPC.
   std::unique_ptr<LanePipe> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // To be called after a successful call. After a failed call drop the lane instead.
-  void GiveBack(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
+  void Return(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
   // False: as far as is known, the server offers no lane to this host.
   bool has_offer() const ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -130,7 +130,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def cutter_of(module: torch.nn.Module) -> str | None:
+def sharding_library_of(module: torch.nn.Module) -> str | None:
     """What has cut the module's parameters into ranges, one for each rank; None: nothing has."""
     if fsdp1.wrappers_in(module):
         return "FullyShardedDataParallel (FSDP1)"
@@ -139,7 +139,7 @@ def cutter_of(module: torch.nn.Module) -> str | None:
 
 def check_no_ranges(module: torch.nn.Module) -> None:
     """InvalidArgumentError: this rank has only ranges of the module's parameters (FSDP1, ZeRO-3)."""
-    if (cutter := cutter_of(module)) is not None:
+    if (cutter := sharding_library_of(module)) is not None:
         raise InvalidArgumentError(
             f"model: is sharded by {cutter}, so only a piece is here; expected a whole model: use "
             "ema_client.attach and averaged, which accept it",
@@ -150,7 +150,7 @@ def check_no_ranges(module: torch.nn.Module) -> None:
 def check_savable(module: torch.nn.Module, cure: str) -> None:
     """InvalidArgumentError: a framework's checkpoint cannot have the averages of this model, because it is
     in ranges. `cure`: what to give instead."""
-    if (cutter := cutter_of(module)) is not None:
+    if (cutter := sharding_library_of(module)) is not None:
         raise InvalidArgumentError(
             f"model: is sharded by {cutter}, so a checkpoint of the framework cannot have its averages: give "
             f"{cure}, and pull them with ema_client.pull",
@@ -412,7 +412,7 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def has_pieces(module: torch.nn.Module) -> bool:
     """Whether the module has DTensors or is sharded by FSDP1 or ZeRO-3, so that this rank may hold a part.
     The same on all ranks that hold parts of one model."""
-    if cutter_of(module) is not None:
+    if sharding_library_of(module) is not None:
         return True
     shard_again(module)
     return any(map(is_dtensor, (*module.parameters(), *module.buffers())))
