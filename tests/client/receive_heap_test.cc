@@ -2,6 +2,7 @@
 #include "client/cpp/pull/receive_heap.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/resource.h>
 
 #include <array>
@@ -42,6 +43,9 @@ TEST(ReceiveHeapTest, BuffersAreReusedWhileItExists) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizer has a malloc of its own";
 #endif
+  // The defaults, which glibc raises when a program frees large blocks, as other tests do.
+  mallopt(M_MMAP_THRESHOLD, 128 << 10);
+  mallopt(M_TRIM_THRESHOLD, 128 << 10);
   // A thread has a heap of its own, in which nothing else stays allocated.
   int64_t faults_with = 0, faults_after = 0;
   std::thread([&] {
