@@ -161,8 +161,9 @@ absl::Status GroupModels::CheckRunsLocked(std::string_view model,
 
 absl::Status GroupModels::CheckLoaded(std::string_view model) const {
   absl::MutexLock lock(&mu_);
-  if (member_ == nullptr || hosted_.contains(model)) return absl::OkStatus();
-  return CheckNothingToLoadLocked(model, *member_);
+  const auto found = hosted_.find(model);
+  if (found != hosted_.end()) return found->second.partition->CheckHasBase();
+  return member_ != nullptr ? CheckNothingToLoadLocked(model, *member_) : absl::OkStatus();
 }
 
 absl::Status GroupModels::CheckNothingToLoadLocked(std::string_view model,
@@ -749,6 +750,12 @@ void GroupModels::SaveAtHomes(absl::Duration timeout) {
       if (!partition.is_home() && !address.empty()) homes.emplace_back(name, address);
     }
   }
+  std::erase_if(homes, [this](const auto& home) {
+    const absl::StatusOr<std::shared_ptr<Model>> model = store_.Get(home.first);
+    if (!model.ok()) return true;
+    const std::optional<Version> latest = (*model)->history().latest();
+    return !latest.has_value() || latest->id() == (*model)->durable().version();
+  });
   absl::BlockingCounter running(static_cast<int>(homes.size()));
   for (const auto& [name, address] : homes) {
     v1::SaveNowRequest request;

@@ -94,6 +94,15 @@ void HostedPartition::NoteNotLoaded(const absl::Status& error) {
     loading_ = absl::StrCat("is loading; the last attempt failed: ", error.message());
 }
 
+absl::Status HostedPartition::CheckHasBase() const {
+  absl::MutexLock lock(&mu_);
+  if (loading_.empty()) return absl::OkStatus();
+  const std::string& member = options_.partitions[options_.id.partition].member;
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                   absl::StrCat(Name(), " on member \"", member, "\" ", loading_),
+                   absl::Seconds(1));
+}
+
 absl::Status HostedPartition::CheckLoaded() const {
   absl::MutexLock lock(&mu_);
   if (!options_.base.has_value() || !rounds_.has_value()) return absl::OkStatus();

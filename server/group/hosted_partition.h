@@ -66,6 +66,8 @@ class HostedPartition final : public CommitGate,
   bool is_active() const ABSL_LOCKS_EXCLUDED(mu_);
   // The base could not be loaded yet: the home's errors say so until Activate().
   void NoteNotLoaded(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
+  // OK: there is no base, or this partition has loaded it. UNAVAILABLE, GROUP_DEGRADED.
+  absl::Status CheckHasBase() const ABSL_LOCKS_EXCLUDED(mu_);
   // OK: there is no base, or all partitions have loaded it. UNAVAILABLE, GROUP_DEGRADED: names a
   // partition that has not. REQUIRES: is_home().
   absl::Status CheckLoaded() const ABSL_LOCKS_EXCLUDED(mu_);
