@@ -382,8 +382,18 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
                           .run_epoch = start.run_epoch,
                           .step = start.step})) {
     case Part::HeaderAnswer::kAccept:
+      pushed_round_ = start.round;
+      pushed_step_ = start.step;
       return absl::OkStatus();
     case Part::HeaderAnswer::kStaleRound: {
+      const std::optional<GroupAbort>& abort = state_.last_abort;
+      if (abort.has_value() && abort->round == start.round && pushed_round_ == start.round &&
+          pushed_step_ == start.step) {
+        // Other ranks have lost this step, so it could not complete in the present round.
+        absl::Status why = abort->why;
+        SetGroupHint(why, {.round = part_.round(), .incarnation = options_.id.incarnation});
+        return why;
+      }
       absl::Status stale =
           MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
                     absl::StrCat(Name(), ": round ", start.round, " has ended; the present one is ",

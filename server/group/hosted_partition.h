@@ -152,6 +152,9 @@ class HostedPartition final : public CommitGate,
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   bool is_sync_requested_ ABSL_GUARDED_BY(mu_) = false;
   bool is_sync_running_ ABSL_GUARDED_BY(mu_) = false;
+  // Of the last push that was accepted. Round 0: there was none.
+  int64_t pushed_round_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t pushed_step_ ABSL_GUARDED_BY(mu_) = 0;
   // The round whose Prepare has been sent and not been answered. 0: there is none.
   int64_t sent_prepare_round_ ABSL_GUARDED_BY(mu_) = 0;
 };

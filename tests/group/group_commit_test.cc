@@ -218,6 +218,26 @@ TEST_F(GroupCommitTest, TheHomeAbandonsAStepForAllServers) {
   EXPECT_EQ(response.state(), v1::QueryPushResponse::STATE_COMMITTED);
 }
 
+TEST_F(GroupCommitTest, ALateRankDoesNotPushALostStepAgain) {
+  StartServers(2);
+  GroupTrainer trainer("m", "launch");
+  trainer.OpenRun(Create());
+  const int64_t round = trainer.round();
+  std::future<Pushed> first = trainer.Push(1, 1, 5);
+  AwaitReceived(trainer, 1, 1);
+  v1::QueryPushResponse response;
+  ASSERT_TRUE(trainer.Query(0, 1, /*abandon=*/true, round, &response).ok());
+  EXPECT_EQ(first.get().result.detail.reason(), v1::ERROR_REASON_STEP_ABANDONED);
+  // In the next round it would wait for ranks that have already failed.
+  const Pushed late = trainer.Push(1, 1, 5).get();
+  EXPECT_EQ(late.result.detail.reason(), v1::ERROR_REASON_STEP_ABANDONED);
+  EXPECT_EQ(late.result.detail.round(), round + 1);
+  // Of another step, only the round is wrong.
+  EXPECT_EQ(trainer.Push(1, 2, 5).get().result.detail.reason(), v1::ERROR_REASON_STALE_ROUND);
+  trainer.set_round(round + 1);
+  ExpectCommitted(trainer.PushAll(1, 5), 1, 1);
+}
+
 TEST_F(GroupCommitTest, ARankThatAbandonsAStepDoesNotEndTheRoundOfAnother) {
   StartServers(3);
   GroupTrainer trainer("m", "launch");
