@@ -18,6 +18,7 @@ const absl::Time kNow = absl::FromUnixSeconds(1'760'000'000);
 // Of a model that nothing is pushed to.
 class IdleGate final : public CommitGate {
  public:
+  bool is_home() const override { return false; }
   int64_t round() const override { return 0; }
   absl::Status CheckLaunch(const Launch&) override { return absl::OkStatus(); }
   void OnRunOpened(int64_t, std::string_view) override {}
