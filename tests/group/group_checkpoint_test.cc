@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <optional>
@@ -179,6 +179,42 @@ TEST_F(GroupCheckpointTest, ASaveWithoutAServerLeavesNothing) {
   TrainedGroup::Await([&] { return Folders().empty(); });
   EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.ServerAt(home).member().Read("m"));
   EXPECT_THAT(stored->record.checkpoints, IsEmpty());
+}
+
+TEST_F(GroupCheckpointTest, ACrashDuringASaveLeavesWholeCheckpointsOnly) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  std::map<int64_t, std::map<std::string, std::string>> expected;  // By step.
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  for (int64_t step = 1; step <= 2; ++step) {
+    ASSERT_THAT(Push(*run, step), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("ema"));
+    expected[step] = pulled.tensors;
+    if (step == 1) ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  }
+  for (const int crashed : {1, 0}) {
+    SCOPED_TRACE(crashed);
+    GroupServer& server = ServerOf(group, crashed);
+    const std::string home = group.Describe("m").partitions(0).address();
+    EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(home));
+    const auto saving = std::async(std::launch::async, [&client] {
+      return client->CreateCheckpoint("m", /*timeout=*/absl::Seconds(1)).status();
+    });
+    server.Stop();
+    group.Restart(server);
+    saving.wait();
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+    EXPECT_EQ(found.tensors, expected.at(found.info.version.step));
+    EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.servers_[0]->member().Read("m"));
+    EXPECT_EQ(stored->record.base, found.info.version.id());
+  }
+  // The next save removes what is left.
+  run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 3), IsOk());
+  ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.servers_[0]->member().Read("m"));
+  EXPECT_EQ(Folders().size(), stored->record.checkpoints.size());
 }
 
 TEST_F(GroupCheckpointTest, ADeletedModelsCheckpointsAreSetAside) {
