@@ -190,7 +190,9 @@ TEST_F(GroupCheckpointTest, ACrashDuringASaveLeavesWholeCheckpointsOnly) {
     ASSERT_THAT(Push(*run, step), IsOk());
     EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("ema"));
     expected[step] = pulled.tensors;
-    if (step == 1) ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+    if (step == 1) {
+      ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+    }
   }
   for (const int crashed : {1, 0}) {
     SCOPED_TRACE(crashed);
