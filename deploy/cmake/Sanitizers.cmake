@@ -22,6 +22,7 @@ if(EMA_SANITIZE)
 endif()
 
 if(EMA_SANITIZE MATCHES thread)
+  include_directories(BEFORE tests/testutil/tsan)
   # In every program that links Abseil, which must be the shared one.
   add_library(ema_tsan_mutex OBJECT tests/testutil/tsan_mutex.cc)
   target_link_libraries(ema::dep_absl INTERFACE
