@@ -281,7 +281,7 @@ TEST_F(WaitingCallsTest, ARequestThatIsLargerThanAllThatMayWaitIsInvalid) {
   v1::VersionRecord response;
   const grpc::Status status = stub_->GetStatistics(&context, request, &response);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
-  EXPECT_THAT(status.error_message(), HasSubstr("bytes of memory, expected at most 4194304"));
+  EXPECT_THAT(status.error_message(), HasSubstr("bytes of memory, expected at most 2097152"));
 }
 
 }  // namespace
