@@ -74,7 +74,7 @@ absl::Status ServerGroup::AgreeOnDirectory() {
   absl::StatusOr<std::string> id = checkpoints_->data().GroupId(options_.group);
   if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
   if (entry.revision == 0) {
-    const absl::Status put = registry_->CompareAndPut(key, /*revision=*/0, *id).status();
+    absl::Status put = registry_->CompareAndPut(key, /*revision=*/0, *id).status();
     if (!absl::IsAborted(put)) return put;
     EMA_ASSIGN_OR_RETURN(entry, registry_->Read(key));
   }

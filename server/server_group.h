@@ -51,7 +51,9 @@ class ServerGroup {
  private:
   ServerGroup(const ServerOptions& options, LogSink log)
       : options_(options), log_(std::move(log)) {}
-  // The members that have a data directory have the same one.
+  // Checks the id of this server's data directory against the id in the registry, or records it
+  // there if there is none yet. FAILED_PRECONDITION: the ids differ, or the registry has an id and
+  // this server has no data directory.
   absl::Status AgreeOnDirectory();
 
   const ServerOptions options_;

@@ -81,9 +81,9 @@ class CheckpointFolder {
     // Only these tracks; empty: all. A partial checkpoint is not a durable version of the model.
     std::vector<std::string> tracks;
     // If this is the newest version on the disk, and the model's settings have changed since, it is
-    // written again with the new settings. Not if it has a track that the model no longer has,
-    // since the track would be lost, and not in a group: then the settings reach the disk with the
-    // next version.
+    // written again with the new settings. In a group, or if it has a track that the model no
+    // longer has and that would be lost, it is not written again: the settings reach the disk with
+    // the next version.
     bool with_new_settings = false;
     // A label to put on the version before old checkpoints are removed; its version and step become
     // the snapshot's. REQUIRES: no `tracks`.
@@ -233,7 +233,7 @@ class CheckpointFolder {
   absl::Status ReplaceLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, CHECKPOINT_IN_USE: a checkpoint with new settings cannot replace it now.
   absl::Status CannotReplaceError(std::string_view name, std::string_view why) const;
-  // Of a group: records a checkpoint that has its name in the registry.
+  // In a group: records a checkpoint in the registry. REQUIRES: the checkpoint has its final name.
   absl::Status CommitLocked(Model& model, const Version& record, const SaveResult& saved, bool keep)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Starts to remove the checkpoint uncommitted_, if there is one other than `saved`, so that saves
@@ -270,8 +270,8 @@ class CheckpointFolder {
   absl::Status WriteLabelsLocked(LabelMap labels) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DeleteLocked(std::string_view name, Model* model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DeleteAllLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Renames it to a temporary name, to be cleared; in a group, after it has been taken off the
-  // registry, which needs `model`. False: it is held.
+  // Renames the checkpoint to a temporary name, which is cleared later. In a group, first removes
+  // it from the registry; this needs `model`. False: the checkpoint is held.
   absl::StatusOr<bool> StartRemovingLocked(const std::string& name, Model* model)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Before a checkpoint that was set aside or is missing is removed: LATEST must not name it, or

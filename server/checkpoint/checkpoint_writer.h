@@ -68,8 +68,8 @@ absl::Status MakeCheckpointFolders(FileSystem& file_system, const std::string& p
 // Writes only the weights of `model`, one partition, into these directories, which may have files
 // of other partitions. Returns the manifest of the part; as the text of EncodeCheckpointManifest()
 // it can be sent to another server, which parses it with ManifestScope::kPart. NOT_FOUND: the
-// directories do not exist. ALREADY_EXISTS: a file does. INTERNAL, BUG: the partition has other
-// files than options.file_numbers say.
+// directories do not exist. ALREADY_EXISTS: a file of the partition exists. INTERNAL, BUG: the
+// partition has more files than options.file_numbers leaves for it.
 absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch& latch,
                                              const std::string& path, Model& model,
                                              const Snapshot& snapshot, const WriteOptions& options);

@@ -66,10 +66,10 @@ class DataDirectory {
                                                              absl::Time now,
                                                              std::string member = "");
 
-  // The random id of this directory, which the first server of `group` writes. All servers of the
-  // group must get the same; otherwise their directories are not one. FAILED_PRECONDITION: the
-  // directory belongs to another group, or to a server without a group. INVALID_ARGUMENT, BAD_NAME:
-  // `group` is not a name. REQUIRES: opened with a member's name.
+  // Returns the random id of this directory, or writes it if this is the first server of `group`.
+  // If two servers of the group get different ids, they do not share one directory.
+  // FAILED_PRECONDITION: the directory belongs to another group, or to a server without a group.
+  // INVALID_ARGUMENT, BAD_NAME: `group` is not a name. REQUIRES: opened with a member's name.
   absl::StatusOr<std::string> GroupId(std::string_view group);
 
   // The number of this life of the server, larger than every number that an earlier life has used.
@@ -146,7 +146,7 @@ class DataDirectory {
   bool is_shared() const { return own_path_ != path_; }
   std::string ModelsPath() const { return JoinPath(path_, "models"); }
   absl::Status Start(absl::Time now);
-  // Keeps members of a group from using the directory, too.
+  // Locks the folders of all members, so that no server of a group can use the directory as well.
   absl::Status LockMembers();
   absl::Status ClearAllTemporary();
   // NOT_FOUND: no group has used the directory.

@@ -65,7 +65,7 @@ absl::StatusOr<SnapshotRef> ModelRollback::RollBackToStored(const CheckpointEntr
   absl::StatusOr<SnapshotRef> newest =
       context_.model.RollBack(id, [&]() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
         absl::StatusOr<std::shared_ptr<Snapshot>> snapshot =
-            ReadCheckpoint(folder.file_system(), path, manifest, context_.model, EndWhenStopping());
+            ReadCheckpoint(folder.file_system(), path, manifest, context_.model, StopHook());
         read = snapshot.status();
         return snapshot;
       });
@@ -76,13 +76,13 @@ absl::StatusOr<SnapshotRef> ModelRollback::RollBackToStored(const CheckpointEntr
 absl::StatusOr<CheckpointManifest> ModelRollback::Verify(const CheckpointEntry& stored) const {
   CheckpointFolder& folder = context_.folder;
   absl::StatusOr<CheckpointManifest> manifest =
-      VerifyCheckpoint(folder.file_system(), folder.Path(stored.name), nullptr, EndWhenStopping());
+      VerifyCheckpoint(folder.file_system(), folder.Path(stored.name), nullptr, StopHook());
   if (manifest.ok()) manifest = versions_.CheckIsOf(stored, *std::move(manifest));
   if (!manifest.ok()) return versions_.HandleReadError(stored.name, manifest.status());
   return manifest;
 }
 
-PauseHook ModelRollback::EndWhenStopping() const {
+PauseHook ModelRollback::StopHook() const {
   return [this] { return context_.queue.is_stopping() ? DrainingError() : absl::OkStatus(); };
 }
 

@@ -43,7 +43,7 @@ class ModelRollback {
   absl::StatusOr<Version> RollBackPartitions(const VersionId& id) const;
   // Reads a checkpoint to verify it; takes no memory for the weights.
   absl::StatusOr<CheckpointManifest> Verify(const CheckpointEntry& stored) const;
-  PauseHook EndWhenStopping() const;
+  PauseHook StopHook() const;
   // Saves `newest`, which is `rollback` or a later version. UNAVAILABLE: the rollback is in memory
   // only.
   absl::Status SaveRollback(const Version& rollback, const SnapshotRef& newest) const;

@@ -33,7 +33,8 @@ class PartitionedSaves {
 
   // Records a checkpoint in the registry, after it has its final name. Only then is it a durable
   // version. May be repeated, also with another `keep`. ABORTED, FENCED: the model has a newer
-  // incarnation, so it is not. After another error it is unknown whether the registry has it.
+  // incarnation, so the checkpoint was not recorded. After any other error it may or may not have
+  // been recorded.
   virtual absl::Status Commit(Model& home, const Version& record, int64_t total_bytes,
                               bool keep) = 0;
 
@@ -43,8 +44,9 @@ class PartitionedSaves {
   virtual absl::Status Remove(Model& home, const VersionId& id) = 0;
 
   // Makes all partitions return to the checkpoint of version `id`, and fences the runs of `home`.
-  // It is closed then, and the partitions load the checkpoint into other objects, for whose memory
-  // they need that of `home`. NOT_FOUND, CHECKPOINT_NOT_FOUND: the registry does not have it.
+  // Closes `home`: each partition loads the checkpoint into a new Model. Release `home` soon,
+  // because the new Model needs its memory. NOT_FOUND, CHECKPOINT_NOT_FOUND: the registry does not
+  // have the checkpoint.
   virtual absl::Status RollBack(Model& home, const VersionId& id) = 0;
 };
 

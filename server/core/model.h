@@ -253,9 +253,9 @@ class Model : public std::enable_shared_from_this<Model> {
   absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes a version from a checkpoint the newest one. Incarnation and run epoch continue above the
-  // record's. `fenced_run_epoch`: launches that report a run epoch up to this one are fenced; 0: no
-  // others than those of earlier epochs than the record's. REQUIRES: nothing has been committed, no
-  // run is open; the snapshot's tracks are the model's.
+  // record's. Launches that report an earlier run epoch than the record's are fenced, and so are
+  // those up to `fenced_run_epoch` (0: no others). REQUIRES: nothing has been committed, no run is
+  // open, and the snapshot's tracks are the model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot, int64_t fenced_run_epoch = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -13,18 +13,18 @@
 
 namespace ema {
 
-// The manifest of the checkpoint that consists of `parts`, in their order: their tensors and files.
-// The record's statistics are those of the first part. A frozen_digest is about all frozen tensors
-// of one manifest, so several parts have none together. The indexes, the attached files and
-// total_bytes are left to the caller. FAILED_PRECONDITION, MODEL_DIFFERS: the parts are of
+// Merges `parts` into the manifest of one checkpoint, with their tensors and files in their order.
+// The record's statistics are those of the first part. A frozen_digest covers all frozen tensors of
+// one manifest and cannot be merged, so the result of several parts has none. The caller adds the
+// indexes, the attached files and total_bytes. FAILED_PRECONDITION, MODEL_DIFFERS: the parts are of
 // different versions, or have different tracks, states or settings, or have a tensor twice; the
 // message names the partition and both values. REQUIRES: there is a part.
 absl::StatusOr<CheckpointManifest> MergeManifests(std::vector<CheckpointManifest> parts);
 
-// The part of `whole` with `tensor_count` tensors from number `first_tensor` on, for reading these
-// only: its files are those of `whole`, which may have other tensors, too. It has neither indexes
-// nor attached files, nor a frozen_digest unless it has all tensors. INVALID_ARGUMENT, BAD_REQUEST:
-// there are no such tensors.
+// A manifest for reading only `tensor_count` tensors of `whole`, beginning with `first_tensor`. It
+// names all files of `whole`, so these may also have other tensors. It has no indexes and no
+// attached files, and a frozen_digest only if it has all tensors.
+// INVALID_ARGUMENT, BAD_REQUEST: `whole` does not have these tensors.
 absl::StatusOr<CheckpointManifest> PartOf(const CheckpointManifest& whole, int64_t first_tensor,
                                           int64_t tensor_count);
 

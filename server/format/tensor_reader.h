@@ -34,9 +34,10 @@ using TensorPlacer = absl::FunctionRef<std::span<std::byte>(int64_t tensor_index
 class TensorReader {
  public:
   // Opens the files of `saved` in `track_path` and checks their headers: together they must have
-  // each stored tensor of `layout`, the track's, once, in its dtype; others only if `saved` says
-  // so. REQUIRES: `saved` has passed ReadCheckpointManifest(), or is of MergeManifests() or
-  // PartOf(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed.
+  // each stored tensor of the track's `layout` once, in its dtype. They may have other tensors only
+  // if saved.has_other_tensors. REQUIRES: `saved` has passed ReadCheckpointManifest(), or is a
+  // result of MergeManifests() or PartOf(). DATA_LOSS, CHECKPOINT_CORRUPT. UNAVAILABLE: the disk
+  // failed.
   static absl::StatusOr<std::unique_ptr<TensorReader>> Open(FileSystem& file_system,
                                                             const std::string& track_path,
                                                             const TensorFiles& saved,

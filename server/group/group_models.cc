@@ -178,13 +178,13 @@ absl::Status GroupModels::CheckNothingToLoadLocked(std::string_view model,
       std::find_if(record->partitions.begin(), record->partitions.end(),
                    [&](const Partition& one) { return one.member == member.name(); });
   if (partition == record->partitions.end()) return absl::OkStatus();
-  const auto error = not_hosted_.find(model);
+  const auto error = host_errors_.find(model);
   return MakeError(
       absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
       absl::StrCat("model \"", std::string(model), "\": partition ",
                    partition - record->partitions.begin(), " on member \"", member.name(),
                    "\" is loading",
-                   error == not_hosted_.end()
+                   error == host_errors_.end()
                        ? ""
                        : absl::StrCat("; the last attempt failed: ", error->second.message())),
       absl::Seconds(1));
@@ -429,7 +429,7 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> GroupModels::Host(Member& membe
   if (options_.checkpoints != nullptr) options_.checkpoints->FolderOf(name).Refresh();
   {
     absl::MutexLock lock(&mu_);
-    not_hosted_.erase(name);
+    host_errors_.erase(name);
     hosted_[name] = {partition, std::move(config), Sum(tensor_bytes)};
   }
   partition->Start(model);
@@ -605,9 +605,9 @@ absl::Status GroupModels::LoadPartitions() {
     LogTo(options_.log, LogLevel::kError, "partition not loaded",
           {{"model", name}, {"incarnation", record.incarnation}, {"error", status}});
     const std::shared_ptr<HostedPartition> partition = Find(name);
-    if (partition != nullptr) partition->NoteNotLoaded(status);
+    if (partition != nullptr) partition->SetLoadError(status);
     absl::MutexLock lock(&mu_);
-    if (partition == nullptr) not_hosted_[name] = status;
+    if (partition == nullptr) host_errors_[name] = status;
   }
   return result;
 }

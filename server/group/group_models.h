@@ -130,8 +130,8 @@ class GroupModels final : public ModelGroup {
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status CheckRunsLocked(std::string_view model, const std::vector<Partition>& partitions,
                                size_t partition) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // OK: this server has no partition of the model that must be loaded. REQUIRES: none is in
-  // hosted_.
+  // OK: this server does not have to load a partition of the model. UNAVAILABLE, GROUP_DEGRADED: it
+  // has to. REQUIRES: `hosted_` has no partition of the model.
   absl::Status CheckNothingToLoadLocked(std::string_view model, const Member& member) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Empty: the process of the partition is not in the registry.
@@ -192,7 +192,7 @@ class GroupModels final : public ModelGroup {
   // When a process of the models' records was first missing in the registry: by member and boot.
   std::map<std::pair<std::string, std::string>, absl::Time> missing_since_ ABSL_GUARDED_BY(mu_);
   // By model: why its partition here could not be made the last time.
-  std::map<std::string, absl::Status, std::less<>> not_hosted_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, absl::Status, std::less<>> host_errors_ ABSL_GUARDED_BY(mu_);
 
   SteadyWait stop_wait_;                   // Woken when `is_stopping_` changes.
   std::atomic<bool> is_stopping_ = false;  // Relaxed: ends a running load a moment later.

@@ -94,7 +94,7 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
                        NumberFiles(placement, options));
   PartCalls calls(placement.partitions);
   EMA_RETURN_IF_ERROR(
-      AskOthers(placement, RequestOf(path, home, snapshot, options), part_options, calls));
+      StartOtherParts(placement, RequestOf(path, home, snapshot, options), part_options, calls));
   absl::StatusOr<CheckpointManifest> own =
       WritePart(data->file_system(), data->latch(), path, home, snapshot, part_options[0]);
   // Also after an error: the folder is removed next, and the others must not write into it then.
@@ -115,9 +115,10 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
   return MergeParts(data->file_system(), data->latch(), path, home, std::move(parts));
 }
 
-absl::Status GroupSaves::AskOthers(const GroupModels::Placement& placement,
-                                   v1::SavePartRequest request,
-                                   const std::vector<WriteOptions>& options, PartCalls& calls) {
+absl::Status GroupSaves::StartOtherParts(const GroupModels::Placement& placement,
+                                         v1::SavePartRequest request,
+                                         const std::vector<WriteOptions>& options,
+                                         PartCalls& calls) {
   for (size_t i = 1; i < placement.partitions.size(); ++i) {
     if (!placement.addresses[i].empty()) continue;
     return MakeError(

@@ -27,7 +27,7 @@ class GroupSaves final : public PartitionedSaves {
   // outlive this, `peers` runs until Stop() has returned.
   void Start(GroupModels* models, Peers* peers, CheckpointStore* checkpoints)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Calls that run end soon if Peers::Stop() is called next.
+  // Later calls fail. Running calls may continue until Peers::Stop(), so call that next.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- PartitionedSaves ---
@@ -47,8 +47,8 @@ class GroupSaves final : public PartitionedSaves {
   absl::StatusOr<GroupModels*> GetModels() const ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<DataDirectory*> GetData() const ABSL_LOCKS_EXCLUDED(mu_);
   // Asks all partitions but the home's, which is the first.
-  absl::Status AskOthers(const GroupModels::Placement& placement, v1::SavePartRequest request,
-                         const std::vector<WriteOptions>& options, PartCalls& calls)
+  absl::Status StartOtherParts(const GroupModels::Placement& placement, v1::SavePartRequest request,
+                               const std::vector<WriteOptions>& options, PartCalls& calls)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   mutable absl::Mutex mu_;

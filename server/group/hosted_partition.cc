@@ -88,7 +88,7 @@ bool HostedPartition::is_active() const {
   return is_active_;
 }
 
-void HostedPartition::NoteNotLoaded(const absl::Status& error) {
+void HostedPartition::SetLoadError(const absl::Status& error) {
   absl::MutexLock lock(&mu_);
   if (!is_active_)
     loading_ = absl::StrCat("is loading; the last attempt failed: ", error.message());

@@ -64,8 +64,9 @@ class HostedPartition final : public CommitGate,
   // base. May be repeated.
   void Activate() ABSL_LOCKS_EXCLUDED(mu_);
   bool is_active() const ABSL_LOCKS_EXCLUDED(mu_);
-  // The base could not be loaded yet: the home's errors say so until Activate().
-  void NoteNotLoaded(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
+  // Records why the last attempt to load the base failed. CheckLoaded() of the home reports it
+  // until Activate().
+  void SetLoadError(const absl::Status& error) ABSL_LOCKS_EXCLUDED(mu_);
   // OK: there is no base, or this partition has loaded it. UNAVAILABLE, GROUP_DEGRADED.
   absl::Status CheckHasBase() const ABSL_LOCKS_EXCLUDED(mu_);
   // OK: there is no base, or all partitions have loaded it. UNAVAILABLE, GROUP_DEGRADED: names a

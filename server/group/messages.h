@@ -64,8 +64,9 @@ struct Sync {
   // Of the step that the partition is receiving.
   int64_t received_bytes = 0;
   std::vector<int64_t> missing_ranks;
-  // Not empty: the partition has not joined, because it does not have the incarnation's first
-  // version yet. What it does, or why it failed, for error messages.
+  // If not empty, the partition cannot join yet, because it has not loaded the version that
+  // the incarnation begins with. The text is the end of an error message: "is loading", and why the
+  // last attempt failed.
   std::string loading;
 };
 

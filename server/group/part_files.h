@@ -29,9 +29,9 @@ absl::StatusOr<CheckpointManifest> ReadGroupCheckpoint(CheckpointStore& store,
                                                        const std::string& model,
                                                        const GroupCheckpoint& checkpoint);
 
-// Makes the version of `whole`, the base of `record`, the newest one of `model`, which is that
-// partition. If it is the home's, it also loads the attached files. Calls `rest` like
-// ReadCheckpoint(), whose errors it returns. REQUIRES: nothing has been committed.
+// Loads the tensors of `partition` from the checkpoint `whole`, the base of `record`, into `model`,
+// whose newest version it then is. On the home, also loads the attached files. Calls `rest` as
+// ReadCheckpoint() does, and returns its errors. REQUIRES: nothing has been committed.
 absl::Status LoadPart(CheckpointStore& store, const CheckpointManifest& whole,
                       const ModelRecord& record, size_t partition, Model& model,
                       const PauseHook& rest);

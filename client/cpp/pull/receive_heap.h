@@ -6,16 +6,17 @@
 
 namespace ema::client_internal {
 
-// Keeps free memory in the heap of the calling thread, which receives a pull, while it exists. gRPC
-// allocates and frees receive buffers of 64 KiB all the time. glibc returns freed memory at the end
-// of a heap to the system from 128 KiB on, so nearly every buffer would cause page faults, and a
-// pull would run at half its speed. The memory here is not at the end, because the last piece of it
-// stays allocated. It is never touched, so it uses no memory until gRPC writes to it.
+// Keeps free memory in the heap of the calling thread, which receives a pull, for as long as this
+// object exists. gRPC allocates and frees receive buffers of 64 KiB all the time. If 128 KiB or
+// more are free at the end of a heap, glibc returns them to the system. So nearly every buffer
+// would cause page faults, and a pull would run at half its speed. This object keeps one allocation
+// at the end of the heap, so glibc keeps the free memory before it. The free memory is not touched,
+// so it costs nothing until gRPC writes to it.
 //
-// malloc's bounds would do the same, but they are the whole program's: the tensors of a training
-// would then stay in the heap, too, when they are freed.
+// mallopt() could do the same, but it affects the whole program: the freed tensors of a training
+// program would then stay in the heap, too.
 //
-// For one thread. Does nothing for a malloc that does not return memory.
+// For one thread. Has no effect with a malloc that does not return memory to the system.
 class ReceiveHeap {
  public:
   ReceiveHeap();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Included in place of protobuf's header of that name when ThreadSanitizer checks. Where the macro
-// below is set, protobuf's class for map fields has two members more, while the installed library
-// was compiled without them: its functions would read other members than ours write.
+// Replaces protobuf's header of the same name in builds with ThreadSanitizer. If the macro below is
+// set, protobuf's class for map fields has two additional members. The installed library was
+// compiled without them, so its functions and ours would disagree on the layout of the class.
 #ifndef EMA_TESTS_TESTUTIL_TSAN_GOOGLE_PROTOBUF_MAP_FIELD_H_
 #define EMA_TESTS_TESTUTIL_TSAN_GOOGLE_PROTOBUF_MAP_FIELD_H_
 
