@@ -250,13 +250,11 @@ absl::Status Server::Drain() {
          {"longest", options_.drain_grace}});
   }
   store_->Drain(deadline);
+  // Before the save: a step that is committed later would be lost.
+  if (group_ != nullptr) group_->models()->StopHolding();
   absl::Status result;
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
-  if (group_ != nullptr) {
-    group_->SaveAtHomes();
-    // Before the models are closed, which then can say nothing to the other servers any more.
-    group_->models()->StopHolding();
-  }
+  if (group_ != nullptr) group_->SaveAtHomes();
   store_->Close();
   rpc_->Shutdown(deadline);
   if (group_ != nullptr) group_->Leave();

@@ -253,9 +253,12 @@ absl::Status CheckpointFolder::CommitLocked(Model& model, const Version& record,
   }
   if (id == latest_) return status;  // It was committed before.
   uncommitted_ = id;
-  // Its incarnation has ended, so no later call commits it. If an earlier Commit() has reached the
-  // registry without an answer, the new incarnation may load it: then Remove() keeps the files.
-  if (absl::IsAborted(status)) RemoveUncommittedLocked(model, std::nullopt).IgnoreError();
+  // Its incarnation has ended, or the model was deleted: no later call commits it. If an earlier
+  // Commit() has reached the registry without an answer, the new incarnation may load it: then
+  // Remove() keeps the files.
+  if (absl::IsAborted(status) || absl::IsNotFound(status)) {
+    RemoveUncommittedLocked(model, std::nullopt).IgnoreError();
+  }
   return status;
 }
 

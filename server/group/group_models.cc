@@ -627,9 +627,14 @@ absl::Status GroupModels::LoadPartition(Member& member, const std::string& model
                                         const ModelRecord& record) {
   if (options_.checkpoints == nullptr) return NoDataDir();
   const auto index = static_cast<size_t>(*record.PartitionOf(member.name(), member.boot()));
-  EMA_ASSIGN_OR_RETURN(
-      const CheckpointManifest base,
-      ReadGroupCheckpoint(*options_.checkpoints, model, *record.Find(*record.base)));
+  const GroupCheckpoint* const listed = record.Find(*record.base);
+  if (listed == nullptr) {  // The registry was restored from a backup.
+    return absl::DataLossError(absl::StrCat("model \"", model, "\": version ", record.base->version,
+                                            ", which it must load, is not among the checkpoints of "
+                                            "its record in the registry"));
+  }
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest base,
+                       ReadGroupCheckpoint(*options_.checkpoints, model, *listed));
   std::shared_ptr<HostedPartition> partition;
   {
     absl::MutexLock lock(&change_mu_);
@@ -652,8 +657,9 @@ absl::Status GroupModels::LoadPartition(Member& member, const std::string& model
   }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
   const absl::Time begin = absl::Now();
-  const PauseHook rest = [this] {
-    return is_stopping_.load(std::memory_order_relaxed) ? DrainingError() : absl::OkStatus();
+  const PauseHook rest = [this, &here] {
+    if (is_stopping_.load(std::memory_order_relaxed)) return DrainingError();
+    return here->closed();  // A newer incarnation has begun.
   };
   EMA_RETURN_IF_ERROR(LoadPart(*options_.checkpoints, base, record, index, *here, rest));
   partition->Activate();
@@ -704,7 +710,7 @@ absl::Status GroupModels::ChangeRecord(
     }
     EMA_ASSIGN_OR_RETURN(const ModelRecord next, change(record));
     if (next == record) return absl::OkStatus();
-    const absl::Status written = member->Write(model, next, (*stored)->revision).status();
+    absl::Status written = member->Write(model, next, (*stored)->revision).status();
     if (written.ok()) return written;
     if (!absl::IsAborted(written)) return RegistryError(written);
   }
@@ -731,7 +737,7 @@ absl::Status GroupModels::AwaitHome(const std::string& model) {
   constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
   const auto is_stopping = [this] { return is_stopping_.load(std::memory_order_relaxed); };
   while (true) {
-    const absl::Status status = CheckHome(model);
+    absl::Status status = CheckHome(model);
     if (!absl::IsUnavailable(status)) return status;
     absl::MutexLock lock(&mu_);
     if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), kPollInterval), is_stopping)) return status;

@@ -156,9 +156,11 @@ absl::Status GroupSaves::Commit(Model& home, const Version& record, int64_t tota
 
 absl::Status GroupSaves::Remove(Model& home, const VersionId& id) {
   EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
-  return models->ChangeRecord(
-      home.config().name, home.incarnation(),
-      [&](const ModelRecord& before) { return RemoveCheckpoint(before, id); });
+  const absl::Status status =
+      models->ChangeRecord(home.config().name, home.incarnation(),
+                           [&](const ModelRecord& before) { return RemoveCheckpoint(before, id); });
+  // The model has been deleted.
+  return absl::IsNotFound(status) ? absl::OkStatus() : status;
 }
 
 absl::Status GroupSaves::RollBack(Model& home, const VersionId& id) {

@@ -184,6 +184,7 @@ absl::Status LaneConnection::ServePull(v1::PullRequest request) {
   PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
   const absl::Time begin = absl::Now();
   absl::Status status = SendVersion(std::move(request), handler);
+  if (GetErrorReason(status) == ErrorReason::kTooManyPins) rpc_->pulls.EndPullsOverPinShare(this);
   rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));
   return status;
 }
