@@ -4,9 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
-#include <functional>
 #include <future>
 #include <limits>
 #include <memory>
@@ -448,58 +446,6 @@ TEST_F(GroupCommitTest, ADeletedModelIsGoneOnAllServers) {
   again.OpenRun(Create());
   EXPECT_GT(again.described().incarnation(), trainer.described().incarnation());
   ExpectCommitted(again.PushAll(1, 5), 1, 1);
-}
-
-// Fails the next reads of single keys, as etcd does when a call times out.
-class FlakyRegistry final : public Registry {
- public:
-  explicit FlakyRegistry(Registry* registry) : registry_(*registry) {}
-  void FailReads(int count) { failing_reads_ = count; }
-  int failing_reads() const { return failing_reads_; }
-
-  absl::StatusOr<RegistryEntry> Read(std::string_view key) override {
-    int left = failing_reads_;
-    while (left > 0 && !failing_reads_.compare_exchange_weak(left, left - 1)) {
-    }
-    if (left > 0) return absl::UnavailableError("registry: no answer");
-    return registry_.Read(key);
-  }
-  absl::StatusOr<std::vector<RegistryEntry>> ReadPrefix(std::string_view prefix) override {
-    return registry_.ReadPrefix(prefix);
-  }
-  absl::StatusOr<int64_t> CompareAndPut(std::string_view key, int64_t revision,
-                                        std::string_view value) override {
-    return registry_.CompareAndPut(key, revision, value);
-  }
-  absl::Status CompareAndDelete(std::string_view key, int64_t revision) override {
-    return registry_.CompareAndDelete(key, revision);
-  }
-  absl::StatusOr<std::unique_ptr<Membership>> Join(std::string_view key, std::string_view value,
-                                                   absl::Duration ttl) override {
-    return registry_.Join(key, value, ttl);
-  }
-  std::unique_ptr<RegistryWatch> Watch(
-      std::string_view prefix, std::function<void(const RegistryUpdate&)> on_update) override {
-    return registry_.Watch(prefix, std::move(on_update));
-  }
-  SteadyTime last_contact() const override { return registry_.last_contact(); }
-
- private:
-  Registry& registry_;
-  std::atomic<int> failing_reads_ = 0;
-};
-
-TEST_F(GroupCommitTest, ADeletedModelGoesAlthoughTheRegistryDidNotAnswerAtOnce) {
-  FlakyRegistry flaky(&registry_);
-  StartServer({.name = "ema-0"});
-  StartServer({.registry = &flaky, .name = "ema-1"});
-  AwaitMembers();
-  Create();
-  flaky.FailReads(2);
-  EXPECT_TRUE(Delete(servers_[0]->address()).ok());
-  Await([&] { return HasNothing(*servers_[1]); });
-  EXPECT_EQ(flaky.failing_reads(), 0);
-  servers_.clear();  // They use `flaky`.
 }
 
 TEST_F(GroupCommitTest, WithoutAMemberItsModelsCannotBePushed) {

@@ -412,7 +412,7 @@ class GroupFixture : public testing::Test {
     }
   }
   void StartServer(GroupServer::Options options) {
-    if (options.registry == nullptr) options.registry = &registry_;
+    options.registry = &registry_;
     servers_.push_back(std::make_unique<GroupServer>(options));
   }
   // Each server sees all others.
