@@ -214,8 +214,10 @@ def test_a_reader_that_pins_all_versions_gives_one_to_another_reader(server, tmp
 
 def test_stalled_pulls_do_not_keep_the_server_from_saving(tmp_path):
     weights = {"w": np.zeros(MIB, np.float32)}
+    # Without lanes all pulls are of one caller, who gets no pin from itself.
+    flags = ["--save-every-commits", "3", "--same-host-lane", "off"]
     with (
-        ServerProcess(tmp_path, "--save-every-commits", "3", data_dir=tmp_path / "data") as server,
+        ServerProcess(tmp_path, *flags, data_dir=tmp_path / "data") as server,
         ema_client.Client(server.address, timeout_s=60) as client,
         contextlib.closing(HalfSender(server.port, takes=0)) as sender,
     ):
