@@ -293,8 +293,8 @@ class CheckpointFolder {
   // The checkpoint that a restart would load; all zero: none.
   CheckpointId latest_ ABSL_GUARDED_BY(mu_);
   int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // 0: unknown.
-  // Of a group: the checkpoint whose last PartitionedSaves::Commit() failed. It has its name, but
-  // may be missing in the registry.
+  // In a group, the checkpoint whose last PartitionedSaves::Commit() failed: its folder has the
+  // final name, but the registry may not have it.
   std::optional<CheckpointId> uncommitted_ ABSL_GUARDED_BY(mu_);
 };
 

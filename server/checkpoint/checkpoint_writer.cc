@@ -40,7 +40,7 @@ struct Target {
   const std::string& path;
 };
 
-// What is written of a model.
+// The part of a model that is written.
 struct Job {
   const Target& to;
   Model& model;

@@ -30,7 +30,7 @@ struct WriteOptions {
   // The numbers of a partition's files of one track among those of all partitions.
   struct FileNumbers {
     size_t first = 0;
-    size_t count = 0;  // Of all partitions.
+    size_t count = 0;  // The number of files of all partitions together.
   };
   // By track, for one partition of a model on several servers. Empty: the files are all.
   std::map<std::string, FileNumbers> file_numbers;

@@ -89,8 +89,6 @@ class DataDirectory {
   }
   // Folders with a model's name. FAILED_PRECONDITION: one is a symbolic link.
   absl::StatusOr<std::vector<std::string>> ModelNames() const;
-  // The highest incarnation in the names of all models' checkpoints; 0: there are none.
-  absl::StatusOr<int64_t> HighestIncarnation() const;
 
   // --- Health ---
 
@@ -154,6 +152,8 @@ class DataDirectory {
   // OK also if another server has just done it.
   absl::Status WriteGroupId(std::string_view group);
   absl::Status RaiseIncarnation(absl::Time now);
+  // The highest incarnation in the names of all models' checkpoints; 0: there are none.
+  absl::StatusOr<int64_t> HighestIncarnation() const;
 
   FileSystem& file_system_;
   const std::string path_;

@@ -43,7 +43,7 @@ struct PreparedStep {
   // Of everything else in the version's record that does not depend on the partition: training
   // time, tracks, update weights, wire dtype, and whether frozen tensors were omitted.
   int64_t plan_digest = 0;
-  // As in the version's record.
+  // As the fields of the same names in the version's record.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
   bool may_omit_frozen = false;  // See RunPlan.
@@ -61,7 +61,7 @@ struct Prepare {
 struct Sync {
   PartId from;
   int64_t round = 0;
-  // Of the step that the partition is receiving.
+  // The next two fields describe the step that the partition is receiving.
   int64_t received_bytes = 0;
   std::vector<int64_t> missing_ranks;
   // If not empty, the partition cannot join yet, because it has not loaded the version that
