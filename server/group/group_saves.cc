@@ -11,6 +11,7 @@
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/checkpoint/data_directory.h"
 #include "server/format/manifest_json.h"
+#include "server/group/group_errors.h"
 #include "server/group/partition_config.h"
 
 namespace ema::group {
@@ -18,11 +19,6 @@ namespace {
 
 // The longest time in which a partition writes its files. A lost connection ends the call sooner.
 constexpr absl::Duration kSaveTimeout = absl::Hours(1);
-
-absl::Status NotInGroup() {
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
-                   "this server has not joined its group, or is leaving it", absl::Seconds(1));
-}
 
 // The options of each partition: those of the save, with the numbers of the partition's files.
 absl::StatusOr<std::vector<WriteOptions>> NumberFiles(const GroupModels::Placement& placement,
@@ -73,13 +69,13 @@ void GroupSaves::Stop() {
 
 absl::StatusOr<GroupModels*> GroupSaves::GetModels() const {
   absl::MutexLock lock(&mu_);
-  if (models_ == nullptr) return NotInGroup();
+  if (models_ == nullptr) return NotMemberError();
   return models_;
 }
 
 absl::StatusOr<DataDirectory*> GroupSaves::GetData() const {
   absl::MutexLock lock(&mu_);
-  if (models_ == nullptr) return NotInGroup();
+  if (models_ == nullptr) return NotMemberError();
   return &checkpoints_->data();
 }
 
@@ -129,7 +125,7 @@ absl::Status GroupSaves::StartOtherParts(const GroupModels::Placement& placement
   }
   // Peers must not be stopped before they have all calls, which would then never end.
   absl::MutexLock lock(&mu_);
-  if (peers_ == nullptr) return NotInGroup();
+  if (peers_ == nullptr) return NotMemberError();
   for (size_t i = 1; i < placement.partitions.size(); ++i) {
     request.set_boot(placement.partitions[i].boot);
     request.clear_file_numbers();

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/registry_follower.h"
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "ema/internal/status_macros.h"
+#include "server/core/model.h"
+#include "server/format/manifest_json.h"
+#include "server/format/verify.h"
+#include "server/group/group_errors.h"
+#include "server/group/part_files.h"
+#include "server/group/reform.h"
+
+namespace ema::group {
+namespace {
+
+bool IsNamed(const HostedPartition& partition, const Member& member, const ModelRecord& record) {
+  return record.incarnation == partition.id().incarnation &&
+         record.PartitionOf(member.name(), member.boot()) == partition.id().partition;
+}
+
+}  // namespace
+
+void RegistryFollower::Start(Member* member) {
+  member->SetOnChange([this] { reconciling_.Wake(); });
+  reconciling_.Wake();
+}
+
+void RegistryFollower::Stop() {
+  StopLoading();
+  reconciling_.Stop();
+  loading_.Stop();
+}
+
+std::optional<absl::Time> RegistryFollower::MissingSince(const Partition& partition) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = missing_since_.find({partition.member, partition.boot});
+  return found != missing_since_.end() ? std::optional(found->second) : std::nullopt;
+}
+
+absl::Status RegistryFollower::LoadError(std::string_view model) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = load_errors_.find(model);
+  return found != load_errors_.end() ? found->second : absl::OkStatus();
+}
+
+// --- The registry's changes ---
+
+absl::Status RegistryFollower::Reconcile() {
+  const absl::StatusOr<Member*> found = hosted_.GetMember();
+  if (!found.ok()) return absl::OkStatus();  // The server is stopping.
+  Member& member = **found;
+  NoteMissingMembers(member);
+  absl::Status result;
+  bool must_load = false;
+  for (const auto& [name, record] : member.models()) {
+    if (NamesEarlierProcess(member, record)) {
+      result.Update(ReformAfterRestart(member, checkpoints_, name, record, log_));
+    }
+    must_load |= MustLoad(member, name, record);
+  }
+  {
+    absl::MutexLock lock(&hosted_.change_mu());
+    for (const auto& [name, hosted] : hosted_.All()) {
+      result.Update(FollowRecord(member, name, *hosted->partition));
+    }
+  }
+  if (must_load) loading_.Wake();
+  return result;
+}
+
+absl::Status RegistryFollower::FollowRecord(Member& member, const std::string& model,
+                                            HostedPartition& partition) {
+  std::optional<ModelRecord> record = member.model(model);
+  if (!record.has_value() || !IsNamed(partition, member, *record)) {
+    // The cache may be older than the reservation.
+    EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
+    record.reset();
+    if (stored.has_value()) record = stored->record;
+  }
+  const int64_t incarnation = partition.id().incarnation;
+  if (!record.has_value() || record->state == ModelRecord::State::kDeleting) {
+    hosted_.Drop(model, incarnation, "has been deleted");
+  } else if (!IsNamed(partition, member, *record)) {
+    hosted_.Drop(model, incarnation, /*why_deleted=*/"");
+  } else if (record->state == ModelRecord::State::kActive) {
+    // LoadPartition() activates one that has a base.
+    if (!record->base.has_value()) partition.Activate();
+    const GroupCheckpoint* const durable = record->durable();
+    if (durable == nullptr || !partition.is_active() || partition.is_home()) {
+      return absl::OkStatus();
+    }
+    // The home has saved, or removed, a checkpoint.
+    if (checkpoints_ != nullptr) checkpoints_->FolderOf(model).Refresh();
+    EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
+    here->durable().SetVersion(durable->id, durable->step, /*settings_revision=*/std::nullopt);
+  }
+  return absl::OkStatus();
+}
+
+void RegistryFollower::NoteMissingMembers(const Member& member) {
+  std::map<Process, absl::Time> missing;
+  const absl::Time now = absl::Now();
+  for (const auto& [name, record] : member.models()) {
+    for (const Partition& partition : record.partitions) {
+      if (member.AddressOf(partition.member, partition.boot).has_value()) continue;
+      missing.try_emplace({partition.member, partition.boot}, now);
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  for (auto& [process, since] : missing) {
+    if (const auto known = missing_since_.find(process); known != missing_since_.end()) {
+      since = known->second;
+    }
+  }
+  missing_since_ = std::move(missing);
+}
+
+// --- Loading ---
+
+absl::Status RegistryFollower::LoadPartitions() {
+  const absl::StatusOr<Member*> member = hosted_.GetMember();
+  if (!member.ok()) return absl::OkStatus();  // The server is stopping.
+  absl::Status result;
+  for (const auto& [name, record] : (*member)->models()) {
+    if (!MustLoad(**member, name, record)) continue;
+    const absl::Status status = LoadPartition(**member, name, record);
+    if (is_stopping_.load(std::memory_order_relaxed)) return absl::OkStatus();
+    NoteLoadEnded(name, record, status);
+    result.Update(status);
+  }
+  return result;
+}
+
+void RegistryFollower::NoteLoadEnded(const std::string& model, const ModelRecord& record,
+                                     const absl::Status& status) {
+  const std::shared_ptr<const HostedModel> hosted = hosted_.Find(model);
+  {
+    absl::MutexLock lock(&mu_);
+    // The error of a partition that has been made is in that partition.
+    load_errors_[model] = hosted == nullptr ? status : absl::OkStatus();
+  }
+  if (status.ok()) return;
+  LogTo(log_, LogLevel::kError, "partition not loaded",
+        {{"model", model}, {"incarnation", record.incarnation}, {"error", status}});
+  if (hosted != nullptr) hosted->partition->SetLoadError(status);
+}
+
+bool RegistryFollower::MustLoad(const Member& member, const std::string& model,
+                                const ModelRecord& record) const {
+  if (record.state != ModelRecord::State::kActive || !record.base.has_value() ||
+      !record.PartitionOf(member.name(), member.boot()).has_value()) {
+    return false;
+  }
+  const std::shared_ptr<const HostedModel> hosted = hosted_.Find(model);
+  if (hosted == nullptr) return true;
+  const HostedPartition& partition = *hosted->partition;
+  return partition.id().incarnation < record.incarnation ||
+         (partition.id().incarnation == record.incarnation && !partition.is_active());
+}
+
+absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& model,
+                                             const ModelRecord& record) {
+  if (checkpoints_ == nullptr) return NoDataDirError();
+  const auto index = static_cast<size_t>(*record.PartitionOf(member.name(), member.boot()));
+  const GroupCheckpoint* const listed = record.Find(*record.base);
+  if (listed == nullptr) {  // The registry was restored from a backup.
+    return absl::DataLossError(absl::StrCat("model \"", model, "\": version ", record.base->version,
+                                            ", which it must load, is not among the checkpoints of "
+                                            "its record in the registry"));
+  }
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest base,
+                       ReadGroupCheckpoint(*checkpoints_, model, *listed));
+  std::shared_ptr<HostedPartition> partition;
+  {
+    absl::MutexLock lock(&hosted_.change_mu());
+    const auto stored = member.Read(model);
+    if (!stored.ok()) return RegistryError(stored.status());
+    // Otherwise the watch reports the next record.
+    if (!stored->has_value() || (*stored)->record.incarnation != record.incarnation ||
+        (*stored)->record.state != ModelRecord::State::kActive) {
+      return absl::OkStatus();
+    }
+    if (const auto hosted = hosted_.Find(model); hosted != nullptr) partition = hosted->partition;
+    if (partition != nullptr && partition->id().incarnation != record.incarnation) {
+      hosted_.Drop(model, partition->id().incarnation, /*why_deleted=*/"");
+      partition = nullptr;
+    }
+    if (partition == nullptr) {
+      EMA_ASSIGN_OR_RETURN(
+          partition, hosted_.Add(member, record, static_cast<int64_t>(index), ConfigOf(base)));
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
+  const absl::Time begin = absl::Now();
+  const PauseHook rest = [this, &here] {
+    if (is_stopping_.load(std::memory_order_relaxed)) return DrainingError();
+    return here->closed();  // A newer incarnation has begun.
+  };
+  EMA_RETURN_IF_ERROR(LoadPart(*checkpoints_, base, record, index, *here, rest));
+  partition->Activate();
+  LogTo(log_, LogLevel::kInfo, "partition loaded",
+        {{"model", model},
+         {"incarnation", record.incarnation},
+         {"partition", index},
+         {"version", base.record.number},
+         {"step", base.record.step},
+         {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+  return absl::OkStatus();
+}
+
+}  // namespace ema::group

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Makes this server's partitions follow the group's registry.
+#ifndef EMA_SERVER_GROUP_REGISTRY_FOLLOWER_H_
+#define EMA_SERVER_GROUP_REGISTRY_FOLLOWER_H_
+
+#include <atomic>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/base/log_event.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/core/model_store.h"
+#include "server/group/hosted_models.h"
+#include "server/group/hosted_partition.h"
+#include "server/group/member.h"
+#include "server/group/model_record.h"
+#include "server/group/retried_work.h"
+
+namespace ema::group {
+
+// Keeps the table of hosted partitions equal to the records: a partition lives as long as its
+// model's record names this process for it. A partition whose incarnation has ended is dropped. If
+// the next one begins with a checkpoint, the partition is made again and loads its tensors. If a
+// record names an earlier process of this member, the next incarnation is begun.
+//
+// Thread-safe. Works on two threads of its own, as loading takes long.
+class RegistryFollower {
+ public:
+  // `hosted` and `store` outlive this, `checkpoints` too. Null: there is no data directory.
+  RegistryFollower(HostedModels* hosted, ModelStore* store, CheckpointStore* checkpoints,
+                   LogSink log)
+      : hosted_(*hosted), store_(*store), checkpoints_(checkpoints), log_(std::move(log)) {}
+
+  // Begins the work. REQUIRES: HostedModels::Start(member) has been called. Call once.
+  void Start(Member* member);
+  // Makes a running load end soon; no other one begins.
+  void StopLoading() { is_stopping_.store(true, std::memory_order_relaxed); }
+  // Ends the work and its threads.
+  void Stop();
+
+  // When the partition's process was first missing in the registry; nullopt: it was not.
+  std::optional<absl::Time> MissingSince(const Partition& partition) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Why the partition of the model could not be made here at the last attempt; OK: it could, or
+  // there was no attempt.
+  absl::Status LoadError(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  // A process: member and boot.
+  using Process = std::pair<std::string, std::string>;
+
+  // After a change of the registry. Errors: the registry or the disk failed.
+  absl::Status Reconcile() ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
+  absl::Status FollowRecord(Member& member, const std::string& model, HostedPartition& partition)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(hosted_.change_mu());
+  void NoteMissingMembers(const Member& member) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Loads all partitions that do not have the first version of their incarnation yet. Blocks for as
+  // long as reading them takes.
+  absl::Status LoadPartitions() ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
+  bool MustLoad(const Member& member, const std::string& model, const ModelRecord& record) const;
+  absl::Status LoadPartition(Member& member, const std::string& model, const ModelRecord& record)
+      ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
+  void NoteLoadEnded(const std::string& model, const ModelRecord& record,
+                     const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+
+  HostedModels& hosted_;
+  ModelStore& store_;
+  CheckpointStore* const checkpoints_;
+  const LogSink log_;
+
+  std::atomic<bool> is_stopping_ = false;  // Relaxed: ends a running load a moment later.
+  mutable absl::Mutex mu_;
+  std::map<Process, absl::Time> missing_since_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, absl::Status, std::less<>> load_errors_ ABSL_GUARDED_BY(mu_);  // By model.
+
+  // Their threads use all of the above.
+  RetriedWork reconciling_{[this] { return Reconcile(); }};
+  RetriedWork loading_{[this] { return LoadPartitions(); }};
+};
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_REGISTRY_FOLLOWER_H_
