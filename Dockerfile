@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The server in a container, for `docker build .`, `podman build .` or `buildah build .`. Targets: cpu (the
-# default), cuda, demo: what the demo's trainer and evaluator need, and wheel: the Python client, for
-# `docker build --target wheel --output build/dist .`. BASE is a Debian 12, or what is like it.
+# The server in a container, for `docker build .`, `podman build .` or `buildah build .`. BASE is an image of
+# Debian 12 or a compatible one. Targets:
+#   cpu    the server for the CPU; the default
+#   cuda   the server for GPUs
+#   demo   the demo's trainer and evaluator
+#   wheel  the Python client, for `docker build --target wheel --output build/dist .`
+#
 #   docker run --read-only --publish 50051:50051 --volume ema-data:/data IMAGE
-# It wants tokens or clients' certificates (--auth-tokens, --tls-client-ca), or to be told that it needs none
-# (--allow-unauthenticated). With TLS let it also listen on unix:/tmp/ema.sock, and set EMA_SERVER to that: the health
-# check goes there.
+#
+# The server starts only with tokens (--auth-tokens), client certificates (--tls-client-ca), or
+# --allow-unauthenticated. With TLS, also let it listen on unix:/tmp/ema.sock, and set EMA_SERVER to this
+# address, because the health check connects to EMA_SERVER.
 ARG BASE=debian:12-slim
 
 FROM ${BASE} AS tools
 WORKDIR /src
-# A cache that is mounted has what another checkout has compiled.
+# A mounted cache can contain objects that were compiled in another checkout.
 ENV CCACHE_BASEDIR=/src CCACHE_NOHASHDIR=true
-# First what changes rarely: a change of the sources does not download LibTorch again.
+# These files change rarely, so a change of the sources does not download LibTorch again.
 COPY deploy/common.sh deploy/setup.sh deploy/packages*.txt deploy/requirements*.txt deploy/
 RUN deploy/setup.sh --server
 
@@ -63,15 +68,15 @@ USER 65532:65532
 VOLUME /data
 EXPOSE 50051 8080
 STOPSIGNAL SIGTERM
-# Before it serves, the server reads its checkpoints back.
+# The start period is long because the server loads its checkpoints before it serves.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=10m CMD ["/usr/local/bin/emactl", "health"]
 ENTRYPOINT ["/usr/local/bin/ema-server"]
 
 FROM runtime AS cuda
-# What the container runtime is to bring in: the driver, and nothing for graphics.
+# The container runtime provides the driver, and nothing for graphics.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /image/ /
-# Fails here, and not at an operator's, if a library is missing.
+# If a library is missing, the build of the image fails.
 RUN ["/usr/local/bin/ema-server", "--version"]
 RUN ["/usr/local/bin/emactl", "--help"]
 
