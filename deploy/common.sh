@@ -50,3 +50,23 @@ limit_compilations() {
   ((jobs <= $(nproc))) || jobs=$(nproc)
   export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$((jobs > 1 ? jobs : 1))}
 }
+
+# build_for_demo [OPTION]: builds the server, emactl and the Python client, after deploy/setup.sh OPTION.
+build_for_demo() {
+  # With the tests if they have been built here before, or they would have to be configured again.
+  local options=() setup
+  [[ -f build/release/CMakeCache.txt ]] || options=(-DEMA_BUILD_TESTS=OFF)
+  deploy/setup.sh --server
+  # Most of what is to be downloaded is not needed before the server has been compiled.
+  deploy/setup.sh "$@" &>build/demo-setup.log &
+  setup=$!
+  (
+    lock build
+    limit_compilations
+    step "configure release" build/release.log cmake --preset release "${options[@]}"
+    step "build ema-server and emactl (minutes, the first time)" build/release.log \
+      cmake --build --preset release --target ema-server emactl
+  )
+  wait "$setup" || fail "$(cat build/demo-setup.log)"
+  deploy/wheel.sh
+}

@@ -98,16 +98,23 @@ class ServerProcess:
 
     def stop(self, *, timeout_s: float = 60.0) -> int:
         """SIGTERM; returns the exit code. A server that does not end in time is killed."""
+        self.request_stop()
+        return self.wait(timeout_s=timeout_s)
+
+    def request_stop(self) -> None:
+        """SIGTERM, without waiting for the end. A second one would end the server before it has saved its models."""
+        if self.is_running():
+            os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self, *, timeout_s: float = 60.0) -> int:
+        """Waits for the end after request_stop(), and returns the exit code. A server that does not end is killed."""
         if self._process is None:
             return 0
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.kill()
-                raise ServerError(f"the server did not end {timeout_s} s after SIGTERM") from None
-        return self._process.returncode
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise ServerError(f"the server did not end {timeout_s} s after SIGTERM") from None
 
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
