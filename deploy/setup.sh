@@ -74,6 +74,8 @@ install_python_packages() {
 
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$(python3 --version) is too old: put Python 3.11 or newer first on PATH (Debian 12: /usr/bin)"
+  # Otherwise venv would empty the folder that the link names, perhaps one of another checkout.
+  [[ ! -L build/venv ]] || fail "build/venv is a link, expected a folder: remove the link"
   # One that was moved here with the checkout, or is of another Python, cannot be mended.
   [[ -z $installed || $installed == "$root $(python3 --version) "* ]] || clear=(--clear)
   step "make the virtual environment build/venv" "$log" python3 -m venv "${clear[@]}" build/venv ||
