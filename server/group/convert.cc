@@ -6,17 +6,6 @@
 namespace ema::group {
 namespace {
 
-void ToProto(const std::string& model, const PartId& id, v1::PartitionId* proto) {
-  proto->set_model(model);
-  proto->set_incarnation(id.incarnation);
-  proto->set_partition(id.partition);
-  proto->set_boot(id.boot);
-}
-
-PartId FromProto(const v1::PartitionId& proto) {
-  return {.incarnation = proto.incarnation(), .partition = proto.partition(), .boot = proto.boot()};
-}
-
 void ToProto(const PreparedStep& step, v1::PreparedStep* proto) {
   proto->set_step(step.step);
   proto->set_run_epoch(step.run_epoch);
@@ -50,9 +39,22 @@ absl::Status FromProto(const v1::GroupError& proto) {
 
 }  // namespace
 
+v1::PartitionId ToProto(const std::string& model, const PartId& id) {
+  v1::PartitionId proto;
+  proto.set_model(model);
+  proto.set_incarnation(id.incarnation);
+  proto.set_partition(id.partition);
+  proto.set_boot(id.boot);
+  return proto;
+}
+
+PartId FromProto(const v1::PartitionId& proto) {
+  return {.incarnation = proto.incarnation(), .partition = proto.partition(), .boot = proto.boot()};
+}
+
 v1::PrepareRequest ToProto(const std::string& model, const Prepare& prepare) {
   v1::PrepareRequest proto;
-  ToProto(model, prepare.from, proto.mutable_from());
+  *proto.mutable_from() = ToProto(model, prepare.from);
   proto.set_round(prepare.round);
   if (prepare.step.ok()) {
     ToProto(*prepare.step, proto.mutable_step());
@@ -74,7 +76,7 @@ Prepare FromProto(const v1::PrepareRequest& proto) {
 
 v1::SyncRequest ToProto(const std::string& model, const Sync& sync) {
   v1::SyncRequest proto;
-  ToProto(model, sync.from, proto.mutable_from());
+  *proto.mutable_from() = ToProto(model, sync.from);
   proto.set_round(sync.round);
   proto.set_received_bytes(sync.received_bytes);
   proto.mutable_missing_ranks()->Assign(sync.missing_ranks.begin(), sync.missing_ranks.end());

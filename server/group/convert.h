@@ -12,6 +12,8 @@
 
 namespace ema::group {
 
+v1::PartitionId ToProto(const std::string& model, const PartId& id);
+PartId FromProto(const v1::PartitionId& proto);
 v1::PrepareRequest ToProto(const std::string& model, const Prepare& prepare);
 Prepare FromProto(const v1::PrepareRequest& proto);
 v1::SyncRequest ToProto(const std::string& model, const Sync& sync);

@@ -295,33 +295,40 @@ absl::Status GroupModels::AwaitHome(const std::string& model) {
 }
 
 void GroupModels::SaveAtHomes(absl::Duration timeout) {
-  // Models and the addresses of their homes.
-  std::vector<std::pair<std::string, std::string>> homes;
+  struct Call {
+    std::string home;  // The address.
+    v1::SaveNowRequest request;
+  };
+  std::vector<Call> calls;
   for (const auto& [name, hosted] : hosted_.All()) {
     const HostedPartition& partition = *hosted->partition;
     // A home that is not there has saved the model before it left.
-    const std::string address = hosted_.AddressOf(partition.partitions()[0]);
-    if (!partition.is_home() && !address.empty()) homes.emplace_back(name, address);
+    const std::string home = hosted_.AddressOf(partition.partitions()[0]);
+    if (partition.is_home() || home.empty() || !MayLose(name)) continue;
+    Call& call = calls.emplace_back();
+    call.home = home;
+    *call.request.mutable_from() = ToProto(name, partition.id());
   }
-  std::erase_if(homes, [this](const auto& home) {
-    const absl::StatusOr<std::shared_ptr<Model>> model = store_.Get(home.first);
-    if (!model.ok()) return true;
-    const std::optional<Version> latest = (*model)->history().latest();
-    return !latest.has_value() || latest->id() == (*model)->durable().version();
-  });
-  absl::BlockingCounter running(static_cast<int>(homes.size()));
-  for (const auto& [name, address] : homes) {
-    v1::SaveNowRequest request;
-    request.set_model(name);
-    peers_.SaveNow(address, request, timeout, [&, name = name](const auto& response) {
+  absl::BlockingCounter running(static_cast<int>(calls.size()));
+  for (const Call& call : calls) {
+    peers_.SaveNow(call.home, call.request, timeout, [&](const auto& response) {
       if (!response.ok()) {
         LogTo(options_.log, LogLevel::kWarning, "model not saved before this server leaves",
-              {{"model", name}, {"error", response.status()}});
+              {{"model", call.request.from().model()}, {"error", response.status()}});
       }
       running.DecrementCount();
     });
   }
   running.Wait();
+}
+
+bool GroupModels::MayLose(const std::string& model) const {
+  const absl::StatusOr<std::shared_ptr<Model>> here = store_.Get(model);
+  if (!here.ok()) return false;
+  // An open step may be prepared here, and the home may commit it at any moment.
+  if ((*here)->Describe().session != nullptr) return true;
+  const std::optional<Version> latest = (*here)->history().latest();
+  return latest.has_value() && latest->id() != (*here)->durable().version();
 }
 
 absl::StatusOr<v1::SavePartResponse> GroupModels::SavePart(const v1::SavePartRequest& request) {
@@ -372,9 +379,16 @@ absl::StatusOr<v1::PublishStateResponse> GroupModels::PublishState(
   return v1::PublishStateResponse();
 }
 
+absl::Status GroupModels::FreezeForStop(const v1::SaveNowRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
+                       FindForMessage(request.from().model()));
+  return partition->FreezeForStop(FromProto(request.from()));
+}
+
 void GroupModels::StopHolding() {
   SetStopping();
   for (const auto& [name, hosted] : hosted_.All()) hosted->partition->StopHolding();
+  peers_.AwaitPosted();
 }
 
 }  // namespace ema::group

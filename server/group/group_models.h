@@ -77,8 +77,9 @@ class GroupModels final : public ModelGroup {
   // there. After an error nothing has changed. REQUIRES: this is the home.
   absl::Status RollBack(const std::string& model, int64_t incarnation, const VersionId& id,
                         int64_t fenced_run_epoch);
-  // Before this server stops: makes the homes of its partitions save their newest versions. Errors
-  // are in the log. Blocks for at most `timeout`.
+  // Before this server stops: makes the homes of its partitions save their newest versions, and
+  // accept no pushes from then on. Errors are in the log. Blocks for at most `timeout`. REQUIRES:
+  // no push to this server begins any more.
   void SaveAtHomes(absl::Duration timeout);
 
   // --- ModelGroup ---
@@ -99,6 +100,7 @@ class GroupModels final : public ModelGroup {
   absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) override;
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
+  absl::Status FreezeForStop(const v1::SaveNowRequest& request) override;
   void StopHolding() override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -107,6 +109,9 @@ class GroupModels final : public ModelGroup {
   // NOT_HOME with the home's address, or GROUP_DEGRADED if the home does not run.
   absl::Status RedirectError(std::string_view model,
                              const std::vector<Partition>& partitions) const;
+  // Whether a stop of this server could lose a step of the model, which has a partition here: one
+  // that is not saved, or is open.
+  bool MayLose(const std::string& model) const;
   // UNAVAILABLE, GROUP_DEGRADED: the process of that partition is not in the registry.
   absl::Status CheckRuns(std::string_view model, const std::vector<Partition>& partitions,
                          size_t partition) const;

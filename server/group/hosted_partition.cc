@@ -16,6 +16,9 @@ namespace {
 
 constexpr absl::Duration kRetryDelay = absl::Milliseconds(20);
 constexpr absl::Duration kCallTimeout = absl::Seconds(3);
+// Longer than a stopping server waits for the save, and then takes to leave. When it is back, it
+// begins a new incarnation, so the end of this time matters only if it does not stop after all.
+constexpr absl::Duration kMaxStopTime = absl::Minutes(20);
 constexpr int64_t kNamedRanks = 16;  // As many as SyncRequest.missing_ranks has.
 
 // See PreparedStep::plan_digest.
@@ -233,7 +236,7 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
       break;
     case Rounds::Answer::kHold:
       if (!is_holding_) {
-        answer(std::move(reply), StoppingError());
+        answer(std::move(reply), StoppingError(0));
       } else if (reply) {
         std::swap(held_[prepare.from.partition], reply);
         answer(std::move(reply), rounds_->state());
@@ -260,6 +263,21 @@ void HostedPartition::AnswerHeldLocked(const absl::StatusOr<GroupState>& answer)
   }
 }
 
+absl::Status HostedPartition::FreezeForStop(const PartId& stopping) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (is_stopped_ || !rounds_.has_value()) return FencedErrorLocked("this is not the home");
+    if (!rounds_->HasPartition(stopping)) {
+      return FencedErrorLocked("the sender is not the process of that partition");
+    }
+    if (rounds_->Freeze(StoppingError(stopping.partition), After(SteadyNow(), kMaxStopTime))) {
+      EndRoundLocked();
+    }
+  }
+  options_.peers->AwaitPosted();
+  return absl::OkStatus();
+}
+
 void HostedPartition::StopHolding() {
   std::map<int64_t, Reply> held;
   GroupState state;
@@ -267,7 +285,7 @@ void HostedPartition::StopHolding() {
     absl::MutexLock lock(&mu_);
     if (!std::exchange(is_holding_, false) || !rounds_.has_value()) return;
     held.swap(held_);
-    if (rounds_->Freeze(StoppingError())) EndRoundLocked();
+    if (rounds_->Freeze(StoppingError(0), SteadyTime::max())) EndRoundLocked();
     state = rounds_->state();
   }
   for (const auto& [partition, reply] : held) reply(state);
@@ -467,9 +485,12 @@ absl::Status HostedPartition::BusyError(const std::string& why) const {
                    absl::StrCat(Name(), ": ", why), kRetryDelay);
 }
 
-absl::Status HostedPartition::StoppingError() const {
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                   absl::StrCat(Name(), ": the home is shutting down"));
+absl::Status HostedPartition::StoppingError(int64_t partition) const {
+  return MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+      absl::StrCat("model \"", options_.model, "\": the server of partition ", partition,
+                   ", member \"", options_.partitions[static_cast<size_t>(partition)].member,
+                   "\", is shutting down"));
 }
 
 absl::Status HostedPartition::NotHomeErrorLocked() const {

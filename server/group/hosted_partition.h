@@ -83,6 +83,10 @@ class HostedPartition final : public CommitGate,
   void OnPrepare(const Prepare& prepare, Reply reply) ABSL_LOCKS_EXCLUDED(mu_);
   // ABORTED, FENCED.
   absl::StatusOr<GroupState> OnSync(const Sync& sync) ABSL_LOCKS_EXCLUDED(mu_);
+  // The server of the partition `stopping` is about to stop: ends the open round, and permits no
+  // pushes until that server has left, or for 20 minutes. When it returns, the last commit has been
+  // published here. ABORTED, FENCED. REQUIRES: is_home(). Not on the thread of Peers.
+  absl::Status FreezeForStop(const PartId& stopping) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the open round, and permits no pushes in later ones: a partition that has prepared a step
   // would wait for this home for ever. Answers held calls before it returns, and later ones at
   // once. May be repeated.
@@ -134,7 +138,7 @@ class HostedPartition final : public CommitGate,
   std::string Name() const;  // "model \"m\", partition 2"
   absl::Status FencedErrorLocked(const std::string& why) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status BusyError(const std::string& why) const;
-  absl::Status StoppingError() const;
+  absl::Status StoppingError(int64_t partition) const;
   absl::Status NotHomeErrorLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   std::optional<std::string> AddressLocked(size_t partition) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 

@@ -12,6 +12,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "ema/internal/status_macros.h"
 #include "ema/v1/group.grpc.pb.h"
 #include "server/base/quoted.h"
@@ -149,12 +150,18 @@ void Peers::Stop() {
   timers_.clear();
 }
 
-void Peers::Post(std::function<void()> work) {
+bool Peers::Post(std::function<void()> work) {
   absl::MutexLock lock(&mu_);
-  if (is_closed_) return;
+  if (is_closed_) return false;
   posted_.push_back(std::move(work));
   // An alarm whose time is past enters its queue at once.
   if (posted_.size() == 1) posted_alarm_.Set(&queue_, gpr_inf_past(GPR_CLOCK_MONOTONIC), this);
+  return true;
+}
+
+void Peers::AwaitPosted() {
+  absl::Notification done;
+  if (Post([&done] { done.Notify(); })) done.WaitForNotification();
 }
 
 void Peers::PostAfter(absl::Duration delay, std::function<void()> work) {

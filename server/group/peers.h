@@ -43,9 +43,10 @@ class Peers {
   // As Stop().
   ~Peers();
 
-  // Runs `work` on the thread. Work of one caller runs in the order in which it was posted. Work
-  // posted after Stop() is discarded.
-  void Post(std::function<void()> work) ABSL_LOCKS_EXCLUDED(mu_);
+  // Runs `work` on the thread, in the order of the calls. False: it is discarded, after Stop().
+  bool Post(std::function<void()> work) ABSL_LOCKS_EXCLUDED(mu_);
+  // Blocks until all work that was posted before has run. Not on the thread.
+  void AwaitPosted() ABSL_LOCKS_EXCLUDED(mu_);
   // Stop() discards work whose time has not come.
   void PostAfter(absl::Duration delay, std::function<void()> work) ABSL_LOCKS_EXCLUDED(mu_);
 

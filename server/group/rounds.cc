@@ -37,12 +37,15 @@ absl::Status Rounds::CheckJoined() const {
   return absl::OkStatus();
 }
 
+bool Rounds::HasPartition(const PartId& id) const {
+  const auto partition = static_cast<size_t>(id.partition);
+  return id.incarnation == options_.incarnation && partition < partitions_.size() &&
+         id.boot == options_.members[partition].boot;
+}
+
 Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading) {
+  if (!HasPartition(from)) return {Answer::kFenced};
   const auto partition = static_cast<size_t>(from.partition);
-  if (from.incarnation != options_.incarnation || partition >= partitions_.size() ||
-      from.boot != options_.members[partition].boot) {
-    return {Answer::kFenced};
-  }
   if (partitions_[partition].has_joined) return {};
   partitions_[partition].loading = loading;
   if (!loading.empty()) return {};
@@ -144,6 +147,10 @@ bool Rounds::Abort(int64_t round, const absl::Status& why) {
 bool Rounds::Expire(SteadyTime now) {
   constexpr size_t kNamedPartitions = 4;
   constexpr size_t kNamedRanks = 16;
+  if (frozen_until_.has_value() && now >= *frozen_until_) {
+    frozen_until_.reset();
+    return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
+  }
   if (!last_progress_.has_value()) return false;
   const absl::Duration idle = absl::FromChrono(now - *last_progress_);
   if (idle < options_.session_timeout) return false;
@@ -174,14 +181,10 @@ bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
   return Abort(state_.round, why);
 }
 
-bool Rounds::Freeze(const absl::Status& why) {
-  will_be_frozen_ = true;
-  return Abort(state_.round, why);
-}
-
-bool Rounds::Unfreeze() {
-  will_be_frozen_ = false;
-  return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
+bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {
+  const bool was_frozen = frozen_until_.has_value();
+  frozen_until_ = was_frozen ? std::max(*frozen_until_, until) : until;
+  return !was_frozen && Abort(state_.round, why);
 }
 
 bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
@@ -200,7 +203,7 @@ void Rounds::BeginNextRound() {
   prepared_count_ = 0;
   last_progress_.reset();
   ++state_.round;
-  state_.frozen = will_be_frozen_;
+  state_.frozen = frozen_until_.has_value();
   state_.settings_revision = next_settings_revision_;
 }
 

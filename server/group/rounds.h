@@ -46,6 +46,8 @@ class Rounds {
   Rounds(Options options, SteadyTime now);
 
   const GroupState& state() const { return state_; }
+  // Whether `id` is that of a partition of this incarnation, with its boot.
+  bool HasPartition(const PartId& id) const;
   // OK: all partitions have joined. UNAVAILABLE, GROUP_DEGRADED: names one that has not.
   absl::Status CheckJoined() const;
 
@@ -72,14 +74,14 @@ class Rounds {
   // open run again and may push other bytes. False, and no change, if it is not the current round:
   // then its step was committed, or has been aborted before.
   bool Abort(int64_t round, const absl::Status& why);
-  // Aborts a round in which something has arrived, but nothing more for Options::session_timeout.
-  // To be called at kSyncInterval.
+  // Aborts a round in which something has arrived, but nothing more for Options::session_timeout,
+  // and ends Freeze() when its time is over. To be called at kSyncInterval.
   bool Expire(SteadyTime now);
   // Fences the open run. `run_epoch` is higher than its epoch.
   bool OpenRun(int64_t run_epoch, std::string_view launch_id);
-  // Ends pushes, with `why`, and permits them again.
-  bool Freeze(const absl::Status& why);
-  bool Unfreeze();
+  // Permits no pushes until Expire() is called at `until` or later. Ends the open round with `why`,
+  // unless pushes are frozen already: then they remain so until the later of the two times.
+  bool Freeze(const absl::Status& why, SteadyTime until);
   // Every partition has the settings of that revision ready. They come into force when the round
   // ends; `is_urgent` ends it now.
   bool SetSettings(int64_t revision, bool is_urgent);
@@ -118,7 +120,7 @@ class Rounds {
   size_t prepared_count_ = 0;
   std::optional<SteadyTime> last_progress_;  // Nullopt: nothing has arrived in the round.
   int64_t version_;                          // The newest one.
-  bool will_be_frozen_ = false;
+  std::optional<SteadyTime> frozen_until_;   // Nullopt: pushes are not frozen.
   int64_t next_settings_revision_;
   SteadyTime registry_reached_;
 };

@@ -2,6 +2,7 @@
 #include "server/rpc/group_service.h"
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -47,9 +48,13 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
       rpc, queue, service, "/ema.v1.GroupService/SaveNow", &Service::RequestSaveNow,
       [rpc](const v1::SaveNowRequest& request,
             const Access&) -> absl::StatusOr<v1::SaveNowResponse> {
-        EMA_RETURN_IF_ERROR(rpc->group->CheckHome(request.model()));
-        EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, rpc->store->Get(request.model()));
-        EMA_RETURN_IF_ERROR(rpc->checkpoints->Save(*model, {}).status());
+        const std::string& name = request.from().model();
+        EMA_RETURN_IF_ERROR(rpc->group->CheckHome(name));
+        EMA_RETURN_IF_ERROR(rpc->group->FreezeForStop(request));
+        EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, rpc->store->Get(name));
+        if (model->history().latest().has_value()) {
+          EMA_RETURN_IF_ERROR(rpc->checkpoints->Save(*model, {}).status());
+        }
         return v1::SaveNowResponse();
       },
       on(workers.saving));

@@ -69,8 +69,13 @@ class ModelGroup {
       const v1::PublishStateRequest& request) = 0;
   // Blocks for as long as it takes to write the partition.
   virtual absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) = 0;
+  // The first part of SaveNow(): ends the open round of the model, and permits no pushes until the
+  // sender has left, or for some minutes. Blocks until everything that has been committed is
+  // published here. NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED.
+  virtual absl::Status FreezeForStop(const v1::SaveNowRequest& request) = 0;
   // Ends AwaitHome(). Ends the open rounds of the models whose home this is, and begins no others.
-  // Answers all held Prepare() calls before it returns, and later ones at once. May be repeated.
+  // Answers all held Prepare() calls before it returns, and later ones at once; everything that has
+  // been committed is then published here. May be repeated.
   virtual void StopHolding() = 0;
 };
 

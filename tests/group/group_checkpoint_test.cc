@@ -148,6 +148,34 @@ TEST_F(GroupCheckpointTest, ACheckpointIsListedReadLabelledAndDeletedAsOnOneServ
   EXPECT_EQ(stored->record.checkpoints[0].id, second.version.id());
 }
 
+TEST_F(GroupCheckpointTest, NothingIsCommittedAfterTheSaveOfAServerThatStops) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  GroupTrainer trainer("m", "life");
+  trainer.OpenRun(group.Describe("m"));
+  for (const GroupTrainer::Pushed& pushed : trainer.PushAll(1, 5)) {
+    ASSERT_TRUE(pushed.result.ok()) << pushed.result.status.error_message();
+  }
+  ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  // The home has not received this step yet.
+  std::vector<std::future<GroupTrainer::Pushed>> prepared;
+  for (const size_t i : {1, 2}) prepared.push_back(trainer.Push(i, 2, 6));
+  for (const size_t i : {1, 2}) TrainedGroup::AwaitReceived(trainer, i, 2);
+  ServerOf(group, 2).models().SaveAtHomes(kPatience);
+  std::future<GroupTrainer::Pushed> home = trainer.Push(0, 2, 6);
+  for (auto& pushed : prepared) {
+    EXPECT_EQ(pushed.get().result.detail.reason(), v1::ERROR_REASON_DRAINING);
+  }
+  EXPECT_FALSE(home.get().result.ok());
+  trainer.set_round(trainer.round() + 1);
+  EXPECT_EQ(trainer.Push(0, 2, 6).get().result.detail.reason(), v1::ERROR_REASON_DRAINING);
+  // When the server is back, the model continues.
+  Crash(group, 2);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, 2));
+  EXPECT_EQ(version.number, 2);
+}
+
 TEST_F(GroupCheckpointTest, AModelWithoutACheckpointIsGoneAfterACrash) {
   TrainedGroup group(3, /*tensor_count=*/6, directory_);
   const auto run = group.Open();

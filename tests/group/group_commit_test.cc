@@ -45,14 +45,6 @@ class GroupCommitTest : public GroupFixture {
       EXPECT_EQ(record.commit_time_us(), pushed[0].response.version().commit_time_us());
     }
   }
-  // Waits until a partition has received the whole step.
-  static void AwaitReceived(const GroupTrainer& trainer, size_t partition, int64_t step) {
-    Await([&] {
-      v1::QueryPushResponse response;
-      return trainer.Query(partition, step, /*abandon=*/false, 0, &response).ok() &&
-             response.rank_committed();
-    });
-  }
   static void ExpectFailed(const std::vector<Pushed>& pushed, v1::ErrorReason reason) {
     for (const Pushed& of : pushed) {
       EXPECT_EQ(of.result.detail.reason(), reason) << of.result.status.error_message();
@@ -342,12 +334,7 @@ TEST_F(GroupCommitTest, LostRepliesOfTheHomeDelayACommitOnly) {
   trainer.OpenRun(Create());
   std::vector<std::future<Pushed>> running;
   for (const size_t i : {1, 2}) running.push_back(trainer.Push(i, 1, 5));
-  for (const size_t i : {1, 2}) {
-    Await([&] {
-      v1::QueryPushResponse response;
-      return trainer.Query(i, 1, /*abandon=*/false, 0, &response).ok() && response.rank_committed();
-    });
-  }
+  for (const size_t i : {1, 2}) AwaitReceived(trainer, i, 1);
   // Prepare() of both is held now, or on its way. Their pushes go through the proxies, too, so
   // only the home's connections are cut.
   for (const std::unique_ptr<TcpProxy>& proxy : proxies) {

@@ -428,6 +428,14 @@ class GroupFixture : public testing::Test {
     }
     EXPECT_TRUE(is_true());
   }
+  // Waits until a partition has received the whole step.
+  static void AwaitReceived(const GroupTrainer& trainer, size_t partition, int64_t step) {
+    Await([&] {
+      v1::QueryPushResponse response;
+      return trainer.Query(partition, step, /*abandon=*/false, 0, &response).ok() &&
+             response.rank_committed();
+    });
+  }
   // Creates the model at a server, and returns its home's description.
   v1::Model Create(const std::string& name = "m", size_t server = 0, int tensor_count = 6) {
     const v1::CreateModelRequest request = GroupTrainer::CreateRequest(name, tensor_count);

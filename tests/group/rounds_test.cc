@@ -225,13 +225,23 @@ TEST_F(RoundsTest, RoundWithoutProgressExpires) {
   EXPECT_FALSE(rounds_.Expire(now_));
 }
 
-TEST_F(RoundsTest, FrozenRoundsFollowFreeze) {
+TEST_F(RoundsTest, FrozenRoundsFollowFreezeUntilItsTimeIsOver) {
+  const auto stops = [](const std::string& member) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, member + " stops");
+  };
   Prepare(0);
-  EXPECT_TRUE(rounds_.Freeze(
-      MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "ema-1 stops")));
+  EXPECT_TRUE(rounds_.Freeze(stops("ema-1"), now_ + minutes(2)));
   ExpectAbort(2, ErrorReason::kDraining, "ema-1 stops");
   EXPECT_TRUE(rounds_.state().frozen);
-  EXPECT_TRUE(rounds_.Unfreeze());
+  // A second server stops, then a third.
+  EXPECT_FALSE(rounds_.Freeze(stops("ema-2"), now_ + minutes(3)));
+  EXPECT_FALSE(rounds_.Freeze(stops("ema-0"), now_ + minutes(1)));
+  now_ += minutes(2);
+  EXPECT_FALSE(rounds_.Expire(now_));
+  EXPECT_TRUE(rounds_.state().frozen);
+  EXPECT_EQ(round(), 3);
+  now_ += minutes(1);
+  EXPECT_TRUE(rounds_.Expire(now_));
   EXPECT_FALSE(rounds_.state().frozen);
   EXPECT_EQ(round(), 4);
 }

@@ -35,6 +35,7 @@ class TrainedGroup : public GroupFixture {
   }
   void TestBody() override {}
   using GroupFixture::Await;
+  using GroupFixture::AwaitReceived;
   using GroupFixture::Create;
   using GroupFixture::Describe;
   using GroupFixture::Restart;
