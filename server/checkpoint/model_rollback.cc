@@ -88,6 +88,12 @@ PauseHook ModelRollback::StopHook() const {
 
 absl::StatusOr<Version> ModelRollback::RollBackPartitions(const VersionId& id) const {
   EMA_RETURN_IF_ERROR(context_.model.closed());
+  // An earlier call has restored it, and nothing has been committed since.
+  const std::optional<Version> latest = context_.model.history().latest();
+  if (latest.has_value() && id.Names(latest->id()) &&
+      latest->incarnation != context_.model.incarnation()) {
+    return *latest;
+  }
   EMA_ASSIGN_OR_RETURN(auto stored, versions_.Find(id));
   if (!stored.has_value()) {
     const absl::StatusOr<SnapshotRef> pinned =

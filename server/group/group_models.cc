@@ -36,16 +36,8 @@ void GroupModels::Start(Member* member) {
 }
 
 void GroupModels::Stop() {
-  SetStopping();
   follower_.Stop();
   hosted_.Stop();
-}
-
-void GroupModels::SetStopping() {
-  follower_.StopLoading();
-  absl::MutexLock lock(&mu_);
-  is_stopping_ = true;
-  stop_wait_.WakeAll();
 }
 
 // --- Routing ---
@@ -260,9 +252,13 @@ absl::Status GroupModels::ChangeRecord(
     }
     EMA_ASSIGN_OR_RETURN(const ModelRecord next, change(record));
     if (next == record) return absl::OkStatus();
-    absl::Status written = member->Write(model, next, (*stored)->revision).status();
+    const absl::Status written = member->Write(model, next, (*stored)->revision).status();
     if (written.ok()) return written;
-    if (!absl::IsAborted(written)) return RegistryError(written);
+    if (!absl::IsAborted(written)) {
+      const auto found = member->Read(model);  // The record may have been written all the same.
+      if (found.ok() && found->has_value() && (*found)->record == next) return absl::OkStatus();
+      return RegistryError(written);
+    }
   }
   return ModelBusyError(model, "is being changed by other calls");
 }
@@ -281,17 +277,6 @@ absl::Status GroupModels::RollBack(const std::string& model, int64_t incarnation
   absl::MutexLock lock(&hosted_.change_mu());
   hosted_.Drop(model, incarnation, /*why_deleted=*/"");
   return absl::OkStatus();
-}
-
-absl::Status GroupModels::AwaitHome(const std::string& model) {
-  constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
-  const auto is_stopping = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopping_; };
-  while (true) {
-    absl::Status status = CheckHome(model);
-    if (!absl::IsUnavailable(status)) return status;
-    absl::MutexLock lock(&mu_);
-    if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), kPollInterval), is_stopping)) return status;
-  }
 }
 
 void GroupModels::SaveAtHomes(absl::Duration timeout) {
@@ -386,7 +371,7 @@ absl::Status GroupModels::FreezeForStop(const v1::SaveNowRequest& request) {
 }
 
 void GroupModels::StopHolding() {
-  SetStopping();
+  follower_.StopLoading();
   for (const auto& [name, hosted] : hosted_.All()) hosted->partition->StopHolding();
   peers_.AwaitPosted();
 }

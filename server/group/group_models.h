@@ -10,14 +10,11 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/base/log_event.h"
-#include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model_config.h"
 #include "server/core/model_store.h"
@@ -55,7 +52,7 @@ class GroupModels final : public ModelGroup {
   void Start(Member* member);
   // Ends the exchange of messages with other members; the models remain in the store. Call when no
   // RPC runs any more.
-  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
+  void Stop();
 
   // Where the partitions of a model are, for its home.
   struct Placement {
@@ -72,9 +69,9 @@ class GroupModels final : public ModelGroup {
       const std::string& model, int64_t incarnation,
       absl::FunctionRef<absl::StatusOr<ModelRecord>(const ModelRecord&)> change);
   // Makes a model of that incarnation return to its checkpoint of version `id`; its runs up to
-  // `fenced_run_epoch` may not continue. The incarnation has ended then; AwaitHome() waits for the
-  // next one. Errors as ChangeRecord() and Reform(). UNAVAILABLE, GROUP_DEGRADED: a member is not
-  // there. After an error nothing has changed. REQUIRES: this is the home.
+  // `fenced_run_epoch` may not continue. The incarnation has ended then, and all members
+  // begin to load the checkpoint. Errors as ChangeRecord() and Reform(). UNAVAILABLE,
+  // GROUP_DEGRADED: a member is not there, and nothing has changed. REQUIRES: this is the home.
   absl::Status RollBack(const std::string& model, int64_t incarnation, const VersionId& id,
                         int64_t fenced_run_epoch);
   // Before this server stops: makes the homes of its partitions save their newest versions, and
@@ -87,7 +84,6 @@ class GroupModels final : public ModelGroup {
   absl::Status CheckHome(std::string_view model) const override;
   absl::Status CheckAllServersRun(std::string_view model) const override;
   absl::Status CheckLoaded(std::string_view model) const override;
-  absl::Status AwaitHome(const std::string& model) override ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<std::string> ModelNames() const override;
   void DescribeWhole(bool in_a_list, v1::Model& model) const override;
   absl::StatusOr<v1::CreateModelResponse> CreateModel(
@@ -101,7 +97,7 @@ class GroupModels final : public ModelGroup {
       const v1::PublishStateRequest& request) override;
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
   absl::Status FreezeForStop(const v1::SaveNowRequest& request) override;
-  void StopHolding() override ABSL_LOCKS_EXCLUDED(mu_);
+  void StopHolding() override;
 
  private:
   // NOT_FOUND, MODEL_NOT_FOUND.
@@ -125,7 +121,6 @@ class GroupModels final : public ModelGroup {
   absl::Status CheckIsSame(const ModelConfig& config, const ModelRecord& record) const;
   // The partition of the model that is here, as the answer to CreateModel().
   absl::StatusOr<v1::CreateModelResponse> DescribeCreated(const std::string& model) const;
-  void SetStopping() ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;
   ModelStore& store_;
@@ -133,10 +128,6 @@ class GroupModels final : public ModelGroup {
   HostedModels hosted_;
   ModelLifecycle lifecycle_;
   RegistryFollower follower_;
-
-  absl::Mutex mu_;
-  SteadyWait stop_wait_;  // Woken when `is_stopping_` changes.
-  bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace ema::group

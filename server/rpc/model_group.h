@@ -36,10 +36,6 @@ class ModelGroup {
   // OK: this server has its partition of the model in memory, or has none. UNAVAILABLE,
   // GROUP_DEGRADED: the partition is being loaded.
   virtual absl::Status CheckLoaded(std::string_view model) const = 0;
-  // Blocks while CheckHome() returns UNAVAILABLE, such as while the model returns to a checkpoint,
-  // but no longer than until StopHolding(). Returns the last result. The caller must not hold the
-  // model, whose memory is needed.
-  virtual absl::Status AwaitHome(const std::string& model) = 0;
   // All models of the group, sorted by name.
   virtual std::vector<std::string> ModelNames() const = 0;
   // Adds partitions and incarnation to a model's description. If this server has a partition of the
@@ -73,7 +69,7 @@ class ModelGroup {
   // sender has left, or for some minutes. Blocks until everything that has been committed is
   // published here. NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED.
   virtual absl::Status FreezeForStop(const v1::SaveNowRequest& request) = 0;
-  // Ends AwaitHome(). Ends the open rounds of the models whose home this is, and begins no others.
+  // Ends the open rounds of the models whose home this is, and begins no others.
   // Answers all held Prepare() calls before it returns, and later ones at once; everything that has
   // been committed is then published here. May be repeated.
   virtual void StopHolding() = 0;

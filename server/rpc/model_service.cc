@@ -481,11 +481,9 @@ absl::StatusOr<v1::Empty> ModelService::DeleteCheckpoint(
 
 absl::StatusOr<v1::VersionRecord> ModelService::RestoreCheckpoint(
     const v1::RestoreCheckpointRequest& request) {
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model, FindModel(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const VersionId id, ReadVersion(request.version(), request.incarnation()));
   EMA_ASSIGN_OR_RETURN(const Version record, checkpoints_.Restore(*model, id, request.label()));
-  model = nullptr;
-  if (group_ != nullptr) EMA_RETURN_IF_ERROR(group_->AwaitHome(request.model()));
   return ToProto(record);
 }
 

@@ -297,6 +297,41 @@ TEST_F(GroupCheckpointTest, ARestoreReturnsAllServersToTheVersionAndFencesTheRun
   EXPECT_EQ(after.info.version.id(), first.version.id());
 }
 
+TEST_F(GroupCheckpointTest, ARepeatedRestoreBeginsNoOtherIncarnation) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, group.client().CreateCheckpoint("m", kPatience));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  const auto restore = [&] {
+    EXPECT_THAT(group.client().RestoreCheckpoint("m", saved.version.id(), kPatience), IsOk());
+    return group.Describe("m").incarnation();
+  };
+  group.registry_.LoseNextReply();
+  const int64_t incarnation = restore();
+  EXPECT_EQ(restore(), incarnation);
+  // Something has been committed since.
+  EMA_ASSERT_OK_AND_ASSIGN(run, group.client().OpenRun("m", {.launch_id = "next life"}, kPatience));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  EXPECT_GT(restore(), incarnation);
+}
+
+TEST_F(GroupCheckpointTest, ARestoreDoesNotWaitForAServerThatCannotLoad) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved, group.client().CreateCheckpoint("m", kPatience));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  const v1::Model model = group.Describe("m");
+  ServerOf(group, 1).models().Stop();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto home, Client::Create(model.partitions(0).address()));
+  EXPECT_THAT(home->RestoreCheckpoint("m", saved.version.id(), kPatience), IsOk());
+  EXPECT_THAT(home->GetModel("m", /*timeout=*/absl::Seconds(1)).status(),
+              ReasonIs(ErrorReason::kGroupDegraded));
+}
+
 TEST_F(GroupCheckpointTest, AResumingTrainerReturnsTheModelToItsStep) {
   TrainedGroup group(2, /*tensor_count=*/6, directory_);
   const auto run = group.Open();

@@ -38,6 +38,7 @@ class TrainedGroup : public GroupFixture {
   using GroupFixture::AwaitReceived;
   using GroupFixture::Create;
   using GroupFixture::Describe;
+  using GroupFixture::registry_;
   using GroupFixture::Restart;
   using GroupFixture::ServerAt;
   using GroupFixture::servers_;

@@ -59,6 +59,7 @@ class MemoryRegistry::Store {
   std::vector<RegistryEntry> changes ABSL_GUARDED_BY(mu);  // All that were ever made.
   int64_t revision ABSL_GUARDED_BY(mu) = 0;
   bool is_away ABSL_GUARDED_BY(mu) = false;
+  bool loses_next_reply ABSL_GUARDED_BY(mu) = false;
   int64_t outage_count ABSL_GUARDED_BY(mu) = 0;
   SteadyTime last_contact ABSL_GUARDED_BY(mu) = SteadyNow();
 };
@@ -151,6 +152,11 @@ void MemoryRegistry::SetAway(bool is_away) {
   store_->wait.WakeAll();
 }
 
+void MemoryRegistry::LoseNextReply() {
+  absl::MutexLock lock(&store_->mu);
+  store_->loses_next_reply = true;
+}
+
 absl::StatusOr<RegistryEntry> MemoryRegistry::Read(std::string_view key) {
   absl::MutexLock lock(&store_->mu);
   if (absl::Status status = store_->Check(); !status.ok()) return status;
@@ -167,7 +173,12 @@ absl::StatusOr<int64_t> MemoryRegistry::CompareAndPut(std::string_view key, int6
                                                       std::string_view value) {
   absl::MutexLock lock(&store_->mu);
   if (absl::Status status = store_->Check(); !status.ok()) return status;
-  return store_->CompareAndSet(std::string(key), revision, std::string(value));
+  absl::StatusOr<int64_t> changed =
+      store_->CompareAndSet(std::string(key), revision, std::string(value));
+  if (changed.ok() && std::exchange(store_->loses_next_reply, false)) {
+    return absl::UnavailableError("the reply is lost");
+  }
+  return changed;
 }
 
 absl::Status MemoryRegistry::CompareAndDelete(std::string_view key, int64_t revision) {

@@ -24,6 +24,8 @@ class MemoryRegistry final : public Registry {
   // While it is away, calls and memberships say UNAVAILABLE, and watches report nothing. Afterwards
   // they report all keys again.
   void SetAway(bool is_away);
+  // The next CompareAndPut() that changes a value says UNAVAILABLE.
+  void LoseNextReply();
 
   absl::StatusOr<RegistryEntry> Read(std::string_view key) override;
   absl::StatusOr<std::vector<RegistryEntry>> ReadPrefix(std::string_view prefix) override;
