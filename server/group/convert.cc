@@ -60,6 +60,7 @@ v1::PrepareRequest ToProto(const std::string& model, const Prepare& prepare) {
     ToProto(*prepare.step, proto.mutable_step());
   } else {
     ToProto(prepare.step.status(), proto.mutable_refusal());
+    proto.set_refused_step(prepare.refused_step);
   }
   return proto;
 }
@@ -70,6 +71,7 @@ Prepare FromProto(const v1::PrepareRequest& proto) {
     prepare.step = FromProto(proto.step());
   } else {
     prepare.step = FromProto(proto.refusal());
+    prepare.refused_step = proto.refused_step();
   }
   return prepare;
 }
@@ -81,6 +83,7 @@ v1::SyncRequest ToProto(const std::string& model, const Sync& sync) {
   proto.set_received_bytes(sync.received_bytes);
   proto.mutable_missing_ranks()->Assign(sync.missing_ranks.begin(), sync.missing_ranks.end());
   proto.set_loading(sync.loading);
+  proto.set_step(sync.step);
   return proto;
 }
 
@@ -89,7 +92,8 @@ Sync FromProto(const v1::SyncRequest& proto) {
           .round = proto.round(),
           .received_bytes = proto.received_bytes(),
           .missing_ranks = {proto.missing_ranks().begin(), proto.missing_ranks().end()},
-          .loading = proto.loading()};
+          .loading = proto.loading(),
+          .step = proto.step()};
 }
 
 v1::GroupState ToProto(const GroupState& state) {
@@ -105,8 +109,10 @@ v1::GroupState ToProto(const GroupState& state) {
     commit.set_commit_time_us(absl::ToUnixMicros(state.last_commit->commit_time));
   }
   if (state.last_abort.has_value()) {
-    proto.mutable_last_abort()->set_round(state.last_abort->round);
-    ToProto(state.last_abort->why, proto.mutable_last_abort()->mutable_why());
+    v1::GroupState::Abort& abort = *proto.mutable_last_abort();
+    abort.set_round(state.last_abort->round);
+    abort.set_step(state.last_abort->step);
+    ToProto(state.last_abort->why, abort.mutable_why());
   }
   proto.set_run_epoch(state.run_epoch);
   proto.set_launch_id(state.launch_id);
@@ -133,8 +139,9 @@ GroupState FromProto(const v1::GroupState& proto) {
                                     .commit_time = absl::FromUnixMicros(commit.commit_time_us())};
   }
   if (proto.has_last_abort()) {
+    const v1::GroupState::Abort& abort = proto.last_abort();
     state.last_abort =
-        GroupAbort{.round = proto.last_abort().round(), .why = FromProto(proto.last_abort().why())};
+        GroupAbort{.round = abort.round(), .why = FromProto(abort.why()), .step = abort.step()};
   }
   return state;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/hosted_partition.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -149,6 +150,7 @@ Sync HostedPartition::Progress() const {
   const std::shared_ptr<const PushSession> session = model->Describe().session;
   if (session == nullptr) return sync;
   sync.round = session->plan().round;
+  sync.step = session->plan().step;
   sync.received_bytes = session->covered_bytes();
   sync.missing_ranks = session->MissingRanks(kNamedRanks);
   return sync;
@@ -402,11 +404,14 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
     case Part::HeaderAnswer::kAccept:
       pushed_round_ = start.round;
       pushed_step_ = start.step;
+      if (rounds_.has_value()) rounds_->NotePush(start.step);
       return absl::OkStatus();
     case Part::HeaderAnswer::kStaleRound: {
       const std::optional<GroupAbort>& abort = state_.last_abort;
-      if (abort.has_value() && abort->round == start.round && pushed_round_ == start.round &&
-          pushed_step_ == start.step) {
+      // This partition may know of a step of which the home has not heard.
+      const int64_t pushed_step = pushed_round_ == start.round ? pushed_step_ : 0;
+      if (abort.has_value() && abort->round == start.round &&
+          start.step <= std::max(abort->step, pushed_step)) {
         // Other ranks have lost this step, so it could not complete in the present round.
         absl::Status why = abort->why;
         SetGroupHint(why, {.round = part_.round(), .incarnation = options_.id.incarnation});

@@ -55,6 +55,7 @@ struct Prepare {
   int64_t round = 0;
   // An error: the partition refuses the round's step.
   absl::StatusOr<PreparedStep> step = PreparedStep();
+  int64_t refused_step = 0;  // Of a refusal: the number of the step; else ignored.
 };
 
 // From a partition to the home; the answer is a GroupState.
@@ -68,6 +69,7 @@ struct Sync {
   // the incarnation begins with. The text is the end of an error message: "is loading", and why the
   // last attempt failed.
   std::string loading;
+  int64_t step = 0;  // The step that the partition is receiving; 0: none.
 };
 
 // What every partition publishes at the end of a round.
@@ -81,6 +83,7 @@ struct GroupCommit {
 struct GroupAbort {
   int64_t round = 0;
   absl::Status why;
+  int64_t step = 0;  // The round's step; if partitions had several, the last one. 0: unknown.
 };
 
 // From the home to a partition: the answer to its messages, and sent to all when a round has ended.

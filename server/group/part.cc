@@ -21,14 +21,17 @@ Part::HeaderAnswer Part::OnHeader(const Header& header) {
   if (is_frozen_) return HeaderAnswer::kFrozen;
   if (phase_ == Phase::kRefused) return HeaderAnswer::kSync;
   if (phase_ == Phase::kPrepared && header.step != prepare_.step->step) return HeaderAnswer::kSync;
-  if (phase_ == Phase::kNone) phase_ = Phase::kReceiving;
+  if (phase_ == Phase::kNone) {
+    phase_ = Phase::kReceiving;
+    step_ = header.step;
+  }
   return HeaderAnswer::kAccept;
 }
 
 bool Part::EndReceiving(int64_t round, absl::StatusOr<PreparedStep> step) {
   if (phase_ != Phase::kReceiving || round != round_) return false;
   phase_ = step.ok() ? Phase::kPrepared : Phase::kRefused;
-  prepare_ = {id_, round_, std::move(step)};
+  prepare_ = {id_, round_, std::move(step), step_};
   return true;
 }
 

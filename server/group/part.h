@@ -89,7 +89,8 @@ class Part {
   int64_t round_ = 0;
   int64_t run_epoch_ = 0;
   bool is_frozen_ = false;
-  Prepare prepare_;  // In kPrepared and kRefused.
+  int64_t step_ = 0;  // Of the round's session.
+  Prepare prepare_;   // In kPrepared and kRefused.
 };
 
 }  // namespace ema::group

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/rounds.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -60,6 +59,7 @@ Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
   if (result.answer == Answer::kFenced || sync.round != state_.round) return result;
   Partition& partition = partitions_[static_cast<size_t>(sync.from.partition)];
   partition.missing_ranks = sync.missing_ranks;
+  NotePush(sync.step);
   if (sync.received_bytes > partition.received_bytes) {
     partition.received_bytes = sync.received_bytes;
     last_progress_ = now;
@@ -71,6 +71,7 @@ Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::T
   const Result result = Receive(prepare.from, /*loading=*/"");
   if (result.answer == Answer::kFenced || prepare.round != state_.round) return result;
   const auto partition = static_cast<size_t>(prepare.from.partition);
+  NotePush(prepare.step.ok() ? prepare.step->step : prepare.refused_step);
   if (!prepare.step.ok()) {
     Abort(state_.round, WithPlace(prepare.step.status(), absl::StrCat(NameOf(partition), ": ")));
     return {Answer::kState, true};
@@ -139,7 +140,7 @@ void Rounds::Commit(absl::Time commit_time) {
 
 bool Rounds::Abort(int64_t round, const absl::Status& why) {
   if (round != state_.round || round == 0) return false;
-  state_.last_abort = GroupAbort{round, why};
+  state_.last_abort = GroupAbort{round, why, step_};
   BeginNextRound();
   return true;
 }
@@ -201,6 +202,7 @@ void Rounds::BeginNextRound() {
     partition.missing_ranks.clear();
   }
   prepared_count_ = 0;
+  step_ = 0;
   last_progress_.reset();
   ++state_.round;
   state_.frozen = frozen_until_.has_value();

@@ -4,6 +4,7 @@
 #ifndef EMA_SERVER_GROUP_ROUNDS_H_
 #define EMA_SERVER_GROUP_ROUNDS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -68,6 +69,9 @@ class Rounds {
   Result OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time);
   Result OnSync(const Sync& sync, SteadyTime now);
 
+  // The home has accepted a push of `step` in the present round.
+  void NotePush(int64_t step) { step_ = std::max(step_, step); }
+
   // The other ends of a round. They return whether it has ended: in round 0 nothing does.
 
   // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
@@ -118,6 +122,7 @@ class Rounds {
   std::vector<Partition> partitions_;
   size_t joined_count_ = 0;
   size_t prepared_count_ = 0;
+  int64_t step_ = 0;  // The last step in the round that a partition has reported; 0: none.
   std::optional<SteadyTime> last_progress_;  // Nullopt: nothing has arrived in the round.
   int64_t version_;                          // The newest one.
   std::optional<SteadyTime> frozen_until_;   // Nullopt: pushes are not frozen.

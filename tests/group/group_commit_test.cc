@@ -228,6 +228,22 @@ TEST_F(GroupCommitTest, ALateRankDoesNotPushALostStepAgain) {
   ExpectCommitted(trainer.PushAll(1, 5), 1, 1);
 }
 
+TEST_F(GroupCommitTest, ALateRankLearnsOfALostStepAtAServerThatHasNotSeenIt) {
+  StartServers(3);
+  GroupTrainer trainer("m", "launch");
+  trainer.OpenRun(Create());
+  const int64_t round = trainer.round();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const Pushed bad = trainer.Push(1, 1, kNan).get();
+  EXPECT_EQ(bad.result.detail.reason(), v1::ERROR_REASON_NON_FINITE);
+  for (const size_t i : {0, 2}) {
+    const Pushed late = trainer.Push(i, 1, 5).get();
+    EXPECT_EQ(late.result.detail.reason(), v1::ERROR_REASON_NON_FINITE);
+  }
+  trainer.set_round(round + 1);
+  ExpectCommitted(trainer.PushAll(2, 5), 2, 1);
+}
+
 TEST_F(GroupCommitTest, ARankThatAbandonsAStepDoesNotEndTheRoundOfAnother) {
   StartServers(3);
   GroupTrainer trainer("m", "launch");

@@ -99,6 +99,56 @@ TEST(GroupTrainingTest, ANanOnOneServerDropsTheStepOnAll) {
   EXPECT_EQ(next.step, 3);
 }
 
+TEST(GroupTrainingTest, AStepAfterAFailedOneIsCommittedForAllRanks) {
+  constexpr int64_t kRanks = 3;
+  TrainedGroup group(3, /*tensor_count=*/6);
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo info, group.client().GetModel("m"));
+  std::vector<std::unique_ptr<ema::Run>> runs;
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    std::vector<Shard> shards;  // A third of every tensor, so every rank pushes to every server.
+    for (int64_t i = 0; i < info.manifest.tensor_count(); ++i) {
+      const int64_t size = info.manifest.tensor(i).shape[0];
+      const int64_t begin = rank * size / kRanks;
+      shards.push_back(
+          {.tensor_index = i, .offsets = {begin}, .extents = {(rank + 1) * size / kRanks - begin}});
+    }
+    EMA_ASSERT_OK_AND_ASSIGN(
+        auto run,
+        group.client().OpenRun(
+            "m", {.launch_id = "life", .rank = rank, .world_size = kRanks, .shards = shards},
+            kPatience));
+    runs.push_back(std::move(run));
+  }
+  for (int64_t step = 1; step <= 20; ++step) {
+    SCOPED_TRACE(step);
+    const bool is_bad = step % 2 == 1;
+    std::vector<Weights> weights;
+    std::vector<std::unique_ptr<PendingPush>> pushes;
+    for (int64_t rank = 0; rank < kRanks; ++rank) {
+      weights.emplace_back(*runs[rank], step);
+      if (is_bad && rank == step % kRanks) {
+        weights.back().values().front() = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+    for (int64_t rank = 0; rank < kRanks; ++rank) {
+      EMA_ASSERT_OK_AND_ASSIGN(auto push, runs[rank]->StartPush(step, TrainingTime::AtBatch(step),
+                                                                weights[rank].shards(), kPatience));
+      pushes.push_back(std::move(push));
+    }
+    for (const std::unique_ptr<PendingPush>& push : pushes) {
+      const absl::StatusOr<Version> version = push->Wait();
+      if (is_bad) {
+        // Not SESSION_EXPIRED: no rank waits for others that have failed.
+        EXPECT_THAT(version, testing::AnyOf(ReasonIs(ErrorReason::kNonFinite),
+                                            ReasonIs(ErrorReason::kStepAbandoned)));
+      } else {
+        ASSERT_THAT(version, IsOk());
+        EXPECT_EQ(version->number, step / 2);
+      }
+    }
+  }
+}
+
 TEST(GroupTrainingTest, AStepThatTheHomeRejectsIsDroppedOnAllServers) {
   TrainedGroup group(3, /*tensor_count=*/6);
   const auto run = group.Open();

@@ -149,6 +149,7 @@ TEST_F(PartTest, RefusalIsSentUntilTheRoundEnds) {
   ASSERT_TRUE(part_.EndReceiving(1, absl::DataLossError("NaN")));
   EXPECT_EQ(part_.phase(), Phase::kRefused);
   EXPECT_THAT(part_.to_send()->step, StatusIs(absl::StatusCode::kDataLoss, "NaN"));
+  EXPECT_EQ(part_.to_send()->refused_step, 100);
   EXPECT_EQ(part_.OnHeader(HeaderOf(1)), Answer::kSync);
   EXPECT_EQ(part_.OnState(StateOf(2)).kind, Kind::kNothing);  // It has been dropped already.
   EXPECT_EQ(part_.to_send(), nullptr);

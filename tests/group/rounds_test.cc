@@ -204,6 +204,25 @@ TEST_F(RoundsTest, AbandonedStepIsAbortedUnlessItsRoundHasEnded) {
   EXPECT_EQ(round(), 4);
 }
 
+TEST_F(RoundsTest, AbortNamesTheLastStepOfItsRound) {
+  const absl::Status why = absl::AbortedError("abandoned");
+  const auto aborted_step = [&] {
+    EXPECT_TRUE(rounds_.Abort(round(), why));
+    return rounds_.state().last_abort->step;
+  };
+  EXPECT_EQ(aborted_step(), 0);
+  rounds_.NotePush(100);
+  EXPECT_EQ(aborted_step(), 100);
+  rounds_.OnSync({.from = IdOf(1), .round = round(), .step = 101}, now_);
+  EXPECT_EQ(aborted_step(), 101);
+  Prepare(0, StepOf(102));
+  rounds_.OnSync({.from = IdOf(1), .round = round(), .step = 101}, now_);
+  EXPECT_EQ(aborted_step(), 102);
+  rounds_.OnPrepare({IdOf(2), round(), absl::DataLossError("NaN"), /*refused_step=*/103}, now_,
+                    kCommitTime);
+  EXPECT_EQ(rounds_.state().last_abort->step, 103);
+}
+
 TEST_F(RoundsTest, RoundWithoutProgressExpires) {
   now_ += seconds(100);
   EXPECT_FALSE(rounds_.Expire(now_));  // Nothing has arrived.
