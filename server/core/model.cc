@@ -329,7 +329,7 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   {
     absl::MutexLock lock(&mu_);
     if (!open_step_.Detach(session.get())) return;
-    published = PublishLocked(std::move(step), absl::Now());
+    published = PublishLocked(std::move(step), absl::Now(), /*held_versions=*/{});
   }
   FinishPublishing(std::move(published));
 }
@@ -356,18 +356,19 @@ bool Model::PublishPrepared(int64_t round, Decision decision) {
     Version& record = step->version.snapshot->record;
     record.skipped_tensor_count = decision.skipped_tensor_count;
     record.skipped_tensors = std::move(decision.skipped_tensors);
-    published = PublishLocked(*std::move(step), decision.commit_time);
+    published = PublishLocked(*std::move(step), decision.commit_time, decision.held_versions);
   }
   FinishPublishing(std::move(published));
   return true;
 }
 
-Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time commit_time) {
+Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time commit_time,
+                                          const std::vector<int64_t>& held_versions) {
   const std::shared_ptr<Snapshot>& next = step.version.snapshot;
   PublishedStep published;
   // Before ApplyPending(): a track that goes now may have a value in `next`, and its name must not
   // look free meanwhile.
-  published.evicted = history_.Publish(next, commit_time);
+  published.evicted = history_.Publish(next, commit_time, held_versions);
   open_step_.NoteCommit(*step.session);
   published.replaced = tracks_.ApplyPending();
   published.plan = PlanLocked(next.get());

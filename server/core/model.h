@@ -229,6 +229,8 @@ class Model : public std::enable_shared_from_this<Model> {
     // In all partitions: as in the version's record.
     int64_t skipped_tensor_count = 0;
     std::vector<std::string> skipped_tensors;
+    // Versions that another partition holds for readers or saves: these are evicted last.
+    std::vector<int64_t> held_versions;
   };
   // Makes the version of the prepared step of `round` the newest one, atomically. False, and no
   // effect: there is none.
@@ -292,8 +294,9 @@ class Model : public std::enable_shared_from_this<Model> {
   };
   // The plan for the trainer.
   PushPlan PlanLocked(const Snapshot* newest) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Makes the version of a step that was the open one the newest.
-  PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time)
+  // Makes the version of a step that was the open one the newest. `held_versions`: see Decision.
+  PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time,
+                              const std::vector<int64_t>& held_versions)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Answers the ranks, frees what has been replaced, and announces the version.
   void FinishPublishing(PublishedStep published) ABSL_LOCKS_EXCLUDED(mu_);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
@@ -133,6 +134,14 @@ bool VersionHistory::IsPinned(const Snapshot& version) const {
   return pins_.contains(&version);
 }
 
+std::vector<int64_t> VersionHistory::PinnedVersions() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<int64_t> numbers;
+  for (const auto& [version, pins] : pins_) numbers.push_back(version->record.number);
+  std::sort(numbers.begin(), numbers.end());
+  return numbers;
+}
+
 SnapshotRef VersionHistory::PinRestored(const SnapshotRef& restored) {
   absl::MutexLock lock(&mu_);
   return PinLocked(restored, options_.has_data_dir ? &Pins::save_count : &Pins::reader_count);
@@ -226,7 +235,8 @@ absl::Status VersionHistory::CheckRoomForNext() const {
       absl::Milliseconds(100));
 }
 
-SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time) {
+SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time,
+                                    const std::vector<int64_t>& held_versions) {
   absl::MutexLock lock(&mu_);
   is_freeing_ = true;
   next->record.incarnation = incarnation_;
@@ -235,11 +245,15 @@ SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl:
   newest_ = next;
   records_.Add(next->record);
   if (static_cast<int64_t>(older_.size()) <= max_older_count()) return nullptr;
+  const auto is_unpinned = [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !pins_.contains(s.get());
+  };
+  auto it = std::find_if(
+      older_.begin(), older_.end(), [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+        return is_unpinned(s) && !absl::c_linear_search(held_versions, s->record.number);
+      });
   // Exists: at most max_older_count() are pinned (see CheckRoomForNext()).
-  const auto it = std::find_if(older_.begin(), older_.end(),
-                               [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-                                 return !pins_.contains(s.get());
-                               });
+  if (it == older_.end()) it = std::find_if(older_.begin(), older_.end(), is_unpinned);
   SnapshotRef evicted = std::move(*it);
   older_.erase(it);
   return evicted;

@@ -69,6 +69,8 @@ class VersionHistory {
   // or without a data directory like Pin().
   SnapshotRef PinRestored(const SnapshotRef& restored) ABSL_LOCKS_EXCLUDED(mu_);
   bool IsPinned(const Snapshot& version) const ABSL_LOCKS_EXCLUDED(mu_);
+  // The numbers of the versions that readers and saves have pinned, ascending.
+  std::vector<int64_t> PinnedVersions() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Records that a reader got TOO_MANY_PINS.
   void NotePinShortage() { has_pin_shortage_.store(true, std::memory_order_relaxed); }
@@ -114,8 +116,10 @@ class VersionHistory {
   // UNAVAILABLE, SESSION_BUSY: so many versions are pinned that another one has no memory.
   absl::Status CheckRoomForNext() const ABSL_LOCKS_EXCLUDED(mu_);
   // Makes `next` the newest version, and completes its record. Returns the evicted version, which
-  // may be null, for Free().
-  [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time)
+  // may be null, for Free(): the oldest one that is not pinned, but one of `held_versions` only if
+  // there is no other.
+  [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time,
+                                    const std::vector<int64_t>& held_versions)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Frees the result of Publish(). To be called without a lock that readers take.
   void Free(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);

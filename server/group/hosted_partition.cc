@@ -215,7 +215,16 @@ void HostedPartition::OnPrepareEnded(int64_t round, const absl::StatusOr<v1::Gro
 
 // --- Messages from the partitions ---
 
+void HostedPartition::NoteHeldVersions() {
+  const std::shared_ptr<Model> model = this->model();
+  if (!is_home() || model == nullptr) return;
+  std::vector<int64_t> versions = model->history().PinnedVersions();
+  absl::MutexLock lock(&mu_);
+  rounds_->SetHeldVersions(std::move(versions));
+}
+
 void HostedPartition::OnPrepare(const Prepare& prepare, Reply reply) {
+  NoteHeldVersions();  // This message may end the round with a commit.
   absl::MutexLock lock(&mu_);
   if (is_stopped_ || !rounds_.has_value()) return reply(FencedErrorLocked("this is not the home"));
   HandlePrepareLocked(prepare, std::move(reply));
@@ -338,7 +347,8 @@ void HostedPartition::Execute(const Part::Action& action, int64_t round, const G
       const group::PreparedStep& step = state.last_commit->step;
       if (model->PublishPrepared(round, {.commit_time = state.last_commit->commit_time,
                                          .skipped_tensor_count = step.skipped_tensor_count,
-                                         .skipped_tensors = step.skipped_tensors})) {
+                                         .skipped_tensors = step.skipped_tensors,
+                                         .held_versions = state.held_versions})) {
         return;
       }
       break;
@@ -454,6 +464,7 @@ absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& wh
 }
 
 void HostedPartition::OnPrepared(int64_t round, const CommitGate::PreparedVersion& step) {
+  NoteHeldVersions();
   absl::MutexLock lock(&mu_);
   if (is_stopped_) return;  // The model is being closed.
   if (part_.EndReceiving(round, StepOf(step))) return SendPrepareLocked();

@@ -124,6 +124,8 @@ class HostedPartition final : public CommitGate,
   void SendPrepareLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void OnPrepareEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // On the home: the next GroupState will name the versions that are pinned here now.
+  void NoteHeldVersions() ABSL_LOCKS_EXCLUDED(mu_);
   // `reply` null: the home's own partition.
   void HandlePrepareLocked(const Prepare& prepare, Reply reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // On the home: applies the new state here, and sends it to the others.

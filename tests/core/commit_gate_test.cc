@@ -133,6 +133,18 @@ TEST_F(CommitGateTest, PublishesAPreparedStepAsDecided) {
   EXPECT_THAT(gate_->dropped, IsEmpty());
 }
 
+TEST_F(CommitGateTest, AVersionThatAnotherPartitionHoldsIsEvictedLast) {
+  for (int64_t step = 1; step <= 10; ++step) {
+    Prepare(step, 3);
+    model_->PublishPrepared(0, {.commit_time = kCommitTime, .held_versions = {1}});
+  }
+  EXPECT_THAT(model_->history().PinnedVersions(), IsEmpty());
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef held, model_->history().Pin(1));
+  EXPECT_EQ(held->record.step, 1);
+  EXPECT_THAT(model_->history().PinnedVersions(), ElementsAre(1));
+  EXPECT_THAT(model_->history().Pin(2).status(), ReasonIs(ErrorReason::kVersionNotKept));
+}
+
 TEST_F(CommitGateTest, FreesADroppedStepBeforeItsRanksAreTold) {
   Prepare(1, 3);
   Publish();

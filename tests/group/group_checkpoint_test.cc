@@ -209,6 +209,21 @@ TEST_F(GroupCheckpointTest, ASaveWithoutAServerLeavesNothing) {
   EXPECT_THAT(stored->record.checkpoints, IsEmpty());
 }
 
+TEST_F(GroupCheckpointTest, AVersionThatWaitsForItsSaveIsKeptOnAllServers) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  GroupServer& home = ServerOf(group, 0);
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Model> model, home.store().Get("m"));
+  // As a save does that is in the home's queue.
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef waiting, model->history().PinForSave(0));
+  for (int64_t step = 2; step <= 20; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto saved,
+                           home.checkpoints().Save(*model, {.id = waiting->record.id()}));
+  EXPECT_EQ(saved.record.step, 1);
+}
+
 TEST_F(GroupCheckpointTest, ACrashDuringASaveLeavesWholeCheckpointsOnly) {
   TrainedGroup group(3, /*tensor_count=*/6, directory_);
   std::map<int64_t, std::map<std::string, std::string>> expected;  // By step.

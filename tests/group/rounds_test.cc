@@ -290,7 +290,7 @@ TEST_F(RoundsTest, NothingIsCommittedLongAfterTheRegistryHasAnswered) {
   EXPECT_EQ(rounds_.state().last_commit->round, 4);
 }
 
-TEST_F(RoundsTest, StateHasWhatPartitionsKeepForReaders) {
+TEST_F(RoundsTest, StateHasWhatPartitionsKeepForReadersAndSaves) {
   rounds_.SetHeldVersions({41, 43});
   rounds_.SetDurableStep(90);
   EXPECT_THAT(rounds_.state().held_versions, ElementsAre(41, 43));
