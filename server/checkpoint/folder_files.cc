@@ -112,19 +112,15 @@ absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(
   EMA_RETURN_IF_ERROR(disk().RemoveTree(path));
   const auto write = [&]() -> absl::StatusOr<CheckpointManifest> {
     if (partitions == nullptr) {
-      return WriteCheckpoint(disk(), data_.latch(), path, model, snapshot, options);
+      EMA_RETURN_IF_ERROR(
+          WriteCheckpoint(disk(), data_.latch(), path, model, snapshot, options).status());
+      return VerifyCheckpoint(disk(), path, nullptr, Pacer::Hook(model));
     }
     EMA_RETURN_IF_ERROR(MakeCheckpointFolders(disk(), path, model, snapshot, options));
-    return partitions->Write(path, model, snapshot, options);
+    EMA_RETURN_IF_ERROR(partitions->Write(path, model, snapshot, options).status());
+    return VerifyAllButWeights(disk(), path);
   };
   absl::StatusOr<CheckpointManifest> written = write();
-  Pacer pacer(model);
-  if (written.ok()) {
-    written = VerifyCheckpoint(disk(), path, nullptr, [&pacer] {
-      pacer.Pause();
-      return absl::OkStatus();
-    });
-  }
   if (written.ok() && keep) {
     if (const absl::Status kept = Keep(path); !kept.ok()) written = kept;
   }

@@ -2,6 +2,9 @@
 #ifndef EMA_SERVER_CHECKPOINT_PACER_H_
 #define EMA_SERVER_CHECKPOINT_PACER_H_
 
+#include <functional>
+
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/base/steady_wait.h"
 #include "server/core/model.h"
@@ -15,6 +18,13 @@ namespace ema {
 class Pacer {
  public:
   explicit Pacer(Model& model) : model_(model) {}
+  // Calls Pause() of a Pacer of its own.
+  static std::function<absl::Status()> Hook(Model& model) {
+    return [pacer = Pacer(model)]() mutable {
+      pacer.Pause();
+      return absl::OkStatus();
+    };
+  }
 
   // To be called after every few MiB: while pushes arrive, waits twice as long as has been worked
   // since the last call.

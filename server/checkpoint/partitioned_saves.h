@@ -25,8 +25,8 @@ class PartitionedSaves {
   virtual ~PartitionedSaves() = default;
 
   // Makes every partition of the model write its files of the version `snapshot.record` into the
-  // directory `path`, which exists (with its tracks' folders), and merges them: WritePart() and
-  // MergeParts(). Errors name the member.
+  // directory `path`, which exists (with its tracks' folders), and read them back, and merges them:
+  // WritePart(), VerifyPart() and MergeParts(). Errors name the member.
   virtual absl::StatusOr<CheckpointManifest> Write(const std::string& path, Model& home,
                                                    const Snapshot& snapshot,
                                                    const WriteOptions& options) = 0;

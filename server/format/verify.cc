@@ -8,6 +8,7 @@
 #include <span>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -149,11 +150,9 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
   return CheckFolder(file_system, TrackPath(path, track.config.name), std::move(contents), others);
 }
 
-absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
-                         const CheckpointManifest& checkpoint, const CheckpointTrack& track,
-                         const PauseHook& rest) {
-  EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
-  EMA_RETURN_IF_ERROR(VerifySmallFiles(file_system, path, checkpoint, track));
+absl::Status VerifyWeights(FileSystem& file_system, const std::string& path,
+                           const CheckpointManifest& checkpoint, const CheckpointTrack& track,
+                           const PauseHook& rest) {
   const StorageLayout layout = LayoutOf(track, checkpoint.manifest);
   for (const TensorFiles* const files : track.all_files()) {
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TensorReader> reader,
@@ -167,11 +166,41 @@ absl::Status VerifyTrack(FileSystem& file_system, const std::string& path,
   return absl::OkStatus();
 }
 
+// Everything in the folder of a track but the weights.
+absl::Status VerifyTrackFolder(FileSystem& file_system, const std::string& path,
+                               const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
+  EMA_RETURN_IF_ERROR(CheckTrackFolder(file_system, path, checkpoint, track, Others::kIgnored));
+  return VerifySmallFiles(file_system, path, checkpoint, track);
+}
+
 // A checkpoint that somebody has renamed would be taken for another version.
 absl::Status CheckName(const std::string& path, const CheckpointManifest& checkpoint) {
   const std::optional<CheckpointId> id = ParseCheckpointName(BaseName(path));
   if (!id.has_value() || *id == IdOf(checkpoint.record)) return absl::OkStatus();
   return CorruptManifest(absl::StrCat("it belongs to ", CheckpointName(IdOf(checkpoint.record))));
+}
+
+// VerifyCheckpoint(), with the check of a track's weights.
+absl::StatusOr<CheckpointManifest> Verify(
+    FileSystem& file_system, const std::string& path, const TrackVerdict& on_track,
+    absl::FunctionRef<absl::Status(const CheckpointManifest&, const CheckpointTrack&)>
+        verify_weights) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
+  if (!exists) return absl::NotFoundError("there is no such checkpoint");
+  EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ReadCheckpointManifest(file_system, path));
+  absl::Status problem = CheckName(path, checkpoint);
+  problem.Update(CheckFolders(file_system, path, checkpoint, Others::kIgnored));
+  for (const CheckpointTrack& track : checkpoint.tracks) {
+    if (!problem.ok() && on_track == nullptr) break;
+    if (!track.weights.has_value()) continue;
+    absl::Status status = VerifyTrackFolder(file_system, path, checkpoint, track);
+    if (status.ok()) status = verify_weights(checkpoint, track);
+    if (on_track != nullptr) on_track(checkpoint, track, status);
+    if (!status.ok()) problem.Update(WithPlace(status, InTrack(track.config.name)));
+  }
+  EMA_RETURN_IF_ERROR(problem);
+  return checkpoint;
 }
 
 }  // namespace
@@ -248,21 +277,27 @@ absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track,
                                                     const PauseHook& rest) {
-  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
-  if (!exists) return absl::NotFoundError("there is no such checkpoint");
-  EMA_RETURN_IF_ERROR(DropCache(file_system, JoinPath(path, kManifestFileName)));
-  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ReadCheckpointManifest(file_system, path));
-  absl::Status problem = CheckName(path, checkpoint);
-  problem.Update(CheckFolders(file_system, path, checkpoint, Others::kIgnored));
-  for (const CheckpointTrack& track : checkpoint.tracks) {
-    if (!problem.ok() && on_track == nullptr) break;
+  return Verify(file_system, path, on_track,
+                [&](const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
+                  return VerifyWeights(file_system, path, checkpoint, track, rest);
+                });
+}
+
+absl::Status VerifyPart(FileSystem& file_system, const std::string& path,
+                        const CheckpointManifest& part, const PauseHook& rest) {
+  for (const CheckpointTrack& track : part.tracks) {
     if (!track.weights.has_value()) continue;
-    const absl::Status status = VerifyTrack(file_system, path, checkpoint, track, rest);
-    if (on_track != nullptr) on_track(checkpoint, track, status);
-    if (!status.ok()) problem.Update(WithPlace(status, InTrack(track.config.name)));
+    absl::Status status = VerifyTrackFolder(file_system, path, part, track);
+    if (status.ok()) status = VerifyWeights(file_system, path, part, track, rest);
+    if (!status.ok()) return WithPlace(status, InTrack(track.config.name));
   }
-  EMA_RETURN_IF_ERROR(problem);
-  return checkpoint;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CheckpointManifest> VerifyAllButWeights(FileSystem& file_system,
+                                                       const std::string& path) {
+  return Verify(file_system, path, /*on_track=*/nullptr,
+                [](const CheckpointManifest&, const CheckpointTrack&) { return absl::OkStatus(); });
 }
 
 absl::Status CheckNoUnknownFiles(FileSystem& file_system, const std::string& path,

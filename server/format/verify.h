@@ -62,6 +62,15 @@ absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const TrackVerdict& on_track = nullptr,
                                                     const PauseHook& rest = nullptr);
 
+// --- The two halves of VerifyCheckpoint(), for a checkpoint that several servers write ---
+
+// Reads the weights of `part`, one part of the checkpoint at `path`. Does not need manifest.json.
+absl::Status VerifyPart(FileSystem& file_system, const std::string& path,
+                        const CheckpointManifest& part, const PauseHook& rest);
+// Everything else: the weights' files must exist, but are not read.
+absl::StatusOr<CheckpointManifest> VerifyAllButWeights(FileSystem& file_system,
+                                                       const std::string& path);
+
 // FAILED_PRECONDITION: the folders of `checkpoint` contain a file that is not part of it, which
 // VerifyCheckpoint() ignores; the message names it. Other errors as ReadCheckpointManifest().
 // Blocks on the disk.

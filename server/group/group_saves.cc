@@ -12,6 +12,7 @@
 #include "server/checkpoint/data_directory.h"
 #include "server/format/manifest_json.h"
 #include "server/group/group_errors.h"
+#include "server/group/part_files.h"
 #include "server/group/partition_config.h"
 
 namespace ema::group {
@@ -92,7 +93,7 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
   EMA_RETURN_IF_ERROR(
       StartOtherParts(placement, RequestOf(path, home, snapshot, options), part_options, calls));
   absl::StatusOr<CheckpointManifest> own =
-      WritePart(data->file_system(), data->latch(), path, home, snapshot, part_options[0]);
+      WriteVerifiedPart(*data, path, home, snapshot, part_options[0]);
   // Also after an error: the folder is removed next, and the others must not write into it then.
   calls.EndOf(0)(v1::SavePartResponse());
   absl::StatusOr<std::vector<v1::SavePartResponse>> others = calls.Wait();

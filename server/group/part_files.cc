@@ -16,7 +16,7 @@
 #include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_load.h"
 #include "server/checkpoint/checkpoint_reader.h"
-#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/pacer.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/checkpoint_name.h"
 #include "server/format/manifest_parts.h"
@@ -73,6 +73,15 @@ WriteOptions OptionsOf(const v1::SavePartRequest& request) {
 
 }  // namespace
 
+absl::StatusOr<CheckpointManifest> WriteVerifiedPart(DataDirectory& data, const std::string& path,
+                                                     Model& partition, const Snapshot& snapshot,
+                                                     const WriteOptions& options) {
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest part, WritePart(data.file_system(), data.latch(), path,
+                                                          partition, snapshot, options));
+  EMA_RETURN_IF_ERROR(VerifyPart(data.file_system(), path, part, Pacer::Hook(partition)));
+  return part;
+}
+
 absl::StatusOr<v1::SavePartResponse> SavePart(CheckpointStore& store, Model& partition,
                                               const v1::SavePartRequest& request) {
   EMA_RETURN_IF_ERROR(CheckFolder(request.folder()));
@@ -83,7 +92,7 @@ absl::StatusOr<v1::SavePartResponse> SavePart(CheckpointStore& store, Model& par
       PinPublished(partition, {request.version().version(), request.version().incarnation()}));
   const std::string path = store.FolderOf(request.model()).Path(request.folder());
   const absl::StatusOr<CheckpointManifest> written =
-      WritePart(data.file_system(), data.latch(), path, partition, *snapshot, OptionsOf(request));
+      WriteVerifiedPart(data, path, partition, *snapshot, OptionsOf(request));
   data.NoteWritten(written.status());
   if (!written.ok()) return data.AsSaveError(written.status());
   v1::SavePartResponse response;

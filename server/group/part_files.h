@@ -11,7 +11,10 @@
 #include "absl/status/statusor.h"
 #include "ema/v1/group.pb.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/data_directory.h"
 #include "server/core/model.h"
+#include "server/core/snapshot.h"
 #include "server/format/manifest_json.h"
 #include "server/format/verify.h"
 #include "server/group/model_record.h"
@@ -19,9 +22,14 @@
 namespace ema::group {
 
 // Handles GroupService.SavePart for `partition`. If the version is not published here yet, waits
-// some seconds for it. Errors also as WritePart().
+// some seconds for it. Errors also as WriteVerifiedPart().
 absl::StatusOr<v1::SavePartResponse> SavePart(CheckpointStore& store, Model& partition,
                                               const v1::SavePartRequest& request);
+
+// Writes the files of `partition` as WritePart(), and reads them back. Errors also as VerifyPart().
+absl::StatusOr<CheckpointManifest> WriteVerifiedPart(DataDirectory& data, const std::string& path,
+                                                     Model& partition, const Snapshot& snapshot,
+                                                     const WriteOptions& options);
 
 // Reads the manifest of a group's checkpoint of a model. DATA_LOSS, CHECKPOINT_CORRUPT; NOT_FOUND:
 // it is not on the disk. Blocks on the disk, like LoadPart().

@@ -368,6 +368,22 @@ TEST_F(CheckpointPartsTest, EveryByteOfAPartIsVerifiedAndNoByteOfOthersIsRead) {
   }
 }
 
+TEST_F(CheckpointPartsTest, EachPartitionVerifiesItsOwnFiles) {
+  EMA_ASSERT_OK_AND_ASSIGN(const std::vector<CheckpointManifest> parts,
+                           WriteParts(partitions_, "/c", /*max_file_bytes=*/100));
+  for (const CheckpointManifest& part : parts) {
+    EXPECT_THAT(VerifyPart(files_, "/c", part, nullptr), IsOk());
+  }
+  const CheckpointTrack& track = parts[2].tracks[0];
+  files_.FileBytes(JoinPath(TrackPath("/c", track.config.name), track.weights->files[0].name))
+      .back() ^= 1;
+  EXPECT_THAT(VerifyPart(files_, "/c", parts[0], nullptr), IsOk());
+  EXPECT_THAT(VerifyPart(files_, "/c", parts[2], nullptr),
+              ReasonIs(ErrorReason::kCheckpointCorrupt));
+  ASSERT_THAT(Merge(partitions_, "/c", parts), IsOk());
+  EXPECT_THAT(VerifyAllButWeights(files_, "/c"), IsOk());
+}
+
 TEST_F(CheckpointPartsTest, APartIsOfTensorsThatThereAre) {
   EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest whole, WriteWhole(partitions_, "/s", 100));
   for (const auto& [first, count] : std::vector<std::pair<int64_t, int64_t>>{

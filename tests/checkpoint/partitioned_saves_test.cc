@@ -3,6 +3,7 @@
 // Saves of a model on several servers: when they are written, committed and removed.
 #include "server/checkpoint/partitioned_saves.h"
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -56,7 +57,10 @@ class FakeSaves final : public PartitionedSaves {
           parts.emplace_back(),
           WritePart(files_, latch_, path, *partitions_[i].model, *partitions_[i].snapshot, own));
     }
-    return MergeParts(files_, latch_, path, home, std::move(parts));
+    absl::StatusOr<CheckpointManifest> whole =
+        MergeParts(files_, latch_, path, home, std::move(parts));
+    if (on_written) on_written();
+    return whole;
   }
 
   absl::Status Commit(Model& home, const Version& record, int64_t total_bytes, bool keep) override {
@@ -83,6 +87,7 @@ class FakeSaves final : public PartitionedSaves {
   }
 
   std::vector<std::string> calls;
+  std::function<void()> on_written;
   absl::Status write_error;
   absl::Status commit_error;
   absl::Status remove_error;
@@ -145,6 +150,27 @@ TEST_F(PartitionedSavesTest, ASaveIsDurableOnceTheRegistryHasIt) {
   ASSERT_THAT(Save(), IsOk());
   ASSERT_THAT(Save({.keep = true}), IsOk());
   EXPECT_THAT(saves_.calls, ElementsAre("write 10", "commit 10", "commit 10 keep"));
+}
+
+TEST_F(PartitionedSavesTest, TheHomeLeavesItToThePartitionsToReadWeightsBack) {
+  int read_count = 0;
+  saves_.on_written = [&] {
+    files_.set_hook([&](const std::string& operation, const std::string& path) {
+      if (operation == "read" && absl::EndsWith(path, ".safetensors")) ++read_count;
+      return absl::OkStatus();
+    });
+  };
+  ASSERT_THAT(PushAndSave(10), IsOk());
+  EXPECT_EQ(read_count, 0);
+  // It still finds that a file is missing.
+  saves_.on_written = [&] {
+    for (const std::string& path : files_.AllPaths()) {
+      if (absl::EndsWith(path, ".safetensors") && absl::StrContains(path, Name(20))) {
+        return EXPECT_THAT(files_.RemoveFile(path), IsOk());
+      }
+    }
+  };
+  EXPECT_THAT(PushAndSave(20), ReasonIs(ErrorReason::kCheckpointCorrupt));
 }
 
 TEST_F(PartitionedSavesTest, ASingleServerLoadsTheGroupsFolder) {
