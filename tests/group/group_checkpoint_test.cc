@@ -152,9 +152,7 @@ TEST_F(GroupCheckpointTest, NothingIsCommittedAfterTheSaveOfAServerThatStops) {
   TrainedGroup group(3, /*tensor_count=*/6, directory_);
   GroupTrainer trainer("m", "life");
   trainer.OpenRun(group.Describe("m"));
-  for (const GroupTrainer::Pushed& pushed : trainer.PushAll(1, 5)) {
-    ASSERT_TRUE(pushed.result.ok()) << pushed.result.status.error_message();
-  }
+  ExpectCommitted(trainer.PushAll(1, 5), 1, 1);
   ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
   // The home has not received this step yet.
   std::vector<std::future<GroupTrainer::Pushed>> prepared;

@@ -35,16 +35,6 @@ class GroupCommitTest : public GroupFixture {
     }
     return versions;
   }
-  static void ExpectCommitted(const std::vector<Pushed>& pushed, int64_t step, int64_t version) {
-    for (const Pushed& of : pushed) {
-      ASSERT_TRUE(of.result.ok()) << of.result.status.error_message();
-      const v1::VersionRecord& record = of.response.version();
-      EXPECT_EQ(record.step(), step);
-      EXPECT_EQ(record.version(), version);
-      EXPECT_EQ(record.incarnation(), pushed[0].response.version().incarnation());
-      EXPECT_EQ(record.commit_time_us(), pushed[0].response.version().commit_time_us());
-    }
-  }
   static void ExpectFailed(const std::vector<Pushed>& pushed, v1::ErrorReason reason) {
     for (const Pushed& of : pushed) {
       EXPECT_EQ(of.result.detail.reason(), reason) << of.result.status.error_message();

@@ -389,6 +389,19 @@ class GroupTrainer {
   int64_t round_ = 0;
 };
 
+// Expects that all partitions have committed the same version.
+inline void ExpectCommitted(const std::vector<GroupTrainer::Pushed>& pushed, int64_t step,
+                            int64_t version) {
+  for (const GroupTrainer::Pushed& of : pushed) {
+    ASSERT_TRUE(of.result.ok()) << of.result.status.error_message();
+    const v1::VersionRecord& record = of.response.version();
+    EXPECT_EQ(record.step(), step);
+    EXPECT_EQ(record.version(), version);
+    EXPECT_EQ(record.incarnation(), pushed[0].response.version().incarnation());
+    EXPECT_EQ(record.commit_time_us(), pushed[0].response.version().commit_time_us());
+  }
+}
+
 class GroupFixture : public testing::Test {
  protected:
   void StartServers(int count) {

@@ -60,10 +60,7 @@ TEST_F(ServerGroupTest, ServersOfAGroupCommitTogether) {
   group::GroupTrainer trainer("m", "launch");
   trainer.OpenRun(created.model());
   for (int64_t step = 1; step <= 3; ++step) {
-    for (const group::GroupTrainer::Pushed& pushed : trainer.PushAll(step, 5)) {
-      ASSERT_TRUE(pushed.result.ok()) << pushed.result.status.error_message();
-      EXPECT_EQ(pushed.response.version().version(), step);
-    }
+    group::ExpectCommitted(trainer.PushAll(step, 5), step, step);
   }
   for (const std::unique_ptr<Server>& server : servers) EXPECT_THAT(server->Drain(), IsOk());
 }
@@ -123,9 +120,7 @@ TEST_F(ServerGroupTest, AStoppedServerLosesNoStep) {
     }
     trainer.OpenRun(model);
     ++step;
-    for (const group::GroupTrainer::Pushed& pushed : trainer.PushAll(step, 5)) {
-      ASSERT_TRUE(pushed.result.ok()) << pushed.result.status.error_message();
-    }
+    group::ExpectCommitted(trainer.PushAll(step, 5), step, step);
     EXPECT_THAT(servers[stopped]->Drain(), IsOk());
     servers[stopped] = nullptr;
     EMA_ASSERT_OK_AND_ASSIGN(servers[stopped], start(stopped == 0 ? "ema-0" : "ema-1"));
