@@ -83,7 +83,8 @@ class RegistryFollower {
 
   // Their threads use all of the above.
   RetriedWork reconciling_{[this] { return Reconcile(); }};
-  RetriedWork loading_{[this] { return LoadPartitions(); }};
+  // The whole model waits for a partition, so its load is retried soon.
+  RetriedWork loading_{[this] { return LoadPartitions(); }, /*longest_delay=*/absl::Seconds(2)};
 };
 
 }  // namespace ema::group

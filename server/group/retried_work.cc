@@ -4,19 +4,17 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/time.h"
 #include "ema/internal/catch_exceptions.h"
 
 namespace ema::group {
 namespace {
 
 constexpr absl::Duration kFirstDelay = absl::Seconds(1);
-constexpr absl::Duration kLongestDelay = absl::Seconds(30);
 
 }  // namespace
 
-RetriedWork::RetriedWork(std::function<absl::Status()> work)
-    : work_(std::move(work)), thread_(&RetriedWork::Run, this) {}
+RetriedWork::RetriedWork(std::function<absl::Status()> work, absl::Duration longest_delay)
+    : work_(std::move(work)), longest_delay_(longest_delay), thread_(&RetriedWork::Run, this) {}
 
 void RetriedWork::Wake() {
   absl::MutexLock lock(&mu_);
@@ -47,7 +45,7 @@ void RetriedWork::Run() {
     }
     const absl::Status status = CatchExceptions(work_);
     retry_time = status.ok() ? SteadyTime::max() : After(SteadyNow(), delay);
-    delay = status.ok() ? kFirstDelay : std::min(2 * delay, kLongestDelay);
+    delay = status.ok() ? kFirstDelay : std::min(2 * delay, longest_delay_);
   }
 }
 
