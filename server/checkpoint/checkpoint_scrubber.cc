@@ -99,8 +99,8 @@ absl::Status CheckpointScrubber::Read(const ModelContext& context, const std::st
   const Heartbeat::Work at_work(heartbeat_);
   Pacer pacer(context.model);
   return VerifyCheckpoint(context.folder.file_system(), context.folder.Path(name), nullptr,
-                          [&] {
-                            pacer.Pause();
+                          [&]() -> absl::Status {
+                            EMA_RETURN_IF_ERROR(pacer.Pause());
                             return Wait(absl::ZeroDuration()) ? absl::OkStatus()
                                                               : absl::CancelledError();
                           })

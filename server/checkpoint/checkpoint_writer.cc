@@ -127,7 +127,7 @@ absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_in
         piece_crc = Crc32c(piece_crc, bytes);
         piece_bytes += static_cast<int64_t>(bytes.size());
         EMA_RETURN_IF_ERROR(file.Append(bytes));
-        job.pacer.Pause();
+        EMA_RETURN_IF_ERROR(job.pacer.Pause());
         if (piece_bytes < kPieceBytes) continue;
         crc = Crc32cCombine(crc, piece_crc, piece_bytes);
         files.piece_crc32c[tensor_index].push_back(std::exchange(piece_crc, 0));
@@ -169,8 +169,7 @@ absl::Status WriteFile(const Job& job, const Source& source, const std::vector<i
     saved.file_bytes += track.layout().entry(i).length_bytes;
   }
   EMA_RETURN_IF_ERROR(SyncAndClose(*file, job.to.latch));
-  job.pacer.Pause();
-  return absl::OkStatus();
+  return job.pacer.Pause();
 }
 
 absl::StatusOr<WriteOptions::FileNumbers> NumbersOf(const WriteOptions& options,

@@ -199,6 +199,15 @@ TEST_F(PartitionedSavesTest, APartThatFailsLeavesNothing) {
 
 TEST_F(PartitionedSavesTest, AFencedCheckpointIsNotDurableAndIsRemoved) {
   ASSERT_THAT(PushAndSave(10), IsOk());
+}
+
+TEST_F(PartitionedSavesTest, ASaveEndsWithTheIncarnationOfItsModel) {
+  ASSERT_THAT(PushAndSave(10), IsOk());
+  partitions_.Push(20);
+  home().Close(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                         "the incarnation has ended"));
+  EXPECT_THAT(Save(), StatusIs(absl::StatusCode::kUnavailable, "the incarnation has ended"));
+  EXPECT_THAT(Names(), ElementsAre(Name(10)));
   saves_.commit_error = Fenced();
   EXPECT_THAT(PushAndSave(20),
               AllOf(StatusIs(absl::StatusCode::kAborted, _), ReasonIs(ErrorReason::kFenced)));
