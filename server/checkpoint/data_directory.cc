@@ -181,7 +181,12 @@ absl::Status DataDirectory::WriteGroupId(std::string_view group) {
 absl::Status DataDirectory::RaiseIncarnation(absl::Time now) {
   // It must grow also if the directory is lost, by the clock, or if the file is, by the names of
   // the checkpoints.
-  EMA_ASSIGN_OR_RETURN(int64_t before, HighestIncarnation());
+  int64_t before = 0;
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> models, ModelNames());
+  for (const std::string& model : models) {
+    EMA_ASSIGN_OR_RETURN(const int64_t newest, NewestIncarnation(model));
+    before = std::max(before, newest);
+  }
   const absl::StatusOr<std::string> text =
       file_system_.ReadSmallFile(JoinPath(own_path_, kIncarnationFileName), 64);
   if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
@@ -196,21 +201,18 @@ absl::Status DataDirectory::RaiseIncarnation(absl::Time now) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<int64_t> DataDirectory::HighestIncarnation() const {
-  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> names, ModelNames());
-  int64_t highest = 0;
-  for (const std::string& name : names) {
-    const std::string path = CheckpointsPath(name);
-    EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
-    if (!exists) continue;
-    EMA_ASSIGN_OR_RETURN(const auto entries, file_system_.ListDirectory(path));
-    for (const DirectoryEntry& entry : entries) {
-      if (const auto id = ParseCheckpointName(entry.name)) {
-        highest = std::max(highest, id->incarnation);
-      }
-    }
+absl::StatusOr<int64_t> DataDirectory::NewestIncarnation(std::string_view model) const {
+  const std::string path = CheckpointsPath(model);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
+  if (!exists) return 0;
+  EMA_ASSIGN_OR_RETURN(const auto entries, file_system_.ListDirectory(path));
+  int64_t newest = 0;
+  for (const DirectoryEntry& entry : entries) {
+    std::optional<StoredName> name = ParseStoredName(entry.name);
+    if (!name.has_value()) name = ParseSetAsideName(entry.name);
+    if (name.has_value()) newest = std::max(newest, name->id.incarnation);
   }
-  return highest;
+  return newest;
 }
 
 absl::StatusOr<std::vector<std::string>> DataDirectory::ModelNames() const {

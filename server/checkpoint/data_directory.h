@@ -95,6 +95,10 @@ class DataDirectory {
   // OK, or UNAVAILABLE, STORE_READ_ONLY: sync_error(), or the last write that NoteWritten()
   // recorded has failed. Never blocks on the disk.
   absl::Status health() const;
+  // The highest incarnation in the names of a model's checkpoints, also of those set aside; 0: there
+  // are none.
+  absl::StatusOr<int64_t> NewestIncarnation(std::string_view model) const;
+
   // OK, or the failed sync that has latched: UNAVAILABLE, STORE_READ_ONLY until the next start.
   absl::Status sync_error() const { return latch_.status(); }
   SyncLatch& latch() { return latch_; }
@@ -152,8 +156,6 @@ class DataDirectory {
   // OK also if another server has just done it.
   absl::Status WriteGroupId(std::string_view group);
   absl::Status RaiseIncarnation(absl::Time now);
-  // The highest incarnation in the names of all models' checkpoints; 0: there are none.
-  absl::StatusOr<int64_t> HighestIncarnation() const;
 
   FileSystem& file_system_;
   const std::string path_;

@@ -55,12 +55,8 @@ absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
 
 absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,
                                                 const std::string& model) {
-  int64_t newest = 0;
-  if (checkpoints == nullptr) return newest;
-  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> entries,
-                       checkpoints->FolderOf(model).ListNames());
-  for (const CheckpointEntry& entry : entries) newest = std::max(newest, entry.id.incarnation);
-  return newest;
+  if (checkpoints == nullptr) return 0;
+  return checkpoints->data().NewestIncarnation(model);
 }
 
 }  // namespace ema::group
