@@ -133,6 +133,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   EMA_RETURN_IF_ERROR(server->OpenTokens());
   if (!options.group.empty()) {
     EMA_ASSIGN_OR_RETURN(server->group_, ServerGroup::Create(options, server->Sink()));
+    EMA_RETURN_IF_ERROR(server->group_->CheckDirectory());
   }
   EMA_RETURN_IF_ERROR(server->OpenCheckpoints());
   server->MakeStore(std::move(device));

@@ -2,6 +2,7 @@
 #include "server/server_group.h"
 
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -10,6 +11,8 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
+#include "server/checkpoint/data_directory.h"
+#include "server/format/file_system.h"
 #include "server/registry/etcd_registry.h"
 
 namespace ema {
@@ -17,6 +20,9 @@ namespace {
 
 // Members with another version of their messages cannot work together.
 constexpr int64_t kProtocol = 1;
+
+// What the registry has in place of the directory's id if the group has no data directory.
+constexpr std::string_view kNoDirectory = "none";
 
 // Does not contact etcd. The message of an error begins with the option.
 absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& options, LogSink log) {
@@ -60,30 +66,56 @@ void ServerGroup::Attach(std::shared_ptr<ModelStore> store, CheckpointStore* che
                                   .log = log_});
 }
 
+std::string ServerGroup::DirectoryKey() const {
+  return absl::StrCat("/ema/", options_.group, "/directory");
+}
+
+absl::Status ServerGroup::CheckDirectory() {
+  absl::StatusOr<std::string> id = std::string(kNoDirectory);
+  if (!options_.data_dir.empty()) {
+    id = DataDirectory::FindGroupId(PosixFileSystem(), options_.data_dir, options_.group);
+    if (absl::IsNotFound(id.status())) id = "";
+  }
+  if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
+  EMA_ASSIGN_OR_RETURN(const RegistryEntry entry, registry_->Read(DirectoryKey()));
+  return entry.revision == 0 ? absl::OkStatus() : CheckSameDirectory(*id, entry.value);
+}
+
 absl::Status ServerGroup::AgreeOnDirectory() {
-  const std::string key = absl::StrCat("/ema/", options_.group, "/directory");
-  EMA_ASSIGN_OR_RETURN(RegistryEntry entry, registry_->Read(key));
-  if (checkpoints_ == nullptr) {
-    if (entry.revision == 0) return absl::OkStatus();
+  absl::StatusOr<std::string> id = std::string(kNoDirectory);
+  if (checkpoints_ != nullptr) id = checkpoints_->data().GroupId(options_.group);
+  if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
+  EMA_ASSIGN_OR_RETURN(RegistryEntry entry, registry_->Read(DirectoryKey()));
+  if (entry.revision == 0) {
+    absl::Status put = registry_->CompareAndPut(DirectoryKey(), /*revision=*/0, *id).status();
+    if (!absl::IsAborted(put)) return put;
+    EMA_ASSIGN_OR_RETURN(entry, registry_->Read(DirectoryKey()));
+  }
+  return CheckSameDirectory(*id, entry.value);
+}
+
+absl::Status ServerGroup::CheckSameDirectory(const std::string& id,
+                                             const std::string& id_of_others) const {
+  if (id == id_of_others) return absl::OkStatus();
+  if (id == kNoDirectory) {
     return absl::FailedPreconditionError(
         absl::StrCat("group \"", options_.group,
                      "\": the other members share a data directory; give this one the same with "
                      "--data-dir, or remove the key ",
-                     key, " from etcd if the group no longer has one"));
+                     DirectoryKey(), " from etcd if the group no longer has one"));
   }
-  absl::StatusOr<std::string> id = checkpoints_->data().GroupId(options_.group);
-  if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
-  if (entry.revision == 0) {
-    absl::Status put = registry_->CompareAndPut(key, /*revision=*/0, *id).status();
-    if (!absl::IsAborted(put)) return put;
-    EMA_ASSIGN_OR_RETURN(entry, registry_->Read(key));
+  if (id_of_others == kNoDirectory) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--data-dir ", options_.data_dir, ": the other members of group \"",
+                     options_.group, "\" have no data directory. If all of them get this one, ",
+                     "remove the key ", DirectoryKey(), " from etcd"));
   }
-  if (entry.value == *id) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
-      "--data-dir ", options_.data_dir, ": this directory has the id ", *id,
-      ", but that of the other members of group \"", options_.group, "\" has ", entry.value,
+      "--data-dir ", options_.data_dir, ": this directory has ",
+      id.empty() ? "no id" : absl::StrCat("the id ", id),
+      ", but that of the other members of group \"", options_.group, "\" has ", id_of_others,
       ": all members must share one directory. If the group has moved to this one, remove the key ",
-      key, " from etcd"));
+      DirectoryKey(), " from etcd"));
 }
 
 absl::Status ServerGroup::Join(int port) {

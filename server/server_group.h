@@ -5,6 +5,7 @@
 #define EMA_SERVER_SERVER_GROUP_H_
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -31,6 +32,11 @@ class ServerGroup {
   // Without Leave() before, the other servers see a crash: the member's key expires after its TTL.
   ~ServerGroup() { Stop(); }
 
+  // Before the data directory is opened, which changes it: checks that it is that of the other
+  // members. FAILED_PRECONDITION: it is not, or only one of the two sides has one. Blocks on the
+  // registry and the disk.
+  absl::Status CheckDirectory();
+
   // How the checkpoint layer saves the group's models. Fails before Join().
   PartitionedSaves* saves() { return &saves_; }
   // Makes models(). `checkpoints` outlives this until Stop(). Null: there is no data directory.
@@ -52,9 +58,12 @@ class ServerGroup {
   ServerGroup(const ServerOptions& options, LogSink log)
       : options_(options), log_(std::move(log)) {}
   // Checks the id of this server's data directory against the id in the registry, or records it
-  // there if there is none yet. FAILED_PRECONDITION: the ids differ, or the registry has an id and
-  // this server has no data directory.
+  // there if this is the group's first server. FAILED_PRECONDITION: the ids differ, or only one of
+  // the two says that there is no data directory.
   absl::Status AgreeOnDirectory();
+  // `id`: of this server's directory; empty: it has none yet.
+  absl::Status CheckSameDirectory(const std::string& id, const std::string& id_of_others) const;
+  std::string DirectoryKey() const;
 
   const ServerOptions options_;
   const LogSink log_;

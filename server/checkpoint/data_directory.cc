@@ -37,6 +37,38 @@ absl::Status MakeDirectories(FileSystem& file_system, const std::string& path) {
   return file_system.SyncDirectory(parent);
 }
 
+// The name of a folder of a model; empty: there is none.
+absl::StatusOr<std::string> FindModel(FileSystem& file_system, const std::string& models_path) {
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(models_path));
+  if (!exists) return "";
+  EMA_ASSIGN_OR_RETURN(const auto entries, file_system.ListDirectory(models_path));
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.is_directory && ValidateName("model", entry.name).ok()) return entry.name;
+  }
+  return "";
+}
+
+// NOT_FOUND: no group has used the directory.
+absl::StatusOr<std::string> ReadGroupId(FileSystem& file_system, const std::string& path,
+                                        std::string_view group) {
+  const std::string folder = JoinPath(path, kGroupFolder);
+  EMA_ASSIGN_OR_RETURN(const std::string text,
+                       file_system.ReadSmallFile(JoinPath(folder, kIdFileName), 1024));
+  // The group's name, a space, the id, and a newline.
+  const std::vector<std::string> words = absl::StrSplit(text, absl::ByAnyChar(" \n"));
+  if (words.size() != 3 || words[1].empty() || !words[2].empty()) {
+    return absl::FailedPreconditionError(
+        "the data directory's GROUP/ID is damaged; expected a line with the group's name and an "
+        "id");
+  }
+  if (words[0] != group) {
+    return absl::FailedPreconditionError(absl::StrCat("the data directory belongs to group \"",
+                                                      words[0], "\", expected \"",
+                                                      std::string(group), "\" (--group)"));
+  }
+  return words[1];
+}
+
 }  // namespace
 
 int64_t IncarnationWithoutStore(absl::Time now) { return absl::ToUnixMicros(now); }
@@ -124,41 +156,27 @@ absl::Status DataDirectory::ClearAllTemporary() {
 
 // --- The group ---
 
-absl::StatusOr<std::string> DataDirectory::GroupId(std::string_view group) {
+absl::StatusOr<std::string> DataDirectory::FindGroupId(FileSystem& file_system,
+                                                       const std::string& path,
+                                                       std::string_view group) {
   EMA_RETURN_IF_ERROR(ValidateName("group", group));
   // Asked first: a group has an id before it has models.
-  EMA_ASSIGN_OR_RETURN(const bool has_lock, file_system_.Exists(JoinPath(path_, kLockFileName)));
-  EMA_ASSIGN_OR_RETURN(const std::vector<std::string> models, ModelNames());
-  absl::StatusOr<std::string> id = ReadGroupId(group);
-  if (!absl::IsNotFound(id.status())) return id;
-  if (has_lock || !models.empty()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the data directory belongs to a server without a group (it has ",
-                     has_lock ? std::string(kLockFileName) : "models/" + models.front(),
-                     ", but not GROUP); expected an empty directory, or that of group \"",
-                     std::string(group), "\""));
-  }
-  EMA_RETURN_IF_ERROR(WriteGroupId(group));
-  return ReadGroupId(group);
+  EMA_ASSIGN_OR_RETURN(const bool has_lock, file_system.Exists(JoinPath(path, kLockFileName)));
+  EMA_ASSIGN_OR_RETURN(const std::string model, FindModel(file_system, JoinPath(path, "models")));
+  absl::StatusOr<std::string> id = ReadGroupId(file_system, path, group);
+  if (!absl::IsNotFound(id.status()) || (!has_lock && model.empty())) return id;
+  return absl::FailedPreconditionError(
+      absl::StrCat("the data directory belongs to a server without a group (it has ",
+                   has_lock ? std::string(kLockFileName) : "models/" + model,
+                   ", but not GROUP); expected an empty directory, or that of group \"",
+                   std::string(group), "\""));
 }
 
-absl::StatusOr<std::string> DataDirectory::ReadGroupId(std::string_view group) const {
-  const std::string folder = JoinPath(path_, kGroupFolder);
-  EMA_ASSIGN_OR_RETURN(const std::string text,
-                       file_system_.ReadSmallFile(JoinPath(folder, kIdFileName), 1024));
-  // The group's name, a space, the id, and a newline.
-  const std::vector<std::string> words = absl::StrSplit(text, absl::ByAnyChar(" \n"));
-  if (words.size() != 3 || words[1].empty() || !words[2].empty()) {
-    return absl::FailedPreconditionError(
-        "the data directory's GROUP/ID is damaged; expected a line with the group's name and an "
-        "id");
-  }
-  if (words[0] != group) {
-    return absl::FailedPreconditionError(absl::StrCat("the data directory belongs to group \"",
-                                                      words[0], "\", expected \"",
-                                                      std::string(group), "\" (--group)"));
-  }
-  return words[1];
+absl::StatusOr<std::string> DataDirectory::GroupId(std::string_view group) {
+  absl::StatusOr<std::string> id = FindGroupId(file_system_, path_, group);
+  if (!absl::IsNotFound(id.status())) return id;
+  EMA_RETURN_IF_ERROR(WriteGroupId(group));
+  return FindGroupId(file_system_, path_, group);
 }
 
 absl::Status DataDirectory::WriteGroupId(std::string_view group) {

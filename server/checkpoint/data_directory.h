@@ -66,10 +66,15 @@ class DataDirectory {
                                                              absl::Time now,
                                                              std::string member = "");
 
-  // Returns the random id of this directory, or writes it if this is the first server of `group`.
-  // If two servers of the group get different ids, they do not share one directory.
-  // FAILED_PRECONDITION: the directory belongs to another group, or to a server without a group.
-  // INVALID_ARGUMENT, BAD_NAME: `group` is not a name. REQUIRES: opened with a member's name.
+  // Reads the random id that the directory at `path`, which need not be open, has from the first
+  // server of `group`. Changes nothing. If two servers of the group find different ids, they do not
+  // share one directory. NOT_FOUND: no server has used the directory. FAILED_PRECONDITION: it
+  // belongs to another group, or to a server without a group. INVALID_ARGUMENT, BAD_NAME: `group`
+  // is not a name.
+  static absl::StatusOr<std::string> FindGroupId(FileSystem& file_system, const std::string& path,
+                                                 std::string_view group);
+  // FindGroupId() of this directory. If this is the first server of `group`, writes the id.
+  // REQUIRES: opened with a member's name.
   absl::StatusOr<std::string> GroupId(std::string_view group);
 
   // The number of this life of the server, larger than every number that an earlier life has used.
@@ -90,15 +95,15 @@ class DataDirectory {
   // Folders with a model's name. FAILED_PRECONDITION: one is a symbolic link.
   absl::StatusOr<std::vector<std::string>> ModelNames() const;
 
+  // The highest incarnation in the names of a model's checkpoints, also of those set aside; 0: there
+  // are none.
+  absl::StatusOr<int64_t> NewestIncarnation(std::string_view model) const;
+
   // --- Health ---
 
   // OK, or UNAVAILABLE, STORE_READ_ONLY: sync_error(), or the last write that NoteWritten()
   // recorded has failed. Never blocks on the disk.
   absl::Status health() const;
-  // The highest incarnation in the names of a model's checkpoints, also of those set aside; 0: there
-  // are none.
-  absl::StatusOr<int64_t> NewestIncarnation(std::string_view model) const;
-
   // OK, or the failed sync that has latched: UNAVAILABLE, STORE_READ_ONLY until the next start.
   absl::Status sync_error() const { return latch_.status(); }
   SyncLatch& latch() { return latch_; }
@@ -151,8 +156,6 @@ class DataDirectory {
   // Locks the folders of all members, so that no server of a group can use the directory as well.
   absl::Status LockMembers();
   absl::Status ClearAllTemporary();
-  // NOT_FOUND: no group has used the directory.
-  absl::StatusOr<std::string> ReadGroupId(std::string_view group) const;
   // OK also if another server has just done it.
   absl::Status WriteGroupId(std::string_view group);
   absl::Status RaiseIncarnation(absl::Time now);

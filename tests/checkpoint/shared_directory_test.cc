@@ -137,6 +137,17 @@ TEST_F(SharedDirectoryTest, ADirectoryOfASingleServerIsRefused) {
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("it has models/m")));
 }
 
+TEST_F(SharedDirectoryTest, TheIdIsFoundWithoutAChange) {
+  const auto find = [&] { return DataDirectory::FindGroupId(files_, "/data", "g"); };
+  const size_t path_count = files_.AllPaths().size();
+  EXPECT_THAT(find().status(), StatusIs(absl::StatusCode::kNotFound, _));
+  EXPECT_EQ(files_.AllPaths().size(), path_count);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto a, Open("a"));
+  EXPECT_THAT(find().status(), StatusIs(absl::StatusCode::kNotFound, _));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::string id, a->GroupId("g"));
+  EXPECT_THAT(find(), IsOkAndHolds(id));
+}
+
 TEST_F(SharedDirectoryTest, TheIdSurvivesAPowerLoss) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto a, Open("a"));
   EMA_ASSERT_OK_AND_ASSIGN(const std::string id, a->GroupId("g"));

@@ -90,6 +90,22 @@ TEST_F(ServerGroupTest, AServerIsNotHealthyBeforeItHasJoined) {
   EXPECT_THAT(second->Drain(), IsOk());
 }
 
+TEST_F(ServerGroupTest, AServerWithADirectoryDoesNotJoinAGroupWithoutOne) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, Server::Start(OptionsOf("ema-0")));
+  std::string directory = testing::TempDir() + "/ema_group_XXXXXX";
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  ServerOptions options = OptionsOf("ema-1");
+  options.data_dir = directory;
+  EXPECT_THAT(Server::Start(options),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       HasSubstr("the other members of group \"g\" have no data directory")));
+  options.data_dir = "";
+  EMA_ASSERT_OK_AND_ASSIGN(const auto second, Server::Start(options));
+  EXPECT_THAT(second->Drain(), IsOk());
+  EXPECT_THAT(first->Drain(), IsOk());
+  PosixFileSystem().RemoveTree(directory).IgnoreError();
+}
+
 TEST_F(ServerGroupTest, AStoppedServerLosesNoStep) {
   std::string directory = testing::TempDir() + "/ema_group_XXXXXX";
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
@@ -141,11 +157,11 @@ TEST_F(ServerGroupTest, AStoppedServerLosesNoStep) {
   options.data_dir = directory + "-other";
   EXPECT_THAT(Server::Start(options),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("must share one")));
+  EXPECT_THAT(PosixFileSystem().Exists(options.data_dir), IsOkAndHolds(false));
   options.data_dir = "";
   EXPECT_THAT(Server::Start(options),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("share a data directory")));
   PosixFileSystem().RemoveTree(directory).IgnoreError();
-  PosixFileSystem().RemoveTree(directory + "-other").IgnoreError();
 }
 
 }  // namespace
