@@ -567,19 +567,27 @@ absl::Status CheckpointFolder::PutLabel(const CheckpointLabel& label) {
   return data_.AsSaveError(PutLabelLocked(label));
 }
 
+absl::StatusOr<bool> CheckpointFolder::IsDurableLocked(const CheckpointId& id) {
+  if (options_.partitions != nullptr) {
+    EMA_ASSIGN_OR_RETURN(const RecordedCheckpoints recorded,
+                         options_.partitions->Recorded(model_name_));
+    return recorded.Has(id.version_id());
+  }
+  // A later one is there if its save failed before LATEST: a restart sets it aside.
+  if (is_durable_) return id <= latest_;
+  EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
+  return id <= latest;
+}
+
 absl::Status CheckpointFolder::PutLabelLocked(const CheckpointLabel& label) {
   EMA_RETURN_IF_ERROR(IndexLocked());
-  // One later than LATEST is there if its save failed before that: a restart sets it aside.
-  absl::StatusOr<CheckpointId> latest = latest_;
-  if (!is_durable_) latest = files_.FindLatest();
-  EMA_RETURN_IF_ERROR(latest.status());
   const std::vector<CheckpointEntry> all = index_.All();
-  if (std::none_of(all.begin(), all.end(), [&](const CheckpointEntry& entry) {
-        return entry.problem.ok() && !entry.is_partial && entry.id <= *latest &&
-               entry.id.version_id() == label.id;
-      })) {
-    return VersionGoneError(label);
-  }
+  const auto labelled = std::find_if(all.begin(), all.end(), [&](const CheckpointEntry& entry) {
+    return entry.problem.ok() && !entry.is_partial && entry.id.version_id() == label.id;
+  });
+  if (labelled == all.end()) return VersionGoneError(label);
+  EMA_ASSIGN_OR_RETURN(const bool is_durable, IsDurableLocked(labelled->id));
+  if (!is_durable) return VersionGoneError(label);
   LabelMap labels = index_.labels();
   if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {
     // An earlier call may have ended between the rename and this.
@@ -648,6 +656,24 @@ absl::StatusOr<std::string> CheckpointFolder::Abandon(const CheckpointId& id) {
   absl::MutexLock lock(&mu_);
   ForgetLocked();
   return files_.SetAside(CheckpointName(id), kAbandonedPrefix);
+}
+
+absl::StatusOr<std::vector<std::string>> CheckpointFolder::BeginIncarnation(
+    const CheckpointId& base, const std::vector<VersionId>& recorded) {
+  absl::MutexLock lock(&mu_);
+  ForgetLocked();
+  uncommitted_.reset();
+  EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, files_.FindCheckpoints());
+  if (ids.empty()) return std::vector<std::string>();
+  if (ids.front() != base) EMA_RETURN_IF_ERROR(files_.WriteLatest(base));
+  std::vector<std::string> set_aside;
+  for (const CheckpointId& id : ids) {
+    if (absl::c_linear_search(recorded, id.version_id())) continue;
+    EMA_ASSIGN_OR_RETURN(std::string name, files_.SetAside(CheckpointName(id), kAbandonedPrefix));
+    set_aside.push_back(std::move(name));
+  }
+  return set_aside;
 }
 
 }  // namespace ema

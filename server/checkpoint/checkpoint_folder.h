@@ -204,6 +204,12 @@ class CheckpointFolder {
       ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside that is newer than the one that was loaded. Returns its new name.
   absl::StatusOr<std::string> Abandon(const CheckpointId& id) ABSL_LOCKS_EXCLUDED(mu_);
+  // In a group, on the home of an incarnation that begins with the checkpoint `base`: makes LATEST
+  // name it, and sets the checkpoints aside that have all tracks but are not `recorded`: a crash
+  // came before the registry had them. Returns their new names.
+  absl::StatusOr<std::vector<std::string>> BeginIncarnation(const CheckpointId& base,
+                                                            const std::vector<VersionId>& recorded)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // Another server may have changed the folder: it is listed again before the index is used. Never
   // blocks.
   void Refresh() { index_.Invalidate(); }
@@ -265,6 +271,9 @@ class CheckpointFolder {
 
   // --- Parts of the other calls ---
 
+  // Whether a restart would find that version: in a group, the registry has it, else LATEST does
+  // not name an older one.
+  absl::StatusOr<bool> IsDurableLocked(const CheckpointId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status PutLabelLocked(const CheckpointLabel& label) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status RemoveLabelLocked(std::string_view label) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status WriteLabelsLocked(LabelMap labels) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -223,8 +223,7 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtStep(
     EMA_RETURN_IF_ERROR(CheckNotDue(point, context_.model.history().NewestStates(), where));
     return std::nullopt;
   }
-  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, versions_.Known());
-  const std::vector<KnownVersion> branch = BranchOf(known, *latest);
+  EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> branch, versions_.Branch(*latest));
   std::optional<VersionId> id = VersionAfterStep(branch, point.step);
   if (id.has_value()) return id;
   if (point.time.has_value()) {

@@ -4,8 +4,10 @@
 #ifndef EMA_SERVER_CHECKPOINT_PARTITIONED_SAVES_H_
 #define EMA_SERVER_CHECKPOINT_PARTITIONED_SAVES_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -17,6 +19,21 @@
 #include "server/format/manifest_json.h"
 
 namespace ema {
+
+// What a group's registry has about the checkpoints of one model.
+struct RecordedCheckpoints {
+  std::vector<VersionId> ids;  // The durable ones.
+  // The present history: the last version in it of each incarnation that it has.
+  std::vector<VersionId> history;
+
+  bool Has(const VersionId& id) const { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
+  // False: the version has been discarded, by a rollback or a crash.
+  bool IsInHistory(const VersionId& id) const {
+    return std::any_of(history.begin(), history.end(), [&](const VersionId& last) {
+      return last.incarnation == id.incarnation && id.version <= last.version;
+    });
+  }
+};
 
 // How the checkpoints of models on several servers are written and committed; implemented by the
 // group layer. `home`: partition 0 of the model, which this server has. Thread-safe. Calls block.
@@ -37,6 +54,10 @@ class PartitionedSaves {
   // been recorded.
   virtual absl::Status Commit(Model& home, const Version& record, int64_t total_bytes,
                               bool keep) = 0;
+
+  // Includes all changes that this server has made. UNAVAILABLE, GROUP_DEGRADED: this server is not
+  // a member of its group. UNAVAILABLE, REGISTRY_AWAY. NOT_FOUND, MODEL_NOT_FOUND.
+  virtual absl::StatusOr<RecordedCheckpoints> Recorded(const std::string& model) const = 0;
 
   // Takes a checkpoint off the registry before its files are removed; OK if it is not there. After
   // an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the model

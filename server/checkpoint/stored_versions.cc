@@ -24,6 +24,16 @@ bool IsInMemory(const Model& model, const VersionId& id) {
   return !records.empty() && records[0].record.id() == id && records[0].available;
 }
 
+std::vector<KnownVersion> VersionsOf(const std::vector<CheckpointEntry>& entries,
+                                     bool with_partial) {
+  std::vector<KnownVersion> versions;
+  for (const CheckpointEntry& entry : entries) {
+    if (entry.is_partial && !with_partial) continue;
+    versions.push_back({.id = entry.id.version_id(), .step = entry.id.step, .can_restore = true});
+  }
+  return versions;
+}
+
 }  // namespace
 
 // --- Finding ---
@@ -41,11 +51,26 @@ absl::StatusOr<std::vector<CheckpointEntry>> StoredVersions::List(
   return context_.folder.List(name);  // Some have new names.
 }
 
+absl::StatusOr<std::vector<CheckpointEntry>> StoredVersions::Readable(bool with_discarded) const {
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> all, context_.folder.ListNames());
+  std::erase_if(all, [](const CheckpointEntry& entry) { return !entry.problem.ok(); });
+  const PartitionedSaves* const partitions = context_.folder.partitions();
+  if (partitions == nullptr || all.empty()) return all;
+  EMA_ASSIGN_OR_RETURN(const RecordedCheckpoints recorded, partitions->Recorded(context_.name()));
+  std::erase_if(all, [&](const CheckpointEntry& entry) {
+    const VersionId id = entry.id.version_id();
+    return (!entry.is_partial && !recorded.Has(id)) ||
+           (!with_discarded && !recorded.IsInHistory(id));
+  });
+  return all;
+}
+
 absl::StatusOr<std::optional<CheckpointEntry>> StoredVersions::Find(const VersionId& id,
                                                                     bool is_partial) const {
-  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> all, context_.folder.ListNames());
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> all,
+                       Readable(/*with_discarded=*/id.incarnation != 0));
   for (CheckpointEntry& entry : all) {
-    if (entry.problem.ok() && entry.is_partial == is_partial && id.Names(entry.id.version_id())) {
+    if (entry.is_partial == is_partial && id.Names(entry.id.version_id())) {
       return std::optional(std::move(entry));
     }
   }
@@ -53,18 +78,18 @@ absl::StatusOr<std::optional<CheckpointEntry>> StoredVersions::Find(const Versio
 }
 
 absl::StatusOr<std::vector<KnownVersion>> StoredVersions::OnDisk(bool with_partial) const {
-  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, context_.folder.ListNames());
-  std::vector<KnownVersion> on_disk;
-  for (const CheckpointEntry& entry : all) {
-    if (!entry.problem.ok() || (entry.is_partial && !with_partial)) continue;
-    on_disk.push_back({.id = entry.id.version_id(), .step = entry.id.step, .can_restore = true});
-  }
-  return on_disk;
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, Readable(/*with_discarded=*/false));
+  return VersionsOf(all, with_partial);
 }
 
 absl::StatusOr<std::vector<KnownVersion>> StoredVersions::Known() const {
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, Readable(/*with_discarded=*/true));
+  return MergeKnownVersions(context_.model.history(), VersionsOf(all, /*with_partial=*/false));
+}
+
+absl::StatusOr<std::vector<KnownVersion>> StoredVersions::Branch(const Version& latest) const {
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> on_disk, OnDisk(/*with_partial=*/false));
-  return MergeKnownVersions(context_.model.history(), on_disk);
+  return BranchOf(MergeKnownVersions(context_.model.history(), on_disk), latest);
 }
 
 absl::StatusOr<VersionId> StoredVersions::FindLabel(std::string_view label) const {
@@ -80,7 +105,13 @@ absl::StatusOr<VersionId> StoredVersions::FindLabel(std::string_view label) cons
 
 absl::Status StoredVersions::CheckIsDurable(const VersionId& id, bool is_partial) const {
   EMA_RETURN_IF_ERROR(context_.data.sync_error());
-  if (is_partial || id <= context_.model.durable().version()) return absl::OkStatus();
+  if (is_partial) return absl::OkStatus();
+  bool is_durable = id <= context_.model.durable().version();
+  if (const PartitionedSaves* const partitions = context_.folder.partitions()) {
+    EMA_ASSIGN_OR_RETURN(const RecordedCheckpoints recorded, partitions->Recorded(context_.name()));
+    is_durable = recorded.Has(id);
+  }
+  if (is_durable) return absl::OkStatus();
   return absl::UnavailableError(absl::StrCat("model \"", context_.name(),
                                              "\": the save of version ", id.version,
                                              " has not finished, or has failed"));
@@ -142,10 +173,10 @@ absl::StatusOr<CheckpointManifest> StoredVersions::ReadManifest(
 absl::StatusOr<SnapshotRef> StoredVersions::OpenVersion(const VersionId& id,
                                                         std::string_view track) const {
   CheckpointFolder& folder = context_.folder;
-  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> found, folder.ListNames());
-  std::erase_if(found, [&](const CheckpointEntry& entry) {
-    return !entry.problem.ok() || !id.Names(entry.id.version_id());
-  });
+  EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> found,
+                       Readable(/*with_discarded=*/id.incarnation != 0));
+  std::erase_if(found,
+                [&](const CheckpointEntry& entry) { return !id.Names(entry.id.version_id()); });
   // Complete checkpoints first.
   std::stable_partition(found.begin(), found.end(),
                         [](const CheckpointEntry& entry) { return !entry.is_partial; });

@@ -56,13 +56,15 @@ class StoredVersions {
   // CheckpointFolder::List(), after bad checkpoints have been set aside.
   absl::StatusOr<std::vector<CheckpointEntry>> List(std::optional<std::string_view> name) const;
   // A good checkpoint of a version, with all tracks or, `is_partial`, with some; incarnation 0: the
-  // newest with that number. nullopt: there is none.
+  // newest with that number, in a group of the present history only. nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointEntry>> Find(const VersionId& id,
                                                       bool is_partial = false) const;
-  // Checkpoints::OnDisk().
+  // Checkpoints::OnDisk(). In a group, without versions that have been discarded.
   absl::StatusOr<std::vector<KnownVersion>> OnDisk(bool with_partial) const;
   // Versions that are in memory, or on the disk with all tracks: newest first, each once.
   absl::StatusOr<std::vector<KnownVersion>> Known() const;
+  // Those of them that led to `latest`, the model's newest version: BranchOf().
+  absl::StatusOr<std::vector<KnownVersion>> Branch(const Version& latest) const;
   // Checkpoints::FindLabel().
   absl::StatusOr<VersionId> FindLabel(std::string_view label) const;
 
@@ -99,6 +101,11 @@ class StoredVersions {
   void NoteUnreadable(const std::string& name, const absl::Status& problem) const;
 
  private:
+  // Good checkpoints, newest first. In a group, a crash may have left one that is not durable, as
+  // the registry does not have it; these are left out. `with_discarded`: also those that a group
+  // has discarded.
+  absl::StatusOr<std::vector<CheckpointEntry>> Readable(bool with_discarded) const;
+
   const ModelContext context_;
 };
 

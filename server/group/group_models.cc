@@ -237,6 +237,15 @@ absl::StatusOr<GroupModels::Placement> GroupModels::PlacementOf(const std::strin
 absl::Status GroupModels::ChangeRecord(
     const std::string& model, int64_t incarnation,
     absl::FunctionRef<absl::StatusOr<ModelRecord>(const ModelRecord&)> change) {
+}
+
+absl::StatusOr<ModelRecord> GroupModels::RecordOf(const std::string& model) const {
+  EMA_ASSIGN_OR_RETURN(Member* const member, hosted_.GetMember());
+  if (const auto cached = member->model(model)) return *cached;
+  const auto stored = member->Read(model);
+  if (!stored.ok()) return RegistryError(stored.status());
+  if (!stored->has_value()) return ModelNotFoundError(model);
+  return (*stored)->record;
   constexpr int kAttempts = 10;  // Another call may change the record meanwhile.
   EMA_ASSIGN_OR_RETURN(Member* const member, hosted_.GetMember());
   for (int attempt = 0; attempt < kAttempts; ++attempt) {

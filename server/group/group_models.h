@@ -62,6 +62,9 @@ class GroupModels final : public ModelGroup {
   };
   // ABORTED, FENCED: this server does not have that incarnation.
   absl::StatusOr<Placement> PlacementOf(const std::string& model, int64_t incarnation) const;
+  // The record of a model, from the cache of the registry if it is there. NOT_FOUND,
+  // MODEL_NOT_FOUND. UNAVAILABLE, REGISTRY_AWAY.
+  absl::StatusOr<ModelRecord> RecordOf(const std::string& model) const;
   // Replaces the record of a model of that incarnation by what `change` returns, and repeats that
   // if the record was changed meanwhile. Errors of `change`, and NOT_FOUND, MODEL_NOT_FOUND.
   // ABORTED, FENCED: the model has another incarnation. UNAVAILABLE, REGISTRY_AWAY. Blocks.

@@ -151,6 +151,15 @@ absl::Status GroupSaves::Commit(Model& home, const Version& record, int64_t tota
   });
 }
 
+absl::StatusOr<RecordedCheckpoints> GroupSaves::Recorded(const std::string& model) const {
+  EMA_ASSIGN_OR_RETURN(const GroupModels* const models, GetModels());
+  EMA_ASSIGN_OR_RETURN(const ModelRecord record, models->RecordOf(model));
+  RecordedCheckpoints recorded{.ids = {}, .history = record.History()};
+  for (const GroupCheckpoint& checkpoint : record.checkpoints)
+    recorded.ids.push_back(checkpoint.id);
+  return recorded;
+}
+
 absl::Status GroupSaves::Remove(Model& home, const VersionId& id) {
   EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
   const absl::Status status =

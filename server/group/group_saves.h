@@ -38,6 +38,8 @@ class GroupSaves final : public PartitionedSaves {
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Commit(Model& home, const Version& record, int64_t total_bytes, bool keep) override
       ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<RecordedCheckpoints> Recorded(const std::string& model) const override
+      ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Remove(Model& home, const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status RollBack(Model& home, const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);
 

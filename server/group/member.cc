@@ -101,13 +101,15 @@ std::map<std::string, MemberRecord> Member::members() const {
 
 std::map<std::string, ModelRecord> Member::models() const {
   absl::MutexLock lock(&mu_);
-  return {cache_.models.begin(), cache_.models.end()};
+  std::map<std::string, ModelRecord> models;
+  for (const auto& [name, stored] : cache_.models) models.emplace(name, stored.record);
+  return models;
 }
 
 std::optional<ModelRecord> Member::model(std::string_view name) const {
   absl::MutexLock lock(&mu_);
   const auto found = cache_.models.find(name);
-  return found != cache_.models.end() ? std::optional(found->second) : std::nullopt;
+  return found != cache_.models.end() ? std::optional(found->second.record) : std::nullopt;
 }
 
 std::optional<std::string> Member::AddressOf(std::string_view member, std::string_view boot) const {
@@ -128,7 +130,12 @@ absl::StatusOr<int64_t> Member::Write(std::string_view model, const ModelRecord&
                                       int64_t revision) {
   const std::string key = ModelKey(model);
   EMA_ASSIGN_OR_RETURN(const std::string text, FormatModelRecord(key, record));
-  return options_.registry->CompareAndPut(key, revision, text);
+  EMA_ASSIGN_OR_RETURN(const int64_t written,
+                       options_.registry->CompareAndPut(key, revision, text));
+  absl::MutexLock lock(&mu_);
+  StoredModel& cached = cache_.models[std::string(model)];
+  if (cached.revision < written) cached = {record, written};
+  return written;
 }
 
 absl::Status Member::Erase(std::string_view model, int64_t revision) {
@@ -145,12 +152,22 @@ void Member::OnUpdate(const RegistryUpdate& update) {
   std::function<void()> on_change;
   {
     absl::MutexLock lock(&mu_);
+    KeepNewerLocked(cache);
     cache_ = std::move(cache);
     is_filled_ = true;
     cache_changed_.WakeAll();
     on_change = on_change_;
   }
   if (on_change) on_change();
+}
+
+void Member::KeepNewerLocked(Cache& cache) const {
+  for (auto& [name, stored] : cache.models) {
+    const auto known = cache_.models.find(name);
+    if (known != cache_.models.end() && known->second.revision > stored.revision) {
+      stored = known->second;
+    }
+  }
 }
 
 void Member::Apply(const RegistryEntry& entry, Cache& cache) {
@@ -168,7 +185,11 @@ void Member::Apply(const RegistryEntry& entry, Cache& cache) {
     }
   };
   apply(kMembers, cache.members, ParseMemberRecord);
-  apply(kModels, cache.models, ParseModelRecord);
+  apply(kModels, cache.models,
+        [&](std::string_view key, std::string_view text) -> absl::StatusOr<StoredModel> {
+          EMA_ASSIGN_OR_RETURN(ModelRecord record, ParseModelRecord(key, text));
+          return StoredModel{std::move(record), entry.revision};
+        });
 }
 
 void Member::ReportDamage(const RegistryEntry& entry, const absl::Status& error) {

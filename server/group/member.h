@@ -31,7 +31,8 @@ namespace ema::group {
 //
 // Read(), Write(), Erase() and Leave() call the registry and block, each for at most the
 // registry's limit. Their errors include those of Registry: UNAVAILABLE: no answer, and a change
-// may have been made or not. All other methods use the cache, which lags behind the registry.
+// may have been made or not. All other methods use the cache. It lags behind the registry, but has
+// what Write() has written.
 class Member {
  public:
   struct Options {
@@ -80,8 +81,8 @@ class Member {
   // Replaces the record that has `revision` (0: there is none yet), and returns the new one's
   // revision. ABORTED: it was changed meanwhile, so read it again. Errors also as
   // FormatModelRecord().
-  absl::StatusOr<int64_t> Write(std::string_view model, const ModelRecord& record,
-                                int64_t revision);
+  absl::StatusOr<int64_t> Write(std::string_view model, const ModelRecord& record, int64_t revision)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // ABORTED: the record was changed since it had `revision`.
   absl::Status Erase(std::string_view model, int64_t revision);
 
@@ -95,7 +96,7 @@ class Member {
  private:
   struct Cache {
     std::map<std::string, MemberRecord, std::less<>> members;
-    std::map<std::string, ModelRecord, std::less<>> models;
+    std::map<std::string, StoredModel, std::less<>> models;
   };
 
   explicit Member(Options options);
@@ -112,6 +113,8 @@ class Member {
   // On the watch's thread.
   void OnUpdate(const RegistryUpdate& update) ABSL_LOCKS_EXCLUDED(mu_);
   void Apply(const RegistryEntry& entry, Cache& cache);
+  // Puts the records that Write() has written meanwhile into `cache`, which replaces cache_.
+  void KeepNewerLocked(Cache& cache) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void ReportDamage(const RegistryEntry& entry, const absl::Status& error);
 
   const Options options_;

@@ -2,6 +2,8 @@
 #include "server/group/model_record.h"
 
 #include <algorithm>
+#include <limits>
+#include <set>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -66,11 +68,17 @@ void VisitFields(auto& io, MaybeConst<GroupCheckpoint> auto& checkpoint) {
   io("keep", checkpoint.keep);
 }
 
+void VisitFields(auto& io, MaybeConst<EarlierBase> auto& earlier) {
+  io("incarnation", earlier.incarnation);
+  io("base", earlier.base);
+}
+
 void VisitFields(auto& io, MaybeConst<ModelRecord> auto& record) {
   io("state", record.state);
   io("incarnation", record.incarnation, 1, kMaxStoredCount);
   io("tracks_revision", record.tracks_revision);
   io("base", record.base);
+  io("earlier_bases", record.earlier_bases);
   io("fenced_run_epoch", record.fenced_run_epoch, 0, kMaxStoredCount);
   io("partitions", record.partitions);
   io("checkpoints", record.checkpoints);
@@ -131,6 +139,24 @@ std::string FindCheckpointsProblem(const ModelRecord& record) {
   return "";
 }
 
+std::string FindEarlierBasesProblem(const ModelRecord& record) {
+  for (size_t i = 0; i < record.earlier_bases.size(); ++i) {
+    const EarlierBase& earlier = record.earlier_bases[i];
+    const std::string place =
+        absl::StrCat(".earlier_bases[", i, "] is of incarnation ", earlier.incarnation);
+    if (earlier.incarnation >= record.incarnation) {
+      return absl::StrCat(place, ", but the model is in incarnation ", record.incarnation);
+    }
+    if (i > 0 && earlier.incarnation <= record.earlier_bases[i - 1].incarnation) {
+      return absl::StrCat(place, ", and comes after ", record.earlier_bases[i - 1].incarnation);
+    }
+    if (earlier.base.incarnation >= earlier.incarnation) {
+      return absl::StrCat(place, ", but its base is ", NameOf(earlier.base));
+    }
+  }
+  return "";
+}
+
 std::string FindLabelsProblem(const ModelRecord& record) {
   for (size_t i = 0; i < record.labels.size(); ++i) {
     const CheckpointLabel& label = record.labels[i];
@@ -154,6 +180,7 @@ std::string FindLabelsProblem(const ModelRecord& record) {
 std::string FindProblem(const ModelRecord& record) {
   std::string problem = FindPartitionsProblem(record.partitions);
   if (problem.empty()) problem = FindCheckpointsProblem(record);
+  if (problem.empty()) problem = FindEarlierBasesProblem(record);
   if (problem.empty()) problem = FindLabelsProblem(record);
   return problem;
 }
@@ -208,6 +235,32 @@ absl::Status CheckState(const ModelRecord& record, State expected) {
                                                     std::string(StateName(expected))));
 }
 
+// Null: that incarnation began without a checkpoint, or nothing descends from it.
+const EarlierBase* FindEarlierBase(const ModelRecord& record, int64_t incarnation) {
+  const auto it =
+      std::find_if(record.earlier_bases.begin(), record.earlier_bases.end(),
+                   [&](const EarlierBase& one) { return one.incarnation == incarnation; });
+  return it != record.earlier_bases.end() ? &*it : nullptr;
+}
+
+// Removes the bases that no history of a checkpoint, or of the present incarnation, needs.
+void TrimEarlierBases(ModelRecord& record) {
+  std::set<int64_t> needed;
+  const auto add_history_of = [&](const VersionId& id) {
+    const EarlierBase* earlier = FindEarlierBase(record, id.incarnation);
+    while (earlier != nullptr && needed.insert(earlier->incarnation).second) {
+      earlier = FindEarlierBase(record, earlier->base.incarnation);
+    }
+  };
+  if (record.base.has_value()) add_history_of(*record.base);
+  for (const GroupCheckpoint& checkpoint : record.checkpoints) add_history_of(checkpoint.id);
+  std::erase_if(record.earlier_bases, [&](const EarlierBase& earlier) {
+    const bool has_older_checkpoint =
+        !record.checkpoints.empty() && record.checkpoints[0].id.incarnation < earlier.incarnation;
+    return !has_older_checkpoint || !needed.contains(earlier.incarnation);
+  });
+}
+
 int64_t TensorCount(const std::vector<Partition>& partitions) {
   int64_t count = 0;
   for (const Partition& partition : partitions) count += partition.tensor_count;
@@ -251,6 +304,17 @@ const GroupCheckpoint* ModelRecord::durable() const {
     return &checkpoints.back();
   }
   return base.has_value() ? Find(*base) : nullptr;
+}
+
+std::vector<VersionId> ModelRecord::History() const {
+  std::vector<VersionId> history = {{std::numeric_limits<int64_t>::max(), incarnation}};
+  const VersionId* last = base.has_value() ? &*base : nullptr;
+  while (last != nullptr) {
+    history.push_back(*last);
+    const EarlierBase* const earlier = FindEarlierBase(*this, last->incarnation);
+    last = earlier != nullptr ? &earlier->base : nullptr;
+  }
+  return history;
 }
 
 std::optional<int64_t> ModelRecord::PartitionOf(std::string_view member,
@@ -305,11 +369,13 @@ absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& requ
     return absl::InvalidArgumentError(
         absl::StrCat("partitions: they have ", count, " tensors, expected ", tensor_count));
   }
+  if (record.base.has_value()) record.earlier_bases.push_back({record.incarnation, *record.base});
   EMA_ASSIGN_OR_RETURN(record.incarnation, NextIncarnation(record.incarnation, request.now_micros,
                                                            request.newest_stored_incarnation));
   if (base != nullptr) record.base = base->id;
   record.fenced_run_epoch = std::max(record.fenced_run_epoch, request.fenced_run_epoch);
   record.partitions = request.partitions;
+  TrimEarlierBases(record);
   return record;
 }
 

@@ -63,6 +63,14 @@ struct GroupCheckpoint {
   friend bool operator==(const GroupCheckpoint&, const GroupCheckpoint&) = default;
 };
 
+// The checkpoint that an earlier incarnation of a model began with.
+struct EarlierBase {
+  int64_t incarnation = 0;
+  VersionId base;
+
+  friend bool operator==(const EarlierBase&, const EarlierBase&) = default;
+};
+
 // What a group has decided about a model. The value of the key models/NAME; every change replaces
 // the value, provided that it is the one that was read.
 struct ModelRecord {
@@ -78,6 +86,9 @@ struct ModelRecord {
   // The checkpoint that all partitions load at the beginning of the incarnation; absent: none, the
   // model has no version then. Once the incarnation has a checkpoint of its own, it may be removed.
   std::optional<VersionId> base;
+  // In the order of the incarnations: only those from which the present one, or a checkpoint,
+  // descends.
+  std::vector<EarlierBase> earlier_bases;
   // The newest run epoch that a rollback has fenced; 0: none.
   int64_t fenced_run_epoch = 0;
   // Together they have all tensors, in order. No member has two.
@@ -91,6 +102,10 @@ struct ModelRecord {
   // the base. Checkpoints that a rollback has discarded are newer than the base, but of earlier
   // incarnations. Null: the model would have no version.
   const GroupCheckpoint* durable() const;
+  // The present history, as the last version in it of each incarnation, newest incarnation first.
+  // Later versions of an earlier incarnation have been discarded: by a rollback, or because a crash
+  // came before they were saved.
+  std::vector<VersionId> History() const;
   // The partition of that process; nullopt: it has none. A process of another boot, which may be an
   // earlier life of the same member, has none.
   std::optional<int64_t> PartitionOf(std::string_view member, std::string_view boot) const;

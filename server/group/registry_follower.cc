@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -211,5 +212,26 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
          {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
   return absl::OkStatus();
 }
+  if (here->is_home()) BeginIncarnation(model, record, *listed);
 
 }  // namespace ema::group
+}
+
+void RegistryFollower::BeginIncarnation(const std::string& model, const ModelRecord& record,
+                                        const GroupCheckpoint& base) {
+  std::vector<VersionId> recorded;
+  for (const GroupCheckpoint& checkpoint : record.checkpoints) recorded.push_back(checkpoint.id);
+  const absl::StatusOr<std::vector<std::string>> set_aside =
+      checkpoints_->FolderOf(model).BeginIncarnation(
+          {base.id.incarnation, base.id.version, base.step}, recorded);
+  if (!set_aside.ok()) {
+    LogTo(log_, LogLevel::kWarning, "checkpoint folder does not follow the record",
+          {{"model", model}, {"error", set_aside.status()}});
+    return;
+  }
+  for (const std::string& name : *set_aside) {
+    LogTo(log_, LogLevel::kWarning, "checkpoint set aside",
+          {{"model", model},
+           {"checkpoint", name},
+           {"reason", "the registry does not have it: a server crashed while it was saved"}});
+  }

@@ -71,6 +71,10 @@ class RegistryFollower {
   void NoteLoadEnded(const std::string& model, const ModelRecord& record,
                      const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // On the home: makes the folder of the model's checkpoints follow the record. Errors are in the
+  // log: the record decides which checkpoints count.
+  void BeginIncarnation(const std::string& model, const ModelRecord& record,
+                        const GroupCheckpoint& base);
   HostedModels& hosted_;
   ModelStore& store_;
   CheckpointStore* const checkpoints_;

@@ -21,6 +21,7 @@
 #include "ema/error_reason.h"
 #include "ema/step_pusher.h"
 #include "server/checkpoint/checkpoint_store.h"
+#include "server/format/checkpoint_name.h"
 #include "tests/checkpoint/test_checkpoints.h"
 #include "tests/group/trained_group.h"
 #include "tests/testutil/status_matchers.h"
@@ -59,6 +60,18 @@ class GroupCheckpointTest : public testing::Test {
     return names;
   }
 
+  std::string Latest() const {
+    return PosixFileSystem()
+        .ReadSmallFile(directory_ + "/models/m/checkpoints/LATEST", 1024)
+        .value_or("");
+  }
+  // Pushes `step` and saves it.
+  static Client::CheckpointResult PushAndSave(TrainedGroup& group, ema::Run& run, int64_t step) {
+    EXPECT_THAT(Push(run, step), IsOk());
+    const auto saved = group.client().CreateCheckpoint("m", kPatience);
+    EXPECT_THAT(saved, IsOk());
+    return *saved;
+  }
   std::string directory_;
 };
 
@@ -363,6 +376,71 @@ TEST_F(GroupCheckpointTest, AResumingTrainerReturnsTheModelToItsStep) {
   const int64_t incarnation = group.Describe("m").incarnation();
   ASSERT_THAT(group.client().OpenRun("m", options, kPatience), IsOk());
   EXPECT_EQ(group.Describe("m").incarnation(), incarnation);
+}
+
+TEST_F(GroupCheckpointTest, DiscardedVersionsAreFoundByTheirIdOnly) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  const auto first = PushAndSave(group, *run, 1);
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  const auto discarded = PushAndSave(group, *run, 3);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled lost, group.Pull("ema"));
+  EXPECT_THAT(group.client().SetLabel("m", "lost", discarded.version.id(), kPatience), IsOk());
+  EXPECT_THAT(Latest(), HasSubstr(discarded.checkpoint));
+  ASSERT_THAT(group.client().RestoreCheckpoint("m", first.version.id(), kPatience), IsOk());
+  EXPECT_THAT(Latest(), HasSubstr(first.checkpoint));
+
+  Client::RunOptions options{.launch_id = "next life"};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto next, group.client().OpenRun("m", options, kPatience));
+  ASSERT_THAT(Push(*next, 2), IsOk());
+  ASSERT_THAT(Push(*next, 4), IsOk());
+  const auto newest = PushAndSave(group, *next, 5);
+  // Now only the disk knows what there was.
+  Crash(group, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), newest.version.id());
+  EXPECT_THAT(group.Pull("ema", {.step = 3}).status(), ReasonIs(ErrorReason::kVersionNotKept));
+  EXPECT_THAT(group.Pull("ema", {.version = 3}).status(), ReasonIs(ErrorReason::kVersionNotKept));
+  options = {.launch_id = "third life", .resume = ResumePoint{.step = 3}};
+  EXPECT_THAT(group.client().OpenRun("m", options, kPatience),
+              ReasonIs(ErrorReason::kResumeMismatch));
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled labelled,
+                           group.Pull("ema", {.label = "lost"}));
+  EXPECT_EQ(labelled.info.version.id(), discarded.version.id());
+  EXPECT_EQ(labelled.tensors, lost.tensors);
+
+  // The rollback was a mistake.
+  ASSERT_THAT(group.client().RestoreCheckpoint("m", discarded.version.id(), kPatience), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled again, group.Pull("ema", {.step = 3}));
+  EXPECT_EQ(again.tensors, lost.tensors);
+  EXPECT_THAT(group.Pull("ema", {.step = 1}), IsOk());
+}
+
+TEST_F(GroupCheckpointTest, ACheckpointThatTheRegistryDoesNotHaveIsSetAside) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  const auto saved = PushAndSave(group, *run, 1);
+  // As a home leaves it that crashes between the rename and the change of the record.
+  const std::string orphan = CheckpointName({saved.version.incarnation, 9, 9});
+  const std::string folder = directory_ + "/models/m/checkpoints/";
+  std::filesystem::copy(folder + saved.checkpoint, folder + orphan,
+                        std::filesystem::copy_options::recursive);
+  {
+    GroupServer& home = ServerOf(group, 0);
+    EMA_ASSERT_OK_AND_ASSIGN(const auto model, home.store().Get("m"));
+    CheckpointManager& checkpoints = home.checkpoints();
+    checkpoints.store().FolderOf("m").Refresh();
+    EMA_ASSERT_OK_AND_ASSIGN(const auto on_disk, checkpoints.OnDisk(*model, true));
+    EXPECT_THAT(on_disk, SizeIs(1));
+    EXPECT_THAT(checkpoints.OpenVersion(*model, {9, saved.version.incarnation}, "ema").status(),
+                ReasonIs(ErrorReason::kVersionNotKept));
+  }
+  Crash(group, 0);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), saved.version.id());
+  EXPECT_THAT(Folders(), testing::UnorderedElementsAre(saved.checkpoint, ".abandoned-" + orphan));
 }
 
 TEST_F(GroupCheckpointTest, ATrainerContinuesByItselfAfterACrash) {

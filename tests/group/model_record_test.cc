@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "absl/strings/str_cat.h"
 #include "server/format/record_json.h"
 #include "tests/testutil/status_matchers.h"
@@ -12,6 +14,7 @@ namespace ema::group {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using State = ModelRecord::State;
@@ -131,6 +134,13 @@ TEST(RecordTest, BadFieldIsNamed) {
            BadField{"/checkpoints/0/step", "-1", "checkpoints[0].step is not an integer"},
            BadField{"/base/version", "3",
                     "base is version 3 of incarnation 7, which is not in .checkpoints"},
+           BadField{"/earlier_bases", R"([{"incarnation": 1760000000,
+                    "base": {"incarnation": 7, "version": 4}}])",
+                    "earlier_bases[0] is of incarnation 1760000000, but the model is in"},
+           BadField{"/earlier_bases", R"([{"incarnation": 7,
+                    "base": {"incarnation": 7, "version": 4}}])",
+                    "earlier_bases[0] is of incarnation 7, but its base is version 4 of "
+                    "incarnation 7"},
            BadField{"/labels/0/label", R"("../best")", "labels[0]: label \"../best\""},
            BadField{"/labels/1/label", R"("best")",
                     "labels[1].label: \"best\" comes after \"best\""},
@@ -260,6 +270,43 @@ TEST(ModelRecordTest, RollbackAndRebalanceBeginAnIncarnation) {
   EXPECT_THAT(
       Reform(SomeRecord(), {.partitions = {{"ema-4", "b4", 0, 7}}}),
       StatusIs(absl::StatusCode::kInvalidArgument, "partitions: they have 7 tensors, expected 8"));
+}
+
+TEST(ModelRecordTest, ARollbackLeavesTheHistoryAndMayBeUndone) {
+  // Incarnation 7 has versions 4 to 6. A rollback to version 4 has begun the present one.
+  ModelRecord record = SomeRecord();
+  EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.now_micros = kIncarnation + 1,
+                                                   .partitions = record.partitions,
+                                                   .base = VersionId{4, 7}}));
+  const int64_t newest = std::numeric_limits<int64_t>::max();
+  EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 1}, VersionId{4, 7}));
+  EMA_ASSERT_OK_AND_ASSIGN(
+      record, AddCheckpoint(record, record.incarnation, CheckpointOf(5, record.incarnation)));
+  // After a crash, version 4 of incarnation 7 is still in the history; 5 and 6 are not.
+  EMA_ASSERT_OK_AND_ASSIGN(
+      record, Reform(record, {.now_micros = kIncarnation + 2, .partitions = record.partitions}));
+  EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 2},
+                                            VersionId{5, kIncarnation + 1}, VersionId{4, 7}));
+  EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
+  // The operator wants the discarded version after all.
+  EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.now_micros = kIncarnation + 3,
+                                                   .partitions = record.partitions,
+                                                   .base = VersionId{6, 7}}));
+  EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 3}, VersionId{6, 7}));
+  // And then the other one again.
+  EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.now_micros = kIncarnation + 4,
+                                                   .partitions = record.partitions,
+                                                   .base = VersionId{5, kIncarnation + 1}}));
+  EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 4},
+                                            VersionId{5, kIncarnation + 1}, VersionId{4, 7}));
+}
+
+TEST(ModelRecordTest, BasesThatNothingDescendsFromAreForgotten) {
+  ModelRecord record = SomeRecord();
+  for (int i = 1; i <= 5; ++i) {
+    EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.partitions = record.partitions}));
+  }
+  EXPECT_THAT(record.earlier_bases, IsEmpty());
 }
 
 TEST(ModelRecordTest, CheckpointIsAddedOnceAndInItsIncarnation) {
