@@ -13,6 +13,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/manifest.h"
+#include "ema/version_id.h"
 #include "server/base/printable.h"
 #include "server/format/json_file.h"
 #include "server/format/record_json.h"
@@ -261,6 +262,33 @@ void TrimEarlierBases(ModelRecord& record) {
   });
 }
 
+// Nullopt: the model has no checkpoint.
+absl::StatusOr<std::optional<VersionId>> ChooseBase(const ModelRecord& record,
+                                                    const ReformRequest& request) {
+  const GroupCheckpoint* const durable = record.durable();
+  if (!request.base.has_value() && durable == nullptr) return std::nullopt;
+  const VersionId wanted = request.base.value_or(durable->id);
+  if (record.Find(wanted) == nullptr) {
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
+                     absl::StrCat("base: there is no checkpoint of ", NameOf(wanted)));
+  }
+  if (wanted != request.lost) return wanted;
+  for (const VersionId& last : record.History()) {
+    for (auto it = record.checkpoints.rbegin(); it != record.checkpoints.rend(); ++it) {
+      const bool is_in_history = it->id.incarnation == last.incarnation && it->id <= last;
+      if (is_in_history && it->id != wanted) return it->id;
+    }
+  }
+  return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
+                   absl::StrCat("base: ", NameOf(wanted), " cannot be read, and the model has no ",
+                                "older checkpoint"));
+}
+
+void ForgetCheckpoint(ModelRecord& record, const VersionId& id) {
+  std::erase_if(record.labels, [&](const CheckpointLabel& label) { return label.id == id; });
+  std::erase_if(record.checkpoints, [&](const GroupCheckpoint& one) { return one.id == id; });
+}
+
 int64_t TensorCount(const std::vector<Partition>& partitions) {
   int64_t count = 0;
   for (const Partition& partition : partitions) count += partition.tensor_count;
@@ -358,12 +386,8 @@ absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_
 
 absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request) {
   EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
-  const GroupCheckpoint* const base =
-      request.base.has_value() ? record.Find(*request.base) : record.durable();
-  if (request.base.has_value() && base == nullptr) {
-    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
-                     absl::StrCat("base: there is no checkpoint of ", NameOf(*request.base)));
-  }
+  EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> base, ChooseBase(record, request));
+  if (request.lost.has_value()) ForgetCheckpoint(record, *request.lost);
   const int64_t tensor_count = TensorCount(record.partitions);
   if (const int64_t count = TensorCount(request.partitions); count != tensor_count) {
     return absl::InvalidArgumentError(
@@ -372,7 +396,7 @@ absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& requ
   if (record.base.has_value()) record.earlier_bases.push_back({record.incarnation, *record.base});
   EMA_ASSIGN_OR_RETURN(record.incarnation, NextIncarnation(record.incarnation, request.now_micros,
                                                            request.newest_stored_incarnation));
-  if (base != nullptr) record.base = base->id;
+  if (base.has_value()) record.base = base;
   record.fenced_run_epoch = std::max(record.fenced_run_epoch, request.fenced_run_epoch);
   record.partitions = request.partitions;
   TrimEarlierBases(record);

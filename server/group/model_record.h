@@ -147,11 +147,14 @@ struct ReformRequest {
   int64_t newest_stored_incarnation = 0;
   std::vector<Partition> partitions;
   std::optional<VersionId> base;  // Nullopt: durable(). Else a checkpoint of the record.
-  int64_t fenced_run_epoch = 0;   // Runs up to this epoch may not continue; 0: all may.
+  // A checkpoint that cannot be read. It is removed from the record; if it would be the base, the
+  // newest other one of the present history is.
+  std::optional<VersionId> lost;
+  int64_t fenced_run_epoch = 0;  // Runs up to this epoch may not continue; 0: all may.
 };
 // Begins the next incarnation of an ACTIVE model: all versions in memory end, and the partitions
-// load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base. INVALID_ARGUMENT: the
-// partitions have another number of tensors than before.
+// load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base, or no other than the lost
+// checkpoint. INVALID_ARGUMENT: the partitions have another number of tensors than before.
 absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request);
 
 // All partitions have the checkpoint on the disk, and it has been verified. `incarnation`: the one

@@ -105,8 +105,13 @@ absl::StatusOr<CheckpointManifest> ReadGroupCheckpoint(CheckpointStore& store,
                                                        const GroupCheckpoint& checkpoint) {
   const CheckpointId id{checkpoint.id.incarnation, checkpoint.id.version, checkpoint.step};
   const std::string name = CheckpointName(id);
-  absl::StatusOr<CheckpointManifest> manifest =
-      ReadCheckpointManifest(store.data().file_system(), store.FolderOf(model).Path(name));
+  FileSystem& file_system = store.data().file_system();
+  const std::string path = store.FolderOf(model).Path(name);
+  EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(path));
+  if (!exists) {
+    return LocateError(absl::NotFoundError("there is no such checkpoint"), model, name);
+  }
+  absl::StatusOr<CheckpointManifest> manifest = ReadCheckpointManifest(file_system, path);
   absl::Status status = manifest.status();
   if (status.ok()) status = CheckIdentity(*manifest, model, id, /*is_partial=*/false);
   if (!status.ok()) return LocateError(status, model, name);

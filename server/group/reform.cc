@@ -7,6 +7,8 @@
 
 #include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_folder.h"
+#include "server/format/checkpoint_name.h"
 
 namespace ema::group {
 
@@ -50,6 +52,35 @@ absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
          {"incarnation", next.incarnation},
          {"version", base->id.version},
          {"step", base->step}});
+  return absl::OkStatus();
+}
+
+absl::Status ReformWithoutBase(Member& member, CheckpointStore& checkpoints,
+                               const std::string& model, const ModelRecord& record,
+                               const absl::Status& problem, const LogSink& log) {
+  EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
+  const GroupCheckpoint* const lost = record.Find(*record.base);
+  if (!stored.has_value() || stored->record != record || lost == nullptr) return absl::OkStatus();
+  ReformRequest request{.partitions = record.partitions, .base = lost->id, .lost = lost->id};
+  EMA_ASSIGN_OR_RETURN(request.newest_stored_incarnation,
+                       NewestStoredIncarnation(&checkpoints, model));
+  request.now_micros = absl::ToUnixMicros(absl::Now());
+  EMA_ASSIGN_OR_RETURN(const ModelRecord next, Reform(record, request));
+  const std::string name = CheckpointName({lost->id.incarnation, lost->id.version, lost->step});
+  // Another member may have set it aside.
+  const absl::Status set_aside = checkpoints.FolderOf(model).SetAsideCorrupt(name, problem);
+  if (!absl::IsNotFound(set_aside)) EMA_RETURN_IF_ERROR(set_aside);
+  const absl::Status written = member.Write(model, next, stored->revision).status();
+  if (absl::IsAborted(written)) return absl::OkStatus();
+  EMA_RETURN_IF_ERROR(written);
+  LogTo(log, LogLevel::kError, "model returns to an older checkpoint",
+        {{"model", model},
+         {"member", member.name()},
+         {"lost_checkpoint", name},
+         {"error", problem},
+         {"incarnation", next.incarnation},
+         {"version", next.base->version},
+         {"step", next.Find(*next.base)->step}});
   return absl::OkStatus();
 }
 

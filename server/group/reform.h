@@ -30,6 +30,14 @@ absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
                                 const std::string& model, const ModelRecord& record,
                                 const LogSink& log);
 
+// Begins the next incarnation from an older checkpoint, because the base of `record` cannot be
+// loaded: `problem` is DATA_LOSS, or it is not on the disk. Sets the base aside. Does nothing if
+// the record has changed. NOT_FOUND, CHECKPOINT_NOT_FOUND: the model has no older checkpoint, so
+// nothing has changed. UNAVAILABLE: the registry or the disk failed. Blocks on both.
+absl::Status ReformWithoutBase(Member& member, CheckpointStore& checkpoints,
+                               const std::string& model, const ModelRecord& record,
+                               const absl::Status& problem, const LogSink& log);
+
 // For NextIncarnation(): the newest incarnation among the model's checkpoints on the disk; 0: there
 // are none. `checkpoints`: as above. Blocks on the disk.
 absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,

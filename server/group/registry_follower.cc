@@ -133,6 +133,7 @@ absl::Status RegistryFollower::LoadPartitions() {
     NoteLoadEnded(name, record, status);
     result.Update(status);
   }
+    HandleLostBase(**member, name, record, status);
   return result;
 }
 
@@ -152,6 +153,19 @@ void RegistryFollower::NoteLoadEnded(const std::string& model, const ModelRecord
 
 bool RegistryFollower::MustLoad(const Member& member, const std::string& model,
                                 const ModelRecord& record) const {
+void RegistryFollower::HandleLostBase(Member& member, const std::string& model,
+                                      const ModelRecord& record, const absl::Status& problem) {
+  if (checkpoints_ == nullptr) return;
+  // On a network's file system another server may see a new folder late.
+  const bool is_missing = absl::IsNotFound(problem) && record.IsHome(member.name(), member.boot());
+  if (!absl::IsDataLoss(problem) && !is_missing) return;
+  const absl::Status reformed =
+      ReformWithoutBase(member, *checkpoints_, model, record, problem, log_);
+  if (reformed.ok()) return;
+  LogTo(log_, LogLevel::kError, "model not returned to an older checkpoint",
+        {{"model", model}, {"incarnation", record.incarnation}, {"error", reformed}});
+}
+
   if (record.state != ModelRecord::State::kActive || !record.base.has_value() ||
       !record.PartitionOf(member.name(), member.boot()).has_value()) {
     return false;

@@ -65,6 +65,9 @@ class RegistryFollower {
   // Loads all partitions that do not have the first version of their incarnation yet. Blocks for as
   // long as reading them takes.
   absl::Status LoadPartitions() ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
+  // After a failed LoadPartition(): if its base is lost, begins an incarnation without it.
+  void HandleLostBase(Member& member, const std::string& model, const ModelRecord& record,
+                      const absl::Status& problem);
   bool MustLoad(const Member& member, const std::string& model, const ModelRecord& record) const;
   absl::Status LoadPartition(Member& member, const std::string& model, const ModelRecord& record)
       ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <future>
 #include <map>
 #include <memory>
@@ -441,6 +442,31 @@ TEST_F(GroupCheckpointTest, ACheckpointThatTheRegistryDoesNotHaveIsSetAside) {
   EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
   EXPECT_EQ(found.info.version.id(), saved.version.id());
   EXPECT_THAT(Folders(), testing::UnorderedElementsAre(saved.checkpoint, ".abandoned-" + orphan));
+}
+
+TEST_F(GroupCheckpointTest, ACorruptBaseIsSetAsideAndTheOlderCheckpointLoaded) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  const auto older = PushAndSave(group, *run, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled expected, group.Pull("ema"));
+  const auto base = PushAndSave(group, *run, 2);
+  for (const auto& server : group.servers_) server->Stop();
+  const std::string tracks = directory_ + "/models/m/checkpoints/" + base.checkpoint + "/tracks/";
+  for (const auto& entry : std::filesystem::directory_iterator(tracks + "ema")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-1, std::ios::end);
+    file.put('\x5a');
+  }
+  for (size_t i = 0; i < group.servers_.size(); ++i) group.Restart(*group.servers_[i]);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), older.version.id());
+  EXPECT_EQ(found.tensors, expected.tensors);
+  EXPECT_THAT(Folders(),
+              testing::UnorderedElementsAre(older.checkpoint, ".corrupt-" + base.checkpoint));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.servers_[0]->member().Read("m"));
+  ASSERT_THAT(stored->record.checkpoints, SizeIs(1));
 }
 
 TEST_F(GroupCheckpointTest, ATrainerContinuesByItselfAfterACrash) {

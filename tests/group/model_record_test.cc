@@ -309,6 +309,24 @@ TEST(ModelRecordTest, BasesThatNothingDescendsFromAreForgotten) {
   EXPECT_THAT(record.earlier_bases, IsEmpty());
 }
 
+TEST(ModelRecordTest, ALostBaseIsReplacedByTheNextOlderOneInTheHistory) {
+  const ModelRecord record = SomeRecord();
+  const VersionId lost = {5, 7};
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const ModelRecord next,
+      Reform(record, {.partitions = record.partitions, .base = lost, .lost = lost}));
+  EXPECT_EQ(next.base, (VersionId{4, 7}));  // Version 6 has been discarded.
+  EXPECT_EQ(next.Find(lost), nullptr);
+  EXPECT_THAT(ParseModelRecord(kKey, TextOf(next)), IsOkAndHolds(next));
+  EXPECT_THAT(
+      Reform(next,
+             {.partitions = record.partitions, .base = VersionId{4, 7}, .lost = VersionId{4, 7}}),
+      AllOf(StatusIs(absl::StatusCode::kNotFound,
+                     "base: version 4 of incarnation 7 cannot be read, and the model has "
+                     "no older checkpoint"),
+            ReasonIs(ErrorReason::kCheckpointNotFound)));
+}
+
 TEST(ModelRecordTest, CheckpointIsAddedOnceAndInItsIncarnation) {
   EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record,
                            AddCheckpoint(SomeRecord(), kIncarnation, CheckpointOf(6)));
