@@ -231,6 +231,12 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
                   "Service to check; checkpoints: also fail if nothing can be saved (default: the "
                   "whole server)");
 
+  CLI::App& group = AddFamily(app, "group", "Repair a group of servers");
+  sub = Add(group, chosen, "recover",
+            "Continue a model from the checkpoints in its folder, after etcd has lost the model",
+            [&](const Session& session) { return RecoverModel(session, options.model); });
+  AddModel(sub, options.model);
+
   Add(app, chosen, "info", "Show the server's version, device, memory and limits",
       [](const Session& session) { return Info(session); });
 

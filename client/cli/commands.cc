@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/weights_file.h"
@@ -153,6 +154,23 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
   if (!options.purge && !was_on_disk) EMA_RETURN_IF_ERROR(found);
   return PrintResult(session.json, Json::object({{"deleted", model}}),
                      absl::StrCat("deleted ", model, "\n"));
+}
+
+absl::Status RecoverModel(const Session& session, const std::string& model) {
+  EMA_ASSIGN_OR_RETURN(const Client::RecoveredModel recovered,
+                       session.client->RecoverModel(model, session.timeout));
+  const Json json = {{"model", model},
+                     {"incarnation", recovered.incarnation},
+                     {"version", recovered.base.version},
+                     {"base_incarnation", recovered.base.incarnation},
+                     {"step", recovered.step},
+                     {"checkpoints", recovered.checkpoint_count},
+                     {"members", recovered.members}};
+  return PrintResult(
+      session.json, json,
+      absl::StrCat("model ", model, " continues from version ", recovered.base.version, ", step ",
+                   recovered.step, ", on ", absl::StrJoin(recovered.members, ", "), "; ",
+                   recovered.checkpoint_count, " checkpoints are recorded again\n"));
 }
 
 absl::Status Health(const Session& session, const std::string& service) {

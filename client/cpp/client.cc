@@ -135,6 +135,18 @@ absl::Status Client::DeleteModel(std::string_view model, bool purge, absl::Durat
   return impl_->Unary(&Stub::PrepareAsyncDeleteModel, request, timeout).status();
 }
 
+absl::StatusOr<Client::RecoveredModel> Client::RecoverModel(std::string_view model,
+                                                            absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(const v1::RecoverModelResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncRecoverModel,
+                                    MakeRequest<v1::RecoverModelRequest>(model), timeout));
+  return RecoveredModel{.base = {response.base().version(), response.base().incarnation()},
+                        .step = response.step(),
+                        .incarnation = response.incarnation(),
+                        .checkpoint_count = response.checkpoint_count(),
+                        .members = {response.members().begin(), response.members().end()}};
+}
+
 absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::string_view model,
                                                                         int64_t after_version,
                                                                         absl::Duration timeout) {

@@ -202,6 +202,19 @@ class Client {
   absl::Status DeleteModel(std::string_view model, bool purge = false,
                            absl::Duration timeout = absl::ZeroDuration());
 
+  struct RecoveredModel {
+    VersionId base;  // The checkpoint from which the model continues.
+    int64_t step = 0;
+    int64_t incarnation = 0;  // The one that has begun.
+    int64_t checkpoint_count = 0;
+    std::vector<std::string> members;  // The servers that have a part of it; the first is its home.
+  };
+  // For a group of servers whose etcd came back empty or from an old backup: makes etcd's record of
+  // the model again from the checkpoints in its folder. NOT_FOUND, CHECKPOINT_NOT_FOUND.
+  // FAILED_PRECONDITION: etcd has the model, and is not older than the folder.
+  absl::StatusOr<RecoveredModel> RecoverModel(std::string_view model,
+                                              absl::Duration timeout = absl::ZeroDuration());
+
   // Attaches a small file, such as config.json, to the model: from the next checkpoint on, each
   // track's folder has a copy. Replaces a file of the same name. At most 64 MiB per file, and 64
   // files. INVALID_ARGUMENT: BAD_NAME, a name like those of weight files; too large; or another

@@ -213,6 +213,10 @@ absl::Status GroupModels::DeleteModel(const std::string& model, bool purge) {
   return lifecycle_.Delete(model, purge);
 }
 
+absl::StatusOr<v1::RecoverModelResponse> GroupModels::RecoverModel(const std::string& model) {
+  return lifecycle_.Recover(model);
+}
+
 absl::StatusOr<v1::ReservePartitionResponse> GroupModels::ReservePartition(
     const v1::ReservePartitionRequest& request) {
   return lifecycle_.ReservePartition(request);
@@ -234,11 +238,6 @@ absl::StatusOr<GroupModels::Placement> GroupModels::PlacementOf(const std::strin
   return placement;
 }
 
-absl::Status GroupModels::ChangeRecord(
-    const std::string& model, int64_t incarnation,
-    absl::FunctionRef<absl::StatusOr<ModelRecord>(const ModelRecord&)> change) {
-}
-
 absl::StatusOr<ModelRecord> GroupModels::RecordOf(const std::string& model) const {
   EMA_ASSIGN_OR_RETURN(Member* const member, hosted_.GetMember());
   if (const auto cached = member->model(model)) return *cached;
@@ -246,6 +245,11 @@ absl::StatusOr<ModelRecord> GroupModels::RecordOf(const std::string& model) cons
   if (!stored.ok()) return RegistryError(stored.status());
   if (!stored->has_value()) return ModelNotFoundError(model);
   return (*stored)->record;
+}
+
+absl::Status GroupModels::ChangeRecord(
+    const std::string& model, int64_t incarnation,
+    absl::FunctionRef<absl::StatusOr<ModelRecord>(const ModelRecord&)> change) {
   constexpr int kAttempts = 10;  // Another call may change the record meanwhile.
   EMA_ASSIGN_OR_RETURN(Member* const member, hosted_.GetMember());
   for (int attempt = 0; attempt < kAttempts; ++attempt) {

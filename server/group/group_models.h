@@ -92,6 +92,7 @@ class GroupModels final : public ModelGroup {
   absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) override;
   absl::Status DeleteModel(const std::string& model, bool purge) override;
+  absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) override;
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request) override;
   void Prepare(const v1::PrepareRequest& request, StateReply reply) override;

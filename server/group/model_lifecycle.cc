@@ -6,10 +6,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
 #include "server/group/fan_out.h"
 #include "server/group/group_errors.h"
 #include "server/group/partition_config.h"
 #include "server/group/placement.h"
+#include "server/group/recover.h"
 #include "server/group/reform.h"
 #include "server/rpc/convert.h"
 
@@ -52,6 +54,7 @@ absl::StatusOr<ModelRecord> ModelLifecycle::CreateNew(Member& member,
                                                       const v1::CreateModelRequest& request,
                                                       const ModelConfig& config) {
   const std::string& name = config.name;
+  if (checkpoints_ != nullptr) EMA_RETURN_IF_ERROR(CheckHasNoCheckpoints(*checkpoints_, name));
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
   ModelRecord record;
   EMA_ASSIGN_OR_RETURN(record.partitions, PlaceTensors(name, tensor_bytes, member.members()));
@@ -153,15 +156,37 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> ModelLifecycle::Reserve(
   return hosted_.Add(member, (*stored)->record, request.partition(), std::move(config));
 }
 
+absl::StatusOr<v1::RecoverModelResponse> ModelLifecycle::Recover(const std::string& model) {
+  EMA_ASSIGN_OR_RETURN(Member* const member, hosted_.GetMember());
+  if (checkpoints_ == nullptr) return NoDataDirError();
+  EMA_ASSIGN_OR_RETURN(const ModelRecord record,
+                       RecoverRecord(*member, *checkpoints_, model, log_));
+  v1::RecoverModelResponse response;
+  response.set_incarnation(record.incarnation);
+  response.mutable_base()->set_version(record.base->version);
+  response.mutable_base()->set_incarnation(record.base->incarnation);
+  response.set_step(record.Find(*record.base)->step);
+  response.set_checkpoint_count(static_cast<int64_t>(record.checkpoints.size()));
+  for (const Partition& partition : record.partitions) response.add_members(partition.member);
+  return response;
+}
+
 // --- Deletion ---
 
 absl::Status ModelLifecycle::Delete(const std::string& model, bool purge) {
-  constexpr int kAttempts = 3;  // Another call may change the record meanwhile.
+  constexpr int kAttempts = 4;  // Another call may change the record meanwhile.
   EMA_ASSIGN_OR_RETURN(Member* const member, hosted_.GetMember());
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const auto stored = member->Read(model);
     if (!stored.ok()) return RegistryError(stored.status());
-    if (!stored->has_value()) return FinishDeletion(*member, model, /*revision=*/0, purge);
+    if (!stored->has_value()) {
+      if (checkpoints_ == nullptr || CheckHasNoCheckpoints(*checkpoints_, model).ok()) {
+        return FinishDeletion(*member, model, /*revision=*/0, purge);
+      }
+      const absl::Status reserved = ReserveName(*member, model);
+      if (!reserved.ok() && !absl::IsAborted(reserved)) return RegistryError(reserved);
+      continue;
+    }
     ModelRecord record = (*stored)->record;
     int64_t revision = (*stored)->revision;
     if (record.state != ModelRecord::State::kDeleting) {
@@ -181,6 +206,18 @@ absl::Status ModelLifecycle::Delete(const std::string& model, bool purge) {
     return absl::OkStatus();
   }
   return ModelBusyError(model, "is being changed by other calls");
+}
+
+absl::Status ModelLifecycle::ReserveName(Member& member, const std::string& model) {
+  EMA_RETURN_IF_ERROR(ValidateName("model", model));
+  ModelRecord record{.state = ModelRecord::State::kDeleting};
+  EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(checkpoints_, model));
+  EMA_ASSIGN_OR_RETURN(
+      record.incarnation,
+      NextIncarnation(/*record_incarnation=*/0, absl::ToUnixMicros(absl::Now()), stored));
+  // A record names a process for some tensor.
+  record.partitions = {{.member = member.name(), .boot = member.boot(), .tensor_count = 1}};
+  return member.Write(model, record, /*revision=*/0).status();
 }
 
 absl::Status ModelLifecycle::FinishDeletion(Member& member, const std::string& model,

@@ -43,11 +43,13 @@ class ModelLifecycle {
   };
   // Creates the model of `config`, which is the validated one of `request`, unless there is one of
   // that name. UNAVAILABLE, SESSION_BUSY: another call creates or deletes it. Errors also as
-  // PlaceTensors() and ReservePartition() of ModelGroup.
+  // PlaceTensors() and ReservePartition() of ModelGroup. FAILED_PRECONDITION: the model's folder
+  // has checkpoints.
   absl::StatusOr<Created> Create(const v1::CreateModelRequest& request, const ModelConfig& config);
   // As in ModelGroup.
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request);
+  absl::StatusOr<v1::RecoverModelResponse> Recover(const std::string& model);
   absl::Status Delete(const std::string& model, bool purge);
 
  private:
@@ -59,6 +61,10 @@ class ModelLifecycle {
   absl::StatusOr<std::shared_ptr<HostedPartition>> Reserve(
       Member& member, const v1::ReservePartitionRequest& request)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(hosted_.change_mu());
+  // The first part of Delete() for a model that the registry does not have, but whose folder has
+  // checkpoints: puts a record, so that no such model is created meanwhile. ABORTED: there is a
+  // record now.
+  absl::Status ReserveName(Member& member, const std::string& model);
   // The second part of Delete(), for a record that is DELETING.
   absl::Status FinishDeletion(Member& member, const std::string& model, int64_t revision,
                               bool purge);

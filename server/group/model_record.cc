@@ -386,6 +386,13 @@ absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_
 
 absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request) {
   EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
+  if (request.newest_stored_incarnation > record.incarnation) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("incarnation: ", record.incarnation, " in the registry, but the folder has a ",
+                     "checkpoint of ", request.newest_stored_incarnation,
+                     ": the registry has been restored from an old backup; restore a newer one, or "
+                     "make the model's record again with `emactl group recover`"));
+  }
   EMA_ASSIGN_OR_RETURN(const std::optional<VersionId> base, ChooseBase(record, request));
   if (request.lost.has_value()) ForgetCheckpoint(record, *request.lost);
   const int64_t tensor_count = TensorCount(record.partitions);

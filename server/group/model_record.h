@@ -154,7 +154,8 @@ struct ReformRequest {
 };
 // Begins the next incarnation of an ACTIVE model: all versions in memory end, and the partitions
 // load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base, or no other than the lost
-// checkpoint. INVALID_ARGUMENT: the partitions have another number of tensors than before.
+// checkpoint. FAILED_PRECONDITION: the registry is older than the group's folder. INVALID_ARGUMENT:
+// the partitions have another number of tensors than before.
 absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request);
 
 // All partitions have the checkpoint on the disk, and it has been verified. `incarnation`: the one

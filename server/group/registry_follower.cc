@@ -59,7 +59,9 @@ absl::Status RegistryFollower::Reconcile() {
   bool must_load = false;
   for (const auto& [name, record] : member.models()) {
     if (NamesEarlierProcess(member, record)) {
-      result.Update(ReformAfterRestart(member, checkpoints_, name, record, log_));
+      const absl::Status reformed = ReformAfterRestart(member, checkpoints_, name, record, log_);
+      if (absl::IsFailedPrecondition(reformed)) NoteLoadEnded(name, record, reformed);
+      result.Update(reformed);
     }
     must_load |= MustLoad(member, name, record);
   }
@@ -131,9 +133,9 @@ absl::Status RegistryFollower::LoadPartitions() {
     const absl::Status status = LoadPartition(**member, name, record);
     if (is_stopping_.load(std::memory_order_relaxed)) return absl::OkStatus();
     NoteLoadEnded(name, record, status);
+    HandleLostBase(**member, name, record, status);
     result.Update(status);
   }
-    HandleLostBase(**member, name, record, status);
   return result;
 }
 
@@ -151,8 +153,6 @@ void RegistryFollower::NoteLoadEnded(const std::string& model, const ModelRecord
   if (hosted != nullptr) hosted->partition->SetLoadError(status);
 }
 
-bool RegistryFollower::MustLoad(const Member& member, const std::string& model,
-                                const ModelRecord& record) const {
 void RegistryFollower::HandleLostBase(Member& member, const std::string& model,
                                       const ModelRecord& record, const absl::Status& problem) {
   if (checkpoints_ == nullptr) return;
@@ -166,6 +166,8 @@ void RegistryFollower::HandleLostBase(Member& member, const std::string& model,
         {{"model", model}, {"incarnation", record.incarnation}, {"error", reformed}});
 }
 
+bool RegistryFollower::MustLoad(const Member& member, const std::string& model,
+                                const ModelRecord& record) const {
   if (record.state != ModelRecord::State::kActive || !record.base.has_value() ||
       !record.PartitionOf(member.name(), member.boot()).has_value()) {
     return false;
@@ -210,6 +212,7 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
     }
   }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
+  if (here->is_home()) BeginIncarnation(model, record, *listed);
   const absl::Time begin = absl::Now();
   const PauseHook rest = [this, &here] {
     if (is_stopping_.load(std::memory_order_relaxed)) return DrainingError();
@@ -225,10 +228,6 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
          {"step", base.record.step},
          {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
   return absl::OkStatus();
-}
-  if (here->is_home()) BeginIncarnation(model, record, *listed);
-
-}  // namespace ema::group
 }
 
 void RegistryFollower::BeginIncarnation(const std::string& model, const ModelRecord& record,
@@ -249,3 +248,6 @@ void RegistryFollower::BeginIncarnation(const std::string& model, const ModelRec
            {"checkpoint", name},
            {"reason", "the registry does not have it: a server crashed while it was saved"}});
   }
+}
+
+}  // namespace ema::group

@@ -71,13 +71,13 @@ class RegistryFollower {
   bool MustLoad(const Member& member, const std::string& model, const ModelRecord& record) const;
   absl::Status LoadPartition(Member& member, const std::string& model, const ModelRecord& record)
       ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
-  void NoteLoadEnded(const std::string& model, const ModelRecord& record,
-                     const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-
   // On the home: makes the folder of the model's checkpoints follow the record. Errors are in the
   // log: the record decides which checkpoints count.
   void BeginIncarnation(const std::string& model, const ModelRecord& record,
                         const GroupCheckpoint& base);
+  void NoteLoadEnded(const std::string& model, const ModelRecord& record,
+                     const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+
   HostedModels& hosted_;
   ModelStore& store_;
   CheckpointStore* const checkpoints_;

@@ -52,6 +52,9 @@ class ModelGroup {
   // the disk.
   virtual absl::Status DeleteModel(const std::string& model, bool purge) = 0;
 
+  // Handles RecoverModel of ema_service.proto, on any server. Blocks on the registry and the disk.
+  virtual absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) = 0;
+
   // --- Calls of GroupService ---
 
   // Blocks.

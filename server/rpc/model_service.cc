@@ -93,6 +93,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                      .held = nullptr};
   });
   EMA_LISTEN(DeleteModel, on(workers.saving));
+  EMA_LISTEN(RecoverModel, on(workers.restoring));
   EMA_LISTEN(AttachFile);
   EMA_LISTEN(GetAttachedFile, on(workers.quick));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
@@ -209,6 +210,13 @@ absl::StatusOr<v1::Model> ModelService::UpdateModel(const v1::UpdateModelRequest
   EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
   LogTo(log_, LogLevel::kInfo, "model updated", {{"model", request.model()}});
   return Describe(*model, /*in_a_list=*/false);
+}
+
+absl::StatusOr<v1::RecoverModelResponse> ModelService::RecoverModel(
+    const v1::RecoverModelRequest& request) {
+  if (group_ != nullptr) return group_->RecoverModel(request.model());
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                   "this server does not belong to a group");
 }
 
 absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest& request) {

@@ -64,6 +64,7 @@ class ModelService {
   v1::ListModelsResponse ListModels(const Access& access);
   absl::StatusOr<v1::Model> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::Empty> DeleteModel(const v1::DeleteModelRequest& request);
+  absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const v1::RecoverModelRequest& request);
   absl::StatusOr<v1::Empty> AttachFile(const v1::AttachFileRequest& request);
   absl::StatusOr<v1::GetAttachedFileResponse> GetAttachedFile(
       const v1::GetAttachedFileRequest& request);

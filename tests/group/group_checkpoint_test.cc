@@ -73,6 +73,22 @@ class GroupCheckpointTest : public testing::Test {
     EXPECT_THAT(saved, IsOk());
     return *saved;
   }
+  static void EraseRecord(TrainedGroup& group) {
+    Member& member = group.servers_[0]->member();
+    EMA_ASSERT_OK_AND_ASSIGN(const auto stored, member.Read("m"));
+    ASSERT_THAT(member.Erase("m", stored->revision), IsOk());
+    for (const auto& server : group.servers_) {
+      TrainedGroup::Await([&] { return server->store().List().empty(); });
+      TrainedGroup::Await([&] { return !server->member().model("m").has_value(); });
+    }
+  }
+  static GroupCall CreateAgain(GroupServer& server) {
+    v1::CreateModelResponse response;
+    return RetryBusy([&] {
+      return GroupTrainer::Create(server.address(), GroupTrainer::CreateRequest("m"), &response);
+    });
+  }
+
   std::string directory_;
 };
 
@@ -467,6 +483,83 @@ TEST_F(GroupCheckpointTest, ACorruptBaseIsSetAsideAndTheOlderCheckpointLoaded) {
               testing::UnorderedElementsAre(older.checkpoint, ".corrupt-" + base.checkpoint));
   EMA_ASSERT_OK_AND_ASSIGN(const auto stored, group.servers_[0]->member().Read("m"));
   ASSERT_THAT(stored->record.checkpoints, SizeIs(1));
+}
+
+TEST_F(GroupCheckpointTest, AModelThatTheRegistryHasLostIsNotCreatedAnewButRecovered) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  const auto first = PushAndSave(group, *run, 1);
+  const auto newest = PushAndSave(group, *run, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled expected, group.Pull("ema"));
+  EXPECT_THAT(group.client().RecoverModel("m", kPatience).status(),
+              StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("nothing to recover")));
+
+  EraseRecord(group);
+  const GroupCall refused = CreateAgain(*group.servers_[1]);
+  EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_THAT(refused.status.error_message(),
+              testing::AllOf(HasSubstr("/models/m/checkpoints"), HasSubstr(newest.checkpoint),
+                             HasSubstr("`emactl group recover m`")));
+  EMA_ASSERT_OK_AND_ASSIGN(const Client::RecoveredModel recovered,
+                           group.client().RecoverModel("m", kPatience));
+  EXPECT_EQ(recovered.base, newest.version.id());
+  EXPECT_EQ(recovered.step, 2);
+  EXPECT_EQ(recovered.checkpoint_count, 2);
+  EXPECT_THAT(recovered.members, SizeIs(3));
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), newest.version.id());
+  EXPECT_EQ(found.tensors, expected.tensors);
+  EXPECT_THAT(group.Pull("ema", {.step = 1}), IsOk());
+  EXPECT_EQ(group.Describe("m").incarnation(), recovered.incarnation);
+  run = group.Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, 3));
+  EXPECT_EQ(version.number, 3);
+
+  // The other way out.
+  EraseRecord(group);
+  EXPECT_THAT(group.client().DeleteModel("m", /*purge=*/false, kPatience), IsOk());
+  EXPECT_THAT(Folders(), IsEmpty());
+  const GroupCall created = CreateAgain(*group.servers_[0]);
+  EXPECT_TRUE(created.ok() || created.detail.reason() == v1::ERROR_REASON_NOT_HOME)
+      << created.status.error_message();
+}
+
+TEST_F(GroupCheckpointTest, AnOldRegistryLosesNoCheckpoint) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  PushAndSave(group, *run, 1);
+  Member& member = group.servers_[0]->member();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto backup, member.Read("m"));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  ASSERT_THAT(group.client().RestoreCheckpoint("m", backup->record.checkpoints[0].id, kPatience),
+              IsOk());
+  Client::RunOptions options{.launch_id = "next life"};
+  EMA_ASSERT_OK_AND_ASSIGN(const auto next, group.client().OpenRun("m", options, kPatience));
+  const auto newest = PushAndSave(group, *next, 2);
+
+  GroupServer& home = ServerOf(group, 0);
+  home.Stop();
+  Member& other =
+      (group.servers_[0].get() == &home ? group.servers_[1] : group.servers_[0])->member();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, other.Read("m"));
+  ASSERT_THAT(other.Write("m", backup->record, stored->revision), IsOk());
+  const std::string name = home.name();
+  group.Restart(home);
+  const auto restarted = std::find_if(group.servers_.begin(), group.servers_.end(),
+                                      [&](const auto& server) { return server->name() == name; });
+  // It does not begin an incarnation with the old checkpoint.
+  v1::Model model;
+  TrainedGroup::Await([&] {
+    const GroupCall result = GroupTrainer::Get((*restarted)->address(), "m", &model);
+    return result.status.error_message().find("emactl group recover") != std::string::npos;
+  });
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create((*restarted)->address()));
+  ASSERT_THAT(client->RecoverModel("m", kPatience), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), newest.version.id());
 }
 
 TEST_F(GroupCheckpointTest, ATrainerContinuesByItselfAfterACrash) {

@@ -327,6 +327,15 @@ TEST(ModelRecordTest, ALostBaseIsReplacedByTheNextOlderOneInTheHistory) {
             ReasonIs(ErrorReason::kCheckpointNotFound)));
 }
 
+TEST(ModelRecordTest, AnOldRegistryBeginsNoIncarnation) {
+  const ModelRecord record = SomeRecord();
+  EXPECT_THAT(Reform(record, {.newest_stored_incarnation = kIncarnation + 1,
+                              .partitions = record.partitions}),
+              StatusIs(absl::StatusCode::kFailedPrecondition,
+                       AllOf(HasSubstr("the folder has a checkpoint of 1760000001"),
+                             HasSubstr("`emactl group recover`"))));
+}
+
 TEST(ModelRecordTest, CheckpointIsAddedOnceAndInItsIncarnation) {
   EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record,
                            AddCheckpoint(SomeRecord(), kIncarnation, CheckpointOf(6)));
