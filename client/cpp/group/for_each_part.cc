@@ -32,9 +32,13 @@ absl::Status ForEachPart(size_t count, Interrupt* interrupt,
     for (size_t i = 0; i < count; ++i) {
       threads.emplace_back([&, i] {
         const absl::Status status = work(i, &inner);
+        {
+          // Before the interrupt, which makes the others return errors, too.
+          absl::MutexLock lock(&outcome.mu);
+          outcome.first_error.Update(status);
+        }
         if (!status.ok()) inner.Fire();
         absl::MutexLock lock(&outcome.mu);
-        outcome.first_error.Update(status);
         ++outcome.ended_count;
         outcome.wait.WakeAll();
       });
