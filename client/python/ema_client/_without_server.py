@@ -89,6 +89,8 @@ def attach_without_server(
         for name in ("resume", "rename"):
             if given[name] is not None:
                 raise no_server_error(mode, f"attach({name}=)")
+        if given["source"] != "parameters":
+            raise no_server_error(mode, f'attach(source="{given["source"]}")')
         if optimizers is not None:
             check_held(with_contained(optimizers), module.parameters())
         average = LocalEMA._of_tracks(model, tracks, undecided)

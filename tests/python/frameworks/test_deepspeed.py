@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import ema_client
 import numpy as np
 import pytest
+import torch
 from server_process import ServerProcess
 from testing import (
     SUPPORT,
@@ -26,8 +27,11 @@ from testing import (
 pytestmark = [pytest.mark.framework, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 12
-# By number of ranks: the ZeRO stages, and dtypes other than float32.
-KINDS = {2: ["3", "3-bf16", "2", "2-bf16", "1-bf16", "0"], 3: ["3"]}
+# By number of ranks: the ZeRO stages, dtypes other than float32, and whether the float32 masters are averaged.
+KINDS = {
+    2: ["3", "3-bf16", "2", "2-bf16", "1-bf16", "0"],
+    3: ["3", "3-bf16-master", "2-bf16-master", "1-bf16-master", "1-bf16-fp32grad-master"],
+}
 # At the first step, and when an update is due.
 DUE = [1, *range(3, STEPS + 1, 3)]
 
@@ -87,7 +91,7 @@ def test_averages_are_those_of_what_deepspeed_gathers(client, train, world_size,
     folder = train(world_size)
     model = f"ranks-{world_size}-{kind}"
     logs = [dict(np.load(folder / f"{kind}.{rank}.npz")) for rank in range(world_size)]
-    made = STEPS - 2 * (kind in ("1-bf16", "2-bf16"))
+    made = STEPS - 2 * kind.startswith(("1-bf16", "2-bf16"))
     due = [step for step in DUE if step <= made]
     pushes = [
         (entry.version, logged(logs[0], str(entry.version.step)))
@@ -98,7 +102,11 @@ def test_averages_are_those_of_what_deepspeed_gathers(client, train, world_size,
     assert {name: shape for name, (shape, _) in specs.items()} == {
         name: value.shape for name, value in pushes[0][1].items()
     }
-    assert ("bfloat16" in {dtype for _, dtype in specs.values()}) == kind.endswith("-bf16")
+    is_rounded = specs["up.weight"][1] == "bfloat16"
+    assert is_rounded == kind.endswith("-bf16")
+    if kind.endswith("-master"):  # What is averaged has bits that the parameters do not have.
+        weight = torch.from_numpy(logs[0]["1/up.weight"])
+        assert not torch.equal(weight, weight.bfloat16().float())
     for log in logs:
         for step in range(1, made + 1):
             for name in ("up.weight", "down.weight", "scale"):
@@ -122,7 +130,7 @@ def test_averages_are_those_of_what_deepspeed_gathers(client, train, world_size,
     assert sum(int(log["sent_bytes"]) for log in logs) == sent_bytes
 
     rounded = {
-        name: value.bfloat16().float() if specs[name][1] == "bfloat16" else value
+        name: value.bfloat16().float() if "-bf16" in kind and value.is_floating_point() else value
         for name, value in fast.items()
     }
     for log in logs:

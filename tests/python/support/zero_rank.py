@@ -2,9 +2,9 @@
 """One rank of small trainings with DeepSpeed; test_deepspeed.py runs several.
 
 Usage: zero_rank.py RANK WORLD_SIZE FOLDER URL STEPS KIND...
-KIND: the ZeRO stage, and perhaps a dtype: "3", "2-bf16". A training of each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz,
-by step and name, whole tensors, which DeepSpeed has gathered; under "averaged", "loaded" and "pulled" what modules have with the
-track "fast" in them.
+KIND: the ZeRO stage, and perhaps a dtype and what is averaged: "3", "2-bf16", "2-bf16-master". With "fp32grad" DeepSpeed uses its
+bfloat16 optimizer. A training of each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz, by step and name, whole tensors, which
+DeepSpeed has gathered; under "averaged", "loaded" and "pulled" what modules have with the track "fast" in them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ ACCUMULATED = 2
 SKIPPED = (2, 7)
 
 
-def config_of(stage: int, uses_bfloat16: bool) -> dict[str, Any]:
+def config_of(kind: str) -> dict[str, Any]:
+    stage = int(kind[0])
     return {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": ACCUMULATED,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": uses_bfloat16},
+        "bf16": {"enabled": "-bf16" in kind},
+        "data_types": {"grad_accum_dtype": "fp32"} if "fp32grad" in kind else {},
         # Parameters of few elements stay gathered between steps.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
     }
@@ -58,11 +60,27 @@ def log_model(log: dict[str, np.ndarray], prefix: str, module: torch.nn.Module) 
         log[f"{prefix}/{name}"] = whole(tensor)
 
 
-def train(engine: Any, steps: int, url: str, log: dict[str, np.ndarray], skipped: set[int]) -> None:
+def log_masters(log: dict[str, np.ndarray], prefix: str, module: torch.nn.Module) -> None:
+    """As log_model, with the float32 copies of trained parameters in their place."""
+    log_model(log, prefix, module)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            log[f"{prefix}/{name}"] = master.clone().numpy().reshape(log[f"{prefix}/{name}"].shape)
+
+
+def train(
+    engine: Any,
+    steps: int,
+    url: str,
+    log: dict[str, np.ndarray],
+    skipped: set[int],
+    source: str,
+) -> None:
     dtype = next(engine.module.buffers()).dtype
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     with ema_client.attach(
-        engine, None, url, update_interval="3ba", tracks=TRACKS, max_wait_s=300
+        engine, None, url, update_interval="3ba", tracks=TRACKS, max_wait_s=300, source=source
     ) as ema:
         for step in range(1, steps + 1):
             made = ema.step
@@ -74,7 +92,8 @@ def train(engine: Any, steps: int, url: str, log: dict[str, np.ndarray], skipped
             assert ema.step == made + (step not in skipped)
             assert engine.was_step_applied() == (step not in skipped)
             if step not in skipped:  # The forward has changed the statistics.
-                log_model(log, str(ema.step), engine.module)
+                logs = log_masters if source == "master" else log_model
+                logs(log, str(ema.step), engine.module)
     log["sent_bytes"] = np.array(ema.stats.sent_bytes)
     log["pushes"] = np.array(ema.stats.pushes)
 
@@ -130,16 +149,17 @@ def load(config: dict[str, Any], url: str, log: dict[str, np.ndarray]) -> None:
 
 
 def run(kind: str, steps: int, url: str) -> dict[str, np.ndarray]:
-    stage, _, dtype = kind.partition("-")
-    config = config_of(int(stage), dtype == "bf16")
+    config = config_of(kind)
     torch.manual_seed(5)
     # With ZeRO-3, DeepSpeed does not cast the buffers.
-    net = Net().to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    net = Net().to(torch.bfloat16 if "-bf16" in kind else torch.float32)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.02)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     log: dict[str, np.ndarray] = {}
-    train(engine, steps, url, log, set(SKIPPED) if kind in ("1-bf16", "2-bf16") else set())
+    skipped = set(SKIPPED) if kind.startswith(("1-bf16", "2-bf16")) else set()
+    source = "master" if kind.endswith("-master") else "parameters"
+    train(engine, steps, url, log, skipped, source)
     evaluate(engine, url, log)
     load(config, url, log)
     return log

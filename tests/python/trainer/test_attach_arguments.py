@@ -29,6 +29,7 @@ BAD_VALUES = [
         "max_staging_bytes 1048576: must be a whole number, 67108864 or more",
     ),
     ({"wire_dtype": "bf16"}, r"""wire_dtype 'bf16': must be "as pushed" or "bfloat16" \["""),
+    ({"source": "masters"}, r"""source 'masters': must be "parameters" or "master" \["""),
     (
         {"non_finite": "ignore"},
         r"""non_finite 'ignore': must be "reject", "skip" or "allow" \[""",

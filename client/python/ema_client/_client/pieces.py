@@ -171,6 +171,6 @@ def writes_of(tensor: Any) -> int:
     """PyTorch's version counter of a torch tensor: the number of writes, except those through `.data` and
     those of a CUDA graph's replay."""
     if isinstance(tensor, ParameterRange):
-        return int(tensor.parameter._version + tensor.memory.writes())
+        return tensor.writes()
     # An operation on a DTensor counts in only one of these two.
     return int(tensor._version + (local_of(tensor)._version if is_dtensor(tensor) else 0))

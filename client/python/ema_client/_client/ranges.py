@@ -66,6 +66,10 @@ class ParameterRange:
     def is_inference(self) -> bool:
         return bool(self.parameter.is_inference())
 
+    def writes(self) -> int:
+        """Grows with each write that PyTorch counts."""
+        return int(self.parameter._version) + self.memory.writes()
+
 
 # By the id of the module that has the parameter, and its name there.
 Ranges = Mapping[int, Mapping[str, ParameterRange]]

@@ -24,6 +24,7 @@ from ema_client._trainer.buffers import AveragedBuffers
 MAX_OUTAGE_S = 120.0
 
 OnError = Literal["skip", "wait", "raise"]
+Source = Literal["parameters", "master"]
 Existing = Literal["error", "new", "continue"]
 
 
@@ -40,6 +41,7 @@ class RunArguments(TypedDict, total=False):
     snapshot_interval: str | None
     non_finite: NonFinite
     wire_dtype: WireDtype
+    source: Source
     rename: Callable[[str], str] | None
     max_staging_bytes: int
     max_pinned_versions: int | None
@@ -151,6 +153,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "tracks": _or_none(_tracks),
     "non_finite": _one_of(get_args(NonFinite)),
     "wire_dtype": _one_of(get_args(WireDtype)),
+    "source": _one_of(get_args(Source)),
     "max_staging_bytes": _count(STAGING_BYTES),
     "start_step": _or_none(_count(0)),
     "time": _or_none(_function),

@@ -36,6 +36,7 @@ from ema_client._trainer.arguments import (
     Existing,
     OnError,
     PushOptions,
+    Source,
     check_agreed,
     check_module,
     check_values,
@@ -76,6 +77,7 @@ def attach(
     snapshot_interval: str | None = None,
     non_finite: NonFinite = "reject",
     wire_dtype: WireDtype = "as pushed",
+    source: Source = "parameters",
     rename: Callable[[str], str] | None = None,
     max_staging_bytes: int = STAGING_BYTES,
     max_pinned_versions: int | None = None,
@@ -162,6 +164,11 @@ def attach(
             hold NaN or infinity now, with a warning.
         wire_dtype: as for `Client.open_run`: "as pushed" (the default), or "bfloat16", which halves the sent
             bytes.
+        source: what is averaged of each parameter of lower precision than float32: "parameters" (the
+            default), the parameter itself; or "master", the float32 copy that the optimizer trains and
+            rounds to the parameter. DeepSpeed has such copies with ZeRO-1, 2 and 3; a float32 parameter is
+            its own master. The model on the server is then float32, and a module with rounded parameters
+            can still read it (`averaged`).
         rename: returns the name of a tensor on the server, for parts of a model whose tensors have the
             same names on several ranks, such as experts. Without it (the default), tensors of one name with
             equal values at the start are taken for replicas, which must stay equal.
@@ -277,6 +284,7 @@ def attach(
                 "non_finite": non_finite,
                 "max_pinned_versions": max_pinned_versions or 0,
                 "wire_dtype": wire_dtype,
+                "source": source,
                 "on_error": on_error,
                 "max_outage_s": max_outage_s,
                 "the tracks without buffers": undecided,
@@ -305,7 +313,12 @@ def attach(
         )
         module = unwrap(model)
         options.check(module)
-        tensors_of = ModelTensors(module, rename)
+        if source == "master" and options.rule is not None:
+            raise InvalidArgumentError(
+                'source "master": the preset writes averages to the parameters (update_model_with_ema), and '
+                "the optimizer would overwrite them from its float32 copies: give no such preset"
+            )
+        tensors_of = ModelTensors(module, rename, has_masters=source == "master")
         actions = default_actions(module, tensors_of(), allows_non_finite=non_finite == "allow")
         held = holdings_of(tensors_of(), actions)
         if optimizers is not None:
