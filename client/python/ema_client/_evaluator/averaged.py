@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
@@ -24,7 +24,9 @@ from ema_client._model.ranks import Ranks
 from ema_client._model.recalibrate import Recalibration, recalibrated
 from ema_client._model.torch_model import (
     NamedTensors,
+    as_module,
     check_values_here,
+    first_part,
     named_tensors,
     shard_again,
     unwrap,
@@ -41,7 +43,7 @@ _PLACES = ("in the module", "in the average")
 
 @contextlib.contextmanager
 def averaged(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     url: str,
     *,
     track: str | None = None,
@@ -72,7 +74,8 @@ def averaged(
     server's, such as a pipeline stage.
 
     Args:
-        model: the model; DistributedDataParallel, torch.compile and DeepSpeed's engine are unwrapped.
+        model: the model, or a list of modules, as for `attach`; DistributedDataParallel, torch.compile and
+            DeepSpeed's engine are unwrapped.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits
@@ -113,6 +116,7 @@ def averaged(
     if is_disabled(url):
         yield no_version()
         return
+    model = as_module(model)
     read = read_average(
         model,
         WhichAverage(
@@ -181,7 +185,7 @@ _swaps_lock = threading.Lock()
 def _begin(module: torch.nn.Module, what: str, own: OwnValues) -> _Swap:
     swap = _Swap(own, threading.get_ident())
     with _swaps_lock:
-        swaps = _swaps.setdefault(module, [])
+        swaps = _swaps.setdefault(first_part(module), [])
         if swaps and swaps[-1].thread != swap.thread:
             raise FailedPreconditionError(
                 f"{what}: another thread has averaged values in this module now",
@@ -194,7 +198,7 @@ def _begin(module: torch.nn.Module, what: str, own: OwnValues) -> _Swap:
 def _end(module: torch.nn.Module, swap: _Swap) -> None:
     """Restores the values that a swap has replaced, as soon as all later swaps have ended."""
     swap.has_ended = True
-    swaps = _swaps[module]
+    swaps = _swaps[first_part(module)]
     while swaps and swaps[-1].has_ended:
         try:
             swaps[-1].own.put_back()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
@@ -26,6 +26,7 @@ from ema_client._evaluator.reading import (
 )
 from ema_client._evaluator.started import warn_of_no_average
 from ema_client._model.torch_model import (
+    as_module,
     check_values_here,
     named_tensors,
     shard_again,
@@ -61,7 +62,7 @@ class Loaded:
 
 
 def load_into(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     url: str,
     *,
     track: str | None = None,
@@ -84,8 +85,8 @@ def load_into(
     other tensors, too. Warns like `averaged` if the track has not started, or has just done so.
 
     Args:
-        model: the module; DistributedDataParallel, torch.compile and DeepSpeed's engine are
-            unwrapped. With DeepSpeed, the next step may overwrite the loaded values by its own copies.
+        model: the module, or a list of modules, as for `attach`; DistributedDataParallel, torch.compile and
+            DeepSpeed's engine are unwrapped. With DeepSpeed, the next step may overwrite the loaded values by its own copies.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits
@@ -124,6 +125,8 @@ def load_into(
         ...     model = Net()
         >>> ema_client.load_into(model, "ema://host:50051/digits", device="cuda")
     """
+
+    model = as_module(model)
 
     def match_all(asked: Reading) -> tuple[_Match, dict[str, torch.Tensor], dict[str, Piece]]:
         if device is not None:

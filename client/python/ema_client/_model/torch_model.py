@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
@@ -231,6 +231,38 @@ _BY_FAIRSCALE = (
 )
 
 
+def as_module(model: torch.nn.Module | Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """The model. For a list of modules, a module that has them, unwrapped; `named_tensors` gives their
+    tensors the names that they have in their own modules.
+
+    InvalidArgumentError: the list is empty, or has something else, or DeepSpeed's engine.
+    """
+    import torch
+
+    if not isinstance(model, (list, tuple)):
+        return model  # type: ignore[return-value]  # A Module is no Sequence.
+    for part in model:
+        if not isinstance(part, torch.nn.Module) or engine_of(part) is not None:
+            raise InvalidArgumentError(
+                f"model: a list with a {type(part).__name__}: must be a list of torch.nn.Module, or one "
+                "DeepSpeed engine alone"
+            )
+    if not model:
+        raise InvalidArgumentError("model: an empty list")
+    parts = torch.nn.ModuleList(map(unwrap, model))
+    setattr(parts, _IS_LIST, True)
+    return parts
+
+
+def first_part(module: torch.nn.Module) -> torch.nn.Module:
+    """The same module for each result of `as_module` for one list."""
+    return next(module.children()) if hasattr(module, _IS_LIST) else module
+
+
+# An attribute of the result of `as_module` for a list.
+_IS_LIST = "_ema_client_is_list"
+
+
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside DistributedDataParallel, DataParallel, torch.compile, Lightning Fabric's wrapper and
     DeepSpeed's engine."""
@@ -269,7 +301,7 @@ def _unwrapping(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def named_tensors(
     module: torch.nn.Module, rename: Callable[[str], str] | None = None
 ) -> NamedTensors:
-    """Collects the tensors of an unwrapped module. `rename`: as for `attach`.
+    """Collects the tensors of an unwrapped module, or of `as_module` for a list. `rename`: as for `attach`.
 
     Names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
     overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard`,
@@ -283,12 +315,13 @@ def named_tensors(
     def clean_name(name: str) -> str:
         name = unwrapped_name(name)
         if rename is None:
-            return name
+            return name.partition(".")[2] if is_list else name
         renamed = rename(name)
         if not isinstance(renamed, str):
             raise InvalidArgumentError(f'rename("{name}") gave {renamed!r}: must be a name')
         return renamed
 
+    is_list = hasattr(module, _IS_LIST)
     shard_again(module)
     ranges = {**fsdp1.ranges_in(module), **zero.ranges_in(module)}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -309,8 +342,9 @@ def named_tensors(
     names = [name for name, _ in (*parameters, *buffers)]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
+        cure = "; for a list of modules, `rename` gets names such as 1.weight" if is_list else ""
         raise InvalidArgumentError(
-            f"tensors of one name, after `rename`: {', '.join(twice)}", reason="BAD_LAYOUT"
+            f"tensors of one name, after `rename`: {', '.join(twice)}{cure}", reason="BAD_LAYOUT"
         )
     of_fsdp1 = fsdp1.buffer_dtypes(module)
     dtypes = {name: of_fsdp1[id(tensor)] for name, tensor in buffers if id(tensor) in of_fsdp1}

@@ -23,6 +23,7 @@ from ema_client._model.optimizers import check_held, unwrap_optimizers, with_con
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
     ModelTensors,
+    as_module,
     check_values_here,
     engine_of,
     unwrap,
@@ -59,7 +60,7 @@ _PROBE_S = 1.0
 
 
 def attach(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     url: str,
     *,
@@ -112,7 +113,9 @@ def attach(
     Args:
         model: the model, or this rank's part of it. DistributedDataParallel, torch.compile and Lightning
             Fabric's wrapper are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper, and of
-            DeepSpeed the engine. Ranks that hold the same parameter, or the same piece, must have equal
+            DeepSpeed the engine. A list of modules is one model, whose tensors have the names that they
+            have in their own modules (torchtitan's model parts); if some are equal (virtual pipeline
+            stages), give `rename`, which then gets names with the module's index in front ("1.weight"). Ranks that hold the same parameter, or the same piece, must have equal
             values.
         optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
             each parameter, in backward hooks). The first step is complete when each has stepped, and each
@@ -247,6 +250,7 @@ def attach(
         # Imported here: it is a layer above, and most trainings do not need it.
         from ema_client._without_server import attach_without_server
 
+        given["model"] = model = as_module(model)
         check_module(model)
         check_values(given)
         return attach_without_server(mode, given, *options_and_tracks(given, track_arguments))
@@ -259,6 +263,7 @@ def attach(
     arguments = Arguments({}, "", {})
     undecided: Collection[str] = ()
     try:
+        model = as_module(model)
         check_module(model)
         split_url(url)
         check_values(given)
