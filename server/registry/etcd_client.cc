@@ -188,6 +188,24 @@ void EtcdClient::EndStreams(const Connection& missed) {
   });
 }
 
+void EtcdClient::NoteAnswer(absl::Duration latency) {
+  NoteContact();
+  absl::MutexLock lock(&mu_);
+  latency_ = latency;
+  error_ = absl::OkStatus();
+}
+
+absl::Status EtcdClient::NoteNoAnswer(absl::Status error) {
+  absl::MutexLock lock(&mu_);
+  error_ = error;
+  return error;
+}
+
+RegistryHealth EtcdClient::health() const {
+  absl::MutexLock lock(&mu_);
+  return {.endpoints = endpoints_, .latency = latency_, .error = error_};
+}
+
 absl::Status EtcdClient::Call(const std::string& operation, SteadyTime deadline, Attempt attempt) {
   return CallFrom(nullptr, operation, deadline, attempt, /*ends_streams=*/false);
 }
@@ -211,7 +229,7 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
         is_last ? deadline : std::min(deadline, After(start, options_.call_timeout / 2));
     const grpc::Status status = CallOnce(*connection, end, attempt);
     const bool is_miss = IsMiss(status);
-    if (!is_miss) NoteContact();
+    if (!is_miss) NoteAnswer(Since(start));
     if (status.ok()) return absl::OkStatus();
 
     const absl::Duration limit =
@@ -224,7 +242,7 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
     if (!is_miss) return absl::Status(CodeOf(status), message);
     Leave(*connection);
     if (ends_streams) EndStreams(*connection);
-    if (is_last || SteadyNow() >= deadline) return absl::UnavailableError(message);
+    if (is_last || SteadyNow() >= deadline) return NoteNoAnswer(absl::UnavailableError(message));
   }
 }
 

@@ -95,6 +95,7 @@ class EtcdClient {
 
   void NoteContact() { last_contact_ = SteadyNow(); }
   SteadyTime last_contact() const { return last_contact_; }
+  RegistryHealth health() const ABSL_LOCKS_EXCLUDED(mu_);
   const LogSink& log() const { return options_.log; }
 
  private:
@@ -117,6 +118,9 @@ class EtcdClient {
   // The next call uses the next endpoint, unless another thread left `missed` before.
   void Leave(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   void EndStreams(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
+  // Record for health() how a call has ended.
+  void NoteAnswer(absl::Duration latency) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status NoteNoAnswer(absl::Status error) ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `attempt` once, or twice if etcd rejects the token.
   grpc::Status CallOnce(Connection& connection, SteadyTime deadline, Attempt attempt)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -127,11 +131,13 @@ class EtcdClient {
   // Relaxed would do: it orders nothing.
   std::atomic<SteadyTime> last_contact_ = SteadyNow();
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   size_t endpoint_index_ ABSL_GUARDED_BY(mu_) = 0;
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);  // Null: none to that endpoint yet.
   std::vector<OpenedStream> streams_ ABSL_GUARDED_BY(mu_);
   std::string token_ ABSL_GUARDED_BY(mu_);  // Empty: none yet.
+  absl::Duration latency_ ABSL_GUARDED_BY(mu_);
+  absl::Status error_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema

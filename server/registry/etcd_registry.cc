@@ -69,4 +69,6 @@ std::unique_ptr<RegistryWatch> EtcdRegistry::Watch(
 
 SteadyTime EtcdRegistry::last_contact() const { return client_->last_contact(); }
 
+RegistryHealth EtcdRegistry::health() const { return client_->health(); }
+
 }  // namespace ema

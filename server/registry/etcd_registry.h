@@ -52,6 +52,7 @@ class EtcdRegistry final : public Registry {
   std::unique_ptr<RegistryWatch> Watch(
       std::string_view prefix, std::function<void(const RegistryUpdate&)> on_update) override;
   SteadyTime last_contact() const override;
+  RegistryHealth health() const override;
 
  private:
   explicit EtcdRegistry(std::shared_ptr<EtcdClient> client) : client_(std::move(client)) {}

@@ -28,6 +28,13 @@ struct RegistryEntry {
   friend bool operator==(const RegistryEntry&, const RegistryEntry&) = default;
 };
 
+// How well a registry answers.
+struct RegistryHealth {
+  std::vector<std::string> endpoints;  // URLs, in the order of the configuration.
+  absl::Duration latency;              // Of the last answered call; zero: none was answered yet.
+  absl::Status error;                  // Why the last call got no answer; OK: it was answered.
+};
+
 // What a watch reports.
 struct RegistryUpdate {
   // True: `entries` are all keys with the prefix, sorted; any other key is gone. False: they are
@@ -102,6 +109,8 @@ class Registry {
 
   // When the registry last answered anything, renewals included; before that the time of creation.
   virtual SteadyTime last_contact() const = 0;
+  // Memberships call the registry three times in their TTL, so `error` is not older than that.
+  virtual RegistryHealth health() const = 0;
 };
 
 }  // namespace ema

@@ -27,6 +27,7 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr absl::Duration kTtl = absl::Seconds(2);  // etcd's shortest one.
 
@@ -217,11 +218,14 @@ TEST_P(RegistryTest, OutageKeepsMembersAndEndsInAllKeys) {
   // Longer than the TTL.
   absl::SleepFor(2 * kTtl - Since(away));
   EXPECT_GE(Since(registry_->last_contact()), kTtl);
+  EXPECT_THAT(registry_->health().endpoints, Not(IsEmpty()));
+  EXPECT_THAT(registry_->health().error, StatusIs(absl::StatusCode::kUnavailable, testing::_));
 
   backend_->SetAway(false);
   EXPECT_EQ(keys.AwaitCompleteCount(2), 2);
   while (!member->status().ok()) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_EQ(registry_->Read("/s/a")->value, "boot-1");
+  EXPECT_THAT(registry_->health().error, IsOk());
   EXPECT_THAT(keys.changes(), IsEmpty());
 }
 

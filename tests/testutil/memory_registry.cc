@@ -208,4 +208,9 @@ SteadyTime MemoryRegistry::last_contact() const {
   return store_->is_away ? store_->last_contact : SteadyNow();
 }
 
+RegistryHealth MemoryRegistry::health() const {
+  absl::MutexLock lock(&store_->mu);
+  return {.endpoints = {"memory"}, .latency = absl::ZeroDuration(), .error = store_->Check()};
+}
+
 }  // namespace ema

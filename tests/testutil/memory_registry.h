@@ -37,6 +37,7 @@ class MemoryRegistry final : public Registry {
   std::unique_ptr<RegistryWatch> Watch(
       std::string_view prefix, std::function<void(const RegistryUpdate&)> on_update) override;
   SteadyTime last_contact() const override;
+  RegistryHealth health() const override;
 
  private:
   class Store;
