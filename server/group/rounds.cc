@@ -9,9 +9,19 @@
 #include "ema/model_info.h"
 
 namespace ema::group {
+namespace {
+
+std::string JoinRanks(const std::vector<int64_t>& ranks) {
+  constexpr size_t kNamedRanks = 16;
+  const auto end = ranks.begin() + static_cast<std::ptrdiff_t>(std::min(ranks.size(), kNamedRanks));
+  return absl::StrJoin(ranks.begin(), end, ", ");
+}
+
+}  // namespace
 
 Rounds::Rounds(Options options, SteadyTime now)
     : options_(std::move(options)),
+      start_(now),
       partitions_(options_.members.size()),
       version_(options_.base_version),
       next_settings_revision_(options_.settings_revision),
@@ -42,9 +52,53 @@ bool Rounds::HasPartition(const PartId& id) const {
          id.boot == options_.members[partition].boot;
 }
 
-Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading) {
+std::optional<Rounds::Problem> Rounds::FindProblem(SteadyTime now) const {
+  const absl::Duration longest_silence = 5 * kSyncInterval;
+  if (const absl::Status joined = CheckJoined(); !joined.ok()) {
+    return Problem{std::string(joined.message()), absl::FromChrono(now - start_)};
+  }
+  for (size_t i = 0; i < partitions_.size(); ++i) {
+    const absl::Duration silence = absl::FromChrono(now - partitions_[i].last_message);
+    if (silence < longest_silence) continue;
+    return Problem{absl::StrCat("partition ", i, " on member \"", options_.members[i].name,
+                                "\" has sent nothing for ",
+                                absl::FormatDuration(absl::Trunc(silence, absl::Seconds(1)))),
+                   silence};
+  }
+  return FindRegistryProblem(now);
+}
+
+std::optional<Rounds::Problem> Rounds::FindRegistryProblem(SteadyTime now) const {
+  const absl::Duration age = absl::FromChrono(now - registry_reached_);
+  if (age <= options_.registry_patience) return std::nullopt;
+  return Problem{
+      absl::StrCat("the home, ", NameOf(0), ", has not reached the registry for ",
+                   absl::FormatDuration(age), " (limit ",
+                   absl::FormatDuration(options_.registry_patience), ", --etcd-patience)"),
+      age - options_.registry_patience};
+}
+
+std::optional<Rounds::Slowest> Rounds::FindSlowest() const {
+  if (!last_progress_.has_value()) return std::nullopt;
+  const Partition* slowest = nullptr;
+  for (const Partition& partition : partitions_) {
+    if (partition.prepared.has_value()) continue;
+    if (slowest == nullptr || partition.received_bytes < slowest->received_bytes) {
+      slowest = &partition;
+    }
+  }
+  if (slowest == nullptr) return std::nullopt;
+  std::string activity = absl::StrCat("has received ", slowest->received_bytes, " bytes");
+  if (!slowest->missing_ranks.empty()) {
+    absl::StrAppend(&activity, " and waits for ranks ", JoinRanks(slowest->missing_ranks));
+  }
+  return Slowest{static_cast<size_t>(slowest - partitions_.data()), std::move(activity)};
+}
+
+Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading, SteadyTime now) {
   if (!HasPartition(from)) return {Answer::kFenced};
   const auto partition = static_cast<size_t>(from.partition);
+  partitions_[partition].last_message = now;
   if (partitions_[partition].has_joined) return {};
   partitions_[partition].loading = loading;
   if (!loading.empty()) return {};
@@ -55,7 +109,7 @@ Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading) {
 }
 
 Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
-  const Result result = Receive(sync.from, sync.loading);
+  const Result result = Receive(sync.from, sync.loading, now);
   if (result.answer == Answer::kFenced || sync.round != state_.round) return result;
   Partition& partition = partitions_[static_cast<size_t>(sync.from.partition)];
   partition.missing_ranks = sync.missing_ranks;
@@ -68,7 +122,7 @@ Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
 }
 
 Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time) {
-  const Result result = Receive(prepare.from, /*loading=*/"");
+  const Result result = Receive(prepare.from, /*loading=*/"", now);
   if (result.answer == Answer::kFenced || prepare.round != state_.round) return result;
   const auto partition = static_cast<size_t>(prepare.from.partition);
   NotePush(prepare.step.ok() ? prepare.step->step : prepare.refused_step);
@@ -85,13 +139,8 @@ Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::T
     return {Answer::kState, true};
   }
   if (++prepared_count_ < partitions_.size()) return {Answer::kHold};
-  const absl::Duration registry_age = absl::FromChrono(now - registry_reached_);
-  if (registry_age > options_.registry_patience) {
-    Abort(state_.round,
-          absl::UnavailableError(absl::StrCat(
-              "the home, ", NameOf(0), ", has not reached the registry for ",
-              absl::FormatDuration(registry_age), " (limit ",
-              absl::FormatDuration(options_.registry_patience), ", --etcd-patience)")));
+  if (const std::optional<Problem> problem = FindRegistryProblem(now)) {
+    Abort(state_.round, absl::UnavailableError(problem->text));
   } else {
     Commit(commit_time);
   }
@@ -147,7 +196,6 @@ bool Rounds::Abort(int64_t round, const absl::Status& why) {
 
 bool Rounds::Expire(SteadyTime now) {
   constexpr size_t kNamedPartitions = 4;
-  constexpr size_t kNamedRanks = 16;
   if (frozen_until_.has_value() && now >= *frozen_until_) {
     frozen_until_.reset();
     return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
@@ -159,11 +207,8 @@ bool Rounds::Expire(SteadyTime now) {
   for (size_t i = 0; i < partitions_.size() && waiting.size() < kNamedPartitions; ++i) {
     if (partitions_[i].prepared.has_value()) continue;
     const std::vector<int64_t>& ranks = partitions_[i].missing_ranks;
-    const auto end =
-        ranks.begin() + static_cast<std::ptrdiff_t>(std::min(ranks.size(), kNamedRanks));
     waiting.push_back(ranks.empty() ? NameOf(i)
-                                    : absl::StrCat(NameOf(i), " without ranks ",
-                                                   absl::StrJoin(ranks.begin(), end, ", ")));
+                                    : absl::StrCat(NameOf(i), " without ranks ", JoinRanks(ranks)));
   }
   return Abort(
       state_.round,

@@ -51,6 +51,22 @@ class Rounds {
   bool HasPartition(const PartId& id) const;
   // OK: all partitions have joined. UNAVAILABLE, GROUP_DEGRADED: names one that has not.
   absl::Status CheckJoined() const;
+  // Why no step can be committed.
+  struct Problem {
+    std::string text;  // "partition 1 on member \"ema-1\" has not joined"
+    absl::Duration age;
+  };
+  // A partition has not joined, or has been silent for several intervals of its Sync, or the home
+  // has not reached the registry for too long. Nullopt: none of these.
+  std::optional<Problem> FindProblem(SteadyTime now) const;
+  // A partition that the round waits for.
+  struct Slowest {
+    size_t partition = 0;
+    std::string activity;  // The end of a sentence: "has received 12 bytes and waits for ranks 3".
+  };
+  // Of several, the one with the fewest received bytes. Nullopt: nothing has arrived in the round,
+  // or some partitions have not joined.
+  std::optional<Slowest> FindSlowest() const;
 
   enum class Answer {
     kState,   // state(), now.
@@ -102,22 +118,26 @@ class Rounds {
  private:
   struct Partition {
     bool has_joined = false;
-    std::string loading;  // The last Sync::loading before it has joined.
+    std::string loading;      // The last Sync::loading before it has joined.
+    SteadyTime last_message;  // When it arrived. Meaningless before the partition has joined.
     // Of the current round.
     std::optional<PreparedStep> prepared;
     int64_t received_bytes = 0;
     std::vector<int64_t> missing_ranks;
   };
 
-  Result Receive(const PartId& from, std::string_view loading);
+  Result Receive(const PartId& from, std::string_view loading, SteadyTime now);
   // "partition 2 (ema-2)"
   std::string NameOf(size_t partition) const;
+  // Nullopt: the home has reached the registry recently enough.
+  std::optional<Problem> FindRegistryProblem(SteadyTime now) const;
   // Why the step that `partition` has prepared cannot be committed with those of the others.
   absl::Status CheckAgreement(size_t partition) const;
   void Commit(absl::Time commit_time);
   void BeginNextRound();
 
   const Options options_;
+  const SteadyTime start_;
   GroupState state_;
   std::vector<Partition> partitions_;
   size_t joined_count_ = 0;

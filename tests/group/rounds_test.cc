@@ -82,9 +82,56 @@ TEST(RoundsLoadingTest, APartitionThatIsLoadingHasNotJoined) {
   EXPECT_THAT(rounds.CheckJoined(), ReasonIs(ErrorReason::kGroupDegraded));
   EXPECT_EQ(rounds.CheckJoined().message(), "partition 1 on member \"ema-1\" is loading");
   EXPECT_EQ(rounds.state().round, 0);
+  const auto problem = rounds.FindProblem(now + seconds(3));
+  ASSERT_TRUE(problem.has_value());
+  EXPECT_EQ(problem->text, "partition 1 on member \"ema-1\" is loading");
+  EXPECT_EQ(problem->age, absl::Seconds(3));
   EXPECT_TRUE(rounds.OnSync({.from = second}, now).round_ended);
   EXPECT_THAT(rounds.CheckJoined(), IsOk());
   EXPECT_EQ(rounds.state().round, 1);
+}
+
+TEST_F(RoundsTest, ASilentPartitionIsAProblem) {
+  now_ += seconds(4);
+  EXPECT_FALSE(rounds_.FindProblem(now_).has_value());
+  for (const int64_t p : {0, 2}) rounds_.OnSync({.from = IdOf(p)}, now_);
+  now_ += seconds(3);
+  const auto problem = rounds_.FindProblem(now_);
+  ASSERT_TRUE(problem.has_value());
+  EXPECT_EQ(problem->text, "partition 1 on member \"ema-1\" has sent nothing for 7s");
+  EXPECT_EQ(problem->age, absl::Seconds(7));
+  rounds_.OnSync({.from = IdOf(1)}, now_);
+  EXPECT_FALSE(rounds_.FindProblem(now_).has_value());
+}
+
+TEST_F(RoundsTest, ARegistryThatIsAwayForTooLongIsAProblem) {
+  now_ += minutes(11);
+  for (int64_t p = 0; p < kPartitions; ++p) rounds_.OnSync({.from = IdOf(p)}, now_);
+  const auto problem = rounds_.FindProblem(now_);
+  ASSERT_TRUE(problem.has_value());
+  EXPECT_THAT(problem->text, HasSubstr("has not reached the registry for 11m"));
+  EXPECT_EQ(problem->age, absl::Minutes(1));
+  rounds_.NoteRegistryReached(now_);
+  EXPECT_FALSE(rounds_.FindProblem(now_).has_value());
+}
+
+TEST_F(RoundsTest, TheSlowestPartitionIsTheOneWithTheFewestBytes) {
+  EXPECT_FALSE(rounds_.FindSlowest().has_value());
+  rounds_.OnSync({.from = IdOf(0), .round = round(), .received_bytes = 30}, now_);
+  rounds_.OnSync({.from = IdOf(1), .round = round(), .received_bytes = 20, .missing_ranks = {3, 5}},
+                 now_);
+  Prepare(2);
+  auto slowest = rounds_.FindSlowest();
+  ASSERT_TRUE(slowest.has_value());
+  EXPECT_EQ(slowest->partition, 1);
+  EXPECT_EQ(slowest->activity, "has received 20 bytes and waits for ranks 3, 5");
+  Prepare(1);
+  slowest = rounds_.FindSlowest();
+  ASSERT_TRUE(slowest.has_value());
+  EXPECT_EQ(slowest->partition, 0);
+  EXPECT_EQ(slowest->activity, "has received 30 bytes");
+  Prepare(0);
+  EXPECT_FALSE(rounds_.FindSlowest().has_value());
 }
 
 TEST_F(RoundsTest, FirstRoundBeginsWhenAllPartitionsHaveJoined) {
