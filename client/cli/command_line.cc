@@ -9,6 +9,7 @@
 #include "client/cli/attached_files.h"
 #include "client/cli/checkpoint_commands.h"
 #include "client/cli/checkpoint_files.h"
+#include "client/cli/group_commands.h"
 #include "client/cli/server_commands.h"
 #include "client/cli/track_option.h"
 #include "client/cli/tracks_command.h"
@@ -215,6 +216,9 @@ void AddLabelCommands(CLI::App& app, Options& options, Command& chosen) {
       ->check(CheckLabel);
 }
 
+// Of commands that a probe runs: Docker knows only these two. As UsageExitCode() for `health`.
+int ProbeExitCode(const absl::Status& status) { return status.ok() ? kExitOk : kExitOther; }
+
 // Declares what is about the server itself.
 void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App* sub = app.add_subcommand("health",
@@ -222,10 +226,7 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
                                      "it is serving, 1 in any other case");
   sub->callback([&] {
     chosen.run = [&](const Session& session) { return Health(session, options.service); };
-    // What Docker knows; as UsageExitCode().
-    chosen.exit_code = [](const absl::Status& status) {
-      return status.ok() ? kExitOk : kExitOther;
-    };
+    chosen.exit_code = &ProbeExitCode;
   });
   sub->add_option("--service", options.service,
                   "Service to check; checkpoints: also fail if nothing can be saved (default: the "
@@ -239,6 +240,14 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
 
   Add(app, chosen, "info", "Show the server's version, device, memory and limits",
       [](const Session& session) { return Info(session); });
+
+  sub = app.add_subcommand("group",
+                           "Show the servers and models of the server's group, and what is wrong "
+                           "with them: exit code 0 if all is well, 1 in any other case");
+  sub->callback([&] {
+    chosen.run = [](const Session& session) { return ShowGroup(session); };
+    chosen.exit_code = &ProbeExitCode;
+  });
 
   sub = Add(app, chosen, "log-level", "Show the server's log level, or change it",
             [&](const Session& session) { return SetLogLevel(session, options.log_level); });

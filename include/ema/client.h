@@ -20,6 +20,7 @@
 #include "absl/types/span.h"
 #include "ema/checkpoint_info.h"
 #include "ema/error_reason.h"
+#include "ema/group_info.h"
 #include "ema/manifest.h"
 #include "ema/model_info.h"
 #include "ema/run.h"
@@ -140,6 +141,8 @@ class Client {
     std::vector<Limit> limits;
   };
   absl::StatusOr<ServerInfo> GetServerInfo(absl::Duration timeout = absl::ZeroDuration());
+  // Describes the group of the server. FAILED_PRECONDITION, BAD_REQUEST: it is in none.
+  absl::StatusOr<GroupInfo> GetGroup(absl::Duration timeout = absl::ZeroDuration());
 
   struct LogLevels {
     std::string before;  // After a retry this may be the new level.

@@ -28,7 +28,8 @@ GroupModels::GroupModels(ModelStore* store, Peers* peers, Options options)
                .checkpoints = options_.checkpoints,
                .log = options_.log}),
       lifecycle_(&hosted_, peers, options_.checkpoints, options_.log),
-      follower_(&hosted_, store, options_.checkpoints, options_.log) {}
+      follower_(&hosted_, store, options_.checkpoints, options_.log),
+      overview_(&hosted_, store, &follower_, peers) {}
 
 void GroupModels::Start(Member* member) {
   hosted_.Start(member);
@@ -78,7 +79,7 @@ absl::Status GroupModels::CheckRuns(std::string_view model,
                                     size_t partition) const {
   const Partition& of = partitions[partition];
   if (!hosted_.AddressOf(of).empty()) return absl::OkStatus();
-  const std::optional<absl::Time> since = follower_.MissingSince(of);
+  const std::optional<absl::Time> since = follower_.history().MissingSince(of);
   return MakeError(
       absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
       absl::StrCat("model \"", std::string(model), "\": the process of partition ", partition,
@@ -341,6 +342,15 @@ absl::StatusOr<v1::SavePartResponse> GroupModels::SavePart(const v1::SavePartReq
   if (options_.checkpoints == nullptr) return NoDataDirError();
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_.Get(request.model()));
   return group::SavePart(*options_.checkpoints, *model, request);
+}
+
+// --- Descriptions ---
+
+void GroupModels::DescribeGroup(GroupReply reply) { overview_.Describe(std::move(reply)); }
+
+absl::StatusOr<v1::DescribeMemberResponse> GroupModels::DescribeMember(
+    const v1::DescribeMemberRequest& request) {
+  return overview_.DescribeMember(request);
 }
 
 // --- Messages ---

@@ -18,6 +18,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model_config.h"
 #include "server/core/model_store.h"
+#include "server/group/group_overview.h"
 #include "server/group/hosted_models.h"
 #include "server/group/hosted_partition.h"
 #include "server/group/member.h"
@@ -77,6 +78,8 @@ class GroupModels final : public ModelGroup {
   // GROUP_DEGRADED: a member is not there, and nothing has changed. REQUIRES: this is the home.
   absl::Status RollBack(const std::string& model, int64_t incarnation, const VersionId& id,
                         int64_t fenced_run_epoch);
+  // For the metrics and the status page.
+  const GroupOverview& overview() const { return overview_; }
   // Before this server stops: makes the homes of its partitions save their newest versions, and
   // accept no pushes from then on. Errors are in the log. Blocks for at most `timeout`. REQUIRES:
   // no push to this server begins any more.
@@ -89,6 +92,7 @@ class GroupModels final : public ModelGroup {
   absl::Status CheckLoaded(std::string_view model) const override;
   std::vector<std::string> ModelNames() const override;
   void DescribeWhole(bool in_a_list, v1::Model& model) const override;
+  void DescribeGroup(GroupReply reply) override;
   absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) override;
   absl::Status DeleteModel(const std::string& model, bool purge) override;
@@ -100,6 +104,8 @@ class GroupModels final : public ModelGroup {
   absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) override;
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
+  absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
+      const v1::DescribeMemberRequest& request) override;
   absl::Status FreezeForStop(const v1::SaveNowRequest& request) override;
   void StopHolding() override;
 
@@ -132,6 +138,7 @@ class GroupModels final : public ModelGroup {
   HostedModels hosted_;
   ModelLifecycle lifecycle_;
   RegistryFollower follower_;
+  const GroupOverview overview_;
 };
 
 }  // namespace ema::group

@@ -9,6 +9,7 @@
 #include "ema/error_reason.h"
 #include "ema/v1/types.pb.h"
 #include "server/base/crc32c.h"
+#include "server/core/model_overview.h"
 #include "server/group/convert.h"
 #include "server/wire/convert.h"
 
@@ -63,7 +64,7 @@ HostedPartition::HostedPartition(Options options)
     : options_(std::move(options)),
       part_(options_.id, BaseVersion(options_)),
       loading_(options_.base.has_value() ? "is loading" : "") {
-  if (is_home()) rounds_.emplace(RoundsOptions(options_), SteadyNow());
+  if (is_home()) rounds_.emplace(RoundsOptions(options_), start_);
   state_.incarnation = options_.id.incarnation;
 }
 
@@ -111,6 +112,45 @@ absl::Status HostedPartition::CheckLoaded() const {
   absl::MutexLock lock(&mu_);
   if (!options_.base.has_value() || !rounds_.has_value()) return absl::OkStatus();
   return WithPlace(rounds_->CheckJoined(), absl::StrCat("model \"", options_.model, "\": "));
+}
+
+v1::GroupModelProgress HostedPartition::DescribeProgress() const {
+  v1::GroupModelProgress progress;
+  if (const std::shared_ptr<Model> model = this->model()) {
+    const ModelOverview overview = OverviewOf(*model);
+    progress.set_version(overview.version.version);
+    progress.set_step(overview.step);
+    progress.set_durable_step(overview.durable_step);
+    if (overview.durable_commit_time.has_value()) {
+      progress.set_checkpoint_age_seconds(
+          absl::ToDoubleSeconds(absl::Now() - *overview.durable_commit_time));
+    }
+  }
+  absl::MutexLock lock(&mu_);
+  const GroupState& state = rounds_->state();
+  progress.set_round(state.round);
+  progress.set_run_epoch(state.run_epoch);
+  progress.set_is_frozen(state.frozen);
+  if (const std::optional<Rounds::Slowest> slowest = rounds_->FindSlowest()) {
+    progress.set_slowest_partition(static_cast<int64_t>(slowest->partition));
+    progress.set_slowest_member(options_.partitions[slowest->partition].member);
+    progress.set_slowest_activity(slowest->activity);
+  }
+  if (const std::optional<Rounds::Problem> problem = rounds_->FindProblem(SteadyNow())) {
+    progress.set_problem(problem->text);
+    progress.set_problem_seconds(absl::ToDoubleSeconds(problem->age));
+  }
+  return progress;
+}
+
+std::optional<absl::Duration> HostedPartition::time_without_round() const {
+  absl::MutexLock lock(&mu_);
+  return state_.round == 0 ? std::optional(Since(start_)) : std::nullopt;
+}
+
+absl::Duration HostedPartition::commit_wait() const {
+  absl::MutexLock lock(&mu_);
+  return commit_wait_;
 }
 
 void HostedPartition::Stop() {
@@ -331,6 +371,7 @@ void HostedPartition::ApplyStateLocked(const GroupState& state) {
   const Part::Action action = part_.OnState(state);
   if (state.incarnation == state_.incarnation && state.round >= state_.round) state_ = state;
   if (action.kind == Part::Action::Kind::kNothing) return;
+  if (action.kind == Part::Action::Kind::kPublish) commit_wait_ += Since(prepare_time_);
   options_.peers->Post(
       [self = shared_from_this(), action, round, state] { self->Execute(action, round, state); });
 }
@@ -467,7 +508,10 @@ void HostedPartition::OnPrepared(int64_t round, const CommitGate::PreparedVersio
   NoteHeldVersions();
   absl::MutexLock lock(&mu_);
   if (is_stopped_) return;  // The model is being closed.
-  if (part_.EndReceiving(round, StepOf(step))) return SendPrepareLocked();
+  if (part_.EndReceiving(round, StepOf(step))) {
+    prepare_time_ = SteadyNow();
+    return SendPrepareLocked();
+  }
   // The round ended while the session was being made, so that its end did not find it.
   options_.peers->Post([self = shared_from_this(), round] {
     const std::shared_ptr<Model> model = self->model();

@@ -18,7 +18,9 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "ema/v1/ema_service.pb.h"
 #include "server/base/log_event.h"
+#include "server/base/steady_wait.h"
 #include "server/core/commit_gate.h"
 #include "server/core/model.h"
 #include "server/group/member.h"
@@ -72,6 +74,12 @@ class HostedPartition final : public CommitGate,
   // OK: there is no base, or all partitions have loaded it. UNAVAILABLE, GROUP_DEGRADED: names a
   // partition that has not. REQUIRES: is_home().
   absl::Status CheckLoaded() const ABSL_LOCKS_EXCLUDED(mu_);
+  // What the home knows about the model. REQUIRES: is_home().
+  v1::GroupModelProgress DescribeProgress() const ABSL_LOCKS_EXCLUDED(mu_);
+  // For how long this partition has waited for its first round. Nullopt: that has begun.
+  std::optional<absl::Duration> time_without_round() const ABSL_LOCKS_EXCLUDED(mu_);
+  // How long steps that were prepared here have waited for their commits, all together.
+  absl::Duration commit_wait() const ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the exchange of messages. When it returns, Options::member is not used any more.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -145,6 +153,7 @@ class HostedPartition final : public CommitGate,
   std::optional<std::string> AddressLocked(size_t partition) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const Options options_;
+  const SteadyTime start_ = SteadyNow();
 
   // Acquired while the model's lock may be held.
   mutable absl::Mutex mu_;
@@ -164,6 +173,8 @@ class HostedPartition final : public CommitGate,
   int64_t pushed_step_ ABSL_GUARDED_BY(mu_) = 0;
   // The round whose Prepare has been sent and not been answered. 0: there is none.
   int64_t sent_prepare_round_ ABSL_GUARDED_BY(mu_) = 0;
+  SteadyTime prepare_time_ ABSL_GUARDED_BY(mu_);  // Of the prepared step.
+  absl::Duration commit_wait_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema::group

@@ -54,6 +54,7 @@ class Member {
   // running callbacks.
   ~Member();
 
+  const std::string& group() const { return options_.group; }
   const std::string& name() const { return options_.name; }
   const std::string& boot() const { return options_.record.boot; }
 
@@ -88,6 +89,9 @@ class Member {
 
   // When the registry last answered any call of this process, renewals of the key included.
   SteadyTime last_contact() const { return options_.registry->last_contact(); }
+  RegistryHealth registry_health() const { return options_.registry->health(); }
+  // As Membership::status(), of the member's key.
+  absl::Status key_status() const { return membership_->status(); }
 
   // Deletes the key, so that the others need not wait for it to expire. To be called once, by the
   // owner. UNAVAILABLE: the key expires later.

@@ -343,4 +343,10 @@ void Peers::SaveNow(const std::string& address, const v1::SaveNowRequest& reques
   StartCall<&Stub::PrepareAsyncSaveNow>("SaveNow", address, request, timeout, std::move(on_result));
 }
 
+void Peers::DescribeMember(const std::string& address, const v1::DescribeMemberRequest& request,
+                           absl::Duration timeout, OnResult<v1::DescribeMemberResponse> on_result) {
+  StartCall<&Stub::PrepareAsyncDescribeMember>("DescribeMember", address, request, timeout,
+                                               std::move(on_result));
+}
+
 }  // namespace ema::group

@@ -69,6 +69,8 @@ class Peers {
                 absl::Duration timeout, OnResult<v1::SavePartResponse> on_result);
   void SaveNow(const std::string& address, const v1::SaveNowRequest& request,
                absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result);
+  void DescribeMember(const std::string& address, const v1::DescribeMemberRequest& request,
+                      absl::Duration timeout, OnResult<v1::DescribeMemberResponse> on_result);
 
   // Runs the work that has been posted, cancels all calls, runs their `on_result`, and ends the
   // thread. To be called by the owner, on another thread. Calling it again does nothing.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -23,6 +24,16 @@ bool IsNamed(const HostedPartition& partition, const Member& member, const Model
          record.PartitionOf(member.name(), member.boot()) == partition.id().partition;
 }
 
+// Nullopt: there is no such model.
+absl::StatusOr<std::optional<ModelRecord>> CurrentRecord(Member& member, const std::string& model,
+                                                         const HostedPartition& partition) {
+  std::optional<ModelRecord> cached = member.model(model);
+  if (cached.has_value() && IsNamed(partition, member, *cached)) return cached;
+  // The cache may be older than the reservation.
+  EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
+  return stored.has_value() ? std::optional(stored->record) : std::nullopt;
+}
+
 }  // namespace
 
 void RegistryFollower::Start(Member* member) {
@@ -34,12 +45,6 @@ void RegistryFollower::Stop() {
   StopLoading();
   reconciling_.Stop();
   loading_.Stop();
-}
-
-std::optional<absl::Time> RegistryFollower::MissingSince(const Partition& partition) const {
-  absl::MutexLock lock(&mu_);
-  const auto found = missing_since_.find({partition.member, partition.boot});
-  return found != missing_since_.end() ? std::optional(found->second) : std::nullopt;
 }
 
 absl::Status RegistryFollower::LoadError(std::string_view model) const {
@@ -54,10 +59,11 @@ absl::Status RegistryFollower::Reconcile() {
   const absl::StatusOr<Member*> found = hosted_.GetMember();
   if (!found.ok()) return absl::OkStatus();  // The server is stopping.
   Member& member = **found;
-  NoteMissingMembers(member);
+  const std::map<std::string, ModelRecord> models = member.models();
+  history_.Observe(member.members(), models, absl::Now());
   absl::Status result;
   bool must_load = false;
-  for (const auto& [name, record] : member.models()) {
+  for (const auto& [name, record] : models) {
     if (NamesEarlierProcess(member, record)) {
       const absl::Status reformed = ReformAfterRestart(member, checkpoints_, name, record, log_);
       if (absl::IsFailedPrecondition(reformed)) NoteLoadEnded(name, record, reformed);
@@ -77,13 +83,8 @@ absl::Status RegistryFollower::Reconcile() {
 
 absl::Status RegistryFollower::FollowRecord(Member& member, const std::string& model,
                                             HostedPartition& partition) {
-  std::optional<ModelRecord> record = member.model(model);
-  if (!record.has_value() || !IsNamed(partition, member, *record)) {
-    // The cache may be older than the reservation.
-    EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
-    record.reset();
-    if (stored.has_value()) record = stored->record;
-  }
+  EMA_ASSIGN_OR_RETURN(const std::optional<ModelRecord> record,
+                       CurrentRecord(member, model, partition));
   const int64_t incarnation = partition.id().incarnation;
   if (!record.has_value() || record->state == ModelRecord::State::kDeleting) {
     hosted_.Drop(model, incarnation, "has been deleted");
@@ -102,24 +103,6 @@ absl::Status RegistryFollower::FollowRecord(Member& member, const std::string& m
     here->durable().SetVersion(durable->id, durable->step, /*settings_revision=*/std::nullopt);
   }
   return absl::OkStatus();
-}
-
-void RegistryFollower::NoteMissingMembers(const Member& member) {
-  std::map<Process, absl::Time> missing;
-  const absl::Time now = absl::Now();
-  for (const auto& [name, record] : member.models()) {
-    for (const Partition& partition : record.partitions) {
-      if (member.AddressOf(partition.member, partition.boot).has_value()) continue;
-      missing.try_emplace({partition.member, partition.boot}, now);
-    }
-  }
-  absl::MutexLock lock(&mu_);
-  for (auto& [process, since] : missing) {
-    if (const auto known = missing_since_.find(process); known != missing_since_.end()) {
-      since = known->second;
-    }
-  }
-  missing_since_ = std::move(missing);
 }
 
 // --- Loading ---

@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <map>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -14,10 +13,10 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "server/base/log_event.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model_store.h"
+#include "server/group/group_history.h"
 #include "server/group/hosted_models.h"
 #include "server/group/hosted_partition.h"
 #include "server/group/member.h"
@@ -46,21 +45,17 @@ class RegistryFollower {
   // Ends the work and its threads.
   void Stop();
 
-  // When the partition's process was first missing in the registry; nullopt: it was not.
-  std::optional<absl::Time> MissingSince(const Partition& partition) const ABSL_LOCKS_EXCLUDED(mu_);
+  // What has happened to the group since Start().
+  const GroupHistory& history() const { return history_; }
   // Why the partition of the model could not be made here at the last attempt; OK: it could, or
   // there was no attempt.
   absl::Status LoadError(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // A process: member and boot.
-  using Process = std::pair<std::string, std::string>;
-
   // After a change of the registry. Errors: the registry or the disk failed.
   absl::Status Reconcile() ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
   absl::Status FollowRecord(Member& member, const std::string& model, HostedPartition& partition)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(hosted_.change_mu());
-  void NoteMissingMembers(const Member& member) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Loads all partitions that do not have the first version of their incarnation yet. Blocks for as
   // long as reading them takes.
@@ -84,8 +79,8 @@ class RegistryFollower {
   const LogSink log_;
 
   std::atomic<bool> is_stopping_ = false;  // Relaxed: ends a running load a moment later.
+  GroupHistory history_;
   mutable absl::Mutex mu_;
-  std::map<Process, absl::Time> missing_since_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, absl::Status, std::less<>> load_errors_ ABSL_GUARDED_BY(mu_);  // By model.
 
   // Their threads use all of the above.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/rounds.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

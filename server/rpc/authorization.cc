@@ -36,6 +36,7 @@ constexpr Rule kRules[] = {
     {"/ema.v1.EmaService/Synthesize", Role::kEvaluator, /*is_rejected_while_draining=*/true},
     {"/ema.v1.EmaService/GetLane", Role::kEvaluator},
     {"/ema.v1.EmaService/GetServerInfo", Role::kEvaluator},
+    {"/ema.v1.EmaService/GetGroup", Role::kEvaluator},
 
     {"/ema.v1.EmaService/CreateModel", Role::kTrainer},
     {"/ema.v1.EmaService/AttachFile", Role::kTrainer},
@@ -63,6 +64,7 @@ constexpr Rule kRules[] = {
     // Also while draining: homes save the newest versions of their models before they leave.
     {"/ema.v1.GroupService/SavePart", Role::kServer},
     {"/ema.v1.GroupService/SaveNow", Role::kServer},
+    {"/ema.v1.GroupService/DescribeMember", Role::kServer},
 };
 
 // Null: there is no rule.

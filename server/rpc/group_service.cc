@@ -27,7 +27,7 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
       },
       on(workers.reserving));
   ListenHeld(rpc, queue, service, "/ema.v1.GroupService/Prepare", &Service::RequestPrepare,
-             [group](const v1::PrepareRequest& request, auto reply) {
+             [group](const v1::PrepareRequest& request, const Access&, auto reply) {
                group->Prepare(request, std::move(reply));
              });
   ListenUnary(
@@ -58,6 +58,11 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
         return v1::SaveNowResponse();
       },
       on(workers.saving));
+  ListenUnary(rpc, queue, service, "/ema.v1.GroupService/DescribeMember",
+              &Service::RequestDescribeMember,
+              [group](const v1::DescribeMemberRequest& request, const Access&) {
+                return group->DescribeMember(request);
+              });
 }
 
 }  // namespace ema

@@ -54,6 +54,11 @@ class ModelGroup {
 
   // Handles RecoverModel of ema_service.proto, on any server. Blocks on the registry and the disk.
   virtual absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) = 0;
+  // Describes the group for GetGroup of ema_service.proto, with all models. Calls `reply` once,
+  // from any thread, after at most about a second. UNAVAILABLE, GROUP_DEGRADED: this server has not
+  // joined its group.
+  using GroupReply = std::function<void(absl::StatusOr<v1::GetGroupResponse>)>;
+  virtual void DescribeGroup(GroupReply reply) = 0;
 
   // --- Calls of GroupService ---
 
@@ -72,6 +77,8 @@ class ModelGroup {
   // sender has left, or for some minutes. Blocks until everything that has been committed is
   // published here. NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED.
   virtual absl::Status FreezeForStop(const v1::SaveNowRequest& request) = 0;
+  virtual absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
+      const v1::DescribeMemberRequest& request) = 0;
   // Ends the open rounds of the models whose home this is, and begins no others.
   // Answers all held Prepare() calls before it returns, and later ones at once; everything that has
   // been committed is then published here. May be repeated.

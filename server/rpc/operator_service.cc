@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/operator_service.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -12,6 +15,18 @@ namespace {
 absl::Status CannotDo(std::string_view what) {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
                    absl::StrCat("this server ", std::string(what)));
+}
+
+// Removes what the caller may not read.
+void RemoveHidden(const Access& access, v1::GetGroupResponse& response) {
+  auto& models = *response.mutable_models();
+  const auto hidden = std::remove_if(models.begin(), models.end(), [&](const auto& model) {
+    return !access.Covers(model.name());
+  });
+  models.erase(hidden, models.end());
+  if (access.CoversAll()) return;
+  response.clear_last_incident();
+  response.clear_last_incident_time_us();
 }
 
 }  // namespace
@@ -26,6 +41,16 @@ void OperatorService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue
   EMA_LISTEN(SetLogLevel);
   EMA_LISTEN(Drain);
 #undef EMA_LISTEN
+  ListenHeld(rpc, queue, &rpc->service, "/ema.v1.EmaService/GetGroup",
+             &RpcContext::EmaService::RequestGetGroup,
+             [group = rpc->group](const v1::GetGroupRequest&, const Access& access, auto reply) {
+               if (group == nullptr) return reply(CannotDo("does not belong to a group"));
+               group->DescribeGroup([access, reply = std::move(reply)](
+                                        absl::StatusOr<v1::GetGroupResponse> response) {
+                 if (response.ok()) RemoveHidden(access, *response);
+                 reply(response);
+               });
+             });
 }
 
 absl::StatusOr<v1::GetServerInfoResponse> OperatorService::GetServerInfo(

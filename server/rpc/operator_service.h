@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The calls about the server itself: what it is, its log, its end.
+// The calls about the server itself: what it is, its group, its log, its end.
 #ifndef EMA_SERVER_RPC_OPERATOR_SERVICE_H_
 #define EMA_SERVER_RPC_OPERATOR_SERVICE_H_
 
@@ -39,7 +39,7 @@ struct ServingProcess {
   std::function<bool()> drain;
 };
 
-// Answers GetServerInfo, SetLogLevel and Drain. Thread-safe.
+// Answers GetServerInfo, GetGroup, SetLogLevel and Drain. Thread-safe.
 class OperatorService {
  public:
   // Mirrors ema.v1.GetServerInfoResponse.Limit.

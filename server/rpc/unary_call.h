@@ -40,6 +40,8 @@ std::optional<std::string_view> ModelOf(const Request& request) requires require
 inline std::optional<std::string_view> ModelOf(const v1::ListModelsRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const v1::GetLaneRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const v1::GetServerInfoRequest&) { return {}; }
+inline std::optional<std::string_view> ModelOf(const v1::GetGroupRequest&) { return {}; }
+inline std::optional<std::string_view> ModelOf(const v1::DescribeMemberRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const v1::SetLogLevelRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const v1::DrainRequest&) { return {}; }
 inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthCheckRequest&) {
@@ -68,7 +70,8 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     std::function<Placement(const Request&)> choose_placement;
     // If set, runs on the queue's thread in place of both, and answers later: it calls `reply`
     // once, from any thread, before the queue is shut down.
-    std::function<void(const Request&, std::function<void(const absl::StatusOr<Response>&)> reply)>
+    std::function<void(const Request&, const Access&,
+                       std::function<void(const absl::StatusOr<Response>&)> reply)>
         hold;
   };
 
@@ -103,8 +106,10 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
     EMA_ASSIGN_OR_RETURN(caller_,
                          rpc_->admission.Admit(method_->name, context_, ModelOf(request_)));
     if (method_->hold) {
-      method_->hold(request_, [self = this->shared_from_this()](
-                                  const absl::StatusOr<Response>& reply) { self->Finish(reply); });
+      method_->hold(request_, caller_.access,
+                    [self = this->shared_from_this()](const absl::StatusOr<Response>& reply) {
+                      self->Finish(reply);
+                    });
       return absl::OkStatus();
     }
     Placement placement = method_->choose_placement(request_);

@@ -80,6 +80,7 @@ COMMANDS = {
     "delete": lambda w: [w.model, "--confirm", w.model],
     "health": lambda w: [],
     "info": lambda w: [],
+    "group": lambda w: [],
     "log-level": lambda w: [],
     "drain": lambda w: ["--yes"],
     "bench": lambda w: ["--bytes", "1M", "--rounds", 1],
@@ -107,7 +108,8 @@ def test_every_command_is_in_the_table():
     assert set(commands_of()) == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "drain"])
+# `group` needs a group: see test_group_overview.py.
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("drain", "group")])
 def test_prints_json_and_nothing_else(server, world, command):
     result = emactl(server.address, "--json", *command.split(), *COMMANDS[command](world))
     assert result.returncode == 0, result.stderr
@@ -127,7 +129,7 @@ def test_drain_prints_json(tmp_path):
 def test_an_error_is_json(world, command):
     arguments = ["--json", *command.split(), *COMMANDS[command](world)]
     result = emactl("127.0.0.1:1", *arguments, timeout="100ms")
-    assert result.returncode == (1 if command == "health" else 5), result.stderr
+    assert result.returncode == (1 if command in ("health", "group") else 5), result.stderr
     assert result.stdout == ""
     error = json.loads(result.stderr)["error"]
     assert error.keys() == {"code", "reason", "message"} and error["message"]

@@ -197,6 +197,12 @@ def call_server_info(stub, model, run):
     assert limits["models"].in_use >= 1
 
 
+def call_group(stub, model, run):
+    with pytest.raises(grpc.RpcError) as error:
+        stub.GetGroup(ema.GetGroupRequest())
+    assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
 def call_log_level(stub, model, run):
     reply = stub.SetLogLevel(ema.SetLogLevelRequest(level="info"))
     assert (reply.old_level, reply.level) == ("info", "info")
@@ -243,6 +249,7 @@ CALLS = {
     "ReportMetric": call_metric,
     "Synthesize": call_synthesize,
     "GetServerInfo": call_server_info,
+    "GetGroup": call_group,
     "SetLogLevel": call_log_level,
     "Drain": call_drain,
 }

@@ -183,6 +183,7 @@ RECORDINGS: dict[str, Callable[[Recording], Any]] = {
         model=made.model, name="made", sigma_rel=0.1, tracks=["wide"]
     ),
     "GetServerInfo": lambda made: ema.GetServerInfoRequest(),
+    "GetGroup": lambda made: ema.GetGroupRequest(),
     "RestoreCheckpoint": lambda made: ema.RestoreCheckpointRequest(model=made.model, label="kept"),
     "DeleteModel": lambda made: ema.DeleteModelRequest(
         model=made.model + "-new", confirm_model=made.model + "-new", purge=True

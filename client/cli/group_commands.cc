@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/group_commands.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/output.h"
+#include "client/cli/progress.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::cli {
+namespace {
+
+double Seconds(absl::Duration duration) { return absl::ToDoubleSeconds(duration); }
+
+// Null without a value.
+Json SecondsOrNull(std::optional<absl::Duration> duration) {
+  return duration.has_value() ? Json(Seconds(*duration)) : Json();
+}
+
+// In whole seconds, or in milliseconds below a second.
+std::string DurationText(absl::Duration duration) {
+  const absl::Duration unit =
+      duration < absl::Seconds(1) ? absl::Milliseconds(1) : absl::Seconds(1);
+  return absl::FormatDuration(absl::Trunc(duration, unit));
+}
+
+Json ToJson(const GroupInfo::Member& member) {
+  return {{"name", member.name},
+          {"boot", member.boot},
+          {"address", member.address},
+          {"device", member.device},
+          {"version", member.version},
+          {"memory_budget_bytes", member.memory_budget_bytes},
+          {"memory_reserved_bytes", member.memory_reserved_bytes},
+          {"missing_seconds", SecondsOrNull(member.missing)},
+          {"error", member.error}};
+}
+
+Json ToJson(const GroupInfo::Progress& progress) {
+  Json json = {{"round", progress.round},
+               {"run_epoch", progress.run_epoch},
+               {"version", progress.version},
+               {"step", progress.step},
+               {"durable_step", progress.durable_step},
+               {"checkpoint_age_seconds", SecondsOrNull(progress.checkpoint_age)},
+               {"waits_for", nullptr}};
+  if (!progress.slowest_member.empty()) {
+    json["waits_for"] = {{"partition", progress.slowest_partition},
+                         {"member", progress.slowest_member},
+                         {"activity", progress.slowest_activity}};
+  }
+  return json;
+}
+
+Json ToJson(const GroupInfo::Model& model) {
+  Json json = {{"name", model.name},
+               {"state", model.state},
+               {"incarnation", model.incarnation},
+               {"members", model.members},
+               {"checkpoint", nullptr},
+               {"progress", nullptr},
+               {"degraded_seconds", Seconds(model.degraded)},
+               {"reform_count", model.reform_count},
+               {"problem", model.problem}};
+  if (model.checkpoint.has_value()) {
+    json["checkpoint"] = {{"incarnation", model.checkpoint->incarnation},
+                          {"version", model.checkpoint->version},
+                          {"step", model.checkpoint_step}};
+  }
+  if (model.progress.has_value()) json["progress"] = ToJson(*model.progress);
+  return json;
+}
+
+Json ToJson(const GroupInfo& info) {
+  Json json = {{"group", info.group},
+               {"member", info.member},
+               {"is_well", info.problems.empty()},
+               {"etcd",
+                {{"endpoints", info.registry.endpoints},
+                 {"seconds_since_contact", Seconds(info.registry.since_contact)},
+                 {"latency_seconds", Seconds(info.registry.latency)},
+                 {"error", info.registry.error}}},
+               {"members", Json::array()},
+               {"models", Json::array()},
+               {"last_incident", nullptr},
+               {"problems", info.problems}};
+  for (const GroupInfo::Member& member : info.members) json["members"].push_back(ToJson(member));
+  for (const GroupInfo::Model& model : info.models) json["models"].push_back(ToJson(model));
+  if (!info.last_incident.empty()) {
+    json["last_incident"] = {{"time", info.last_incident_time}, {"text", info.last_incident}};
+  }
+  return json;
+}
+
+std::string MemberTable(const GroupInfo& info) {
+  Table table({"MEMBER", "BOOT", "ADDRESS", "DEVICE", "MEMORY", "STATE"});
+  for (const GroupInfo::Member& member : info.members) {
+    if (member.missing.has_value()) {
+      table.Add({member.name, member.boot, "-", "-", "-",
+                 absl::StrCat("missing for ", DurationText(*member.missing))});
+      continue;
+    }
+    const std::string reserved =
+        member.memory_reserved_bytes.has_value() ? FormatBytes(*member.memory_reserved_bytes) : "?";
+    table.Add({member.name, member.boot, member.address, member.device,
+               absl::StrCat(reserved, " of ", FormatBytes(member.memory_budget_bytes)),
+               member.error.empty() ? "answers" : "does not answer"});
+  }
+  return table.ToString();
+}
+
+std::string ModelTable(const GroupInfo& info) {
+  Table table({"MODEL", "STATE", "HOME", "SERVERS", "STEP", "VERSION", "ROUND", "CHECKPOINT", "AGE",
+               "WAITS FOR"});
+  for (const GroupInfo::Model& model : info.models) {
+    std::vector<std::string> row = {model.name, model.state,
+                                    model.members.empty() ? "-" : model.members[0],
+                                    absl::StrCat(model.members.size())};
+    const std::string checkpoint =
+        model.checkpoint.has_value() ? absl::StrCat("step ", model.checkpoint_step) : "none";
+    if (const auto& progress = model.progress; progress.has_value()) {
+      row.insert(
+          row.end(),
+          {absl::StrCat(progress->step), absl::StrCat(progress->version),
+           absl::StrCat(progress->round), checkpoint,
+           progress->checkpoint_age.has_value() ? DurationText(*progress->checkpoint_age) : "-",
+           progress->slowest_member.empty()
+               ? "-"
+               : absl::StrCat(progress->slowest_member, ": ", progress->slowest_activity)});
+    } else {
+      row.insert(row.end(), {"?", "?", "?", checkpoint, "?", "?"});
+    }
+    table.Add(std::move(row));
+  }
+  return table.ToString();
+}
+
+std::string DescribeRegistry(const GroupInfo::Registry& registry) {
+  return absl::StrCat("etcd ", absl::StrJoin(registry.endpoints, ", "),
+                      registry.error.empty() ? " answers" : " DOES NOT ANSWER", ": last contact ",
+                      DurationText(registry.since_contact), " ago, last answer within ",
+                      absl::FormatDuration(absl::Trunc(registry.latency, absl::Microseconds(10))),
+                      "\n",
+                      registry.error.empty() ? "" : "The tables show what etcd reported before.\n");
+}
+
+}  // namespace
+
+std::string DescribeGroup(const GroupInfo& info) {
+  std::string text = absl::StrCat("group ", info.group, ", described by member ", info.member, "\n",
+                                  DescribeRegistry(info.registry));
+  if (!info.last_incident.empty()) {
+    absl::StrAppend(
+        &text, "last incident, ",
+        absl::FormatTime("%Y-%m-%d %H:%M:%S", info.last_incident_time, absl::LocalTimeZone()), ": ",
+        info.last_incident, "\n");
+  }
+  absl::StrAppend(&text, "\n", MemberTable(info));
+  absl::StrAppend(&text, "\n", info.models.empty() ? "no models\n" : ModelTable(info), "\n");
+  if (info.problems.empty()) return absl::StrCat(text, "All is well.\n");
+  absl::StrAppend(&text, "Problems:\n");
+  for (const std::string& problem : info.problems) absl::StrAppend(&text, "- ", problem, "\n");
+  return text;
+}
+
+absl::Status ShowGroup(const Session& session) {
+  const absl::Duration timeout = session.has_timeout ? session.timeout : absl::Seconds(10);
+  EMA_ASSIGN_OR_RETURN(const GroupInfo info, session.client->GetGroup(timeout));
+  EMA_RETURN_IF_ERROR(PrintResult(session.json, ToJson(info), DescribeGroup(info)));
+  if (info.problems.empty()) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("group \"", info.group, "\" has problems: ", info.problems.size()));
+}
+
+}  // namespace ema::cli
