@@ -14,6 +14,7 @@
 #include "server/checkpoint/data_directory.h"
 #include "server/format/file_system.h"
 #include "server/registry/etcd_registry.h"
+#include "server/wire/convert_group.h"
 
 namespace ema {
 namespace {
@@ -147,6 +148,12 @@ absl::Status ServerGroup::Join(int port) {
   return absl::OkStatus();
 }
 
+std::optional<GroupInfo> ServerGroup::Describe() const {
+  absl::MutexLock lock(&mu_);
+  const absl::StatusOr<v1::GetGroupResponse> response = models_->overview().DescribeHere();
+  return response.ok() ? std::optional(FromProto(*response)) : std::nullopt;
+}
+
 void ServerGroup::SaveAtHomes() {
   constexpr absl::Duration kTimeout = absl::Minutes(10);
   if (checkpoints_ != nullptr && member_ != nullptr) models_->SaveAtHomes(kTimeout);
@@ -160,6 +167,7 @@ void ServerGroup::Leave() {
   if (!left.ok()) {
     LogTo(log_, LogLevel::kWarning, "group not left; the member's key expires", {{"error", left}});
   }
+  absl::MutexLock lock(&mu_);
   member_ = nullptr;
 }
 

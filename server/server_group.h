@@ -5,11 +5,15 @@
 #define EMA_SERVER_SERVER_GROUP_H_
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "ema/group_info.h"
 #include "server/base/log_event.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/partitioned_saves.h"
@@ -46,11 +50,14 @@ class ServerGroup {
   // Joins the group; `port` replaces port 0 of --advertise. Blocks. Errors as Member::Join().
   // FAILED_PRECONDITION: the data directory is not that of the other members.
   absl::Status Join(int port);
+  // What this server knows about the group, without asking others. Nullopt: it has not joined the
+  // group, or has left it. Thread-safe.
+  std::optional<GroupInfo> Describe() const ABSL_LOCKS_EXCLUDED(mu_);
   // Before it leaves: makes the homes of this server's partitions save their newest versions.
   // Errors are in the log. Blocks.
   void SaveAtHomes();
   // Leaves the group. Call once, when no RPC runs any more.
-  void Leave();
+  void Leave() ABSL_LOCKS_EXCLUDED(mu_);
   // Ends all calls to other members, so that saves fail soon. Without Leave() before, like a crash.
   void Stop();
 
@@ -74,6 +81,8 @@ class ServerGroup {
   std::unique_ptr<group::Peers> peers_;
   std::unique_ptr<group::GroupModels> models_;
   std::unique_ptr<group::Member> member_;  // Null before Join(), and after Leave().
+  // Held while the group is described, so that Leave() does not destroy the member meanwhile.
+  mutable absl::Mutex mu_;
 };
 
 }  // namespace ema

@@ -79,6 +79,7 @@ ServerState Server::State(bool with_history) const {
     state.data_dir_free_bytes = checkpoints_->free_bytes();
     state.scrub_time = checkpoints_->scrub_time();
     state.checkpoints = checkpoints_->CountAll();
+    if (options_.save_every > absl::ZeroDuration()) state.save_interval = options_.save_every;
   }
   {
     absl::MutexLock lock(&mu_);
@@ -92,6 +93,7 @@ ServerState Server::State(bool with_history) const {
       state.is_recovering = true;
     }
   }
+  if (group_ != nullptr) state.group = group_->Describe();
   state.has_rejected_tokens = tokens_ != nullptr && !tokens_->problem().ok();
   state.workers = heartbeats_->Ages(Heartbeats::Clock::now());
   for (const std::shared_ptr<Model>& model : store_->List()) {

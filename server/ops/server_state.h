@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "ema/group_info.h"
 #include "server/base/heartbeat.h"
 #include "server/base/rpc_limits.h"
 #include "server/core/checkpoint_counts.h"
@@ -71,6 +72,8 @@ struct ServerState {
   // When the last complete scrub ended, see CheckpointScrubber::time(). Absent: checkpoints are not
   // scrubbed.
   std::optional<absl::Time> scrub_time;
+  // --save-every. Absent: there are no such saves.
+  std::optional<absl::Duration> save_interval;
   // By model, those with only bad checkpoints included. Empty without a data directory.
   std::map<std::string, CheckpointCounts> checkpoints;
   std::string device;
@@ -86,6 +89,8 @@ struct ServerState {
   bool has_rejected_tokens = false;  // The token file is invalid or missing; old tokens apply.
   std::vector<Heartbeats::Age> workers;
   std::vector<Model> models;  // By name.
+  // As this server sees it. Absent: it is not in a group, or has not joined it.
+  std::optional<GroupInfo> group;
 };
 
 }  // namespace ema

@@ -157,11 +157,53 @@ void AddCheckpoints(const ServerState& state, MetricFamilies& families) {
                    "checkpoints again; before the first time, when the server started to do so.",
                    Seconds(*state.scrub_time));
   }
+  if (state.save_interval.has_value()) {
+    families.Gauge("ema_save_interval_seconds", "Time between automatic saves, --save-every.",
+                   absl::ToDoubleSeconds(*state.save_interval));
+  }
   families.Gauge(
       "ema_checkpoint_store_read_only",
       "1 if nothing can be saved: an fsync has failed, the disk is read-only, or the data "
       "directory is missing or has been replaced.",
       state.is_store_read_only ? 1 : 0);
+}
+
+void AddGroup(const GroupInfo& group, MetricFamilies& families) {
+  const auto is_there = [](const GroupInfo::Member& member) { return !member.missing.has_value(); };
+  families.Gauge(
+      "ema_group_members", "Servers that have joined the group.",
+      static_cast<double>(std::count_if(group.members.begin(), group.members.end(), is_there)));
+  families.Gauge("ema_group_registry_contact_age_seconds", "Time since etcd last answered.",
+                 absl::ToDoubleSeconds(group.registry.since_contact));
+  MetricFamily& incarnations =
+      families.Gauge("ema_group_incarnation",
+                     "Incarnation of the model: the time at which it began, in microseconds.");
+  MetricFamily& degraded = families.Gauge(
+      "ema_group_degraded_seconds",
+      "For how long no step of the model could be committed, as far as this server knows.");
+  MetricFamily& reforms =
+      families.Counter("ema_group_reforms_total",
+                       "Times that the model has returned to a checkpoint on all servers.");
+  MetricFamily& waits = families.Counter(
+      "ema_group_commit_wait_seconds_total",
+      "Time that steps, complete at this server, have waited for the other servers.");
+  MetricFamily& rounds =
+      families.Gauge("ema_group_round", "Round of the model; only at the model's home.");
+  MetricFamily& ages = families.Gauge(
+      "ema_group_checkpoint_age_seconds",
+      "Time since the version of the newest checkpoint was committed; only at the model's home.");
+  for (const GroupInfo::Model& model : group.models) {
+    const MetricLabels labels = {{"model", model.name}};
+    incarnations.Add(static_cast<double>(model.incarnation), labels);
+    degraded.Add(absl::ToDoubleSeconds(model.degraded), labels);
+    reforms.Add(static_cast<double>(model.reform_count), labels);
+    waits.Add(absl::ToDoubleSeconds(model.commit_wait), labels);
+    if (!model.progress.has_value()) continue;
+    rounds.Add(static_cast<double>(model.progress->round), labels);
+    if (const auto age = model.progress->checkpoint_age) {
+      ages.Add(absl::ToDoubleSeconds(*age), labels);
+    }
+  }
 }
 
 void AddHealth(const ServerState& state, MetricFamilies& families) {
@@ -220,6 +262,7 @@ void AddStateMetrics(const ServerState& state, MetricFamilies& families) {
   AddMemory(state, families);
   AddUsage(state, families);
   AddCheckpoints(state, families);
+  if (state.group.has_value()) AddGroup(*state.group, families);
   AddHealth(state, families);
   AddProcess(families);
 }

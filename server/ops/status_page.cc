@@ -68,6 +68,40 @@ Json ModelJson(const ServerState::Model& model) {
   return json;
 }
 
+Json GroupJson(const GroupInfo& group) {
+  Json json = {{"name", group.group},
+               {"member", group.member},
+               {"etcd_seconds", absl::ToDoubleSeconds(group.registry.since_contact)},
+               {"etcd_problem", group.registry.error},
+               {"members", Json::array()},
+               {"models", Json::array()},
+               {"last_incident", group.last_incident},
+               {"last_incident_time", Seconds(group.last_incident_time)},
+               {"problems", group.problems}};
+  for (const GroupInfo::Member& member : group.members) {
+    json["members"].push_back({{"name", member.name},
+                               {"address", member.address},
+                               {"device", member.device},
+                               {"memory_budget_bytes", member.memory_budget_bytes},
+                               {"missing_seconds", nullptr}});
+    if (member.missing.has_value()) {
+      json["members"].back()["missing_seconds"] = absl::ToDoubleSeconds(*member.missing);
+    }
+  }
+  for (const GroupInfo::Model& model : group.models) {
+    json["models"].push_back({{"name", model.name},
+                              {"state", model.state},
+                              {"home", model.members.empty() ? "" : model.members[0]},
+                              {"incarnation", model.incarnation},
+                              {"checkpoint_step", nullptr},
+                              {"reform_count", model.reform_count}});
+    if (model.checkpoint.has_value()) {
+      json["models"].back()["checkpoint_step"] = model.checkpoint_step;
+    }
+  }
+  return json;
+}
+
 }  // namespace
 
 std::string StatusJson(const ServerState& state, const std::vector<Metrics::Problem>& problems) {
@@ -94,6 +128,7 @@ std::string StatusJson(const ServerState& state, const std::vector<Metrics::Prob
                    {"connections", Usage(usage.connections, limits.max_connections)}};
   json["models"] = Json::array();
   for (const ServerState::Model& model : state.models) json["models"].push_back(ModelJson(model));
+  json["group"] = state.group.has_value() ? GroupJson(*state.group) : Json();
   json["problems"] = Json::array();
   for (const Metrics::Problem& problem : problems) {
     json["problems"].push_back({{"time", Seconds(problem.time)},

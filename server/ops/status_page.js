@@ -197,6 +197,38 @@ function modelSection(status, model) {
                  distancePlot(model.history) ?? element("p", "soft", hint));
 }
 
+function groupSection(status) {
+  const group = status.group;
+  const made = element("section", "", element("h2", "", `Group ${group.name}`));
+  const etcd = group.etcd_problem === ""
+      ? element("span", "good", "answers")
+      : element("span", "bad", `has not answered for ${duration(group.etcd_seconds)}: ${group.etcd_problem}`);
+  made.append(element("dl", "facts", fact("this server", group.member), fact("etcd", etcd)));
+  for (const problem of group.problems) made.append(element("p", "bad", problem));
+  if (group.last_incident !== "") {
+    const ago = duration(status.time - group.last_incident_time);
+    made.append(element("p", "soft", `Last incident, ${ago} ago: ${group.last_incident}`));
+  }
+  const members = [["Server", ""], ["Address", ""], ["Device", ""], ["Memory", "n"], ["State", ""]];
+  made.append(table(members, group.members.map(member => member.missing_seconds === null
+      ? [member.name, member.address, member.device, bytes(member.memory_budget_bytes),
+         element("span", "good", "joined")]
+      : [member.name, "", "", "",
+         element("span", "bad", `missing for ${duration(member.missing_seconds)}`)])));
+  const models = [["Model", "text"], ["State", ""], ["Home", ""], ["Newest checkpoint", "n"],
+                  ["Returns to a checkpoint", "n"]];
+  if (group.models.length > 0) {
+    made.append(table(models, group.models.map(model => [
+      model.name,
+      element("span", model.state === "serving" ? "good" : "wait", model.state),
+      model.home,
+      model.checkpoint_step === null ? "none" : `step ${model.checkpoint_step}`,
+      String(model.reform_count),
+    ])));
+  }
+  return made;
+}
+
 function problemSection(status) {
   const made = element("section", "", element("h2", "", "Last errors"));
   const columns = [["Ago", "n"], ["What", ""], ["Times", "n"], ["Error", "text"]];
@@ -210,8 +242,9 @@ function problemSection(status) {
 function show(status) {
   const models = status.models.map(model => modelSection(status, model));
   if (models.length === 0) models.push(element("section", "soft", "There are no models."));
+  const group = status.group === null ? [] : [groupSection(status)];
   document.getElementById("status").replaceChildren(
-      header(status), cards(status), ...models, problemSection(status));
+      header(status), cards(status), ...group, ...models, problemSection(status));
 }
 
 async function refresh() {

@@ -136,6 +136,35 @@ TEST(MetricsTest, AStateIsShownAsItIs) {
   }
 }
 
+TEST(MetricsTest, AGroupIsShownAsItIs) {
+  Metrics metrics;
+  ServerState state{.save_interval = absl::Minutes(10)};
+  EXPECT_THAT(metrics.Text(state), AllOf(HasSubstr("ema_save_interval_seconds 600\n"),
+                                         Not(HasSubstr("ema_group_members"))));
+  GroupInfo& group = state.group.emplace();
+  group.registry.since_contact = absl::Seconds(3);
+  group.members = {{.name = "ema-0"}, {.name = "ema-1", .missing = absl::Seconds(5)}};
+  group.models = {{.name = "m",
+                   .incarnation = 1'700'000'000'000'001,
+                   .progress = GroupInfo::Progress{.round = 42, .checkpoint_age = absl::Minutes(1)},
+                   .degraded = absl::Seconds(5),
+                   .reform_count = 2,
+                   .commit_wait = absl::Seconds(1.5)},
+                  {.name = "elsewhere"}};
+  const std::string text = metrics.Text(state);
+  for (const char* const line :
+       {"ema_group_members 1", "ema_group_registry_contact_age_seconds 3",
+        "ema_group_incarnation{model=\"m\"} 1700000000000001",
+        "ema_group_degraded_seconds{model=\"m\"} 5",
+        "ema_group_degraded_seconds{model=\"elsewhere\"} 0",
+        "ema_group_reforms_total{model=\"m\"} 2",
+        "ema_group_commit_wait_seconds_total{model=\"m\"} 1.5", "ema_group_round{model=\"m\"} 42",
+        "ema_group_checkpoint_age_seconds{model=\"m\"} 60"}) {
+    EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
+  }
+  EXPECT_THAT(text, Not(HasSubstr("ema_group_round{model=\"elsewhere\"}")));
+}
+
 TEST(MetricsTest, ASaveOfWhatNoRestartLoadsIsNoLastSuccess) {
   Metrics metrics;
   metrics.OnModelCreated("m");

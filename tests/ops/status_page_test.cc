@@ -85,6 +85,44 @@ TEST(StatusJsonTest, HasTheStateOfEachModel) {
                                       {"distance", 1.0}}));
 }
 
+TEST(StatusJsonTest, HasTheGroup) {
+  ServerState state = StateWithModel();
+  EXPECT_EQ(Parsed(state)["group"], nullptr);
+  GroupInfo& group = state.group.emplace();
+  group.group = "g";
+  group.member = "ema-0";
+  group.registry.error = "no answer";
+  group.registry.since_contact = absl::Seconds(3);
+  group.members = {{.name = "ema-0", .address = "a:1", .device = "cpu", .memory_budget_bytes = 9},
+                   {.name = "ema-1", .missing = absl::Seconds(5)}};
+  group.models = {{.name = "m",
+                   .state = "degraded",
+                   .incarnation = 7,
+                   .members = {"ema-1", "ema-0"},
+                   .checkpoint = VersionId{4, 7},
+                   .checkpoint_step = 40,
+                   .reform_count = 2}};
+  group.problems = {"member \"ema-1\" is missing"};
+  const json shown = Parsed(state)["group"];
+  EXPECT_EQ(shown["name"], "g");
+  EXPECT_EQ(shown["member"], "ema-0");
+  EXPECT_EQ(shown["etcd_seconds"], 3);
+  EXPECT_EQ(shown["etcd_problem"], "no answer");
+  EXPECT_EQ(shown["members"][0], json({{"name", "ema-0"},
+                                       {"address", "a:1"},
+                                       {"device", "cpu"},
+                                       {"memory_budget_bytes", 9},
+                                       {"missing_seconds", nullptr}}));
+  EXPECT_EQ(shown["members"][1]["missing_seconds"], 5);
+  EXPECT_EQ(shown["models"], json::array({{{"name", "m"},
+                                           {"state", "degraded"},
+                                           {"home", "ema-1"},
+                                           {"incarnation", 7},
+                                           {"checkpoint_step", 40},
+                                           {"reform_count", 2}}}));
+  EXPECT_EQ(shown["problems"], json::array({"member \"ema-1\" is missing"}));
+}
+
 TEST(StatusJsonTest, HasDistancesByStepWithNullForNonFiniteOnes) {
   ServerState state = StateWithModel();
   state.models[0].history = {{10, {{"ema", 1, 4.0}, {"raw", 1, std::nullopt}}},

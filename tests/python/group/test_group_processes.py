@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from server_group import ServerGroup
 
+# A killed member comes back when its lease of 10 s has expired.
 pytestmark = [
-    pytest.mark.slow,  # A killed member comes back when its lease of 10 s has expired.
+    pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed"),
 ]
 

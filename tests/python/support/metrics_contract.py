@@ -42,6 +42,7 @@ METRICS: dict[str, set[str]] = {
     "ema_models_limit": set(),
     "ema_checkpoint_last_success_timestamp_seconds": {"model"},
     "ema_checkpoint_store_read_only": set(),
+    "ema_save_interval_seconds": set(),
     "ema_checkpoints": {"model", "state"},
     "ema_checkpoints_last_scrub_timestamp_seconds": set(),
     "ema_data_dir_free_bytes": set(),
@@ -63,6 +64,18 @@ METRICS: dict[str, set[str]] = {
     "process_start_time_seconds": set(),
     "process_cpu_seconds_total": set(),
 }
+# Of a server of a group.
+GROUP_ONLY: dict[str, set[str]] = {
+    "ema_group_members": set(),
+    "ema_group_registry_contact_age_seconds": set(),
+    "ema_group_incarnation": {"model"},
+    "ema_group_round": {"model"},
+    "ema_group_degraded_seconds": {"model"},
+    "ema_group_reforms_total": {"model"},
+    "ema_group_commit_wait_seconds_total": {"model"},
+    "ema_group_checkpoint_age_seconds": {"model"},
+}
+METRICS |= GROUP_ONLY
 for _name, _labels in HISTOGRAMS.items():
     METRICS |= {f"{_name}_{suffix}": _labels for suffix in ("bucket", "sum", "count")}
 # Of a server that speaks TLS.
