@@ -123,7 +123,9 @@ absl::StatusOr<std::optional<Member::StoredModel>> Member::Read(std::string_view
   EMA_ASSIGN_OR_RETURN(const RegistryEntry entry, options_.registry->Read(ModelKey(model)));
   if (entry.revision == 0) return std::nullopt;
   EMA_ASSIGN_OR_RETURN(ModelRecord record, ParseModelRecord(entry.key, entry.value));
-  return StoredModel{std::move(record), entry.revision};
+  StoredModel stored{std::move(record), entry.revision};
+  Remember(model, stored);
+  return stored;
 }
 
 absl::StatusOr<int64_t> Member::Write(std::string_view model, const ModelRecord& record,
@@ -132,10 +134,17 @@ absl::StatusOr<int64_t> Member::Write(std::string_view model, const ModelRecord&
   EMA_ASSIGN_OR_RETURN(const std::string text, FormatModelRecord(key, record));
   EMA_ASSIGN_OR_RETURN(const int64_t written,
                        options_.registry->CompareAndPut(key, revision, text));
-  absl::MutexLock lock(&mu_);
-  StoredModel& cached = cache_.models[std::string(model)];
-  if (cached.revision < written) cached = {record, written};
+  Remember(model, {record, written});
   return written;
+}
+
+void Member::Remember(std::string_view model, const StoredModel& stored) {
+  absl::MutexLock lock(&mu_);
+  // One that is not in the cache may have been deleted since.
+  const auto cached = cache_.models.find(model);
+  if (cached != cache_.models.end() && cached->second.revision < stored.revision) {
+    cached->second = stored;
+  }
 }
 
 absl::Status Member::Erase(std::string_view model, int64_t revision) {

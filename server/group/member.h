@@ -31,8 +31,8 @@ namespace ema::group {
 //
 // Read(), Write(), Erase() and Leave() call the registry and block, each for at most the
 // registry's limit. Their errors include those of Registry: UNAVAILABLE: no answer, and a change
-// may have been made or not. All other methods use the cache. It lags behind the registry, but has
-// what Write() has written.
+// may have been made or not. All other methods use the cache. It lags behind the registry, but a
+// record in it is not older than what this object has last read or written.
 class Member {
  public:
   struct Options {
@@ -78,7 +78,7 @@ class Member {
   };
   // Reads the record from the registry itself. Nullopt: there is none. Errors also as
   // ParseModelRecord().
-  absl::StatusOr<std::optional<StoredModel>> Read(std::string_view model);
+  absl::StatusOr<std::optional<StoredModel>> Read(std::string_view model) ABSL_LOCKS_EXCLUDED(mu_);
   // Replaces the record that has `revision` (0: there is none yet), and returns the new one's
   // revision. ABORTED: it was changed meanwhile, so read it again. Errors also as
   // FormatModelRecord().
@@ -117,7 +117,9 @@ class Member {
   // On the watch's thread.
   void OnUpdate(const RegistryUpdate& update) ABSL_LOCKS_EXCLUDED(mu_);
   void Apply(const RegistryEntry& entry, Cache& cache);
-  // Puts the records that Write() has written meanwhile into `cache`, which replaces cache_.
+  // Replaces the record of a model in the cache if `stored` is newer: the watch reports it later.
+  void Remember(std::string_view model, const StoredModel& stored) ABSL_LOCKS_EXCLUDED(mu_);
+  // Puts the records that have been remembered meanwhile into `cache`, which replaces cache_.
   void KeepNewerLocked(Cache& cache) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void ReportDamage(const RegistryEntry& entry, const absl::Status& error);
 

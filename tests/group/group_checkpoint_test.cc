@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
@@ -406,7 +407,7 @@ TEST_F(GroupCheckpointTest, DiscardedVersionsAreFoundByTheirIdOnly) {
   EXPECT_THAT(group.client().SetLabel("m", "lost", discarded.version.id(), kPatience), IsOk());
   EXPECT_THAT(Latest(), HasSubstr(discarded.checkpoint));
   ASSERT_THAT(group.client().RestoreCheckpoint("m", first.version.id(), kPatience), IsOk());
-  EXPECT_THAT(Latest(), HasSubstr(first.checkpoint));
+  TrainedGroup::Await([&] { return absl::StrContains(Latest(), first.checkpoint); });
 
   Client::RunOptions options{.launch_id = "next life"};
   EMA_ASSERT_OK_AND_ASSIGN(const auto next, group.client().OpenRun("m", options, kPatience));
