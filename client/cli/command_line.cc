@@ -232,22 +232,24 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
                   "Service to check; checkpoints: also fail if nothing can be saved (default: the "
                   "whole server)");
 
-  CLI::App& group = AddFamily(app, "group", "Repair a group of servers");
-  sub = Add(group, chosen, "recover",
-            "Continue a model from the checkpoints in its folder, after etcd has lost the model",
-            [&](const Session& session) { return RecoverModel(session, options.model); });
-  AddModel(sub, options.model);
-
   Add(app, chosen, "info", "Show the server's version, device, memory and limits",
       [](const Session& session) { return Info(session); });
 
-  sub = app.add_subcommand("group",
-                           "Show the servers and models of the server's group, and what is wrong "
-                           "with them: exit code 0 if all is well, 1 in any other case");
-  sub->callback([&] {
+  CLI::App* const group =
+      app.add_subcommand("group",
+                         "Show the servers and models of the server's group, and what is wrong "
+                         "with them: exit code 0 if all is well, 1 in any other case");
+  group->require_subcommand(0, 1);
+  group->fallthrough();
+  group->callback([&chosen, group] {
+    if (!group->get_subcommands().empty()) return;
     chosen.run = [](const Session& session) { return ShowGroup(session); };
     chosen.exit_code = &ProbeExitCode;
   });
+  sub = Add(*group, chosen, "recover",
+            "Continue a model from the checkpoints in its folder, after etcd has lost the model",
+            [&](const Session& session) { return RecoverModel(session, options.model); });
+  AddModel(sub, options.model);
 
   sub = Add(app, chosen, "log-level", "Show the server's log level, or change it",
             [&](const Session& session) { return SetLogLevel(session, options.log_level); });

@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import shutil
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import ema_client
 import numpy as np
 import pytest
-from group_processes import etcd, needs_etcd, servers  # noqa: F401
-from http_pages import get_status, scrape, url_of, value
+from http_pages import LISTEN, get_status, scrape, url_of, value
+from server_group import EtcdProcess, ServerGroup
 from server_process import ServerProcess
 from testing import EMACTL, wait_for
 
 # A killed member comes back when its lease of 10 s has expired.
-pytestmark = [pytest.mark.slow, needs_etcd]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed"),
+]
 
 WEIGHTS = {f"t{i}": np.full((64, 100), i, np.float32) for i in range(9)}
 
@@ -45,11 +51,20 @@ def wait_until(server: ServerProcess, *words: str, code: int) -> str:
 
 
 @pytest.fixture
-def client(servers):  # noqa: F811
+def running(tmp_path: pathlib.Path) -> Iterator[ServerGroup]:
+    with ServerGroup(tmp_path, 3, *LISTEN) as started:
+        yield started
+
+
+@pytest.fixture
+def servers(running: ServerGroup) -> list[ServerProcess]:
+    return running.servers
+
+
+@pytest.fixture
+def client(running):
     """Of a group with a model that has been pushed and saved."""
-    with ema_client.Client(
-        ",".join(server.address for server in servers), timeout_s=60
-    ) as connected:
+    with ema_client.Client(running.address, timeout_s=60) as connected:
         connected.create_model("m", WEIGHTS, tracks={"ema": "4ba", "raw": "copy"})
         with connected.open_run("m", timeout_s=60) as run:
             run.push(step=7, weights=WEIGHTS)
@@ -97,12 +112,13 @@ def test_metrics_and_status_page_of_a_group(servers, client):
         assert value(of_one, "ema_group_reforms_total", model="m") == 0
         assert 0 < value(of_one, "ema_group_commit_wait_seconds_total", model="m") < 10
     shown = get_status(url_of(servers[0]))["group"]
-    assert shown["name"] == "g" and shown["member"] == "ema-0" and shown["problems"] == []
+    assert shown["name"] == "local" and shown["member"] == "ema-0" and shown["problems"] == []
     assert [member["name"] for member in shown["members"]] == ["ema-0", "ema-1", "ema-2"]
     assert [(model["name"], model["checkpoint_step"]) for model in shown["models"]] == [("m", 7)]
 
 
-def test_etcd_is_away(servers, client, etcd):  # noqa: F811
+def test_etcd_is_away(running, servers, client):
+    etcd = running.etcd
     etcd.stop()
     for server in servers:
         # The tables are still there, and pushes continue.
@@ -118,7 +134,7 @@ def test_etcd_is_away(servers, client, etcd):  # noqa: F811
         wait_until(server, "All is well.", code=0)
 
 
-def test_a_server_is_killed_and_comes_back(servers, client):
+def test_a_server_is_killed_and_comes_back(running, servers, client):
     wait_until(servers[0], "All is well.", code=0)
     home = described(servers[0])["models"][0]["members"][0]
     names = ("ema-0", "ema-1", "ema-2")
@@ -133,7 +149,7 @@ def test_a_server_is_killed_and_comes_back(servers, client):
     metrics = scrape(other)
     assert value(metrics, "ema_group_members") == 2
     wait_for(lambda: value(scrape(other), "ema_group_degraded_seconds", model="m") > 0, "degraded")
-    servers[killed].start(port=servers[killed].port)
+    running.start_server(killed)
     text = wait_until(other, "All is well.", code=0)
     assert f'member "{names[killed]}" has restarted' in text
     assert 'model "m" returned to version 1 (step 7)' in text
@@ -152,21 +168,24 @@ def test_the_home_is_killed(servers, client):
     assert described(other)["models"][0]["progress"] is None
 
 
-def test_a_token_shows_the_models_that_it_may_read(tmp_path, etcd):  # noqa: F811
+def test_a_token_shows_the_models_that_it_may_read(tmp_path):
     trainer, evaluator, own = (f"{name}-0d0f6f0c0b3a4a8c" for name in ("all", "some", "server"))
     tokens, own_token = tmp_path / "tokens", tmp_path / "own"
     tokens.write_text(f"trainer {trainer}\nevaluator {evaluator} m\nserver {own}\n")
     own_token.write_text(own)
-    flags = ["--group", "g", "--etcd", etcd.url, "--member", "a", "--advertise", "127.0.0.1:0"]
-    flags += ["--auth-tokens", str(tokens), "--group-token-file", str(own_token)]
-    with ServerProcess(tmp_path / "server", *flags) as server:
-        with ema_client.Client(server.address, token=trainer) as connected:
-            for model in ("m", "other"):
-                connected.create_model(model, WEIGHTS, tracks={"ema": "4ba"})
-        for token, models in ((trainer, ["m", "other"]), (evaluator, ["m"])):
-            (tmp_path / "token").write_text(token)
-            shown = json.loads(group(server, "--json", "--token-file", tmp_path / "token").stdout)
-            assert [model["name"] for model in shown["models"]] == models
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        flags = ["--group", "g", "--etcd", etcd.url, "--member", "a", "--advertise", "127.0.0.1:0"]
+        flags += ["--auth-tokens", str(tokens), "--group-token-file", str(own_token)]
+        with ServerProcess(tmp_path / "server", *flags) as server:
+            with ema_client.Client(server.address, token=trainer) as connected:
+                for model in ("m", "other"):
+                    connected.create_model(model, WEIGHTS, tracks={"ema": "4ba"})
+            for token, models in ((trainer, ["m", "other"]), (evaluator, ["m"])):
+                (tmp_path / "token").write_text(token)
+                shown = json.loads(
+                    group(server, "--json", "--token-file", tmp_path / "token").stdout
+                )
+                assert [model["name"] for model in shown["models"]] == models
 
 
 def test_a_server_of_no_group(tmp_path):
