@@ -93,8 +93,8 @@ absl::Status GroupModels::CheckLoaded(std::string_view model) const {
   if (const auto hosted = hosted_.Find(model); hosted != nullptr) {
     return hosted->partition->CheckHasBase();
   }
-  const absl::StatusOr<Member*> member = hosted_.GetMember();
-  return member.ok() ? CheckNothingToLoad(model, **member) : absl::OkStatus();
+  EMA_ASSIGN_OR_RETURN(const Member* const member, hosted_.GetMember());
+  return CheckNothingToLoad(model, *member);
 }
 
 absl::Status GroupModels::CheckNothingToLoad(std::string_view model, const Member& member) const {

@@ -190,7 +190,7 @@ absl::Status LaneConnection::ServePull(v1::PullRequest request) {
 }
 
 absl::Status LaneConnection::SendVersion(v1::PullRequest request, PullHandler& handler) {
-  EMA_RETURN_IF_ERROR(rpc_->CheckLoaded(request.model()));
+  EMA_RETURN_IF_ERROR(rpc_->CheckPull(request));
   EMA_RETURN_IF_ERROR(handler.Open(request));
   request = v1::PullRequest();  // A selection may be long.
   EMA_RETURN_IF_ERROR(handler.OpenStored());

@@ -34,7 +34,7 @@ class ModelGroup {
   // member and says since when. REQUIRES: CheckHome() is OK.
   virtual absl::Status CheckAllServersRun(std::string_view model) const = 0;
   // OK: this server has its partition of the model in memory, or has none. UNAVAILABLE,
-  // GROUP_DEGRADED: the partition is being loaded.
+  // GROUP_DEGRADED: the partition is being loaded, or this server has not joined its group.
   virtual absl::Status CheckLoaded(std::string_view model) const = 0;
   // All models of the group, sorted by name.
   virtual std::vector<std::string> ModelNames() const = 0;

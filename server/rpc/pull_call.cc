@@ -55,7 +55,7 @@ absl::Status PullCall::Start() {
   const LogCallerScope scope(&caller_.log);
   EMA_RETURN_IF_ERROR(
       rpc_->pulls.Enter(this, caller_.authorization, caller_.log.peer, request.model()));
-  EMA_RETURN_IF_ERROR(rpc_->CheckLoaded(request.model()));
+  EMA_RETURN_IF_ERROR(rpc_->CheckPull(request));
   return handler_.Open(request);
 }
 

@@ -37,11 +37,11 @@ absl::Status CheckNamesOne(const v1::PullRequest& request) {
 
 absl::Status PullHandler::Open(const v1::PullRequest& request) {
   EMA_ASSIGN_OR_RETURN(model_, store_->Get(request.model()));
-  if (model_->is_partition() && request.incarnation() == 0) {
+  if (model_->is_partition() && !request.partition_only()) {
     // The client does not know that there are other partitions.
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
-        absl::StrCat("incarnation: 0 given, but model \"", request.model(),
+        absl::StrCat("partition_only: not given, but model \"", request.model(),
                      "\" is on a group of servers: GetModel returns its partitions, each of which "
                      "is pulled from its own server"));
   }

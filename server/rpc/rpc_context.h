@@ -48,6 +48,13 @@ struct RpcContext {
   absl::Status CheckLoaded(std::string_view model) const {
     return group != nullptr ? group->CheckLoaded(model) : absl::OkStatus();
   }
+  // As ModelGroup::CheckLoaded() if only a partition is pulled, otherwise as CheckHome(); OK if the
+  // server is not in a group.
+  absl::Status CheckPull(const v1::PullRequest& request) const {
+    if (group == nullptr) return absl::OkStatus();
+    return request.partition_only() ? group->CheckLoaded(request.model())
+                                    : group->CheckHome(request.model());
+  }
 };
 
 }  // namespace ema

@@ -72,7 +72,7 @@ absl::Status FakeGroup::CheckPush(const v1::PushHeader& header) {
 }
 
 absl::Status FakeGroup::CheckPull(size_t partition, const v1::PullRequest& request) {
-  if (request.incarnation() == 0) {
+  if (!request.partition_only()) {
     absl::Status not_home = MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
                                       "the model has several partitions");
     SetGroupHint(not_home, {.home = address()});

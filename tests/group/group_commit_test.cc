@@ -122,13 +122,18 @@ TEST_F(GroupCommitTest, APullThatKnowsOfNoPartitionsIsRejected) {
   v1::PullRequest request;
   request.set_model("m");
   request.set_track("raw");
-  grpc::ClientContext context;
-  v1::PullResponse response;
   const auto stub = GroupTrainer::StubOf(trainer.described().partitions(0).address());
-  const auto reader = stub->Pull(&context, request);
-  EXPECT_FALSE(reader->Read(&response));
-  const grpc::Status status = reader->Finish();
-  EXPECT_EQ(ResultOf(status, context).detail.reason(), v1::ERROR_REASON_NOT_HOME);
+  // Also with the id of a version, which a client has from a push or from Watch.
+  for (const int64_t incarnation : {int64_t{0}, trainer.described().incarnation()}) {
+    request.set_version(incarnation == 0 ? 0 : 1);
+    request.set_incarnation(incarnation);
+    grpc::ClientContext context;
+    v1::PullResponse response;
+    const auto reader = stub->Pull(&context, request);
+    EXPECT_FALSE(reader->Read(&response));
+    const grpc::Status status = reader->Finish();
+    EXPECT_EQ(ResultOf(status, context).detail.reason(), v1::ERROR_REASON_NOT_HOME);
+  }
   // A version that other partitions may have published already.
   const GroupTrainer::Pulled next = trainer.Pull(1, "raw", 2);
   EXPECT_EQ(next.result.detail.reason(), v1::ERROR_REASON_VERSION_NOT_YET);

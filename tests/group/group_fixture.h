@@ -322,6 +322,7 @@ class GroupTrainer {
     request.set_model(model_);
     request.set_track(track);
     request.set_version(version);
+    request.set_partition_only(true);
     request.set_incarnation(described_.incarnation());
     grpc::ClientContext context;
     const auto reader = parts_[partition].stub->Pull(&context, request);

@@ -48,7 +48,8 @@ absl::StatusOr<PullInfo> PullFromGroup(Client::Impl& client, const v1::PullReque
     // They may have changed.
     client.SetPartitions(model, nullptr);
     const ErrorReason reason = GetErrorReason(info.status());
-    const bool is_stale = reason == ErrorReason::kNotHome || reason == ErrorReason::kFenced;
+    const bool is_stale = reason == ErrorReason::kNotHome || reason == ErrorReason::kFenced ||
+                          reason == ErrorReason::kModelNotFound;
     if (!is_stale || !was_known) return info;
   }
 }

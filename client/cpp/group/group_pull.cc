@@ -63,6 +63,7 @@ absl::Status GroupPull::SelectParts() {
     Part& part = parts_.emplace_back();
     part.partition = i;
     part.request = request_;
+    part.request.set_partition_only(true);
     part.request.clear_selection();
     if (!selections[i]->is_default()) ToProto(*selections[i], part.request.mutable_selection());
   }
