@@ -11,8 +11,9 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 
-from server_process import ServerError, ServerProcess
+from server_process import Place, ServerError, ServerProcess
 
 
 def free_port() -> int:
@@ -24,11 +25,12 @@ def free_port() -> int:
 class EtcdProcess:
     """An etcd of one node, with its data and log in `folder`. A context manager."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, place: Place = Place()) -> None:
         self._folder = folder
+        self._place = place
         self._process: subprocess.Popen[bytes] | None = None
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self._peer_url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://{place.host}:{free_port()}"
+        self._peer_url = f"http://{place.host}:{free_port()}"
 
     def __enter__(self) -> EtcdProcess:
         self.start()
@@ -47,7 +49,7 @@ class EtcdProcess:
         if not shutil.which("etcd"):
             raise ServerError("etcd is not installed; Debian's package is etcd-server")
         self._folder.mkdir(parents=True, exist_ok=True)
-        command = ["etcd", "--data-dir", str(self._folder / "data")]
+        command = [*self._place.prefix, "etcd", "--data-dir", str(self._folder / "data")]
         command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         command += ["--listen-peer-urls", self._peer_url]
         with (self._folder / "etcd.log").open("ab") as log:
@@ -87,24 +89,36 @@ class ServerGroup:
     Args:
         flags: options of every server besides those of the group.
         first_port: the first server listens there and the others on the ports after it; 0: free ports.
+        places: where etcd and the servers run, in this order; None: all on the loopback interface.
     """
 
-    def __init__(self, folder: pathlib.Path, count: int, *flags: str, first_port: int = 0) -> None:
-        self.etcd = EtcdProcess(folder / "etcd")
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        count: int,
+        *flags: str,
+        first_port: int = 0,
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        place_of_etcd, *places_of_servers = places or [Place()] * (count + 1)
+        self.etcd = EtcdProcess(folder / "etcd", place_of_etcd)
+        self.data_dir = folder / "data"
         self.servers: list[ServerProcess] = []
+        self.addresses: list[str] = []
         self._ports = [first_port + i if first_port else free_port() for i in range(count)]
-        for index, port in enumerate(self._ports):
+        for index, (port, place) in enumerate(zip(self._ports, places_of_servers, strict=True)):
+            self.addresses.append(f"{place.host}:{port}")
             options = ("--group", "local", "--member", f"ema-{index}", "--etcd", self.etcd.url)
-            options += ("--advertise", f"127.0.0.1:{port}")
+            options += ("--advertise", self.addresses[-1])
             server = ServerProcess(
-                folder / f"ema-{index}", *options, *flags, data_dir=folder / "data"
+                folder / f"ema-{index}", *options, *flags, data_dir=self.data_dir, place=place
             )
             self.servers.append(server)
 
     @property
     def address(self) -> str:
-        """The addresses of all servers."""
-        return ",".join(f"127.0.0.1:{port}" for port in self._ports)
+        """The addresses of all servers, as a client expects them."""
+        return ",".join(self.addresses)
 
     def url(self, model: str) -> str:
         return f"ema://{self.address}/{model}"
@@ -127,6 +141,11 @@ class ServerGroup:
 
     def start_server(self, index: int) -> None:
         self.servers[index].start(port=self._ports[index])
+
+    def send_signal(self, number: int) -> None:
+        """To all servers."""
+        for server in self.servers:
+            server.send_signal(number)
 
     def is_running(self) -> bool:
         return all(server.is_running() for server in self.servers)

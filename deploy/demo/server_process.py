@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -22,21 +23,34 @@ def server_binary() -> pathlib.Path:
     return pathlib.Path(os.environ.get("EMA_SERVER_BIN") or default)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a process runs: its address, and the command that starts a program there."""
+
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+
+
 class ServerProcess:
     """Runs from `start()` to `stop()`; a context manager."""
 
     def __init__(
-        self, folder: pathlib.Path, *flags: str, data_dir: pathlib.Path | None = None
+        self,
+        folder: pathlib.Path,
+        *flags: str,
+        data_dir: pathlib.Path | None = None,
+        place: Place = Place(),
     ) -> None:
         self._folder = folder
         self._flags = flags
         self._data_dir = data_dir
+        self._place = place
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._place.host}:{self.port}"
 
     @property
     def log_path(self) -> pathlib.Path:
@@ -67,7 +81,8 @@ class ServerProcess:
         self._folder.mkdir(parents=True, exist_ok=True)
         port_file = self._folder / "port"
         port_file.unlink(missing_ok=True)
-        command = [str(binary), "--listen", f"127.0.0.1:{port}", "--port-file", str(port_file)]
+        command = [*self._place.prefix, str(binary), "--listen", f"{self._place.host}:{port}"]
+        command += ["--port-file", str(port_file)]
         if self._data_dir is not None:
             command += ["--data-dir", str(self._data_dir)]
         with self.log_path.open("ab") as log:
@@ -104,7 +119,10 @@ class ServerProcess:
     def request_stop(self) -> None:
         """SIGTERM, without waiting for the end. A second one would end the server before it has saved its models."""
         if self.is_running():
-            os.kill(self.pid, signal.SIGTERM)
+            self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def wait(self, *, timeout_s: float = 60.0) -> int:
         """Waits for the end after request_stop(), and returns the exit code. A server that does not end is killed."""

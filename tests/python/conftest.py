@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server per test module, and what the tests share."""
+"""A real server per test module, and what the tests share. With EMA_TEST_GROUP=N it is a group of N servers."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -12,24 +13,55 @@ import ema_client
 import numpy as np
 import pytest
 import torch
+from server_group import ServerGroup
 from server_process import ServerProcess
 from testing import EMACTL
 
 # Short, so that tests of ranks that die do not wait long.
 SESSION_TIMEOUT_S = 2
 
+# How many servers hold the models together. 0: one server without a group.
+GROUP_SIZE = int(os.environ.get("EMA_TEST_GROUP", 0))
+
 # The machine's cores are for the server too.
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For a group: only tests that use the fixture `server`. All others would run as they do without a group."""
+    if not GROUP_SIZE:
+        return
+    chosen, others = [], []
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        uses_group = "server" in item.fixturenames and not hasattr(item.module, "server")
+        (chosen if uses_group else others).append(item)
+        if marker := item.get_closest_marker("one_server"):
+            item.add_marker(pytest.mark.skip(reason=f"not for a group: {marker.args[0]}"))
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skips a test that needs what a group cannot do yet."""
+    try:
+        return (yield)
+    except Exception as error:
+        if GROUP_SIZE and "is on a group of servers; " in str(error):
+            pytest.skip(f"not yet for a group: {error}"[:200])
+        raise
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess | ServerGroup]:
     """A server that keeps its checkpoints in a folder of the module's own."""
     folder = tmp_path_factory.mktemp("server")
-    with ServerProcess(
-        folder,
-        *("--session-timeout", f"{SESSION_TIMEOUT_S}s", "--max-models", "1000"),
-        data_dir=folder / "data",
+    flags = ("--session-timeout", f"{SESSION_TIMEOUT_S}s", "--max-models", "1000")
+    with (
+        ServerGroup(folder, GROUP_SIZE, *flags)
+        if GROUP_SIZE
+        else ServerProcess(folder, *flags, data_dir=folder / "data")
     ) as process:
         yield process
         assert process.is_running(), process.log()
@@ -37,13 +69,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[ema_client.Client]:
+def client(server: ServerProcess | ServerGroup) -> Iterator[ema_client.Client]:
     with ema_client.Client(server.address, timeout_s=30) as result:
         yield result
 
 
 @pytest.fixture
-def emactl(server: ServerProcess) -> Callable[..., subprocess.CompletedProcess[str]]:
+def emactl(server: ServerProcess | ServerGroup) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs emactl with arguments, against the server."""
 
     def run(*arguments: object, address: str = server.address) -> subprocess.CompletedProcess[str]:

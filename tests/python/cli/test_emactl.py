@@ -373,14 +373,14 @@ def test_a_pull_that_is_interrupted_leaves_no_file(client, server, model, tmp_pa
     )
     try:
         wait_for(lambda: list(out.iterdir()), "its temporary file is there")
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         process.send_signal(sent)
         # As a terminal that is closed does.
         if sent == signal.SIGHUP:
             process.send_signal(sent)
         assert process.wait(60) == 130
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
     assert list(out.iterdir()) == []
     client.delete_model(model)
 

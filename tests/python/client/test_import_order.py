@@ -49,6 +49,7 @@ def test_beside_torch(server, model, order):
     run_in_order(order, server, model)
 
 
+@pytest.mark.one_server("grpcio expects one address")
 @pytest.mark.skipif(
     importlib.util.find_spec("grpc") is None, reason="grpcio is not installed: pip install grpcio"
 )

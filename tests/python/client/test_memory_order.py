@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 
@@ -114,12 +113,12 @@ def test_it_is_read_where_it_is_sent_and_not_copied_before(server, client, model
     weight = torch.zeros(4096, 8192).T
     client.create_model(model, {"w": weight}, tracks={"raw": "copy"})
     with client.open_run(model) as run:
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             push = run.start_push(step=1, weights={"w": weight})
             weight[-1, -1] = 5
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         assert push.wait_released(max_wait_s=60)
         push.wait()
     raw = client.pull(model, track="raw")["w"]
@@ -135,13 +134,13 @@ def test_the_next_step_waits_for_it(server, client, model):
 
     def go_on() -> None:
         waited.append(not has_stepped.wait(1))
-        os.kill(server.pid, signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
 
     helper = threading.Thread(target=go_on)
     with ema_client.attach(
         module, optimizer, server.url(model), tracks={"raw": "copy"}, update_interval="10ba"
     ):
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()
             helper.start()

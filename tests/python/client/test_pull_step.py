@@ -86,6 +86,7 @@ def test_what_is_no_step_or_no_step_yet_is_refused(client, model, push):
         by_step(client, model, -1)
 
 
+@pytest.mark.one_server("a rollback of a group makes no new version")
 def test_after_a_rollback_a_step_is_that_of_todays_training(client, model, push):
     before = push(10, 20, 30, 40)
     for step in (30, 40):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 
@@ -55,14 +54,14 @@ def test_what_is_no_time_of_a_run_is_refused(client, model, timeout_s):
 def test_wait_for_has_one_deadline_where_the_server_hangs(model, tmp_path):
     with ServerProcess(tmp_path) as server, ema_client.Client(server.address) as client:
         client.create_model(model, WEIGHTS, tracks={"raw": "copy"})
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             start = time.monotonic()
             with pytest.raises(ema_client.DeadlineExceededError):
                 client.wait_for(model, step=1, timeout_s=0.5)
             assert time.monotonic() - start < 20
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ def test_a_model_that_must_exist_or_comes_too_late(client, model, run):
             late()
 
 
+@pytest.mark.one_server("a rollback of a group makes no new version")
 def test_a_newer_version_may_be_of_an_earlier_step(client, model, run):
     """As after a rollback."""
     good = run.push(step=50, weights=WEIGHTS)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import signal
 import subprocess
 import sys
@@ -210,8 +209,8 @@ def test_the_next_step_waits_for_weights_that_are_read(server, client, model):
         ema.step([parameter])
         ema.attachment.wait_pushed()
         parameter.grad = torch.ones_like(parameter)
-        os.kill(server.pid, signal.SIGSTOP)
-        waker = threading.Timer(1, os.kill, (server.pid, signal.SIGCONT))
+        server.send_signal(signal.SIGSTOP)
+        waker = threading.Timer(1, server.send_signal, (signal.SIGCONT,))
         try:
             optimizer.step()
             ema.step([parameter])
@@ -221,7 +220,7 @@ def test_the_next_step_waits_for_weights_that_are_read(server, client, model):
             optimizer.step()
             assert waker.finished.is_set()
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         assert ema.attachment.wait_pushed().step == 2
         assert ema.attachment.stats.skipped == 0
     assert torch.equal(client.pull(model, track="raw")["0"], torch.zeros(24 << 20))

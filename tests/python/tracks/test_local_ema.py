@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import signal
 import threading
 
@@ -317,8 +316,8 @@ def test_a_push_gets_the_weights_that_it_began_with(server, client, model):
     with ema_client.attach(module, optimizer, server.url(model), tracks={"raw": "copy"}) as ema:
         optimizer.step()
         ema.wait_pushed()
-        os.kill(server.pid, signal.SIGSTOP)
-        waker = threading.Timer(0.5, os.kill, (server.pid, signal.SIGCONT))
+        server.send_signal(signal.SIGSTOP)
+        waker = threading.Timer(0.5, server.send_signal, (signal.SIGCONT,))
         try:
             optimizer.step()
             pushed = {name: value.clone() for name, value in module.state_dict().items()}
@@ -326,7 +325,7 @@ def test_a_push_gets_the_weights_that_it_began_with(server, client, model):
             local.copy_to(over_the_memory_of(module))
             assert waker.finished.is_set()
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         assert ema.wait_pushed().step == 2
     assert not torch.equal(module.weight, pushed["weight"])
     assert_same_bits(pushed, client.pull(model, track="raw"))

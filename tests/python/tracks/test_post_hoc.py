@@ -20,6 +20,8 @@ from ema_client._model.torch_model import named_tensors
 from server_process import ServerProcess
 from testing import EMACTL, assert_same_bits, wait_for
 
+pytestmark = pytest.mark.one_server("the tests read the log and the folder of the server")
+
 STEPS = 400
 HALF_LIFE = 20
 ELEMENTS = 3000

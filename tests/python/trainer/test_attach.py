@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -133,14 +132,14 @@ def test_nobody_writes_into_weights_that_are_being_read(server, client, model, h
     def go_on():
         assert is_waiting.wait(60)
         has_waited.append(not has_stepped.wait(1))
-        os.kill(server.pid, signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
 
     helper = threading.Thread(target=go_on)
     with ema_client.attach(
         module, optimizer, server.url(model), tracks={"raw": "copy"}, update_interval="10ba"
     ) as ema:
         helper.start()
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             if not has_frozen:
                 optimizer.step()
@@ -380,12 +379,12 @@ def test_nothing_waits_for_a_server_that_hangs(model, trainer, tmp_path):
             trainer.module, trainer.optimizer, server.url(model), half_life="4ba", max_wait_s=0.5
         )
         train(trainer, 3)
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             train(trainer, 20)
             assert ema.stats.wait_seconds < 8
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         ema.close(timeout_s=5)
     assert ema.stats.skipped > 0
 
@@ -460,6 +459,7 @@ def test_time_in_other_units(server, client, model, trainer):
     assert steps == [1, 5, 10]
 
 
+@pytest.mark.one_server("the program stops the process of the server")
 @pytest.mark.parametrize("how", ["push runs", "server hangs"])
 def test_a_program_that_forgets_to_close_ends(server, model, how):
     program = f"""
@@ -476,7 +476,7 @@ optimizer.step()
     try:
         result = subprocess.run([sys.executable, "-c", program], timeout=60)
     finally:
-        os.kill(server.pid, signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
     assert result.returncode == 0
     assert time.monotonic() - start < 40
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import signal
 import time
@@ -61,14 +60,14 @@ def test_a_push_of_what_check_finds_is_given_up_before_it_raises(server, client,
     with ema_client.attach(
         net, optimizer, server.url(model), half_life="3ba", max_wait_s=60, check=True
     ) as ema:
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()  # The server takes nothing of it.
             net.weight.data.add_(1)
             with pytest.raises(ema_client.FailedPreconditionError) as raised:
                 optimizer.step()
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         assert MOVED in str(raised.value)
         assert (ema.step, ema.stats.skipped) == (1, 1)
         step_until(lambda: ema.stats.pushes >= 1, optimizer.step)
@@ -81,13 +80,13 @@ def test_check_finds_weights_that_were_swapped_out_and_back(server, client, mode
     with ema_client.attach(
         net, optimizer, server.url(model), half_life="3ba", max_wait_s=60, check=True
     ) as ema:
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()  # The server takes little of it.
             own = net.others.data.clone()
             net.others.data.zero_()
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         wait_for(lambda: ema._pusher.engine.is_push_done, "the push has ended")
         net.others.data.copy_(own)
         with pytest.raises(
@@ -108,7 +107,7 @@ def test_a_write_while_weights_are_pushed_costs_that_step(server, client, model,
     ) as ema:
         optimizer.step()
         ema.wait_pushed()
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()  # The server takes nothing of it.
             with torch.no_grad():
@@ -118,7 +117,7 @@ def test_a_write_while_weights_are_pushed_costs_that_step(server, client, model,
                     optimizer.step()
             optimizer.step()
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         ema.wait_pushed()
         optimizer.step()
         ema.wait_pushed()
@@ -137,7 +136,7 @@ def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, cap
     net, optimizer = trainer_of(count)
     with ServerProcess(tmp_path) as server:
         with ema_client.attach(net, optimizer, server.url(model), half_life="3ba") as ema:
-            os.kill(server.pid, signal.SIGSTOP)
+            server.send_signal(signal.SIGSTOP)
             try:
                 for _ in range(10):
                     optimizer.step()
@@ -145,7 +144,7 @@ def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, cap
                 assert ema.stats.wait_seconds < 20
                 assert (ema.step, ema.stats.pushes) == (10, 0)
             finally:
-                os.kill(server.pid, signal.SIGCONT)
+                server.send_signal(signal.SIGCONT)
             step_until(lambda: ema.stats.pushes >= 2, optimizer.step)
             skipped = ema.stats.skipped
     assert "push of step" in caplog.text
@@ -259,7 +258,7 @@ def test_an_exception_is_not_held_by_a_copy_that_could_be_newer(model, tmp_path)
         assert ema.ema_model is not None
         optimizer.step()
         ema.wait_pushed()
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()
             start = time.monotonic()
@@ -267,7 +266,7 @@ def test_an_exception_is_not_held_by_a_copy_that_could_be_newer(model, tmp_path)
                 raise KeyError
             assert time.monotonic() - start < 30
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
 
 
 def test_weights_that_are_not_finite_warn_less_and_less(server, client, model, caplog):
@@ -488,7 +487,7 @@ def test_a_signal_handler_may_use_the_attachment_while_it_waits(tmp_path, model,
         optimizer.step()
         ema.wait_pushed()
         if fault == "server hangs":
-            os.kill(server.pid, signal.SIGSTOP)
+            server.send_signal(signal.SIGSTOP)
         else:
             server.kill()
         optimizer.step()
@@ -500,7 +499,7 @@ def test_a_signal_handler_may_use_the_attachment_while_it_waits(tmp_path, model,
         finally:
             signal.signal(signal.SIGALRM, before)
             if fault == "server hangs":
-                os.kill(server.pid, signal.SIGCONT)
+                server.send_signal(signal.SIGCONT)
         assert calls == [call]
         assert ema.stats.pushes >= 1
         ema.close(timeout_s=1)

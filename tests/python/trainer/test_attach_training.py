@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import copy
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -206,14 +205,14 @@ def test_load_state_dict_waits_until_nobody_reads(server, client, model, is_part
 
     def go_on() -> None:
         waited.append(not has_loaded.wait(1))
-        os.kill(server.pid, signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
 
     with ema_client.attach(
         module, optimizer, server.url(model), tracks={"raw": "copy"}, max_wait_s=300
     ):
         before = values_of(module)
         helper = threading.Thread(target=go_on)
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()  # There are no gradients, so nothing changes.
             helper.start()
@@ -221,7 +220,7 @@ def test_load_state_dict_waits_until_nobody_reads(server, client, model, is_part
             has_loaded.set()
         finally:
             has_loaded.set()
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
             helper.join()
     assert waited == [True]
     assert_same_bits(before, client.pull(model, track="raw"))
@@ -335,13 +334,13 @@ def test_a_push_of_parameters_that_the_forward_writes_is_given_up(server, client
     with ema_client.attach(
         module, optimizer, server.url(model), half_life="3ba", max_wait_s=60
     ) as ema:
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             step()  # The server takes nothing of it.
             step()
             assert ema.stats.skipped >= 1
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
         step_until(lambda: ema.stats.pushes >= 3, step)
     (warning,) = warnings_of(caplog)
     assert "step 1 " in warning and ": weight; from now on" in warning

@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import copy
 import inspect
-import os
 import signal
 
 import ema_client
@@ -117,7 +116,7 @@ def test_a_closure_runs_while_a_push_reads_the_weights(server, client, model):
     optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
 
     def closure():
-        os.kill(server.pid, signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
         assert torch.equal(weights["w"], torch.zeros(24 << 20))
 
     with ema_client.attach(
@@ -129,12 +128,12 @@ def test_a_closure_runs_while_a_push_reads_the_weights(server, client, model):
         max_wait_s=20,
     ) as ema:
         weights["w"].grad = torch.ones_like(weights["w"])
-        os.kill(server.pid, signal.SIGSTOP)
+        server.send_signal(signal.SIGSTOP)
         try:
             optimizer.step()
             optimizer.step(closure)
         finally:
-            os.kill(server.pid, signal.SIGCONT)
+            server.send_signal(signal.SIGCONT)
     # Now that it was waited for.
     assert (ema.stats.pushes, ema.stats.skipped) == (1, 0)
     assert torch.equal(weights["w"], -torch.ones(24 << 20))
