@@ -13,9 +13,8 @@ import threading
 import time
 
 import ema_client
-import numpy as np
 import pytest
-from kill_history import History, fill_value, id_of
+from kill_history import History, fill, id_of
 from server_process import ServerProcess
 from testing import CAMPAIGN_SEED, IS_CAMPAIGN, wait_for
 
@@ -36,16 +35,6 @@ GONE = (
     ema_client.AbortedError,
     ema_client.CancelledError,
 )
-
-
-def filled(step: int) -> dict[str, np.ndarray]:
-    value = fill_value(step)
-    return {
-        "wide": np.full((64, 101), value, np.float32),
-        "deep": np.full((3, 5, 7, 11), value, np.float32),
-        "count": np.full((19, 23), value, np.int32),
-        "scalar": np.full((), value, np.float32),
-    }
 
 
 class Traffic:
@@ -108,7 +97,7 @@ class Traffic:
             while self._is_on(life):
                 # Some are left out.
                 step += 3 if step % 5 == 3 else 1
-                version = run.push(step=step, weights=filled(step))
+                version = run.push(step=step, weights=fill(step))
                 self._history.on_push(life, step, version)
 
     def _pull(self, client: ema_client.Client, reader: int, life: int) -> None:
@@ -152,7 +141,7 @@ def test_nothing_durable_is_lost(tmp_path):
     was_thick = False
     with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
         with ema_client.Client(server.address) as client:
-            client.create_model(MODEL, filled(0), tracks={"ema": "1ba", "raw": "copy"})
+            client.create_model(MODEL, fill(0), tracks={"ema": "1ba", "raw": "copy"})
         traffic = Traffic(server.address, history)
         try:
             while True:

@@ -24,8 +24,41 @@ def fill_value(step: int) -> int:
     return (step * 37 + 11) % 97
 
 
+def fill(step: int) -> dict[str, np.ndarray]:
+    """Tensors of odd sizes, all of whose elements are c(step). More of them than a test has servers."""
+    value = fill_value(step)
+    return {
+        "wide": np.full((64, 101), value, np.float32),
+        "deep": np.full((3, 5, 7, 11), value, np.float32),
+        "count": np.full((19, 23), value, np.int32),
+        "scalar": np.full((), value, np.float32),
+        **{f"row {i}": np.full((1 + 300 * i,), value, np.float32) for i in range(6)},
+    }
+
+
 def id_of(version: ema_client.Version) -> Id:
     return version.incarnation, version.number
+
+
+def read_values(weights: ema_client.Weights) -> tuple[set[float], set[int]]:
+    """All values of the float tensors, and all of the integer tensors: one each, unless the snapshot is torn."""
+    floats, counts = set(), set()
+    for array in weights.values():
+        values = np.unique(array)
+        if array.dtype.kind == "f":
+            floats.update(float(value) for value in values)
+        else:
+            counts.update(int(value) for value in values)
+    return floats, counts
+
+
+def average_after(before: float | None, step: int, weight: float) -> float:
+    """The average after an update by c(step), computed as the server does. `before`: None for the first one."""
+    value = np.array([fill_value(step)], np.float32)
+    if before is None or weight == 1:
+        return float(value[0])
+    old = np.array([before], np.float32)
+    return float(fma32(np.float32(weight), value - old, old)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,20 +165,16 @@ class History:
     def on_pull(
         self, reader: int, life: int, track: str, acked_before: Id, weights: ema_client.Weights
     ) -> None:
-        values = {float(value) for array in weights.values() for value in np.unique(array)}
+        floats, counts = read_values(weights)
         version = weights.version
         with self._lock:
             is_same = life == len(self._lives) - 1 and not self._lives[life].is_over
             self._record(version, life if is_same else None)
             self._lives[life].pulls += 1
-            floats = {
-                float(v) for k, a in weights.items() if a.dtype.kind == "f" for v in np.unique(a)
-            }
-            counts = {
-                int(v) for k, a in weights.items() if a.dtype.kind == "i" for v in np.unique(a)
-            }
             if len(floats) != 1 or counts != {fill_value(version.step)}:
-                self._violate(f"torn: {track} of {id_of(version)}, step {version.step}: {values}")
+                self._violate(
+                    f"torn: {track} of {id_of(version)}, step {version.step}: {floats}, {counts}"
+                )
                 return
             self._pulls.append(
                 Pull(
@@ -197,16 +226,12 @@ class History:
                 self._violate(f"{key} is of no life")
                 continue
             parent = base if number == base[1] + 1 else (incarnation, number - 1)
-            value = np.array([fill_value(self._steps[key])], np.float32)
-            if parent == (0, 0):
-                averages[key] = float(value[0])
-                continue
-            if parent not in averages:
+            if parent != (0, 0) and parent not in averages:
                 self._violate(f"{key} comes after {parent}, of which nobody was told")
                 continue
-            old = np.array([averages[parent]], np.float32)
-            weight = np.float32(self._weights[key])
-            averages[key] = float(value[0] if weight == 1 else fma32(weight, value - old, old)[0])
+            averages[key] = average_after(
+                averages.get(parent), self._steps[key], self._weights[key]
+            )
         return averages
 
     def check(self) -> list[str]:
