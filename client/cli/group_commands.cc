@@ -93,16 +93,18 @@ Json ToJson(const GroupInfo& info) {
 }
 
 std::string MemberTable(const GroupInfo& info) {
+  constexpr size_t kBootLength = 8;  // Enough to tell two lives of a process apart.
   Table table({"MEMBER", "BOOT", "ADDRESS", "DEVICE", "MEMORY", "STATE"});
   for (const GroupInfo::Member& member : info.members) {
+    const std::string boot = member.boot.substr(0, kBootLength);
     if (member.missing.has_value()) {
-      table.Add({member.name, member.boot, "-", "-", "-",
+      table.Add({member.name, boot, "-", "-", "-",
                  absl::StrCat("missing for ", DurationText(*member.missing))});
       continue;
     }
     const std::string reserved =
         member.memory_reserved_bytes.has_value() ? FormatBytes(*member.memory_reserved_bytes) : "?";
-    table.Add({member.name, member.boot, member.address, member.device,
+    table.Add({member.name, boot, member.address, member.device,
                absl::StrCat(reserved, " of ", FormatBytes(member.memory_budget_bytes)),
                member.error.empty() ? "answers" : "does not answer"});
   }

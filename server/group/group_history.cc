@@ -80,7 +80,7 @@ void GroupHistory::ObserveMembers(const Members& members, const Models& models, 
     if (member == members.end() || member->second.boot != process.second) continue;
     last_incident_ = {now,
                       absl::StrCat("member ", Quoted(process.first), " is back after ",
-                                   absl::FormatDuration(absl::Floor(now - since, absl::Seconds(1))),
+                                   absl::FormatDuration(absl::Ceil(now - since, absl::Seconds(1))),
                                    "; its process has not restarted")};
   }
   missing_since_ = std::move(missing);

@@ -25,8 +25,9 @@ constexpr absl::Duration kLongestCreation = absl::Minutes(1);
 
 using Answers = std::map<std::string, absl::StatusOr<v1::DescribeMemberResponse>>;  // By boot.
 
+// In whole seconds, and not "0", which has no unit.
 std::string Seconds(absl::Duration duration) {
-  return absl::FormatDuration(absl::Floor(duration, absl::Seconds(1)));
+  return absl::FormatDuration(absl::Ceil(duration, absl::Seconds(1)));
 }
 
 void SetProblem(v1::GroupModelState state, const std::string& problem, absl::Duration age,
@@ -162,8 +163,8 @@ void GroupOverview::AddMembers(const Member& self, v1::GetGroupResponse& respons
     member.set_name(missing.member);
     member.set_boot(missing.boot);
     member.set_missing_seconds(absl::ToDoubleSeconds(age));
-    response.add_problems(absl::StrCat("member ", Quoted(missing.member), ", boot ", missing.boot,
-                                       ", has not been in etcd for ", Seconds(age),
+    response.add_problems(absl::StrCat("member ", Quoted(missing.member),
+                                       " has not been in etcd for ", Seconds(age),
                                        "; start it again"));
   }
   std::stable_sort(members.begin(), members.end(),
@@ -227,12 +228,14 @@ void GroupOverview::DescribeActive(const Member& self, const ModelRecord& record
     const Partition& partition = record.partitions[i];
     if (self.AddressOf(partition.member, partition.boot).has_value()) continue;
     const absl::Time since = follower_.history().MissingSince(partition).value_or(absl::Now());
+    // The home may have noticed it before etcd.
+    const absl::Duration noticed = absl::Seconds(model.degraded_seconds());
     return SetProblem(
         v1::GROUP_MODEL_STATE_DEGRADED,
         absl::StrCat("the process of partition ", i, ", member ", Quoted(partition.member),
                      ", is missing; when it is back, the model continues from its "
                      "newest checkpoint"),
-        absl::Now() - since, model);
+        std::max(absl::Now() - since, noticed), model);
   }
 }
 

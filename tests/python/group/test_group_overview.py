@@ -80,7 +80,7 @@ def test_a_group_that_is_well(servers, client):
         assert [member["name"] for member in shown["members"]] == ["ema-0", "ema-1", "ema-2"]
         for member, other in zip(shown["members"], servers, strict=True):
             assert member["address"] == other.address and member["device"] == "cpu"
-            assert member["missing_seconds"] is None and len(member["boot"]) == 8
+            assert member["missing_seconds"] is None and len(member["boot"]) == 32
             assert 0 < member["memory_reserved_bytes"] < member["memory_budget_bytes"]
         (model,) = shown["models"]
         assert model["state"] == "serving" and sorted(model["members"]) == [
