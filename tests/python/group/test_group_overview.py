@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -14,7 +15,7 @@ import ema_client
 import numpy as np
 import pytest
 from http_pages import LISTEN, get_status, scrape, url_of, value
-from server_group import EtcdProcess, ServerGroup
+from server_group import EtcdProcess, ServerGroup, free_port
 from server_process import ServerProcess
 from testing import EMACTL, wait_for
 
@@ -173,19 +174,21 @@ def test_a_token_shows_the_models_that_it_may_read(tmp_path):
     tokens, own_token = tmp_path / "tokens", tmp_path / "own"
     tokens.write_text(f"trainer {trainer}\nevaluator {evaluator} m\nserver {own}\n")
     own_token.write_text(own)
-    with EtcdProcess(tmp_path / "etcd") as etcd:
-        flags = ["--group", "g", "--etcd", etcd.url, "--member", "a", "--advertise", "127.0.0.1:0"]
+    with EtcdProcess(tmp_path / "etcd") as etcd, contextlib.ExitStack() as stack:
+        port = free_port()
+        flags = ["--group", "g", "--etcd", etcd.url, "--member", "a"]
+        flags += ["--advertise", f"127.0.0.1:{port}"]
         flags += ["--auth-tokens", str(tokens), "--group-token-file", str(own_token)]
-        with ServerProcess(tmp_path / "server", *flags) as server:
-            with ema_client.Client(server.address, token=trainer) as connected:
-                for model in ("m", "other"):
-                    connected.create_model(model, WEIGHTS, tracks={"ema": "4ba"})
-            for token, models in ((trainer, ["m", "other"]), (evaluator, ["m"])):
-                (tmp_path / "token").write_text(token)
-                shown = json.loads(
-                    group(server, "--json", "--token-file", tmp_path / "token").stdout
-                )
-                assert [model["name"] for model in shown["models"]] == models
+        server = ServerProcess(tmp_path / "server", *flags)
+        server.start(port=port)
+        stack.callback(server.stop)
+        with ema_client.Client(server.address, token=trainer) as connected:
+            for model in ("m", "other"):
+                connected.create_model(model, WEIGHTS, tracks={"ema": "4ba"})
+        for token, models in ((trainer, ["m", "other"]), (evaluator, ["m"])):
+            (tmp_path / "token").write_text(token)
+            shown = json.loads(group(server, "--json", "--token-file", tmp_path / "token").stdout)
+            assert [model["name"] for model in shown["models"]] == models
 
 
 def test_a_server_of_no_group(tmp_path):
