@@ -6,6 +6,10 @@
 #include <vector>
 
 #include "server/checkpoint/checkpoint_manager.h"
+#include "server/checkpoint/checkpoint_reader.h"
+#include "server/checkpoint/checkpoint_writer.h"
+#include "server/format/manifest_parts.h"
+#include "server/format/verify.h"
 #include "tests/checkpoint/test_checkpoints.h"
 #include "tests/checkpoint/test_partitions.h"
 #include "tests/testutil/fake_file_system.h"
@@ -63,6 +67,32 @@ TEST(PartitionReadingTest, AStoredVersionIsReadWithThePartitionsTensors) {
   // It is a good checkpoint, so nothing has set it aside.
   EXPECT_THAT(files.Exists("/data/models/m/checkpoints/" + CheckpointName(IdOf(whole[1]->record))),
               IsOkAndHolds(true));
+}
+
+TEST(PartitionReadingTest, ASaveEndsWithTheIncarnationOfThePartition) {
+  FakeFileSystem files;
+  TestVersions whole(1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto store,
+                           CheckpointStore::Open(files, {.data_dir = "/data"}, kNow));
+  ASSERT_THAT(store->FolderOf("m").Save(*whole.model, whole[1]), IsOk());
+  const std::string stored = store->FolderOf("m").Path(CheckpointName(IdOf(whole[1]->record)));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest manifest,
+                           ReadCheckpointManifest(files, stored));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointManifest part, PartOf(manifest, 1, 3));
+  ModelStore models(TestDevice(), SmallBlocks());
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Model> partition,
+                           models.CreatePartition(PartitionConfig(EveryKindOfModel("m"), 1, 3),
+                                                  kTestIncarnation, std::make_shared<IdleGate>()));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Snapshot> snapshot,
+                           ReadCheckpoint(files, stored, part, *partition));
+  const auto write = [&](const std::string& path) {
+    EXPECT_THAT(MakeCheckpointFolders(files, path, *partition, *snapshot, {}), IsOk());
+    return WritePart(files, store->data().latch(), path, *partition, *snapshot, {}).status();
+  };
+  EXPECT_THAT(write("/data/first"), IsOk());
+  partition->Close(absl::UnavailableError("the incarnation has ended"));
+  EXPECT_THAT(write("/data/second"),
+              StatusIs(absl::StatusCode::kUnavailable, "the incarnation has ended"));
 }
 
 }  // namespace

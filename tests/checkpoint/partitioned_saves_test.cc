@@ -201,15 +201,6 @@ TEST_F(PartitionedSavesTest, APartThatFailsLeavesNothing) {
   EXPECT_EQ(home().durable().step(), 20);
 }
 
-TEST_F(PartitionedSavesTest, ASaveEndsWithTheIncarnationOfItsModel) {
-  ASSERT_THAT(PushAndSave(10), IsOk());
-  partitions_.Push(20);
-  home().Close(MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
-                         "the incarnation has ended"));
-  EXPECT_THAT(Save(), StatusIs(absl::StatusCode::kUnavailable, "the incarnation has ended"));
-  EXPECT_THAT(Names(), ElementsAre(Name(10)));
-}
-
 TEST_F(PartitionedSavesTest, AFencedCheckpointIsNotDurableAndIsRemoved) {
   ASSERT_THAT(PushAndSave(10), IsOk());
   saves_.commit_error = Fenced();
