@@ -146,17 +146,23 @@ absl::StatusOr<CheckpointManifest> MergeManifests(std::vector<CheckpointManifest
   return whole;
 }
 
+absl::StatusOr<Manifest> SliceManifest(const Manifest& whole, int64_t first_tensor,
+                                       int64_t tensor_count) {
+  const int64_t all = whole.tensor_count();
+  if (first_tensor < 0 || tensor_count < 1 || first_tensor > all - tensor_count) {
+    return BadRequest(absl::StrCat("tensors: ", tensor_count, " from ", first_tensor,
+                                   " on given, the model has ", all));
+  }
+  const auto tensors =
+      whole.tensors().subspan(static_cast<size_t>(first_tensor), static_cast<size_t>(tensor_count));
+  return Manifest::Create({tensors.begin(), tensors.end()});
+}
+
 absl::StatusOr<CheckpointManifest> PartOf(const CheckpointManifest& whole, int64_t first_tensor,
                                           int64_t tensor_count) {
   const int64_t all = whole.manifest.tensor_count();
-  if (first_tensor < 0 || tensor_count < 1 || first_tensor > all - tensor_count) {
-    return BadRequest(absl::StrCat("tensors: ", tensor_count, " from ", first_tensor,
-                                   " on given, the checkpoint has ", all));
-  }
   CheckpointManifest part = whole;
-  const auto tensors = whole.manifest.tensors().subspan(static_cast<size_t>(first_tensor),
-                                                        static_cast<size_t>(tensor_count));
-  EMA_ASSIGN_OR_RETURN(part.manifest, Manifest::Create({tensors.begin(), tensors.end()}));
+  EMA_ASSIGN_OR_RETURN(part.manifest, SliceManifest(whole.manifest, first_tensor, tensor_count));
   part.attached_files.clear();
   for (CheckpointTrack& track : part.tracks) {
     if (!track.weights.has_value()) continue;

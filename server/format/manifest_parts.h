@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "ema/manifest.h"
 #include "server/format/manifest_json.h"
 
 namespace ema {
@@ -21,10 +22,14 @@ namespace ema {
 // message names the partition and both values. REQUIRES: there is a part.
 absl::StatusOr<CheckpointManifest> MergeManifests(std::vector<CheckpointManifest> parts);
 
+// The manifest of `tensor_count` tensors of `whole`, beginning with `first_tensor`.
+// INVALID_ARGUMENT, BAD_REQUEST: `whole` does not have these tensors.
+absl::StatusOr<Manifest> SliceManifest(const Manifest& whole, int64_t first_tensor,
+                                       int64_t tensor_count);
+
 // A manifest for reading only `tensor_count` tensors of `whole`, beginning with `first_tensor`. It
 // names all files of `whole`, so these may also have other tensors. It has no indexes and no
-// attached files, and a frozen_digest only if it has all tensors.
-// INVALID_ARGUMENT, BAD_REQUEST: `whole` does not have these tensors.
+// attached files, and a frozen_digest only if it has all tensors. Errors as SliceManifest().
 absl::StatusOr<CheckpointManifest> PartOf(const CheckpointManifest& whole, int64_t first_tensor,
                                           int64_t tensor_count);
 

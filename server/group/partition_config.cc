@@ -10,6 +10,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/core/track_table.h"
 #include "server/core/version_history.h"
+#include "server/format/manifest_parts.h"
 
 namespace ema::group {
 
@@ -37,15 +38,8 @@ absl::StatusOr<std::vector<int64_t>> TensorBytes(const ModelConfig& config) {
 }
 
 absl::StatusOr<ModelConfig> PartitionConfig(const ModelConfig& whole, const Partition& place) {
-  const Manifest& manifest = *whole.manifest;
-  if (place.first_tensor < 0 || place.tensor_count < 1 ||
-      place.first_tensor > manifest.tensor_count() - place.tensor_count) {
-    return BadRequest(absl::StrCat("tensors: ", place.tensor_count, " from ", place.first_tensor,
-                                   " on given, the model has ", manifest.tensor_count()));
-  }
-  const auto tensors = manifest.tensors().subspan(static_cast<size_t>(place.first_tensor),
-                                                  static_cast<size_t>(place.tensor_count));
-  EMA_ASSIGN_OR_RETURN(Manifest part, Manifest::Create({tensors.begin(), tensors.end()}));
+  EMA_ASSIGN_OR_RETURN(Manifest part,
+                       SliceManifest(*whole.manifest, place.first_tensor, place.tensor_count));
   ModelConfig config = whole;
   config.manifest = std::make_shared<const Manifest>(std::move(part));
   return config;
