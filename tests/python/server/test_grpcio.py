@@ -203,6 +203,12 @@ def call_group(stub, model, run):
     assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
 
 
+def call_recover(stub, model, run):
+    with pytest.raises(grpc.RpcError) as error:
+        stub.RecoverModel(ema.RecoverModelRequest(model=model))
+    assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
 def call_log_level(stub, model, run):
     reply = stub.SetLogLevel(ema.SetLogLevelRequest(level="info"))
     assert (reply.old_level, reply.level) == ("info", "info")
@@ -250,6 +256,7 @@ CALLS = {
     "Synthesize": call_synthesize,
     "GetServerInfo": call_server_info,
     "GetGroup": call_group,
+    "RecoverModel": call_recover,
     "SetLogLevel": call_log_level,
     "Drain": call_drain,
 }
