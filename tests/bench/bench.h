@@ -90,7 +90,7 @@ class Bench {
     return {.name = "ours",
             .gigabytes = gigabytes,
             .client_pid = getpid(),
-            .server_pid = server_.pid()};
+            .server_pids = {server_.pid()}};
   }
 
   // To be called while the models of a row are there: the formula of the server's memory is about

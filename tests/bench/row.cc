@@ -49,11 +49,11 @@ class Series {
   bool exists() const { return side_.run != nullptr; }
 
   void RunRound() {
-    const double client = CpuOf(side_.client_pid);
-    const double server = CpuOf(side_.server_pid);
+    const double client = ClientCpu();
+    const double server = ServerCpu();
     const std::vector<double> figures = side_.run();
-    client_cpu_ += CpuOf(side_.client_pid) - client;
-    server_cpu_ += CpuOf(side_.server_pid) - server;
+    client_cpu_ += ClientCpu() - client;
+    server_cpu_ += ServerCpu() - server;
     gigabytes_ += side_.gigabytes;
     rounds_.push_back(Apply(statistic_, figures));
     all_.insert(all_.end(), figures.begin(), figures.end());
@@ -75,11 +75,16 @@ class Series {
     if (gigabytes_ == 0) return;
     const std::string cpu = is_ours ? "cpu_" : "peer_cpu_";
     if (side_.client_pid != 0) result[cpu + "client_s_per_gb"] = client_cpu_ / gigabytes_;
-    if (side_.server_pid != 0) result[cpu + "server_s_per_gb"] = server_cpu_ / gigabytes_;
+    if (!side_.server_pids.empty()) result[cpu + "server_s_per_gb"] = server_cpu_ / gigabytes_;
   }
 
  private:
-  static double CpuOf(pid_t pid) { return pid == 0 ? 0 : CpuSeconds(pid); }
+  double ClientCpu() const { return side_.client_pid == 0 ? 0 : CpuSeconds(side_.client_pid); }
+  double ServerCpu() const {
+    double seconds = 0;
+    for (const pid_t pid : side_.server_pids) seconds += CpuSeconds(pid);
+    return seconds;
+  }
 
   const Side& side_;
   const Statistic statistic_;

@@ -23,9 +23,9 @@ struct Side {
   std::function<std::vector<double>()> run = nullptr;
   // What a round moves; 0: CPU time is not reported.
   double gigabytes = 0;
-  // Whose CPU time is reported; 0: there is no such process.
+  // Whose CPU time is reported; 0 and empty: there is no such process.
   pid_t client_pid = 0;
-  pid_t server_pid = 0;
+  std::vector<pid_t> server_pids = {};
 };
 
 // Of the ratio of ours to the peer's.

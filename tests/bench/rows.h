@@ -40,6 +40,11 @@ Row ServerMemory(Bench& bench);
 // rows_peers.cc: others that do nothing.
 Row PairBesideStalledPeers(Bench& bench);
 
+// rows_group.cc: a model on several servers.
+Row GroupPush(Bench& bench);
+Row GroupPull(Bench& bench);
+Row GroupCommit(Bench& bench);
+
 // rows_checkpoint.cc: a version on the disk.
 Row SaveBesidePlainFile(Bench& bench);
 Row ReadBackBesidePlainFile(Bench& bench);

@@ -36,7 +36,7 @@ void PushBesideCpu(const GpuBench& bench, bool same_host_lane, Row& row) {
     const auto pushed = std::make_shared<PushedServer>(bench, device, weights, same_host_lane);
     side.gigabytes = weights->gigabytes();
     side.client_pid = getpid();
-    side.server_pid = pushed->server.pid();
+    side.server_pids = {pushed->server.pid()};
     return TimeOf(std::move(side), [pushed] { pushed->trainer.Push(); });
   };
   row.ours = push_to(row.ours, bench.server_device);

@@ -21,7 +21,7 @@ Side RedisSide(const std::string& name, const Weights& weights, const RedisPeer&
   return {.name = name,
           .gigabytes = weights.gigabytes(),
           .client_pid = getpid(),
-          .server_pid = redis.pid()};
+          .server_pids = {redis.pid()}};
 }
 
 std::vector<std::span<std::byte>> CutLike(const std::vector<std::span<const std::byte>>& tensors,
@@ -107,7 +107,7 @@ Row PushBesideRay(Bench& bench) {
               .run = [peer, gigabytes] { return std::vector{gigabytes / peer->RunRound()}; },
               .gigabytes = gigabytes,
               .client_pid = peer->client_pid(),
-              .server_pid = peer->server_pid()};
+              .server_pids = {peer->server_pid()}};
   return row;
 }
 

@@ -43,7 +43,7 @@ class SavingServer {
                 },
             .gigabytes = kPushes * trainer_.weights().gigabytes(),
             .client_pid = getpid(),
-            .server_pid = server_.pid()};
+            .server_pids = {server_.pid()}};
   }
 
   // Some of them while the disk is written, some while what was written is read back.

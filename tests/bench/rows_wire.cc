@@ -36,7 +36,7 @@ Side SocketPush(const std::string& name, std::shared_ptr<const Weights> weights,
   return SpeedOf({.name = name,
                   .gigabytes = weights->gigabytes(),
                   .client_pid = getpid(),
-                  .server_pid = peer->pid()},
+                  .server_pids = {peer->pid()}},
                  [peer, weights, command] { peer->Push(weights->memory().data(), command); });
 }
 
@@ -46,7 +46,7 @@ Side SocketPull(const std::string& name, size_t total_bytes, Command command) {
   return SpeedOf({.name = name,
                   .gigabytes = Gigabytes(total_bytes),
                   .client_pid = getpid(),
-                  .server_pid = peer->pid()},
+                  .server_pids = {peer->pid()}},
                  [peer, memory, command] { peer->Pull(memory->data(), command); });
 }
 
@@ -137,7 +137,7 @@ Row PushBesideGrpc(Bench& bench) {
       .peer = SpeedOf({.name = "gRPC, protobuf bytes, synchronous, same fold and checksums",
                        .gigabytes = weights->gigabytes(),
                        .client_pid = getpid(),
-                       .server_pid = peer->pid()},
+                       .server_pids = {peer->pid()}},
                       [peer, weights] { peer->Push(weights->memory().bytes()); }),
   };
 }

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/testutil/etcd_cluster.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,30 +15,13 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "tests/testutil/free_ports.h"
 
 namespace ema {
 namespace {
 
 constexpr absl::Duration kStartTimeout = absl::Seconds(60);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
-
-// Ports that are free now. All are found before one is released, so that they differ.
-std::vector<int> FindFreePorts(int count) {
-  std::vector<int> sockets;
-  std::vector<int> ports;
-  for (int i = 0; i < count; ++i) {
-    sockets.push_back(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(address);
-    bind(sockets.back(), reinterpret_cast<sockaddr*>(&address), size);
-    getsockname(sockets.back(), reinterpret_cast<sockaddr*>(&address), &size);
-    ports.push_back(ntohs(address.sin_port));
-  }
-  for (const int fd : sockets) close(fd);
-  return ports;
-}
 
 }  // namespace
 
@@ -70,6 +50,8 @@ absl::StatusOr<std::unique_ptr<EtcdCluster>> EtcdCluster::Start(Options options)
                       "--initial-cluster=" + absl::StrJoin(peers, ","),
                       "--logger=zap",
                       absl::StrCat("--log-outputs=", folder, "/", name, ".log")};
+    const std::vector<std::string>& launcher = cluster->options_.launcher;
+    member.command.insert(member.command.begin(), launcher.begin(), launcher.end());
     member.command.insert(member.command.end(), cluster->options_.etcd_options.begin(),
                           cluster->options_.etcd_options.end());
     if (absl::Status status = cluster->Restart(i); !status.ok()) return status;

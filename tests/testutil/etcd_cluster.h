@@ -20,6 +20,8 @@ class EtcdCluster {
   struct Options {
     int size = 1;
     std::string scheme = "http";
+    // A program that starts each etcd, with its options. Empty: there is none.
+    std::vector<std::string> launcher;
     std::vector<std::string> etcd_options;  // More of them, for each etcd.
     std::string etcdctl_options;            // More of them, for Etcdctl().
   };
