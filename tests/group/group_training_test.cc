@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -30,25 +29,6 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
-
-TEST(GroupTrainingTest, AveragesDoNotDependOnTheNumberOfServers) {
-  std::optional<std::map<std::string, std::string>> expected;
-  for (const int server_count : {1, 2, 3, 7}) {
-    SCOPED_TRACE(server_count);
-    TrainedGroup group(server_count, /*tensor_count=*/9);
-    const auto run = group.Open();
-    ASSERT_NE(run, nullptr);
-    for (int64_t step = 1; step <= 5; ++step) {
-      EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, step));
-      EXPECT_EQ(version.number, step);
-    }
-    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("ema"));
-    EXPECT_EQ(pulled.info.version.number, 5);
-    ASSERT_THAT(pulled.tensors, SizeIs(9));
-    if (!expected.has_value()) expected = pulled.tensors;
-    EXPECT_EQ(pulled.tensors, *expected);
-  }
-}
 
 TEST(GroupTrainingTest, RanksReadersAndWatchersSeeOneModel) {
   TrainedGroup group(3, /*tensor_count=*/6);
