@@ -283,6 +283,9 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
              FencedErrorLocked("the sender is not the process of that partition"));
       break;
     case Rounds::Answer::kState:
+      // The call that ends the round is answered with the others, so that its sender does not get
+      // the state a second time.
+      if (reply && result.round_ended) std::swap(held_[prepare.from.partition], reply);
       answer(std::move(reply), rounds_->state());
       break;
     case Rounds::Answer::kHold:

@@ -26,6 +26,7 @@
 #include "ema/v1/ema_service.grpc.pb.h"
 #include "ema/v1/error.pb.h"
 #include "server/base/crc32c.h"
+#include "server/base/observer.h"
 #include "server/base/random_hex.h"
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/core/checkpoints.h"
@@ -56,6 +57,7 @@ class GroupServer {
     SavePolicy policy;
     // Makes the address that other processes connect to; null: the server's own.
     std::function<std::string(int port)> advertise;
+    ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
   };
 
   explicit GroupServer(const Options& options) : name_(options.name) {
@@ -74,6 +76,7 @@ class GroupServer {
     RpcServer::Options rpc;
     rpc.listen_addresses = {options.listen_address};
     rpc.group = models_.get();
+    rpc.observer = options.observer;
     Checkpoints* const served = checkpoints_ != nullptr ? checkpoints_.get() : &no_checkpoints_;
     rpc_ = *RpcServer::Start(store_, served, rpc);
     address_ = absl::StrCat("127.0.0.1:", rpc_->port());
