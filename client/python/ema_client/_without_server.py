@@ -33,6 +33,7 @@ from ema_client._client.url import split_url
 from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError
 from ema_client._local import LocalEMA
+from ema_client._model.engine import is_megatron_optimizer
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
@@ -76,7 +77,7 @@ def attach_without_server(
     """
     model, optimizer = given["model"], given["optimizer"]
     address, model_name = split_url(given["url"])
-    engine = engine_of(model)
+    engine = optimizer if is_megatron_optimizer(optimizer) else engine_of(model)
     optimizers = None if optimizer is None or engine is not None else unwrap_optimizers(optimizer)
     module = unwrap(model)
     options.check(module)

@@ -29,36 +29,38 @@ class MasterRange(ParameterRange):
         return self.memory.writes()
 
 
-def masters_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def masters_of(parameters: Mapping[str, Any], optimizer: Any = None) -> dict[str, Any]:
     """The masters of trained parameters, by name; the other parameters as they are: a float32 parameter is
-    its own master.
+    its own master. `optimizer`: Megatron-core's, if it is one.
 
     InvalidArgumentError: a trained parameter of lower precision has no master, or it is on a disk.
     """
-    found = {name: _master_of(name, one) for name, one in parameters.items()}
+    found = {name: _master_of(name, one, optimizer) for name, one in parameters.items()}
     lacking = [name for name, one in found.items() if one is None]
     if lacking:
         dtype = str(parameters[lacking[0]].dtype).removeprefix("torch.")
         raise InvalidArgumentError(
             f'source "master": the optimizer keeps no float32 copies of {len(lacking)} parameters: '
             f"{arrays.some(lacking)} ({dtype}). DeepSpeed keeps them with ZeRO-1, 2 and 3, and Megatron-core "
-            "with a mixed-precision optimizer that was created before attach(). Otherwise train float32 "
+            "with a mixed-precision optimizer, which attach() needs. Otherwise train float32 "
             'parameters, under torch.autocast; or average the rounded ones: source="parameters"',
             reason="BAD_LAYOUT",
         )
     return found
 
 
-def _master_of(name: str, parameter: Any) -> Any:
+def _master_of(name: str, parameter: Any, optimizer: Any) -> Any:
     """None: there is none."""
     is_low = parameter.is_floating_point() and parameter.dtype.itemsize < 4
     if not parameter.requires_grad or not is_low:
         return parameter
     trained = object_of(parameter)
-    if (optimizer := getattr(trained, "_z3_optimizer", None)) is not None:
-        return _range_of_zero3(name, parameter, optimizer)
+    if (zero3 := getattr(trained, "_z3_optimizer", None)) is not None:
+        return _range_of_zero3(name, parameter, zero3)
     if hasattr(trained, "_hp_mapping"):
         return _range_of_deepspeed(trained)
+    if hasattr(trained, "main_param"):
+        return _range_of_megatron(trained, optimizer)
     return None
 
 
@@ -117,6 +119,42 @@ def _range_of_zero3(name: str, parameter: ParameterRange, optimizer: Any) -> Mas
         )
     memory = _Zero3Memory(optimizer, group)
     return _master(trained, parameter.shape, parameter.first, memory, start, parameter.count)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MegatronMemory:
+    """The part of a master that this rank has with Megatron-core."""
+
+    parameter: Any
+
+    def tensor(self) -> torch.Tensor:
+        import torch
+
+        main = self.parameter.main_param
+        if main is None:  # Other ranks have the master.
+            return torch.empty(0, device=self.parameter.device)
+        flat: torch.Tensor = main.detach().view(-1)
+        return flat
+
+    def writes(self) -> int:
+        return int(self.tensor()._version)
+
+
+def _range_of_megatron(parameter: Any, optimizer: Any) -> MasterRange | None:
+    """None: the optimizer keeps no master, or it is not known which part of it this rank has."""
+    memory = _MegatronMemory(parameter)
+    if not getattr(parameter, "main_param_sharded", False):
+        if parameter.main_param is None:
+            return None
+        return _master(parameter, parameter.shape, 0, memory, 0, parameter.numel())
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if one is None or one.config.use_precision_aware_optimizer:
+            return None  # The masters are in the fused optimizer, perhaps in another format.
+        if parameter.main_param is not None and parameter in one.model_param_gbuf_map:
+            found = one._get_model_param_range_map(parameter)["param"]
+            count = found.end - found.start
+            return _master(parameter, parameter.shape, found.start, memory, 0, count)
+    return _master(parameter, parameter.shape, 0, memory, 0, 0)
 
 
 def _master(

@@ -264,8 +264,8 @@ _IS_LIST = "_ema_client_is_list"
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DistributedDataParallel, DataParallel, torch.compile, Lightning Fabric's wrapper and
-    DeepSpeed's engine."""
+    """The module inside DistributedDataParallel, DataParallel, torch.compile, Lightning Fabric's wrapper,
+    DeepSpeed's engine and Megatron-core's wrappers."""
     *_, inner = _unwrapping(module)
     return inner
 
@@ -285,7 +285,7 @@ def _unwrapping(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             module, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
         ):
             inner: object = module.module
-        elif engine.is_engine(module):
+        elif engine.is_engine(module) or engine.is_megatron_wrapper(module):
             inner = module.module
         elif type(module).__name__ == "_FabricModule":
             # Fabric's `module` may be inside DDP or FSDP1, whose wrapper has its parameters.
@@ -406,11 +406,14 @@ class ModelTensors:
         rename: Callable[[str], str] | None = None,
         *,
         has_masters: bool = False,
+        optimizer: Any = None,
     ) -> None:
-        """`has_masters`: the result has the masters of parameters, see `masters_of`, in their place."""
+        """`has_masters`: the result has the masters of parameters in their place, see `masters_of`, which needs
+        `optimizer`."""
         self._module = module
         self._rename = rename
         self._has_masters = has_masters
+        self._optimizer = optimizer
         self._found: NamedTensors | None = None
         self._parts: list[object] = []  # The module's parts when `_found` was set.
 
@@ -419,7 +422,9 @@ class ModelTensors:
         if self._found is None or not self._is_unchanged():
             found = named_tensors(self._module, self._rename)
             if self._has_masters:
-                found = dataclasses.replace(found, parameters=masters_of(found.parameters))
+                found = dataclasses.replace(
+                    found, parameters=masters_of(found.parameters, self._optimizer)
+                )
             self._found = found
             self._parts = _parts_of(self._module)
         return self._found

@@ -19,6 +19,7 @@ from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, InvalidArgumentError
+from ema_client._model.engine import is_megatron_optimizer
 from ema_client._model.optimizers import check_held, unwrap_optimizers, with_contained
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import (
@@ -111,8 +112,8 @@ def attach(
     with "local" the averages are in this process: client/docs/outages.md.
 
     Args:
-        model: the model, or this rank's part of it. DistributedDataParallel, torch.compile and Lightning
-            Fabric's wrapper are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper, and of
+        model: the model, or this rank's part of it. DistributedDataParallel, torch.compile, Lightning
+            Fabric's and Megatron-core's wrappers are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper, and of
             DeepSpeed the engine. A list of modules is one model, whose tensors have the names that they
             have in their own modules (torchtitan's model parts); if some are equal (virtual pipeline
             stages), give `rename`, which then gets names with the module's index in front ("1.weight"). Ranks that hold the same parameter, or the same piece, must have equal
@@ -126,6 +127,7 @@ def attach(
             The optimizers, or those that they contain, must hold parameters of the model; those that none
             of them holds are copied, or the step waits. None, on all ranks: call the attachment's
             `after_step()` after each step. Needed for optimizers that train copies of the parameters.
+            Megatron-core's optimizer (a MegatronOptimizer) counts the steps that it has made.
             If `model` is DeepSpeed's engine, its steps count, and this argument is ignored: give None, or any
             of its optimizers. Steps that it skips, because gradients are not finite, do not count.
         url: "ema://host:port/model".
@@ -169,8 +171,8 @@ def attach(
             bytes.
         source: what is averaged of each parameter of lower precision than float32: "parameters" (the
             default), the parameter itself; or "master", the float32 copy that the optimizer trains and
-            rounds to the parameter. DeepSpeed has such copies with ZeRO-1, 2 and 3; a float32 parameter is
-            its own master. The model on the server is then float32, and a module with rounded parameters
+            rounds to the parameter. DeepSpeed has such copies with ZeRO-1, 2 and 3, and Megatron-core's
+            mixed-precision optimizers have them; a float32 parameter is its own master. The model on the server is then float32, and a module with rounded parameters
             can still read it (`averaged`).
         rename: returns the name of a tensor on the server, for parts of a model whose tensors have the
             same names on several ranks, such as experts. Without it (the default), tensors of one name with
@@ -267,7 +269,7 @@ def attach(
         check_module(model)
         split_url(url)
         check_values(given)
-        engine = engine_of(model)
+        engine = optimizer if is_megatron_optimizer(optimizer) else engine_of(model)
         if optimizer is not None and engine is None:
             optimizers = unwrap_optimizers(optimizer)
         if resume is not None and start_step is not None:
@@ -323,7 +325,7 @@ def attach(
                 'source "master": the preset writes averages to the parameters (update_model_with_ema), and '
                 "the optimizer would overwrite them from its float32 copies: give no such preset"
             )
-        tensors_of = ModelTensors(module, rename, has_masters=source == "master")
+        tensors_of = ModelTensors(module, rename, has_masters=source == "master", optimizer=engine)
         actions = default_actions(module, tensors_of(), allows_non_finite=non_finite == "allow")
         held = holdings_of(tensors_of(), actions)
         if optimizers is not None:

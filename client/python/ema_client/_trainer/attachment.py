@@ -76,7 +76,8 @@ class Attachment:
         frozen: FrozenTensors,
         keep_resumable: int,
     ) -> None:
-        """`engine`: a DeepSpeed engine. Its steps are counted instead of those of `optimizers`."""
+        """`engine`: DeepSpeed's, or Megatron-core's optimizer. Its steps are counted instead of those of
+        `optimizers`."""
         weights = PushedWeights(optimizers, frozen.names, checks=options.check)
         self._pusher = pusher = Pusher(options, joined, weights, frozen)
         # Used by `entrance`.
