@@ -141,7 +141,7 @@ void GroupSimulation::Settle() {
     }
     Process& home = *FindProcess(0);
     const int64_t round = home.rounds->state().round;
-    if (home.rounds->state().frozen ? home.rounds->Unfreeze() : home.rounds->Expire(now_)) {
+    if (home.rounds->Expire(now_)) {
       NoteRoundEnd(home, round, false);
     }
     Trainer& trainer = trainers_[0];
@@ -555,12 +555,10 @@ void GroupSimulation::ActAsHome(Process& home) {
   const int64_t round = rounds.state().round;
   const int64_t dice = Below(10);
   bool has_ended = false;
-  if (rounds.state().frozen) {
-    has_ended = rounds.Unfreeze();
-  } else if (dice < 6) {
+  if (rounds.state().frozen || dice < 6) {
     has_ended = rounds.Expire(now_);
   } else if (dice < 7) {
-    has_ended = rounds.Freeze(absl::UnavailableError("frozen"));
+    has_ended = rounds.Freeze(absl::UnavailableError("frozen"), /*until=*/now_);
   } else if (dice < 8) {
     has_ended = rounds.Abort(round, absl::AbortedError("abandoned"));
   } else {
