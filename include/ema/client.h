@@ -33,7 +33,7 @@
 
 namespace ema {
 
-// Pulled weights: one buffer, tensors in manifest order.
+// One tensor of the pulled weights, which are one buffer with the tensors in manifest order.
 struct PulledTensor {
   TensorSpec spec;     // With the dtype and shape of the pulled values.
   int64_t offset = 0;  // In the pulled bytes.
@@ -377,14 +377,14 @@ class Client {
     WireDtype wire_dtype = WireDtype::kAsPushed;
     // Whether a push that the server fences rejoins the run. True: it does so once, in case a
     // restarted server has forgotten the run, and waits until the other ranks have rejoined too.
-    // False: it fails with ABORTED, FENCED; for trainers, which must not wait for other ranks.
+    // False: it fails with ABORTED, FENCED. Trainers use this: they must not wait for other ranks.
     bool rejoins = true;
     // Rolls the model back to the trainer's position before the run opens. The same on all ranks.
     // Ignored when the run rejoins. May take as long as reading the model from the disk; after
     // DEADLINE_EXCEEDED the server continues, and repeating the call joins.
     std::optional<ResumePoint> resume;
-    // For a launch that reopens its run: the Run::run_epoch() that it had. It tells a restarted
-    // server, which has forgotten the launches, whether a newer launch has fenced this one.
+    // The Run::run_epoch() of the last run that this launch has opened; 0: none. A restarted server
+    // does not know the launches: this shows it whether a newer launch has fenced this one.
     int64_t last_run_epoch = 0;
     // Not 0: the first push of this run, to a model without a version, carries an average that was
     // made elsewhere with this many updates; all tracks continue from it. 0: it carries weights.

@@ -106,7 +106,7 @@ ErrorReason GetErrorReason(const absl::Status& status);
 void SetRetryDelay(absl::Status& status, absl::Duration delay);
 absl::Duration GetRetryDelay(const absl::Status& status);
 
-// What an error about a model on a group of servers says beside its reason: see ErrorDetail in
+// Additional details of an error about a model on a group of servers: see ErrorDetail in
 // error.proto. Fields that are empty or 0 are not given.
 struct GroupHint {
   std::string home;

@@ -91,8 +91,8 @@ struct RunPlan {
   };
   int64_t revision = 0;  // Grows with every change of the tracks, also across restarts.
   std::vector<Entry> tracks;
-  // Pushes omit the run's frozen tensors, unless PushOptions::frozen_changed: every track that is
-  // not paused equals the values that the run pushed last.
+  // True: pushes may omit the run's frozen tensors (not with PushOptions::frozen_changed), because
+  // every track that is not paused equals the values that the run pushed last.
   bool may_omit_frozen = false;
 };
 

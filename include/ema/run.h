@@ -174,14 +174,14 @@ class PendingPush {
   PendingPush(const PendingPush&) = delete;
   PendingPush& operator=(const PendingPush&) = delete;
 
-  // Waits until the weights will not be read any more, because all bytes have left (gRPC has
-  // dropped every slice) or the push has ended; then they may change. Waits at most `max_wait`; at
-  // most a second while there is no stream to the server (it is unreachable, or ranks have not
-  // joined); and at most five seconds while no byte leaves and the server does not answer a
-  // QueryPush. True: all bytes have left, or the push had ended. False: the wait was too long; the
-  // step has been abandoned (it does not commit on any rank, unless it had already), and the
-  // weights are not read any more. Afterwards only bytes in pinned memory can be sent again: if the
-  // connection breaks, the step is lost.
+  // Waits until the weights will not be read any more; then they may change. True: all bytes have
+  // left (gRPC has dropped every slice), or the push had ended. False: the wait was too long, and
+  // the step has been abandoned (it does not commit on any rank, unless it had already). A wait is
+  // too long after (1) `max_wait`; (2) one second without a stream to the server (it is
+  // unreachable, or ranks have not joined); (3) five seconds in which no byte leaves and the server
+  // does not answer a QueryPush.
+  // Afterwards only bytes in pinned memory can be sent again: if the connection breaks, the step is
+  // lost.
   //
   // Weights on a GPU may be written by work that is queued, from now on, on `streams` and on the
   // streams of the push: these streams wait for the copies, not the caller. The call itself waits
@@ -193,8 +193,8 @@ class PendingPush {
   // pinned memory for weights on a GPU. May be called again.
   absl::StatusOr<Version> Wait();
 
-  // The same for at most `max_wait`, and no longer than WaitReleased() if the server is
-  // unreachable. True: the push has ended, and Wait() will not block.
+  // Waits like Wait(), but for at most `max_wait`, and with the limits of WaitReleased() for an
+  // unreachable server. True: the push has ended, so Wait() will not block.
   bool WaitDone(absl::Duration max_wait);
 
   // True when Wait() would not block.

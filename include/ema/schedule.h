@@ -143,15 +143,15 @@ class Schedule {
   // The values of a track before its start. (The very first push always sets them.)
   enum class BeforeStart {
     kReinit,  // The first weights; the push that reaches the start replaces them (Composer).
-    // The weights of the latest update. The first update at or after the start is the last copy,
-    // except for a warm-up, whose position decides that.
+    // The latest weights. The first update at or after the start still copies; later ones average.
+    // A warm-up with a start in the interval's unit averages from its start on.
     kCopy,
     kHold,  // The first weights, from which averaging starts.
   };
 
   struct Options {
     Rule rule = CopyRule{};
-    // Absent: one unit of the half-life (every push for "dur" and "sec"); without one, 1 batch.
+    // Absent: one unit of the half-life, or every push for "dur" and "sec". Other rules: 1 batch.
     std::optional<TrainingDuration> update_interval;
     // An update is due at interval_phase + k * update_interval, in the interval's unit. 1 matches
     // libraries that count steps from 0.
@@ -167,16 +167,16 @@ class Schedule {
   // message names the field, the value and a valid one.
   static absl::StatusOr<Schedule> Create(const Options& options);
 
-  // A schedule as text: names and values as users write them, in a fixed order, without those at
-  // their defaults. The name that chooses the rule is always present:
-  //   half_life ("200ba"), ramp_ratio ("0.09"), debias ("true");  smoothing ("0.999"), zero_init
-  //   ("plain", "debias");  inv_gamma ("1"), power, min_decay, max_decay, count_offset;  ramp
-  //   ("10"), min_decay, max_decay, count_offset;  exp_ramp ("2000"), max_decay, count_offset;
-  //   decays
-  //   ("0dur:0.996 1dur:1"), decays_shape ("linear", "cosine");  sigma_rel ("0.05"), age_offset;
-  //   uniform ("true");  mean_of_last ("5");  copy ("true");
-  // and for all rules update_interval ("5ba"), interval_phase ("1"), ema_start ("0.1dur"),
-  // before_start ("reinit", "copy", "hold"), ema_end ("0.9dur").
+  // Names and values as users write them, in a fixed order, without values at their defaults:
+  //   half_life "200ba": also ramp_ratio "0.09", debias "true"
+  //   smoothing "0.999": also zero_init "plain" or "debias"
+  //   inv_gamma "1": also power, min_decay, max_decay, count_offset
+  //   ramp "10": also min_decay, max_decay, count_offset
+  //   exp_ramp "2000": also max_decay, count_offset
+  //   decays "0dur:0.996 1dur:1": also decays_shape "linear" or "cosine"
+  //   sigma_rel "0.05": also age_offset;  uniform "true";  mean_of_last "5";  copy "true"
+  // For all rules also update_interval "5ba", interval_phase "1", ema_start "0.1dur", before_start
+  // "reinit", "copy" or "hold", ema_end "0.9dur".
   using Fields = std::vector<std::pair<std::string, std::string>>;
   Fields ToFields() const;
   // The inverse of ToFields(). BAD_SCHEDULE: an unknown name (the message has the nearest one), an
@@ -192,8 +192,8 @@ class Schedule {
   const Options& options() const { return options_; }
   const Rule& rule() const { return options_.rule; }
   bool is_copy() const { return std::holds_alternative<CopyRule>(options_.rule); }
-  // Of how many earlier updates an update needs the weights: one less than the count of a
-  // MeanOfLastRule, else 0.
+  // The number of earlier updates whose weights an update needs: for a MeanOfLastRule its count
+  // less one, otherwise 0.
   int64_t kept_weights_count() const {
     const auto* const rule = std::get_if<MeanOfLastRule>(&options_.rule);
     return rule != nullptr ? rule->count - 1 : 0;
@@ -225,8 +225,8 @@ class Schedule {
   // are due, from the start to the end, when floor((now - phase) / interval) > floor((last - phase)
   // / interval); with kReinit and kHold also when they reach the start. INVALID_ARGUMENT, BAD_TIME:
   // `now` lacks a unit that the schedule needs, or went back in the unit of the half-life or
-  // interval. It may go back in the units of the start and the end, as the progress of a training
-  // does that is extended.
+  // interval. It may go back in the units of the start and the end: the progress of a training goes
+  // back when the training is extended.
   absl::StatusOr<Update> Plan(const State& state, const TrainingTime& now) const;
 
   // The time from which a track's age is counted, in the unit of its rule. REQUIRES: the track has

@@ -123,8 +123,8 @@ struct RankShare {
 };
 
 // Splits `boxes` evenly among ranks that all hold all of them, and returns the shards of rank
-// `rank`. Its bytes are within one element of total / world_size; so are its bytes of the `frozen`
-// tensors, whose shards come last. Boxes of tensors in `rank0_only` (buffers that differ between
+// `rank`. Up to one element, each rank gets the same number of bytes of the `frozen` tensors, whose
+// shards come last, and of all others. Boxes in `rank0_only` tensors (buffers that differ between
 // ranks) go to rank 0 as a whole, count in its share, and are not frozen. A box may be cut at any
 // element; a rank gets at most 2 x dimensions - 1 boxes of it, each contiguous in it.
 // INVALID_ARGUMENT, BAD_LAYOUT.

@@ -90,11 +90,11 @@ class StepPusher {
     std::function<TrainingTime(int64_t step)> time;
     absl::Duration max_wait = absl::Seconds(30);
     absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call in Create().
-    // Absent: kSkip, but Create() fails if the server is unreachable. With kSkip given, Create()
-    // then waits for at most kStartWait (or `timeout`, if that is shorter) and starts the training
-    // without its average: a thread joins the run when it can, as after an outage, and until then
-    // the steps that are due are skipped and counted. on_warning says so. Needs start_step or
-    // `resume` where `existing` is kContinue: the model's newest step is not known then.
+    // Absent: as kSkip, but Create() fails if the server is unreachable. With kSkip, Create() waits
+    // for at most kStartWait (or `timeout`, if that is shorter), calls on_warning, and starts the
+    // training without its average: a thread joins the run when it can, and until then due steps
+    // are skipped and counted. If `existing` is kContinue, this needs start_step or `resume`,
+    // because only the server knows the model's newest step.
     std::optional<OnError> on_error;
     absl::Duration max_outage = absl::Minutes(2);  // For kWait.
     // Called by the training thread when a push fails, and for the first step that is skipped

@@ -58,12 +58,12 @@ std::optional<NonFinitePolicy> ParseNonFinitePolicy(std::string_view name);
 // INVALID_ARGUMENT: BAD_NAME; otherwise BAD_SCHEDULE:
 //  - `buffers` is not kAverage or kCopy, `dtype` is not kFloat32 or kFloat64, a copy track has
 //    kFloat64, or every tensor is ignored;
-//  - a rule has an empty pattern or, unless it ignores, matches no tensor of `manifest` (a model
-//    need not have tensors that all tracks ignore, and readers learn from the rule that the track
-//    lacks them);
+//  - a rule has an empty pattern, or matches no tensor of `manifest`, unless its action is kIgnore
+//    (a model need not have tensors that all tracks ignore, and readers learn from the rule that
+//    the track lacks them);
 //  - more than 256 patterns have wildcards, or matching them takes too long;
-//  - a rule's schedule is a copy or has no use (the rule does not average, or the track is a copy),
-//    or more than 16 rules have one, or it or the track's is a mean of the last updates;
+//  - a rule's schedule is a copy or has no use (the rule does not average, or the track is a copy);
+//  - more than 16 rules have a schedule, or a rule has one, and it or the track's is mean_of_last;
 //  - a snapshot_interval is 0, or the track is not a power function, or a rule has a schedule.
 absl::Status ValidateTrack(const TrackConfig& track, const Manifest& manifest);
 
@@ -89,8 +89,8 @@ std::vector<int> ScheduleIndicesOf(const TrackConfig& track, const Manifest& man
 // The states of SchedulesOf(). Empty: before the track's first update.
 using TrackState = std::vector<Schedule::State>;
 
-// What a push at `now` does by each of SchedulesOf(), even if the track is paused. Errors as
-// Schedule::Plan(), and BAD_TIME: `now` lacks the unit of the snapshot_interval.
+// The update that each of SchedulesOf() plans for a push at `now`, even if the track is paused.
+// Errors as Schedule::Plan(), and BAD_TIME: `now` lacks the unit of the snapshot_interval.
 absl::StatusOr<std::vector<Schedule::Update>> PlanTrack(const TrackConfig& track,
                                                         const TrackState& state,
                                                         const TrainingTime& now);

@@ -9,8 +9,8 @@
 
 namespace ema {
 
-// Identifies one commit across all lives of a server. Ordered by incarnation, then version, which
-// is the order of the commits.
+// Identifies one commit, also across restarts of the server. Ordered by incarnation, then version,
+// which is the order of the commits.
 struct VersionId {
   int64_t version = 0;
   int64_t incarnation = 0;
