@@ -26,7 +26,7 @@ absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_v
 // Creates an eventfd, which is readable once 8 bytes have been written to it. The caller closes it.
 absl::StatusOr<int> NewEvent();
 
-// File descriptors that client connections leave to checkpoints and the HTTP server.
+// File descriptors reserved for checkpoints and the HTTP server: client connections get the others.
 inline constexpr int64_t kReservedFiles = 64;
 
 // Accepts connections, also when the process has no file descriptor left: it then closes a spare

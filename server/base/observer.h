@@ -21,11 +21,11 @@ struct PushPhases {
   absl::Duration commit;   // Publishing the step as the next version.
 };
 
-// Receives events as they happen. A client gets its reply after the events of its call, except that
-// OnRpcEnded() and OnPullEnded() follow it when a call over a same-host lane succeeds, and
-// OnPushEnded() when a gRPC push ends before its commit message. Every function may be called from
-// any thread and while the caller holds locks: it must neither block nor call back. Arguments are
-// valid only during the call. The functions of this class do nothing.
+// Receives events as they happen. The events of a call come before its reply, except for
+// OnRpcEnded() and OnPullEnded() of a call that succeeds over a same-host lane, and OnPushEnded()
+// of a gRPC push that ends before its commit message. Every function may be called from any thread
+// and while the caller holds locks: it must neither block nor call back. Arguments are valid only
+// during the call. The functions of this class do nothing.
 class ServerObserver {
  public:
   // Ignores all events.

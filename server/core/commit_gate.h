@@ -48,7 +48,7 @@ class CommitGate {
   // Whether a stream of a push may enter the session of its round. ABORTED: FENCED, STALE_ROUND.
   // UNAVAILABLE: SESSION_BUSY, the round is not known here yet, or is about to end; DRAINING.
   virtual absl::Status CheckPush(const PushStart& start) = 0;
-  // Ends `round` without a version; 0: the present one. OK: it has ended so, now or before.
+  // Ends `round` (0: the current one) without a version. OK: it has ended so, now or earlier.
   // UNAVAILABLE, SESSION_BUSY: it was committed, and PublishPrepared() follows.
   // FAILED_PRECONDITION, NOT_HOME: another server decides.
   virtual absl::Status AbandonRound(int64_t round, const absl::Status& why) = 0;

@@ -20,8 +20,8 @@ struct DeviceMemory {
   std::shared_ptr<Device> device;
   std::shared_ptr<MemoryBudget> budget;
 
-  // Like MemoryBudget::Reserve(). Drop the result after the blocks that it is for, and without
-  // holding a lock: dropping it trims the device's pool before the bytes can be reserved again.
+  // Like MemoryBudget::Reserve(). Destroy the result after the blocks that use the bytes, and
+  // without a lock: its deleter trims the device's pool before the bytes can be reserved again.
   absl::StatusOr<std::shared_ptr<const MemoryBudget::Reservation>> Reserve(std::string_view what,
                                                                            int64_t bytes) const {
     EMA_ASSIGN_OR_RETURN(std::unique_ptr<MemoryBudget::Reservation> reserved,

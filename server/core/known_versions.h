@@ -56,10 +56,10 @@ class BranchWalk {
 std::vector<KnownVersion> BranchOf(absl::Span<const KnownVersion> known, const Version& latest);
 
 // The version that an uninterrupted run would have had just after `step`, for a trainer that
-// resumes there. `step` is before the newest version's; `branch` is a result of BranchOf(). It is
-// the version of that step or, as not every step makes a version, the last one before it, provided
-// that no version came in between: the next version is known and is of a later step, or
-// `is_complete`: `branch` lacks no version. nullopt: that is unknown, or the version cannot be
+// resumes there. `step` is before the newest version's; `branch` is a result of BranchOf(). Not
+// every step makes a version, so the result is the version of `step`, or the last one before it if
+// no other came in between. That is certain if the next version is known and is of a later step, or
+// if `is_complete`: `branch` lacks no version. nullopt: it is not certain, or the version cannot be
 // restored.
 std::optional<VersionId> VersionAfterStep(absl::Span<const KnownVersion> branch, int64_t step,
                                           bool is_complete = false);

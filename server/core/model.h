@@ -124,7 +124,7 @@ class Model : public std::enable_shared_from_this<Model> {
   struct Description {
     std::vector<TrackRef> tracks;
     std::vector<TrackRef> pending_tracks;  // After the next commit; empty: no change.
-    int64_t plan_revision = 0;  // Grows with each change of the tracks that pushes go by.
+    int64_t plan_revision = 0;  // Grows with each change of the tracks that affects pushes.
     // Grows with each change of the settings in a checkpoint: the tracks after the next commit, and
     // attached_files().
     int64_t settings_revision = 0;
@@ -314,7 +314,7 @@ class Model : public std::enable_shared_from_this<Model> {
 
   const ModelConfig config_;
   const Options options_;
-  // Its budget outlives the tracks' reservations: a pin may keep a model after its store.
+  // Before the tracks, whose reservations use its budget: a pinned model can outlive its store.
   const DeviceMemory memory_;
   const std::shared_ptr<MemoryBudget> host_budget_;
   std::unique_ptr<MemoryBudget::Reservation> manifest_memory_;  // Null: it is small.

@@ -72,8 +72,8 @@ class NextSnapshot {
   const StepPlan& plan() const { return plan_; }
   // The new blocks of plan().tracks[t]; empty if the track does not change.
   const TrackBlocks& next(size_t t) const { return next_[t]; }
-  // Where the pushed weights themselves go, for the means to come; empty if the track keeps none,
-  // or if next(t) is equal to them.
+  // The new blocks for the pushed weights, which a mean_of_last track keeps for its later means.
+  // Empty if the track keeps no weights, or if next(t) has the same values.
   const TrackBlocks& next_weights(size_t t) const { return next_weights_[t]; }
   // A small block of zeros: the current values of averages that begin with zeros. Null: no average
   // does.
@@ -108,7 +108,7 @@ class NextSnapshot {
       : model_(model), run_(run), plan_(plan), base_(std::move(base)) {}
 
   absl::Status Allocate();
-  // `base`: what keeps its values in `next` where the track does not change. Null: nothing.
+  // `base`: the blocks whose values `next` has where the track does not change. Null: none.
   absl::Status AllocateTrack(const TrackPlan& plan, const Blocks* base, TrackBlocks& next,
                              DeviceStream& stream) const;
   // Copies the base's values of a range into the new blocks.

@@ -80,7 +80,7 @@ class OpenStep {
     PushSession::FinishedSnapshot version;
     absl::Time begin;  // Of its commit.
   };
-  // Takes `step`, whose session becomes prepared. False, and no change: it is not the open one.
+  // Stores `step`: its session is now prepared. False, and no change: its session is not open.
   bool Prepare(Prepared& step);
   // Removes and returns the prepared session; nullopt: there is none.
   std::optional<Prepared> TakePrepared();

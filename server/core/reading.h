@@ -31,10 +31,10 @@ namespace ema {
 struct GlobBudget;
 
 // The selected boxes of a track's tensors in the manifest's order, as StorageLayout places them.
-// Bytes that are stored in this form, or that an accelerator has cast, are served from where they
-// are, except in chunks that would hold copies of many blocks. All other chunks (cast, cut out, or
-// read from a StoredTrack) are made on demand: once for all holders of this object if the memory
-// budget has room for all of them, else once per read. Holds the snapshot, so the version stays
+// A chunk is served without a copy if its bytes are stored as they are read, or if an accelerator
+// casts them, unless these bytes are in many blocks. All other chunks (cast, cut out, or read from
+// a StoredTrack) are made on demand: once for all holders of this object if the memory budget has
+// room for all of them, otherwise once for each read. Holds the snapshot, so the version stays
 // pinned. Thread-safe.
 class Reading {
  public:
@@ -150,8 +150,8 @@ class Reading {
   std::vector<Run> RunsIn(int64_t offset, int64_t end) const;
   absl::StatusOr<std::shared_ptr<const std::byte>> MakeChunk(int64_t chunk,
                                                              absl::Span<const Run> runs) const;
-  // True: the reader does not take infinity for values that are too large, and the cast of `run`
-  // may have made some of it.
+  // True: the reader does not want infinity in place of values that are too large, and the cast of
+  // `run` may have produced infinity.
   bool MustCheckOverflow(const Run& run) const {
     return selection_.overflow != OverflowPolicy::kInfinity &&
            CanOverflow(run.stored_dtype, run.dtype);

@@ -62,8 +62,8 @@ class ReadingCache {
                                       const Selection& selection) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The version that Open() of this track would open for version 0. nullopt: nothing has been
-  // committed yet, or the track is synthesized: then another average may come under the same
-  // version. NOT_FOUND, TRACK_NOT_FOUND. Or the status given to Model::Close().
+  // committed yet, or the track is synthesized, so its values can change while its version does
+  // not. NOT_FOUND, TRACK_NOT_FOUND. Or the status given to Model::Close().
   absl::StatusOr<std::optional<Version>> NewestOf(std::string_view track);
   // Like VersionHistory::FindStep(), for Open() of this track. OUT_OF_RANGE, VERSION_NOT_KEPT: the
   // track is synthesized, and of another step.

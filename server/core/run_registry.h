@@ -92,10 +92,10 @@ class RunRegistry {
   std::shared_ptr<TrainerRun> run_;
   bool is_rolling_back_ = false;
   std::vector<std::string> fenced_launches_;
-  // A launch other than the open run's is fenced if its last run epoch is below this, or equal to
-  // it while a run is open. It is the highest last_run_epoch that the open run's launch has
-  // reported (for a new launch the run's epoch), or the epoch of the last rollback or of the
-  // restored version.
+  // A launch that had a run before, and is not the open run's, is fenced if its last_run_epoch is
+  // below this, or equal to this while a run is open. This is the highest last_run_epoch of the
+  // open run's launch (of a new launch the run's epoch); if no run has been opened since a rollback
+  // or Restore(), it follows from the restored version.
   int64_t fence_epoch_ = 0;
   bool requires_frozen_ = false;
 };

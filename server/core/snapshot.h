@@ -57,8 +57,8 @@ struct TrackSnapshot {
   Blocks blocks;
   // The bytes of a version that is read from the disk, which has no blocks; else null.
   std::shared_ptr<StoredTrack> stored;
-  // Of a mean of the last k: the weights of the last k - 1 updates, or of all while there are
-  // fewer, the oldest first. Before its start and at its first update, the weights are the values.
+  // Only for a track with mean_of_last=k: the weights of the last k - 1 updates (of all updates, if
+  // these are fewer), oldest first. Up to the first update after ema_start: the track's values.
   std::vector<BlocksRef> latest_weights;
   // At which version each block was made; 0: before the server started.
   std::vector<int64_t> block_versions;
@@ -114,9 +114,9 @@ class BlocksWriter {
   // RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<std::unique_ptr<BlocksWriter>> Create(Device& device, const Track& track);
 
-  // The memory of the bytes [offset, offset + length_bytes) itself: if it is filled before their
-  // Write(), that copies nothing. Empty: it is device memory, or in more than one block. REQUIRES:
-  // as Write().
+  // The memory of the bytes [offset, offset + length_bytes), for the caller to fill: Write() of
+  // these bytes then copies nothing. Empty: the bytes are in device memory, or in more than one
+  // block. REQUIRES: as Write().
   std::span<std::byte> InPlace(int64_t offset, int64_t length_bytes) const;
 
   // REQUIRES: inside track.layout().total_bytes().

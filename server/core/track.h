@@ -72,7 +72,7 @@ class Track {
            config_.dtype == other.config_.dtype &&
            config_.schedule.kept_weights_count() == other.config_.schedule.kept_weights_count();
   }
-  // The same for the config of a stored track, however that is cut into blocks.
+  // The same for the config of a stored track, whose blocks may have another size.
   bool HasFormOf(const TrackConfig& stored, const Manifest& manifest) const {
     return HasFormOf(Track(stored, manifest));
   }

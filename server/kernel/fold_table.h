@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Many folds as one table in device memory, and what one thread of a kernel does with it. A grid of
-// blocks walks the table: block b does tile b, or that and every `gridDim`-th after it; its threads
-// share the tile. The same function runs on the CPU, where tests walk the whole grid.
+// blocks walks the table: block b does the tiles b, b + gridDim, b + 2 gridDim and so on; its
+// threads share the tile. The same function runs on the CPU, where tests walk the whole grid.
 //
 // A GPU reaches its full memory bandwidth if enough loads are in flight at any time. So a block
 // finds all that it needs in one record, and a thread issues all loads that it can before it uses
@@ -36,8 +36,8 @@ struct alignas(16) DeviceFoldTarget {
   std::byte* next = nullptr;
   double update_weight = 1;
   FoldKind kind = FoldKind::kCopy;
-  // Of a mean: where the targets of the earlier weights but the oldest are in the table; only
-  // their `current` is read.
+  // Only for a mean: the number, and the first index in FoldTable::targets, of the targets of all
+  // earlier weights except the oldest. Only their `current` is read.
   uint8_t more_weights = 0;
   int32_t first_weight = 0;
 };
@@ -150,9 +150,9 @@ EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile
   if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
 }
 
-// Makes the lanes opaque to the compiler, which would otherwise compute before a loop values that
-// only some of its rounds need, and wait there for the loads. By words: taking lanes of 16 bits
-// apart would have to wait, too.
+// Hides the lanes from the compiler. Otherwise it would move conversions that only some rounds of a
+// loop need out of the loop, and wait for the loads there. Works on whole words, because extracting
+// lanes of 16 bits would also wait for the loads.
 template <typename T>
 EMA_HOST_DEVICE inline void Hide([[maybe_unused]] Lanes<T>& lanes) {
 #ifdef __CUDA_ARCH__
