@@ -46,8 +46,8 @@ class Server {
   };
 
   // Loads the newest checkpoints, serves, and joins its group. HTTP starts first, and reports
-  // "recovering" until all of this is done. An error's message says what to do. `device`: overrides
-  // that of `options`; null: the one that `options` name.
+  // "recovering" until all of this is done. An error's message says what to do. `device` is used
+  // instead of options.device; null: options.device decides.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
                                                        const Hooks& hooks = {},
                                                        std::shared_ptr<Device> device = nullptr);

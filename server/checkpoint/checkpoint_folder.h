@@ -138,8 +138,8 @@ class CheckpointFolder {
   // until that has succeeded, a restart would load them.
   absl::Status DeleteAll() ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
-  // so a restart would load an older one. Unless it `waits`, it does nothing while another change,
-  // such as a Save(), is running; the next reader finds the same problem.
+  // so a restart would load an older one. Unless `waits`, it does nothing while another change,
+  // such as a Save(), is running; the next reader then finds the same problem.
   absl::StatusOr<bool> Quarantine(std::string_view name, const absl::Status& problem, bool waits)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Records how reading a checkpoint ended: OK or UNAVAILABLE. After an error the next Save() of

@@ -115,7 +115,7 @@ class CheckpointScheduler {
   };
   // The result of a save.
   struct Outcome {
-    bool is_due = false;  // For another reason than to be kept.
+    bool is_due = false;  // By SavePolicy or SaveNow(), not only because it is to be kept.
     absl::Status status;
     // DISK_FULL: from the save that was to be kept; `status` is then that of the save without
     // keeping, if one was due.

@@ -21,8 +21,8 @@
 namespace ema {
 
 struct WriteOptions {
-  // Names of the tracks to write. Empty: all. If one is left out that has a value, the checkpoint
-  // is partial.
+  // Names of the tracks to write. Empty: all. If a track that has a value is omitted, the
+  // checkpoint is partial.
   std::vector<std::string> tracks;
   // Bytes of tensors in one file of a track, at most; a larger tensor has a file of its own.
   // Default: that of Hugging Face's tools.

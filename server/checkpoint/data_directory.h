@@ -2,9 +2,9 @@
 //
 // A server's data directory:
 //
-//   LOCK                                  held by the one server that uses the directory; while
-//                                         another file is in its place, or none, that server
-//                                         writes nothing
+//   LOCK                                  locked by the one server that uses the directory; if the
+//                                         file is missing or was replaced, that server writes
+//                                         nothing
 //   INCARNATION                           durable counter, raised at each start
 //   SCRUBBED                              when all checkpoints were last read again
 //   models/<model>/checkpoints/           one model's checkpoints: folder_files.h
@@ -77,14 +77,14 @@ class DataDirectory {
   // REQUIRES: opened with a member's name.
   absl::StatusOr<std::string> GroupId(std::string_view group);
 
-  // The number of this life of the server, larger than every number that an earlier life has used.
+  // The number of this start of the server, larger than all numbers that earlier starts have used.
   int64_t incarnation() const { return incarnation_; }
-  // A life owns this many numbers from incarnation() on: each new model takes one as its
-  // incarnation, each new run one as its epoch. Only the first is on the disk, and the clock may be
-  // set back, so the next life starts after the last of them. They last for a run a minute during
-  // three months. The numbers are microseconds since 1970, and a server waits until the clock is
-  // past its first one; unless the clock is set back, it therefore distinguishes lives even if the
-  // file is lost.
+  // Each start of the server reserves this many numbers from incarnation() on: each new model uses
+  // one as its incarnation, each new run one as its epoch. They suffice for a run per minute during
+  // three months. Only the first one is on the disk, so the next start begins after the last of
+  // them, even if the clock was set back. The numbers are microseconds since 1970, and a server
+  // waits until the clock has passed its first one. So the numbers of two starts differ even if the
+  // file is lost, unless the clock was set back.
   static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 17;
 
   FileSystem& file_system() const { return file_system_; }

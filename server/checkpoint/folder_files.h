@@ -110,8 +110,8 @@ class FolderFiles {
   void RemoveTemporary(std::string_view name) {
     disk().RemoveTree(TemporaryPath(name)).IgnoreError();
   }
-  // Renames `name`, which has `old_prefix` in front, to `prefix` and `name`, with a number behind
-  // if there is one of that name. Returns the new name.
+  // Renames `old_prefix` + `name` to `prefix` + `name`, and appends a number if that name is in
+  // use. Returns the new name.
   absl::StatusOr<std::string> SetAside(const std::string& name, std::string_view prefix,
                                        std::string_view old_prefix = "");
 

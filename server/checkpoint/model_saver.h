@@ -78,8 +78,8 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
                                   const absl::Status& not_pinned) const;
   absl::StatusOr<Saved> Enqueue(const SnapshotRef& snapshot,
                                 const Checkpoints::SaveRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
-  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: with this version, so many would be saved or queued that
-  // readers could pin none. A version that waits for the scheduler is not counted.
+  // RESOURCE_EXHAUSTED, TOO_MANY_PINS: if this version were queued, too, all pins would be used for
+  // saves, and none for readers. A version that waits for the scheduler is not counted.
   absl::Status CheckMayWaitLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Makes a queued save and puts its labels.
   void SaveQueued(const std::string& name, SnapshotRef snapshot,

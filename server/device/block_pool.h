@@ -27,8 +27,8 @@ class BlockPool {
   using Allocator = std::function<absl::StatusOr<std::unique_ptr<Memory>>(int64_t size_bytes)>;
 
   // Keeps up to `kept_free_bytes` of freed blocks, and fewer if they and the used blocks would
-  // exceed `kept_total_bytes`; but LeastKept() of that may always be kept, as otherwise every block
-  // used then would cost an allocation.
+  // exceed `kept_total_bytes`. LeastKept(kept_total_bytes) may be kept in any case: otherwise, at
+  // that limit, every new block would cost an allocation.
   BlockPool(Allocator allocator, int64_t kept_free_bytes,
             int64_t kept_total_bytes = std::numeric_limits<int64_t>::max());
 

@@ -25,8 +25,8 @@ absl::StatusOr<GpuList> ListCudaDevices();
 // used last. FAILED_PRECONDITION: as ListCudaDevices() and CheckGpu(), or the driver finds no code
 // for it. INTERNAL, DEVICE: it does not work.
 //
-// Known to end the process: memory is short, LibTorch frees its cache to find some, and the GPU has
-// failed at that moment.
+// It is known to end the process in one case: memory is short, so that LibTorch frees its cache,
+// and the GPU has failed at that moment.
 //
 // REQUIRES: libtorch_cuda.so is not used in this process.
 absl::StatusOr<std::shared_ptr<Accelerator>> MakeCudaAccelerator(int index);

@@ -139,7 +139,7 @@ class Device {
   // Memory besides blocks, in bytes; none on the CPU device.
   struct Overhead {
     int64_t bytes_per_stream = 0;       // Of the device.
-    int64_t shared_bytes = 0;           // The same, for kOtherStreams, all readers and sums.
+    int64_t shared_bytes = 0;           // Of the device, for kOtherStreams, all readers and sums.
     int64_t host_bytes_per_stream = 0;  // Pinned, like the next two.
     // For the results of two HostView() calls: of a chunk that is being made, and of one that is
     // being sent.
@@ -149,9 +149,9 @@ class Device {
   // `block_bytes`: the largest block that readers read.
   virtual Overhead overhead(int64_t block_bytes) const = 0;
 
-  // Returns memory that is kept for reuse to the system, until all blocks, kept ones included, take
-  // at most `most_bytes`; with 0 also that of idle streams; and that of readers once no block is
-  // left that they have read. Copies of existing blocks stay.
+  // Returns kept memory to the system until all blocks, including free ones, take at most
+  // `most_bytes`; with 0 it also returns that of idle streams. It returns the memory of readers if
+  // no block that they have read exists any more; copies of existing blocks stay.
   virtual void Trim(int64_t most_bytes) = 0;
 
   // The first error that has broken the device for good; OK while it works.

@@ -64,8 +64,8 @@ class FoldBatch {
     bool is_aligned = false;
     std::vector<FoldTarget> targets;  // Of its first element.
   };
-  // By how many elements the targets of `op`, from element `first` on, are behind these targets, if
-  // it is the same number for all of them; else nullopt.
+  // The distance, in elements, from these targets to those of `op` at its element `first`. nullopt:
+  // it is not the same for all of them.
   std::optional<int64_t> FindInShared(const FoldOp& op, int64_t first) const;
   // Adds targets for `op`, from element `first` on.
   void AddTargets(const FoldOp& op, int64_t first, int phase);

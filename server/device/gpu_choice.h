@@ -18,7 +18,7 @@ struct Gpu {
 
 struct GpuList {
   std::vector<Gpu> gpus;  // By index.
-  // The oldest one that the build has code for; by PTX, every later one can run it, too.
+  // The lowest capability that the build has code for. GPUs with a higher one can run its PTX.
   int oldest_capability = 0;
 };
 

@@ -33,7 +33,7 @@ class HostCopies {
                     int64_t size_bytes) { return accelerator->AllocatePinned(size_bytes); },
                 kept_bytes, kept_bytes) {}
 
-  // `format`: kNoFloat: a copy as it is; else the block's float32s are cast to that.
+  // `format`: the block's float32 values are cast to it; kNoFloat: they are copied unchanged.
   absl::StatusOr<std::shared_ptr<const std::byte>> Get(const BlockRef& block, SourceFormat format)
       ABSL_LOCKS_EXCLUDED(mu_);
   // True: Get() would not wait.

@@ -23,9 +23,9 @@ inline constexpr int64_t kMaxLabelsFileBytes = int64_t{4} << 20;
 
 using LabelMap = std::map<std::string, CheckpointLabel, std::less<>>;  // By name.
 
-// INVALID_ARGUMENT, BAD_NAME: the label is not a name, or has digits only, which mean a version's
-// number where a label or a version may be given. A file may contain such labels, but none may be
-// made.
+// INVALID_ARGUMENT, BAD_NAME: the label is not a valid name, or has digits only. (Where a label or
+// a version may be given, digits are a version's number.) ParseLabels() accepts labels of digits,
+// but new ones are rejected.
 absl::Status ValidateNewLabel(std::string_view label);
 
 // The text of a file as json_file.h says.

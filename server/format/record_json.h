@@ -207,7 +207,7 @@ requires HasFields<Record, JsonReader> std::string ReadJson(const ParsedJson& js
 template <typename T, typename Record>
 concept MaybeConst = std::same_as<std::remove_const_t<T>, Record>;
 
-// Limit of the numbers of a version, from which the server continues counting.
+// Limit of the stored counters (version, step, incarnation, run epoch), which the server continues.
 inline constexpr int64_t kMaxStoredCount = int64_t{1} << 62;
 
 void VisitFields(auto& io, MaybeConst<VersionId> auto& id) {

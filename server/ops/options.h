@@ -26,7 +26,7 @@ struct ServerOptions {
   std::string http_listen;
   std::string port_file;        // Empty: none. Where the bound port is written when serving.
   std::string device = "auto";  // "auto", "cpu" or "cuda:N".
-  int64_t memory_bytes = 0;     // For all models. 0: 80 % of the device memory besides streams'.
+  int64_t memory_bytes = 0;     // Of all models. 0: 80 % of the memory that other parts leave.
   std::string data_dir;         // Empty: no checkpoints.
   // When versions are saved automatically, counted from the last save; 0: never for this reason.
   int64_t save_every_commits = 0;

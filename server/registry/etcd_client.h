@@ -59,7 +59,7 @@ class EtcdClient {
   SteadyTime CallDeadline() const { return After(SteadyNow(), options_.call_timeout); }
 
   // Runs `attempt` until it succeeds, perhaps at several endpoints. `operation` is for the message:
-  // "put \"key\"". A miss, such as no answer in time, makes later calls use the next endpoint.
+  // "put \"key\"". After a miss (no answer, or none in time) later calls use the next endpoint.
   using Attempt = absl::FunctionRef<grpc::Status(Connection&, grpc::ClientContext&)>;
   absl::Status Call(const std::string& operation, SteadyTime deadline, Attempt attempt)
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -108,14 +108,14 @@ class EtcdClient {
   EtcdClient(EtcdOptions options, std::vector<std::string> endpoints)
       : options_(std::move(options)), endpoints_(std::move(endpoints)) {}
 
-  // Opens one if the last one was left.
+  // The connection for the next call; opens one if the last one was abandoned after a miss.
   absl::StatusOr<std::shared_ptr<Connection>> CurrentConnection() ABSL_LOCKS_EXCLUDED(mu_);
-  // One that was left and has streams. Null: there is none.
+  // An abandoned connection that still has streams. Null: there is none.
   std::shared_ptr<Connection> SuspectConnection() ABSL_LOCKS_EXCLUDED(mu_);
   // `first`: the connection of the first attempt; null: the current one.
   absl::Status CallFrom(std::shared_ptr<Connection> first, const std::string& operation,
                         SteadyTime deadline, Attempt attempt, bool ends_streams);
-  // The next call uses the next endpoint, unless another thread left `missed` before.
+  // Abandons `missed`, so the next call uses the next endpoint. No effect if abandoned before.
   void Leave(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   void EndStreams(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   // Record for health() how a call has ended.

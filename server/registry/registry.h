@@ -86,9 +86,9 @@ class Registry {
   virtual absl::StatusOr<std::vector<RegistryEntry>> ReadPrefix(std::string_view prefix) = 0;
 
   // Puts a value if the key's revision is `revision`; 0: if there is no such key. Returns the
-  // key's new revision. ABORTED: it has another revision, so read it again. If an implementation
-  // repeats a request whose answer was lost, it cannot tell whose value is there: an equal value
-  // then counts as put. To exclude that, values contain the name of their writer.
+  // key's new revision. ABORTED: it has another revision, so read it again. An implementation may
+  // repeat a request whose answer was lost. If it then finds an equal value, it reports success,
+  // although another server may have written it. So callers put the writer's name into the value.
   virtual absl::StatusOr<int64_t> CompareAndPut(std::string_view key, int64_t revision,
                                                 std::string_view value) = 0;
   // Deletes the key if its revision is `revision`. ABORTED: it has another one.

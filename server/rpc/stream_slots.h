@@ -25,7 +25,7 @@ namespace ema {
 // Why the server ends a stream.
 enum class StreamEnd {
   kStalled,  // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
-  // Its caller has the most slots, or pins the most versions, and one with fewer needs one.
+  // Its caller has the most slots or pins, and a caller that has fewer needs a slot or a pin.
   kOverShare,
   kRevoked,  // Its token is no longer valid for the call.
 };
