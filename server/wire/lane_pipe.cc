@@ -239,7 +239,7 @@ void LanePipe::SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c) 
 
 absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
   Frame frame;
-  has_part_ = false;
+  bool has_part = false;
   while (true) {
     ReleaseIncoming();
     EMA_ASSIGN_OR_RETURN(const SharedRing::Filled filled, WaitForFilled(stop));
@@ -262,8 +262,8 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
       ReleaseIncoming();
       return frame;
     }
-    // Before the next part takes more.
-    if (!std::exchange(has_part_, true)) next_poll_time_ = SteadyTime::min();
+    // `stop` is polled before the next part takes more memory.
+    if (!std::exchange(has_part, true)) next_poll_time_ = SteadyTime::min();
   }
 }
 

@@ -61,8 +61,6 @@ class LanePipe {
     std::span<const std::byte> bytes;
   };
   absl::StatusOr<Frame> Receive(const Stop& stop);
-  // For `stop`: a part of a message has come, and takes memory.
-  bool has_partial_message() const { return has_part_; }
   // OK: the peer is there, and `stop` is not true. UNAVAILABLE or CANCELLED otherwise.
   absl::Status CheckPeer(const Stop& stop) const;
   // True: a frame has begun to arrive, or the lane has ended.
@@ -91,7 +89,6 @@ class LanePipe {
   SharedRing out_;
   SharedRing in_;
   bool holds_incoming_ = false;
-  bool has_part_ = false;
   SteadyTime next_poll_time_;  // When `stop` is to be called next.
 };
 
