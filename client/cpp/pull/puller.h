@@ -55,7 +55,7 @@ class Puller {
   void Begin(Lane lane);
   absl::Status OnMessage(grpc::ByteBuffer& message);
   absl::Status OnHeader(const v1::PullHeader& header);
-  // `copy(to)` copies the data, and gives their CRC32C (0 of undamaged ones).
+  // `copy(to)` copies the data, and returns their CRC32C, or 0 if `header.is_undamaged`.
   template <typename Copy>
   absl::Status OnChunk(const ChunkHeader& header, Copy copy);
   absl::Status OnTrailer(const v1::PullTrailer& trailer);
@@ -69,7 +69,7 @@ class Puller {
   std::optional<PullInfo> info_;
   std::span<std::byte> memory_;
   absl::Status target_error_;  // Never retried, whatever its code.
-  int64_t position_ = 0;       // Up to here the memory is right.
+  int64_t position_ = 0;       // The bytes before it are complete: Attempt() continues here.
   int64_t received_bytes_ = 0;
   MessagePieces pieces_;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a Run needs of the run behind it.
+// The interface of the two kinds of runs to which a Run forwards its calls.
 #ifndef EMA_CLIENT_CPP_PUSH_OPENED_RUN_H_
 #define EMA_CLIENT_CPP_PUSH_OPENED_RUN_H_
 

@@ -43,8 +43,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
                                                          ModelInfo info, Client::RunOptions options,
                                                          const Group* group, SteadyTime deadline,
                                                          Interrupt* interrupt);
-  // Calls OpenRun once, with retries. Returns the missing ranks; none: the run is ready. A part
-  // joins the run that the home's part has joined.
+  // Calls OpenRun, and retries until it succeeds. Returns the missing ranks; none: the run is
+  // ready. A part joins the run that the home's part has joined.
   absl::StatusOr<std::vector<int64_t>> Join(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
 

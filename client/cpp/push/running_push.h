@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a PendingPush needs of the push behind it.
+// The interface of the two kinds of pushes to which a PendingPush forwards its calls.
 #ifndef EMA_CLIENT_CPP_PUSH_RUNNING_PUSH_H_
 #define EMA_CLIENT_CPP_PUSH_RUNNING_PUSH_H_
 

@@ -94,8 +94,8 @@ class PushEngine {
     std::function<bool()> is_interrupted;
   };
 
-  // `step`: steps that the trainer has done before. All ranks have joined `run`; null: the server
-  // was unreachable, and a thread will join the run, as after an outage, but by RunJoiner::Open().
+  // `step`: steps that the trainer has done before. All ranks have joined `run`. Null: the server
+  // was unreachable, and a thread opens the run by RunJoiner::Open() instead of Reopen().
   PushEngine(Options options, std::shared_ptr<const RunJoiner> joiner, std::unique_ptr<Run> run,
              int64_t step);
   ~PushEngine() { Leave(); }

@@ -63,7 +63,7 @@ class RunJoiner {
   absl::StatusOr<std::unique_ptr<Run>> Reopen(int64_t last_run_epoch, absl::Duration timeout) const;
 
  private:
-  // The last error of Open().
+  // FAILED_PRECONDITION, RESUME_MISMATCH: the model's newest version is later than `started`.
   absl::Status CheckNoLaterTraining(absl::Time started, absl::Duration timeout) const;
   // Creates the model unless it exists, with its files. Errors as Client::CreateModel().
   absl::Status CreateModel(absl::Duration timeout) const;
