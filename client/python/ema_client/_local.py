@@ -54,10 +54,11 @@ def compute_ema(
 ) -> None:
     """Moves `ema_model`'s weights towards those of `model`, in place, like Composer's function.
 
-    `ema = smoothing * ema + (1 - smoothing) * model` for floating-point parameters and buffers,
-    A float64 average is computed in float64, others as on the server: in float32, with one rounding
-    less. Values that are infinite in both models stay so. Integer and bool buffers are copied. Tied tensors count once. An average that is not
-    contiguous in host memory, or of less than 32 bits, is computed on a copy.
+    Computes `ema = smoothing * ema + (1 - smoothing) * model` for floating-point parameters and
+    buffers. A float64 average is computed in float64. All others are computed as on the server: in
+    float32, by a fused multiply-add. Values that are infinite in both models stay so. Integer and
+    bool buffers are copied. Tied tensors count once. An average that is not contiguous in host
+    memory, or of less than 32 bits, is computed on a copy.
 
     Args:
         model: the model with the latest weights. DistributedDataParallel and torch.compile are

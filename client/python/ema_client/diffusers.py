@@ -64,8 +64,8 @@ class EMAModel:
         foreach: has no effect.
         model_cls, model_config: for `save_pretrained`.
         url: "ema://host:port/model". None: the object only holds a state, see `from_pretrained`.
-        model: names the parameters. They must be its own, or have the shapes of all its own in
-            order.
+        model: names the parameters. These must be parameters of this model, or have the shapes of
+            all its parameters, in order.
         optimizer: the one that changes the parameters. With it, they are read while training
             continues, and its next step waits for bytes that have not been sent; parameters that it
             does not hold are copied, or `step` waits. Without it, `step` waits until they have been

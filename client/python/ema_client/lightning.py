@@ -108,11 +108,11 @@ class EMAWeightAveraging(_Callback):
             earlier epochs, and the last weights of an epoch twice.
         use_buffers: averages floating-point buffers (BatchNorm's statistics). False: copies them.
         device: only None: nothing is stored here.
-        validate_with_average: validations, tests and predictions use averaged weights: in a fit those
-            of its last push; with `ckpt_path` ("best", "last" or a path) those of that checkpoint;
-            else those of the newest version. False: the model's own, with `ckpt_path` the
-            checkpoint's `state_dict`. Before the average starts (ema_start, update_starting_at_step)
-            also the model's own, with a warning.
+        validate_with_average: validations, tests and predictions use averaged weights: in a fit the
+            average at its last push; with `ckpt_path` ("best", "last" or a path) the average of that
+            checkpoint; otherwise the newest average. False: they use the model's own weights, or with
+            `ckpt_path` the checkpoint's `state_dict`. Before the average starts (ema_start,
+            update_starting_at_step), they use the model's own weights, with a warning.
         save_average: the `state_dict` in a checkpoint is the average, if it has started and can be
             read; else raw weights, with a warning. False: raw weights. None: as
             validate_with_average, because checkpoints are chosen by the scores of validations. A

@@ -90,17 +90,17 @@ class EmaCallback(_TrainerCallback):
     Args:
         url: "ema://host:port/model".
         evaluate_with_average: evaluations and predictions during the training, also those that
-            another callback starts, use the averaged weights of the last push; after each the model
-            has its own again. False: its own. Before the average starts (ema_start) also its own,
-            with a warning. A trainer whose `evaluate` does not call `evaluation_loop` is refused:
-            let it call `averaged()`. With the trainer's load_best_model_at_end, the best checkpoint
-            is the one with the best average, but its raw weights are loaded; a warning says so,
-            unless copy_at_end=True replaces them.
+            another callback starts, use the averaged weights of the last push. After each of them the
+            model has its own weights again. False: they use the model's own weights. Before the
+            average starts (ema_start), they use these, too, with a warning. A trainer whose `evaluate`
+            does not call `evaluation_loop` is rejected: call `averaged()` in that method. With the
+            trainer's load_best_model_at_end, the best checkpoint is the one with the best average, but
+            its raw weights are loaded; a warning says so, unless copy_at_end=True replaces them.
         save_average: the trainer's checkpoints have the average in a folder, if it has started and
             can be read.
         copy_at_end: after the training the model has averaged weights, if the average has started;
             with load_best_model_at_end those of the best checkpoint, if the server still keeps them
-            (see keep_resumable), else its own. False: its own.
+            (see keep_resumable), else its own weights. False: its own weights.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
         resume_from_checkpoint: the folder that the trainer resumes from, if that is neither
             args.resume_from_checkpoint nor in args.output_dir.

@@ -40,7 +40,7 @@ def create_checkpoint(
     Args:
         name: the model.
         version: a number, a record or a saved state; None: the newest.
-        tracks: only these: for serving; the server cannot start from it. None: all.
+        tracks: saves only these, for evaluators; a server cannot start from such a checkpoint. None: all.
         label: a name for the version, which keeps it whatever the retention policy. Not with `tracks`.
         wait: False: returns when the version is pinned; poll `checkpoint` for the state.
         timeout_s: seconds.

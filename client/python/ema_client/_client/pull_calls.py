@@ -176,9 +176,9 @@ def pull(
         overflow: what to do with a finite value that is too large for that dtype, or for the dtype of an
             array in `out`: "error", "saturate" (the largest finite value of the dtype) or "inf".
         out: torch tensors or NumPy arrays by name, to write in place, with a cast to their dtypes. They
-            must have exactly the pulled names (of tied tensors the first, and any others), and only
-            tied ones may share memory. Or a module, for its parameters and buffers (tied ones once, by
-            any name that the model has). If some are DTensors, or FSDP1 or ZeRO-3 has sharded the module,
+            must have exactly the pulled names (a tied tensor its first name; its others are optional),
+            and only tied ones may share memory. Or a module, for its parameters and buffers (tied ones
+            once, by any name that the model has). If some are DTensors, or FSDP1 or ZeRO-3 has sharded it,
             each rank pulls just the pieces that it holds, however the trainers have sharded the model; to get
             one version, all ranks must name it. A rank without any piece gets only the version. If the pull
             fails, nothing is written, unless a device fails during the writes. The pulled bytes are in host
@@ -200,8 +200,8 @@ def pull(
             lists the existing ones.
         InvalidArgumentError: the track does not have a tensor; a box does not fit it; the selection is
             empty; both a step and a version; no such device; a value is too large for its dtype
-            (`overflow`); or names, shapes, dtypes or memory layouts in `out` that cannot be written,
-            all of which the message lists.
+            (`overflow`); or arrays in `out` cannot be written because of their names, shapes, dtypes or
+            memory layouts (the message lists all of them).
     """
     names, boxes = selection_from(tensors, slices)
     cast_to = dtype_name(dtype)

@@ -278,10 +278,10 @@ def open_run(
         wire_dtype: "bfloat16": float32 weights are rounded before they are sent, which halves the
             bytes; the averages are those of the rounded values. Equal on all ranks.
         max_staging_bytes: the most pinned host memory for weights on GPUs, at least 64 MiB; may differ
-            between ranks. Allocated at the first push that needs it, at most as much as the shards that
-            are not frozen need (or half of that, and so on, if the host has less), until the run ends.
-            If all pushed bytes fit, `PendingPush.wait_released` waits only for copies on the GPU;
-            otherwise also for the network.
+            between ranks. At most as much as the shards that are not frozen need is allocated, at the
+            first push that needs it, and kept until the run ends. If the host has less memory, half of
+            that is tried, and so on. If all pushed bytes fit, `PendingPush.wait_released` waits only for
+            copies on the GPU; otherwise also for the network.
         resume: the trainer continues from its own checkpoint: a step, or a ResumePoint, equal on all
             ranks. The server restores the model to that state.
         timeout_s: seconds.

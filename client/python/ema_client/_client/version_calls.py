@@ -334,11 +334,11 @@ def synthesize(
         timeout_s: seconds.
 
     Returns:
-        The result. Its `residual` is the distance of its profile from the requested one. Above about
-        0.1 it is another average: the newest weights between two snapshots are missing, and a length
-        outside the tracks' lengths cannot be built. Above 0.5 a warning says so. Another one says if
-        the absolute values of the sources' weights add up to more than 10: then the result amplifies
-        noise.
+        The result. Its `residual` is the distance of its profile from the requested one. If it is above
+        about 0.1, the result is not the requested average, because the step is between two snapshots
+        and the newest weights are missing, or because the length is outside the tracks' lengths. Above
+        0.5 a warning says so. Another warning says if the absolute values of the sources' weights add
+        up to more than 10: then the result amplifies noise.
 
     Raises:
         InvalidArgumentError: both or neither of sigma_rel and half_life, a wrong value, or a track that

@@ -48,8 +48,8 @@ class Loaded:
         missing_keys: tensors of the module that the model does not have, or did not have at that
             version; they are unchanged.
         unexpected_keys: tensors of the track that the module does not have.
-        meta_buffers: buffers without memory that no state_dict has, and so no server: the caller
-            must compute their values.
+        meta_buffers: non-persistent buffers on the meta device. No state_dict has them, so the
+            server does not, either: the caller must compute their values.
         ignored_keys: tensors of the module that the track ignores; they are unchanged, and on the
             meta device still have no memory.
     """

@@ -85,8 +85,8 @@ class Track:
             weights (spectral norm, pruning, parametrizations, quantization), by rules that they add
             to the track, and average the others.
         dtype: in which the averages are kept: "float32" (the default) or "float64", which takes
-            twice the memory and does not round small updates away: for long half-lives that are
-            updated at every step, and for float64 models. A framework's dtype will do.
+            twice the memory and does not round small updates away. Use it for long half-lives with an
+            update at every step, and for float64 models. A dtype of PyTorch, NumPy or JAX is accepted.
         paused: pushes do not change the track.
         snapshot_interval: with sigma_rel: the server keeps a version on its disk for each interval
             of this length, such as "1000ba". `Client.synthesize` builds averages of other lengths
@@ -152,13 +152,14 @@ class Track:
 
         With pushes at batch 1, 2, 3, ... the decays are those of the library's first, second, third
         call. Differences from every library: integer and bool tensors are copied, tied ones are
-        averaged once, and the first push is the first value, unless weights from before training
-        are pushed at batch 0 (with which timm's ModelEmaV2, optax.incremental_update, EDM2's
-        TraditionalEMA, ultralytics, tensorflow and byol begin). Further differences:
+        averaged once, and the average begins with the weights of the first push. timm's ModelEmaV2,
+        optax.incremental_update, EDM2's TraditionalEMA, ultralytics, tensorflow and byol begin with
+        the weights from before training: for the same average, push these at batch 0. Further
+        differences:
 
-        - composer: the first update averages the fresh copy with itself, and does not change it
-          (Composer rounds it). An ema_start in another unit than update_interval counts from the
-          push that reaches it (in Composer from the end of the next epoch).
+        - composer: the first update averages two equal values, so the average does not change (in
+          Composer, rounding may change it). An ema_start in another unit than update_interval counts
+          from the push that reaches it (in Composer from the end of the next epoch).
         - ema_pytorch: the decay is computed in float64 (in the library in float32). Ignored tensors
           are not in the track (in the library they keep the weights of the last copy).
         - karras (ema_pytorch.KarrasEMA): with update_every above 1 the profile is exact (in the
@@ -171,7 +172,7 @@ class Track:
         - torch: the decays of get_ema_multi_avg_fn(decay); with kind="swa" the mean of all updates.
         - optax: for ema(debias), the share of the zeros is computed in float64 (in float32, at
           decay 0.9999, its fourth digit is wrong). periodic_update also takes the first push.
-        - edm2: trained images are the samples ("sp"), which `time` must count. Buffers are copied.
+        - edm2: the library counts trained images; `time` must count them as "sp". Buffers are copied.
         - ultralytics: ModelEMA. tensorflow: the decay of tf.train.ExponentialMovingAverage with
           num_updates, of torch_ema and of LitEma, whose `num_updates` is 1 at batch 1.
         - mmengine: MMDetection's ExpMomentumEMA, a subclass of MMEngine's; with kind="constant"

@@ -113,11 +113,11 @@ def attach(
 
     Args:
         model: the model, or this rank's part of it. DistributedDataParallel, torch.compile, Lightning
-            Fabric's and Megatron-core's wrappers are unwrapped; of FullyShardedDataParallel (FSDP1), give the wrapper, and of
-            DeepSpeed the engine. A list of modules is one model, whose tensors have the names that they
-            have in their own modules (torchtitan's model parts); if some are equal (virtual pipeline
-            stages), give `rename`, which then gets names with the module's index in front ("1.weight"). Ranks that hold the same parameter, or the same piece, must have equal
-            values.
+            Fabric's and Megatron-core's wrappers are unwrapped; of FullyShardedDataParallel (FSDP1), give
+            the wrapper, and of DeepSpeed the engine. A list of modules is one model, whose tensors have the
+            names that they have in their own modules (torchtitan's model parts); if some are equal (virtual
+            pipeline stages), give `rename`, which then gets names with the module's index in front
+            ("1.weight"). Ranks that hold the same parameter, or the same piece, must have equal values.
         optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
             each parameter, in backward hooks). The first step is complete when each has stepped, and each
             later step when the last of these has stepped again. If optimizers contain others, a step ends
@@ -126,8 +126,8 @@ def attach(
             created later, nor those by which torch.distributed.checkpoint initializes an optimizer's state.
             The optimizers, or those that they contain, must hold parameters of the model; those that none
             of them holds are copied, or the step waits. None, on all ranks: call the attachment's
-            `after_step()` after each step. Needed for optimizers that train copies of the parameters.
-            Megatron-core's optimizer (a MegatronOptimizer) counts the steps that it has made.
+            `after_step()` after each step. Give None if your optimizer trains copies of the
+            parameters. Megatron-core's optimizer (a MegatronOptimizer) counts the steps that it has made.
             If `model` is DeepSpeed's engine, its steps count, and this argument is ignored: give None, or any
             of its optimizers. Steps that it skips, because gradients are not finite, do not count.
         url: "ema://host:port/model".
@@ -146,10 +146,11 @@ def attach(
             training is young.
         preset: averages as a library does: its name ("diffusers"), with the library's own arguments under
             their names (beta=0.9999), or a dict of all: {"preset": "diffusers", "decay": 0.999}; see
-            `Track.preset`. A name that `attach` has, too, keeps its meaning here. The preset "composer" is
-            also given half_life, smoothing, update_interval and ema_start; the other tracks follow
-            update_interval all the same. With ema_pytorch's `update_model_with_ema_every`, the averages are
-            written back into the model (Switch-EMA). Default: None.
+            `Track.preset`. A name that `attach` has, too, keeps its meaning here. With the preset
+            "composer", half_life, smoothing, update_interval and ema_start are arguments of the preset;
+            update_interval also applies to the other tracks. With ema_pytorch's
+            `update_model_with_ema_every`, the averages are written back into the model (Switch-EMA).
+            Default: None.
         tracks: more tracks by name, as for `Client.create_model`, such as {"raw": "copy"}. If only
             `tracks` are given, there is no track "ema" beside them. Default: None.
         time: a function that returns the training time after a number of steps, such as
@@ -164,9 +165,9 @@ def attach(
             of other tensors, as torchao's float8 weights do.
         buffers, dtype, paused, snapshot_interval: of the track "ema", as for `Track`. Default: those of
             `Track`, or the preset's.
-        non_finite: how a step is handled if a pushed float is NaN or infinity: "reject" (the default) the
-            step, "skip" the tensor, or "allow" the value. Unless "allow" is given, tracks ignore buffers that
-            hold NaN or infinity now, with a warning.
+        non_finite: what happens if a pushed float is NaN or infinity. "reject", the default: the step is
+            dropped. "skip": the tensor keeps its averages. "allow": the value is averaged. Unless "allow"
+            is given, tracks ignore buffers that hold NaN or infinity now, with a warning.
         wire_dtype: as for `Client.open_run`: "as pushed" (the default), or "bfloat16", which halves the sent
             bytes.
         source: what is averaged of each parameter of lower precision than float32: "parameters" (the
@@ -195,18 +196,18 @@ def attach(
             (with `existing` "continue" this needs `start_step` or `resume`). Default: as "skip", but an
             unreachable server raises after `timeout_s`, as with "raise" and "wait".
         timeout_s: seconds for a push, other ranks' included, and for each call of the set-up. Default: 60.
-            As long this function waits until every rank has called it. Also for each pull of the averages;
-            default there: 600.
+            This function waits at most this long until every rank has called it. It is also the limit of
+            each pull of the averages, where the default is 600.
         max_wait_s: the most seconds that the hooks delay one step of the training. Does not apply to
             on_error "wait", where a push has all of `timeout_s`. Default: 30.
-        max_outage_s: for on_error "wait": the seconds after the first failed push until it raises.
-            Default: 120.
+        max_outage_s: for on_error "wait": how many seconds after the first failed push the training
+            raises. Default: 120.
 
     Args, resuming (client/docs/checkpoints.md):
         existing: how to treat a model that has an average of an earlier training. "error" raises, and
             changes nothing. "new" starts a new average: it deletes the model, which needs an admin's token
             where the server has tokens, and keeps its checkpoints on the server's disk. "continue" averages
-            this training's weights into the old average: give it, too, where `load_state_dict` will resume.
+            this training's weights into the old average; give it also if `load_state_dict` will resume.
             Default: "continue" with `resume`, else "error". An import (`Client.import_weights`) is continued
             unless this is "new". A model that has no version yet is used if it has the same tensors and
             tracks, else "error" and "new" create it again.

@@ -59,8 +59,8 @@ class Attachment:
     A forked child, such as a DataLoader worker, ignores the attachment.
 
     After an outage, a thread rejoins the run on every rank, and pushes continue when all ranks have
-    rejoined. Unless on_error is "wait", no training thread waits for the server, or for another rank
-    except through the reply to a push.
+    rejoined. Until then, the training thread does not wait for the server or for other ranks, unless
+    on_error is "wait".
     """
 
     def __init__(
@@ -201,8 +201,9 @@ class Attachment:
         server keeps the newest `keep_resumable`. Use only the dict in rank 0's checkpoint, whose version is
         then certain to exist.
 
-        A label from before the first step replaces no other label until the next call, and is removed when
-        load_state_dict loads another state, or None: dcp.load calls this for a template that it overwrites.
+        `dcp.load` also calls this, before the first step, for a template that it overwrites. So a call
+        before the first step removes no older label, and `load_state_dict` removes the label of that call,
+        unless it loads that state.
 
         A server without a data directory (`--data-dir`), or with on_error "skip" one that is unreachable or
         cannot write to its disk, does not fail the trainer's checkpoint: the result is None, with a warning.
@@ -271,8 +272,8 @@ class Attachment:
 
         Raises:
             FailedPreconditionError: there is no version yet; the model cannot be copied; the attachment is
-                closed, and `ema_model` had not been accessed; or, with on_error "skip" or after `close`, an update has failed and
-                left values of two versions.
+                closed, and `ema_model` had not been accessed; or, with on_error "skip" or after `close`,
+                an update has failed and left values of two versions.
             NotFoundError: there are several tracks, and none is named "ema".
             EmaError: the push has not ended within `max_wait_s`, or the pull failed. With on_error "skip",
                 only if there is no copy yet.

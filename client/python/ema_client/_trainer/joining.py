@@ -219,8 +219,8 @@ class Plan:
         return AveragedBuffers(what, tensors, self._tracks, self._undecided, self.layout.specs)
 
     def may_start_alone(self, resumes: bool) -> bool:
-        """Whether the training starts without the server if it is unreachable: the steps of an average
-        that continues are not known then, unless a state `resumes`."""
+        """Whether the training starts without the server if it is unreachable. An average that continues
+        must have a known step: from start_step, or from a state that the training `resumes`."""
         knows_step = self._knows_step or resumes or self._existing != "continue"
         return self._starts_alone and knows_step
 
