@@ -184,7 +184,7 @@ absl::Status Server::OpenCheckpoints() {
   }
   checkpoints_ = *std::move(checkpoints);
   incarnation_ = checkpoints_->incarnation();
-  // The life before has begun a moment ago. One that was set back is not waited for.
+  // The numbers are ahead if the last start was a moment ago. If the clock was set back, no wait.
   const absl::Duration ahead = absl::FromUnixMicros(incarnation_) - absl::Now();
   if (ahead <= absl::Microseconds(DataDirectory::kIncarnationsPerLife)) absl::SleepFor(ahead);
   return absl::OkStatus();

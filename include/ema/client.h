@@ -440,7 +440,7 @@ class Client {
                                 const std::function<void(int64_t)>& on_progress = nullptr);
 
   // Watches the commits after version `after` (absent: from now on; incarnation 0: that number in
-  // any server life). Each VersionWatch::Next() waits at most for `timeout`. Calls the server only
+  // any incarnation). Each VersionWatch::Next() waits at most for `timeout`. Calls the server only
   // if `after` is absent; errors as GetModel().
   absl::StatusOr<std::unique_ptr<VersionWatch>> Watch(
       std::string_view model, std::optional<VersionId> after,

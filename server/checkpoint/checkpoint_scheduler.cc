@@ -36,7 +36,7 @@ bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept
 bool IsSaveDue(const SavePolicy& policy, const Version& record, const VersionId& durable,
                int64_t durable_step) {
   if (record.id() <= durable) return false;
-  // Versions count on over the server's lives.
+  // The numbers of versions continue after a restart.
   if (policy.every_commits > 0 && record.number - durable.version >= policy.every_commits) {
     return true;
   }

@@ -380,7 +380,7 @@ absl::Status DataDirectory::SetAsideModel(std::string_view model) {
   const std::string path = ModelPath(model);
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
   if (exists) {
-    // A model may be deleted and created again many times in one life of the server.
+    // A model may be deleted and created again many times between two starts of the server.
     absl::Status status;
     int64_t count = 0;
     do {

@@ -59,7 +59,7 @@ class Model : public std::enable_shared_from_this<Model> {
   struct Options {
     // Size of a block: larger ones cost fewer references, smaller ones are freed sooner.
     int64_t block_bytes = int64_t{32} << 20;
-    // The number of this life of the model: in every record, and where its run epochs begin.
+    // The model's incarnation: it is in every record, and the run epochs begin with it.
     int64_t incarnation = 1;
     // Gets opened runs, dropped steps and warnings about schedules, each warning once. Called
     // without a lock that readers take.

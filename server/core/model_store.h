@@ -27,7 +27,7 @@ namespace ema {
 // The error for new work on a draining server: UNAVAILABLE, DRAINING.
 absl::Status DrainingError();
 
-// Thread-safe. A deleted model lives on while somebody else holds it.
+// Thread-safe. A deleted model exists until its last holder has released it.
 class ModelStore {
  public:
   struct Options {

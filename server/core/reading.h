@@ -100,7 +100,7 @@ class Reading {
     return std::min((offset / kChunkBytes + 1) * kChunkBytes, total_bytes());
   }
   // False: the chunk that holds `offset` has not changed since `version`, which was committed or
-  // loaded in this life of the server. Always true if is_stored(), whose history is unknown.
+  // loaded since the server's start. Always true if is_stored(), whose history is unknown.
   bool ChunkChangedSince(int64_t version, int64_t offset) const;
 
  private:

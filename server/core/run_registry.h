@@ -38,7 +38,7 @@ struct Launch {
 // no run open. Not thread-safe: the model locks it.
 class RunRegistry {
  public:
-  // Epochs begin at `incarnation`, that of this life of the model.
+  // Epochs begin at `incarnation`, that of the model.
   RunRegistry(std::string model_name, int64_t incarnation)
       : model_name_(std::move(model_name)), epoch_(incarnation) {}
 

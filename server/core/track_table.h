@@ -53,7 +53,7 @@ class TrackTable {
     DeviceMemory memory;
     std::shared_ptr<MemoryBudget> host_budget;
     int64_t block_bytes = 0;
-    int64_t incarnation = 1;  // Of this life of the model, where plan revisions begin.
+    int64_t incarnation = 1;  // Of the model. Plan revisions begin with it.
     bool has_data_dir = false;
     KeepAlive keep_alive;
   };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One life of a trainer: which ranks it has, and what each of them pushes.
+// The run of one trainer: which ranks it has, and which shards each of them pushes.
 #ifndef EMA_SERVER_CORE_TRAINER_RUN_H_
 #define EMA_SERVER_CORE_TRAINER_RUN_H_
 

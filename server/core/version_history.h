@@ -36,7 +36,7 @@ class VersionHistory {
  public:
   struct Options {
     std::string model_name;
-    int64_t incarnation = 1;  // Of this life of the model; in every record.
+    int64_t incarnation = 1;  // Of the model; in every record.
     int64_t max_pinned_versions = 0;
     bool has_data_dir = false;
     KeepAlive keep_alive;  // Every pin keeps this owner alive.
@@ -103,7 +103,7 @@ class VersionHistory {
   // `limit`. `incarnation` 0: of any.
   std::vector<RecordEntry> RecordsAfter(int64_t version, int64_t incarnation, int64_t limit) const
       ABSL_LOCKS_EXCLUDED(mu_);
-  // nullopt: it was not committed or loaded in this life of the server, or too long ago.
+  // nullopt: it was not committed or loaded since the server's start, or too long ago.
   std::optional<Version> FindRecord(const VersionId& id) const ABSL_LOCKS_EXCLUDED(mu_);
   // Calls `visit` with the records, newest first, until it returns false. It is called with the
   // lock held.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The gRPC server: its settings, threads and life.
+// The gRPC server: its settings, threads, start and stop.
 #ifndef EMA_SERVER_RPC_RPC_SERVER_H_
 #define EMA_SERVER_RPC_RPC_SERVER_H_
 

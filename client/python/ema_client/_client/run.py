@@ -261,13 +261,13 @@ def open_run(
     resume: int | ResumePoint | None = None,
     timeout_s: float | None = None,
 ) -> Run:
-    """Joins a run: one life of a trainer. A new launch_id fences the previous run.
+    """Joins a run: the ranks of one start of a trainer. A new launch_id fences the previous run.
 
     If a push finds that the server was restarted, it rejoins, and waits for the other ranks.
 
     Args:
         name: the model.
-        launch_id: new for each life of the trainer, equal on all its ranks. None: a random one, only
+        launch_id: new for each start of the trainer, equal on all its ranks. None: a random one, only
             for a single rank.
         rank, world_size: this rank, and the number of ranks.
         shards: what this rank pushes. None: an even share, as if all ranks held all tensors.

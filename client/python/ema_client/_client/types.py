@@ -125,8 +125,7 @@ class Version:
     Attributes:
         number: the model's count of commits, from 1.
         step: the trainer's step.
-        incarnation: number of the model's life; grows when the server restarts, and when the model
-            is deleted and created again.
+        incarnation: grows when the server restarts, and when the model is deleted and created again.
         time: training time at the step.
         tracks: by name.
         run_epoch: epoch of the run that pushed it, or of the rollback that made it.
@@ -276,7 +275,7 @@ class ServerInfo:
     Attributes:
         version: of the program, such as "0.1.0".
         device: the device that holds the averages: "cpu", or the name of a GPU.
-        incarnation: number of this life of the server; another one after each start.
+        incarnation: number of this start of the server; another one after each start.
         start_time: seconds since 1970, by the server's clock.
         not_serving: why health checks say NOT_SERVING; empty: they say SERVING.
         memory_budget_bytes: memory for models.
