@@ -34,6 +34,8 @@ class EmaError(Exception):
 
 
 class CancelledError(EmaError):
+    """The call was interrupted before it ended, such as by closing the client."""
+
     code = "CANCELLED"
 
 
@@ -47,6 +49,8 @@ class InvalidArgumentError(EmaError, ValueError):
 
 
 class DeadlineExceededError(EmaError, TimeoutError):
+    """The call has not ended within its timeout."""
+
     code = "DEADLINE_EXCEEDED"
 
 
@@ -63,10 +67,14 @@ class AlreadyExistsError(EmaError):
 
 
 class PermissionDeniedError(EmaError):
+    """The token does not allow the call."""
+
     code = "PERMISSION_DENIED"
 
 
 class UnauthenticatedError(EmaError):
+    """The token is missing or not valid."""
+
     code = "UNAUTHENTICATED"
 
 
@@ -95,10 +103,14 @@ class OutOfRangeError(EmaError):
 
 
 class UnimplementedError(EmaError):
+    """The server or its file system does not support the call."""
+
     code = "UNIMPLEMENTED"
 
 
 class InternalError(EmaError):
+    """A device has failed, or the server has a bug: report it. A retry does not help."""
+
     code = "INTERNAL"
 
 
