@@ -40,8 +40,8 @@ lock() {
   }
 }
 
-# Compilations by CMake and pip: so many at a time as fit into memory, where each may take 1.5 GB; and
-# ccache finds what another checkout of the same sources has compiled.
+# Limits the parallel compilations by CMake and pip to the memory, at 1.5 GB for each, and lets ccache find
+# what another checkout of the same sources has compiled.
 limit_compilations() {
   export CCACHE_BASEDIR=${CCACHE_BASEDIR-$root} CCACHE_NOHASHDIR=${CCACHE_NOHASHDIR-true}
   local memory_gb jobs

@@ -56,7 +56,7 @@ install_packages() {
   fi
   local install=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install --yes
     --no-install-recommends -o DPkg::Lock::Timeout=600)
-  # Old lists may still do: an update that fails is told only if the installation fails, too.
+  # Old lists may suffice, so a failed update is reported only if the installation fails, too.
   step "read the package lists" "$log" "${as_root[@]}" apt-get update || true
   step "install ${missing[*]}" "$log" "${install[@]}" "${missing[@]}" ||
     fail "apt-get failed. No network? Connect, or point apt to a mirror. Not Debian 12? Names may differ."

@@ -63,8 +63,8 @@ sigset_t StopSignals() {
 }
 [[gnu::section(".preinit_array"), gnu::used]] void (*const kBeforeLibraries)() = &BeforeLibraries;
 
-// Starts `count` threads at once and ends them. False: the system does not allow so many, or has no
-// memory for them.
+// Starts `count` threads at once and ends them. False: the system does not allow this many threads,
+// or has no memory for them.
 bool CanMakeThreads(int64_t count) {
   std::vector<std::thread> threads;
   std::atomic<bool> has_memory = true;  // For each of them; read when all have ended.
@@ -107,7 +107,7 @@ class StopRequest {
   // From here on there may be something to save: the first signal ends only Wait().
   void SetRecovered() { is_recovered_ = true; }
 
-  // As a signal does. False: somebody has asked before.
+  // Requests a stop, as a signal does. False: a stop was requested before.
   bool Ask(std::string by) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     if (!asked_by_.empty()) return false;
@@ -115,7 +115,7 @@ class StopRequest {
     asked_.WakeAll();
     return true;
   }
-  // Who has asked. Empty: nobody, for so long.
+  // Waits until a stop is requested, and returns by what. Empty: `max_wait` has passed.
   std::string Wait(absl::Duration max_wait) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto is_asked = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !asked_by_.empty(); };
@@ -149,7 +149,7 @@ class StopRequest {
   std::atomic<bool> is_recovered_ = false;
   std::atomic<bool> is_over_ = false;
   absl::Mutex mu_;
-  std::string asked_by_ ABSL_GUARDED_BY(mu_);  // Empty: nobody has.
+  std::string asked_by_ ABSL_GUARDED_BY(mu_);  // Empty: no stop was requested.
   ema::SteadyWait asked_;                      // Woken when that changes.
   std::thread thread_;                         // The last: it uses the others.
 };
@@ -170,7 +170,8 @@ void LogStart(const ema::ParsedOptions& parsed) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Where files may not grow, or nobody reads any more, a write is to fail. The log may be either.
+  // A write beyond the file size limit, or to a pipe without a reader, fails instead of ending the
+  // process. The log may be such a file or pipe.
   signal(SIGXFSZ, SIG_IGN);
   signal(SIGPIPE, SIG_IGN);
 

@@ -92,7 +92,7 @@ CheckpointManager::Options Server::CheckpointOptions() {
           .free_space_interval = kFreeSpaceInterval,
           .log =
               [sink = Sink()](const LogEvent& event) {
-                // OnSaveEnded() has told of these.
+                // OnSaveEnded() has reported these.
                 event.name == CheckpointManager::kSaveFailed ? Log(event) : sink(event);
               },
           .observer = &metrics_,
@@ -129,7 +129,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     EMA_ASSIGN_OR_RETURN(device, MakeDevice(options.device, std::numeric_limits<int64_t>::max()));
   }
   std::unique_ptr<Server> server(new Server(options));
-  // What is wrong with the options is told before checkpoints are read, which may take long.
+  // Faults of the options are reported before checkpoints are read, which may take long.
   EMA_RETURN_IF_ERROR(server->OpenTokens());
   if (!options.group.empty()) {
     EMA_ASSIGN_OR_RETURN(server->group_, ServerGroup::Create(options, server->Sink()));

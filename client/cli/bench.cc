@@ -110,7 +110,7 @@ class Benchmark {
     EMA_ASSIGN_OR_RETURN(run_,
                          session_.client->OpenRun(model_, Client::RunOptions(), session_.timeout));
     Results results;
-    // The first one finds memory that nobody has touched, and connects: it does not count.
+    // The first round does not count: it connects, and touches memory for the first time.
     for (int64_t round = 0; round <= rounds_; ++round) {
       // Calls ask for themselves only where they wait.
       if (session_.is_interrupted()) return absl::CancelledError("interrupted");

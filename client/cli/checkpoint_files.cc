@@ -111,7 +111,7 @@ int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& t
   return static_cast<int64_t>(count);
 }
 
-// One checkpoint's tracks; what is wrong with the whole is a finding by itself. Empty: it has gone.
+// A finding for each track of a checkpoint, or one for a fault of the whole. Empty: it was removed.
 std::vector<Finding> Verify(const Found& found) {
   std::vector<Finding> findings;
   bool is_bad_track = false;

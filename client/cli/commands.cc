@@ -84,7 +84,7 @@ absl::Status Versions(const Session& session, const std::string& model, int64_t 
 }
 
 absl::Status Watch(const Session& session, const WatchOptions& options) {
-  // A watch waits for a server for ever: that there is one now shows here.
+  // A watch waits for a server without a limit, so an unreachable server is reported here.
   EMA_RETURN_IF_ERROR(session.client->GetModel(options.model, session.timeout).status());
   std::optional<VersionId> after;
   if (options.after.has_value()) after = {*options.after, options.incarnation};
@@ -174,7 +174,7 @@ absl::Status RecoverModel(const Session& session, const std::string& model) {
 }
 
 absl::Status Health(const Session& session, const std::string& service) {
-  // Docker and Kubernetes give up on a probe no later.
+  // The probes of Docker and Kubernetes do not wait longer.
   const absl::Duration timeout = session.has_timeout ? session.timeout : absl::Seconds(5);
   EMA_ASSIGN_OR_RETURN(const bool is_serving, session.client->IsServing(service, timeout));
   const char* const state = is_serving ? "SERVING" : "NOT_SERVING";

@@ -57,7 +57,7 @@ struct WatchOptions {
   int64_t incarnation = 0;  // The one in which `after` was counted.
   int64_t count = 0;        // Commits to print; 0: no limit.
 };
-// Waits for each commit for ever, or for the user's timeout.
+// Waits for each commit without a limit, or at most for the user's timeout.
 absl::Status Watch(const Session& session, const WatchOptions& options);
 
 absl::Status Statistics(const Session& session, const std::string& model,

@@ -128,7 +128,7 @@ int main(int argc, char** argv) {
   CLI::App app("Makes, lists, watches and pulls the models of an EMA server.", "emactl");
   app.footer(kFooter);
   app.require_subcommand(1);
-  app.fallthrough();  // Global options may also stand behind the command.
+  app.fallthrough();  // Global options may also follow the command.
   app.set_version_flag("--version", "emactl " EMA_VERSION);
   app.add_option(
          "--server", options.server,

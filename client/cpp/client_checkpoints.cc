@@ -23,7 +23,7 @@ namespace {
 
 // A message has at most 8 MiB.
 constexpr size_t kFilePartBytes = size_t{4} << 20;
-// To get a file that somebody replaces meanwhile.
+// Tries to read a file that another client replaces at the same time.
 constexpr int kFileTries = 4;
 
 }  // namespace
@@ -146,7 +146,7 @@ absl::Status Client::DeleteCheckpoint(std::string_view model, std::string_view c
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const VersionId& id,
                                                   absl::Duration timeout) {
   auto request = MakeRequest<v1::RestoreCheckpointRequest>(model, id);
-  // Once: nobody knows what became of one whose answer is lost.
+  // Not retried: if the answer is lost, the call may have succeeded.
   EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
                        impl_->Once(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
   return FromProto(record);

@@ -25,7 +25,7 @@ install(
 if(EMA_BUILD_SERVER)
   install(
     RUNTIME_DEPENDENCY_SET ema_programs
-    # Those of glibc and of the compiler, which are the system's or nobody's.
+    # The libraries of glibc and of the compiler belong to the system.
     PRE_EXCLUDE_REGEXES "^(ld-linux-|libc\\.so|libm\\.so|libdl\\.so|librt\\.so|libutil\\.so|libpthread\\.so)"
                         "^(libgcc_s|libstdc\\+\\+)\\.so"
     DESTINATION ${ema_library_dir} COMPONENT server)

@@ -294,7 +294,7 @@ absl::StatusOr<Schedule::Update> Schedule::Plan(const State& state, const Traini
       update_interval_.value == 0 ||
       WholeIntervals(intervals.now, update_interval_, options_.interval_phase) >
           WholeIntervals(intervals.last, update_interval_, options_.interval_phase);
-  // The position of a warm-up tells copies and averages apart by itself, as in the libraries.
+  // The position of a warm-up decides which update is the last copy, as in the libraries.
   const bool needs_no_last_copy = IsWarmUp(options_.rule) &&
                                   options_.before_start == BeforeStart::kCopy &&
                                   options_.start.unit == update_interval_.unit;

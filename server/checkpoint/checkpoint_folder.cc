@@ -55,7 +55,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::Save(Model& model
   saving_count_.fetch_add(1, std::memory_order_relaxed);
   const absl::Cleanup ended = [this] { saving_count_.fetch_sub(1, std::memory_order_relaxed); };
   absl::MutexLock lock(&mu_);
-  // DeleteAll() may have come first, and what it has set aside must not come back.
+  // DeleteAll() may have set all checkpoints aside before this: a deleted model is not saved again.
   if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
   absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, options);
   // There may be checkpoints to remove that were held or labelled at the last save. Unless

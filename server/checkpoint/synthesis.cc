@@ -42,7 +42,7 @@ class BlocksMixer {
   }
 
   // Moves averages by `share` of the way to the `elements` of `dtype`, float32 or float64, which
-  // begin at `byte` of the tensor; 1: to them, whatever there was.
+  // begin at `byte` of the tensor. 1: the elements replace the averages, even if these are NaN.
   absl::Status Fold(int64_t tensor, int64_t byte, Dtype dtype, std::span<const std::byte> elements,
                     double share) {
     constexpr int64_t kBytes = sizeof(double);

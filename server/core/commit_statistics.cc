@@ -46,8 +46,8 @@ void CommitStatistics::Run() {
       work = work_.front();
     }
     if (const std::shared_ptr<Model> model = work.model.lock()) {
-      // By now the version may have gone, or readers hold as many as they may, or memory is short:
-      // others will come. Of a device that has failed its health tells.
+      // The version may have been freed, readers may hold the most versions, or memory may be
+      // short: later versions follow. A failed device is reported by its health.
       CatchExceptions([&] {
         return ComputeStatistics(*model, work.id, {}).status();
       }).IgnoreError();

@@ -19,7 +19,7 @@ absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> MemoryBudget::Reserve
   absl::MutexLock lock(&mu_);
   const int64_t left = total_bytes_ - reserved_bytes_;
   if (bytes > left) {
-    // By then somebody may have deleted a model.
+    // A model may have been deleted by then.
     const absl::Duration retry_delay =
         bytes <= total_bytes_ ? absl::Seconds(10) : absl::ZeroDuration();
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,

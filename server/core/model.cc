@@ -164,7 +164,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       }
     } else {
       if (const absl::Status prepared = open_step_.CheckNotPrepared(); !prepared.ok()) {
-        // It may wait for a partition for ever. Once its round has ended, the call succeeds.
+        // It may wait for a partition without end. Once its round has ended, the call succeeds.
         const absl::Status why =
             Aborted(ErrorReason::kFenced, "a newer run of the model is being opened");
         options_.gate->AbandonRound(open_step_.session()->plan().round, why).IgnoreError();
@@ -283,7 +283,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
                        absl::Milliseconds(20));
     }
   }
-  // The next version is built in the memory of those that go.
+  // The next version is built in the memory of versions that are being freed.
   history_.AwaitFreed();
   if (last != nullptr) last->AwaitFreed();
   EMA_ASSIGN_OR_RETURN(ConcurrencyLimit::Permit permit, AcquireSessionPermit());
@@ -413,7 +413,7 @@ void Model::DropOpenStep(int64_t round, const absl::Status& status) {
     prepared = open_step_.TakePrepared();
     session = prepared.has_value() ? prepared->session : open_step_.Take();
   }
-  // Before the ranks are told: their next step needs its memory.
+  // Before the ranks get the error: their next step needs its memory.
   if (prepared.has_value()) prepared->version = {};
   if (session != nullptr) DropStep(*session, status);
 }

@@ -305,7 +305,7 @@ class Model : public std::enable_shared_from_this<Model> {
   void FailSession(const std::shared_ptr<PushSession>& session, const absl::Status& status)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Ends `session`, which is no longer the open one, without a version. Logs that, throttled, and
-  // tells the gate, unless the session had ended before.
+  // informs the gate, unless the session had ended before.
   void DropStep(PushSession& session, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // Turns the snapshot that a rollback has loaded into the version after the newest. Returns the
   // tracks that it does not keep, to be freed without the lock.

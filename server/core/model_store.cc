@@ -56,7 +56,7 @@ absl::StatusOr<std::shared_ptr<Model>> ModelStore::FindSameLocked(const ModelCon
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,
                      absl::StrCat("the server has ", models_.size(),
                                   " models, the maximum (--max-models); delete one first"),
-                     absl::Seconds(10));  // By then somebody may have deleted one.
+                     absl::Seconds(10));  // A model may have been deleted by then.
   }
   return nullptr;
 }

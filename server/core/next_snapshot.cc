@@ -307,7 +307,7 @@ TrackVersion NextSnapshot::ScheduleRecord(const TrackPlan& plan, size_t i) const
   record.update_weight = AppliedWeight(plan, weight);
   const int64_t steps = has_state ? plan_.step - plan.base->last_steps[i] : 1;
   record.window_steps = Quotient(static_cast<double>(steps), weight);
-  // A mean of the last k is computed anew each time.
+  // A mean of the last k is computed again at each update, so it cannot stall.
   const bool can_stall = !schedule.is_copy() && schedule.kept_weights_count() == 0;
   if (can_stall && weight < 1) record.stall_gap = Quotient(unit, weight);
   return record;

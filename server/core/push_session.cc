@@ -382,7 +382,7 @@ absl::Status PushSession::ApplyNonFinitePolicyLocked(int64_t rank,
 absl::Status PushSession::CheckFiniteLocked(int64_t rank) {
   absl::btree_map<int64_t, int64_t> found = ranks_[rank].non_finite;
   std::vector<NonFiniteElement> elements;
-  // In the order in which a device that tells at once tells of them, so that both name the same.
+  // In the order in which a device that reports at once finds them, so that both name the same.
   for (const Shard& shard : run_->layout(rank)->shards()) {
     if (found.empty()) break;
     const auto it = found.find(shard.tensor_index);
@@ -459,8 +459,8 @@ absl::StatusOr<PushSession::FinishedSnapshot> PushSession::TakeSnapshot() {
 bool PushSession::End(const absl::StatusOr<PushResult>& result) {
   std::vector<OpenedStream> streams;
   {
-    // Destroyed without the lock, but before anybody is told: their next step needs it, and the
-    // place. (What folds still need the model awaits before it makes that step's session.)
+    // Destroyed without the lock, but before the ranks get their replies: their next step needs the
+    // memory and the permit. (Folds may still use some: the model waits for them before that step.)
     Memory unused;
     absl::MutexLock lock(&mu_);
     if (ended_.has_value()) return false;

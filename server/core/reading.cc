@@ -17,8 +17,8 @@
 namespace ema {
 namespace {
 
-// Runs of at least so many bytes are sent from where they lie; a chunk with shorter ones is copied
-// together.
+// Runs of at least this many bytes are sent without a copy. A chunk with shorter runs is copied
+// into one buffer.
 constexpr int64_t kCopyBelowBytes = int64_t{64} << 10;
 constexpr int64_t kMaxGlobs = 256;
 constexpr int64_t kMaxSlices = 4096;
@@ -452,7 +452,7 @@ absl::StatusOr<std::vector<HostPiece>> Reading::ReadInPlace(absl::Span<const Run
   std::vector<HostPiece> pieces;
   int64_t at = runs.front().offset;
   const auto take = [&](std::shared_ptr<const std::byte> owner, std::span<const std::byte> bytes) {
-    // A reader may go on in the middle of an element.
+    // A reader may continue in the middle of an element.
     const int64_t begin = std::clamp<int64_t>(offset - at, 0, bytes.size());
     const int64_t end = std::clamp<int64_t>(offset + length_bytes - at, 0, bytes.size());
     at += static_cast<int64_t>(bytes.size());

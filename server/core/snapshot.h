@@ -71,7 +71,7 @@ struct TrackSnapshot {
 };
 
 // All tracks of a model at one version; a track that has no value yet is not among them. Immutable,
-// so any thread may read it; alive while somebody holds a reference. Blocks that did not change are
+// so any thread may read it; exists while it is referenced. Blocks that did not change are
 // shared with other versions.
 struct Snapshot {
   Version record;

@@ -89,7 +89,7 @@ class Track {
   int schedule_index(int64_t tensor_index) const { return tables_->schedule_indices[tensor_index]; }
   const StorageLayout& layout() const { return tables_->layout; }
   // The end of the run of tensors, from this one on, that are adjacent in the track's bytes and
-  // that a push treats alike.
+  // that a push treats in the same way.
   int64_t neighbours_end(int64_t tensor_index) const {
     return tables_->neighbours_ends[tensor_index];
   }

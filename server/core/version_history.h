@@ -113,7 +113,7 @@ class VersionHistory {
 
   // --- Changes, by the model under its lock ---
 
-  // UNAVAILABLE, SESSION_BUSY: so many versions are pinned that another one has no memory.
+  // UNAVAILABLE, SESSION_BUSY: the pinned versions leave no memory for another one.
   absl::Status CheckRoomForNext() const ABSL_LOCKS_EXCLUDED(mu_);
   // Makes `next` the newest version, and completes its record. Returns the evicted version, which
   // may be null, for Free(): the oldest one that is not pinned, but one of `held_versions` only if

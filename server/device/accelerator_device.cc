@@ -136,7 +136,7 @@ class AcceleratorStream : public DeviceStream {
   std::unique_ptr<Feed> feed_;
   const std::string name_;
   int slab_ = 0;                                  // That is being filled.
-  int64_t launch_bytes_ = FirstLaunchBytes();     // It is on its way when it has so many.
+  int64_t launch_bytes_ = FirstLaunchBytes();     // A slab is uploaded when it has this many.
   absl::btree_map<int64_t, int64_t> non_finite_;  // The first element of each source.
 };
 
@@ -196,7 +196,7 @@ class AcceleratorDevice : public Device {
   }
   void Trim(int64_t most_bytes) override {
     feeds_->blocks.Trim(most_bytes);
-    // Pushes of models that stay go on by the rings: to pin one anew takes milliseconds.
+    // Pushes of other models use the rings, and pinning one again takes milliseconds.
     if (most_bytes == 0) feeds_->FreeRings();
     host_copies_.Trim();
     feeds_->accelerator->Trim();

@@ -29,7 +29,7 @@ struct BlockPool::State {
   // Null if none of this size is kept. The one freed last: it may still be in a cache.
   std::unique_ptr<Memory> Take(int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
   // Keeps `memory`, or frees it if it alone is too large; frees what was kept longest to make room,
-  // so that sizes nobody asks for any more do not fill the pool for ever.
+  // so that sizes that are not used any more do not fill the pool.
   void Give(std::unique_ptr<Memory> memory, int64_t size_bytes) ABSL_LOCKS_EXCLUDED(mu);
   // Frees what is kept beyond the limits.
   void Shrink() ABSL_LOCKS_EXCLUDED(mu);

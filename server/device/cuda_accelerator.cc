@@ -64,8 +64,8 @@ absl::Status NoMemory(Index index, std::string_view what) {
       absl::StrCat("device \"", NameOf(index), "\": no memory for ", std::string(what)));
 }
 
-// The same for work that makes something, for which there may be no memory: others may have filled
-// the GPU. Not for what is queued: whoever queued it would go on without it.
+// The same for work that creates an object, which may fail for lack of memory if others have filled
+// the GPU. Not for queued work: its caller would continue without it.
 template <typename Work>
 absl::Status TryToMake(Index index, std::string_view what, const Work& work) {
   absl::Status no_memory;
@@ -94,7 +94,7 @@ class DeviceMemory : public BlockPool::Memory {
  public:
   DeviceMemory(Index index, void* data) : index_(index), data_(data) {}
   ~DeviceMemory() override {
-    // After an error there is nobody to tell: the device is broken, and the process will end.
+    // An error is not reported: the device is broken then, and the process will end.
     Try(index_, [this] { c10::cuda::CUDACachingAllocator::raw_delete(data_); }).IgnoreError();
   }
   std::byte* data() override { return static_cast<std::byte*>(data_); }
@@ -265,8 +265,8 @@ class CudaAccelerator : public Accelerator {
 
 // LibTorch's allocator cuts what is less than 10 MiB from segments of 20 MiB, of which it wastes up
 // to a third; the memory formula knows nothing of that. Segments that grow page by page waste
-// almost nothing, where the GPU can map pages. What the user has asked for stands. True: they are
-// used now.
+// almost nothing, where the GPU can map pages. The user's own setting is not changed. True: they
+// are used now.
 bool UseExpandableSegments(int index) {
   for (const char* const name : {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}) {
     if (std::getenv(name) != nullptr) return false;

@@ -119,7 +119,7 @@ class Device {
   virtual bool HasHostView(const BlockRef& block, std::optional<Dtype> cast) = 0;
 
   // Sums of squares over all elements of `runs`, in float64; the same runs give the same bits. NaN
-  // and infinity are summed like any value. Blocks the caller. REQUIRES: nobody writes these
+  // and infinity are summed like any value. Blocks the caller. REQUIRES: no thread writes these
   // elements. INTERNAL, DEVICE. RESOURCE_EXHAUSTED, MEMORY_BUDGET: no memory for a stream.
   virtual absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) = 0;
 

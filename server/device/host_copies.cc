@@ -18,7 +18,7 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
       copy = entry->copy;
       entries_.splice(entries_.begin(), entries_, entry);
     } else {
-      // A copy that goes now for one that cannot be made would never come back.
+      // On a failed device no copy can be made, so none is dropped to make room for one.
       EMA_RETURN_IF_ERROR(feeds_->health.status());
       const int64_t size_bytes = SizeBytes(*block, format);
       if (!pinned_.HasFree(size_bytes)) {

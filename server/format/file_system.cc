@@ -134,7 +134,7 @@ class PosixRandomAccessFile final : public RandomAccessFile {
 
   int64_t size_bytes() const override { return size_bytes_; }
 
-  // pread, not mmap: a file that somebody truncates must not kill the server by SIGBUS.
+  // pread, not mmap: if the file is truncated, SIGBUS must not kill the server.
   absl::Status Read(int64_t offset, std::span<std::byte> bytes) const override {
     while (!bytes.empty()) {
       Heartbeat::Beat();

@@ -173,7 +173,7 @@ absl::Status VerifyTrackFolder(FileSystem& file_system, const std::string& path,
   return VerifySmallFiles(file_system, path, checkpoint, track);
 }
 
-// A checkpoint that somebody has renamed would be taken for another version.
+// A renamed checkpoint would otherwise be served as another version.
 absl::Status CheckName(const std::string& path, const CheckpointManifest& checkpoint) {
   const std::optional<CheckpointId> id = ParseCheckpointName(BaseName(path));
   if (!id.has_value() || *id == IdOf(checkpoint.record)) return absl::OkStatus();

@@ -37,13 +37,13 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 // Elements done for every target before the next ones are read. The source of a tile, at most 128
 // KiB, stays in the second-level cache. Shorter tiles would stay in the first, but each target
-// starts its memory streams anew with each tile: 2048 elements are 10 % slower with four targets.
+// restarts its memory streams with each tile: 2048 elements are 10 % slower with four targets.
 constexpr int64_t kTileElements = 16384;
 // Elements of one step of the loops: as float32 they fill one 64-byte cache line. Lines stored past
 // the caches must be stored as a whole.
 constexpr int64_t kLineElements = 16;
 constexpr int64_t kLineBytes = 64;
-// Ops of at least so many elements store past the caches, which saves reading the old lines of
+// Ops of at least this many elements store past the caches, which saves reading the old lines of
 // `next`. Over 400 MB of float32 that is 1.0 times as fast as plain stores in ops of 2 KiB, 1.2
 // times in ops of 8 KiB, 1.26 times in ops of 64 KiB; in ops of 1 KiB it is 0.7 times.
 constexpr int64_t kStreamElements = 2048;
@@ -431,7 +431,7 @@ bool FoldTileOfAny(const FoldOp& op, const Tile& tile) {
 }
 
 // Elements up to the first that the first target stores at the start of a line. The other targets
-// mostly lie alike.
+// mostly have the same alignment.
 int64_t ElementsBeforeLine(const FoldOp& op) {
   const FoldTarget& target = op.targets.front();
   return -reinterpret_cast<uintptr_t>(target.next) % kLineBytes /

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kSumThreads) SumKernel(SumTable table) {
   SumOfThread(table, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 
-// A thread casts each so many-th vector of kCastVector elements.
+// A thread casts every n-th vector of kCastVector elements, where n is the grid's thread count.
 __global__ void __launch_bounds__(kCastThreads) CastKernel(CastRun run) {
   CastOfThread(run, int64_t{blockIdx.x} * kCastThreads + threadIdx.x,
                int64_t{gridDim.x} * kCastThreads);

@@ -77,8 +77,8 @@ Metrics::ModelSeries* Metrics::FindLocked(std::string_view model) {
 }
 
 void Metrics::NoteProblemLocked(std::string_view what, std::string_view text) {
-  // What ends a step, or a save, ends its calls, too, with the same text: the first who tells
-  // counts.
+  // The problem that ends a step or a save also ends its calls, with the same text: only the first
+  // report counts.
   constexpr ptrdiff_t kCompared = 4;
   // Clients have a say in it.
   constexpr size_t kMaxTextBytes = 512;

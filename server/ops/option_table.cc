@@ -196,7 +196,7 @@ class Table {
     })->expected(CLI::detail::expected_max_vector_size);
   }
 
-  // As a flag it may stand alone.
+  // On the command line it needs no value.
   void Switch(const std::string& name, bool& value, const std::string& help) {
     const auto set = [&value](const std::string& text) {
       if (!absl::SimpleAtob(text, &value)) return Bad(text, "is neither true nor false");
@@ -455,7 +455,7 @@ void AddGroup(Table& table, ServerOptions& o) {
              "their --auth-tokens with the role server. Empty: none");
 }
 
-// Something tells who may use the server.
+// True: tokens or client certificates restrict who may use the server.
 bool HasAuthentication(const ServerOptions& options) {
   return !options.tls_client_ca.empty() || !options.auth_tokens.empty();
 }

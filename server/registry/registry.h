@@ -69,8 +69,8 @@ class RegistryWatch {
   virtual ~RegistryWatch() = default;
 };
 
-// A map of keys to values that all servers of a group see alike: a read returns every change that
-// was completed before it began. Thread-safe.
+// A map of keys to values that all servers of a group share: a read returns every change that was
+// completed before it began. Thread-safe.
 //
 // Every call blocks, but never for longer than the implementation's limit. Errors of all calls:
 // UNAVAILABLE: the registry did not answer in time, a change may have been made or not, and the

@@ -21,7 +21,7 @@
 namespace ema {
 
 // A listening socket whose connections are handed to a gRPC server. gRPC's own listener stops
-// accepting for ever after one moment without free file descriptors (CVE-2023-4785, in 1.51.1);
+// accepting forever after one moment without free file descriptors (CVE-2023-4785, in 1.51.1);
 // this one recovers. It closes excess connections before HTTP/2, which could give the reason, so
 // the log and the observer get it instead.
 class Listener {

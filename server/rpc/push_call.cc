@@ -137,7 +137,7 @@ absl::Status PushCall::HandleCommit(const v1::PushCommit& commit) {
   // While this rank waits for others, they may need its slot.
   rpc_->pushes.Leave(this);
   {
-    // A client that was told that its stream has stalled must not find its step committed.
+    // If the stream was ended as stalled, the client got an error: its step must not be committed.
     absl::MutexLock lock(&mu_);
     if (finishing_) return absl::OkStatus();
     timing_ = {.commit_arrival = marked_time(),

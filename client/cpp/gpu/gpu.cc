@@ -58,7 +58,7 @@ absl::Status Gpu::Create() {
   EMA_RETURN_IF_ERROR(
       Check(driver_->DevicePrimaryCtxRetain(&context_, device_), "cannot retain its context"));
   const Current current(*this);
-  // The default stream, on which PyTorch works, waits for no such stream by itself.
+  // PyTorch's default stream does not wait for a non-blocking stream.
   EMA_RETURN_IF_ERROR(Check(driver_->StreamCreate(&stream_, CudaDriver::kStreamNonBlocking),
                             "cannot create a stream"));
   absl::MutexLock lock(&mu_);
@@ -118,7 +118,7 @@ absl::StatusOr<std::byte*> Gpu::AllocatePinned(int64_t size_bytes) {
 
 void Gpu::FreePinned(std::byte* memory) {
   const Current current(*this);
-  // After an error there is nobody to tell.
+  // An error cannot be reported to any caller.
   driver_->MemFreeHost(memory);
 }
 

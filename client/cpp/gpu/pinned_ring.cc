@@ -115,7 +115,7 @@ std::optional<grpc::Slice> PinnedRing::TryLend(int slot, int64_t size_bytes) {
 
 void PinnedRing::DropSlice(void* slot) {
   const Slot& dropped = *static_cast<const Slot*>(slot);
-  // Nothing may follow the unlock: whoever waits for the last slice may then destroy the ring.
+  // Nothing may follow the unlock: the thread that waits for the last slice may destroy the ring.
   absl::MutexLock lock(&dropped.ring->mu_);
   dropped.ring->ReturnLocked(dropped.index);
   --dropped.ring->lent_count_;

@@ -31,8 +31,8 @@ constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 // How long the kernel may take the slices of a push that has failed, before the connection is given
 // up.
 constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
-// How long a push of weights on a GPU may take to end that has been told to: copies have their
-// grace, the server its time.
+// How long a push of weights on a GPU may take to end after it was abandoned. This covers the grace
+// period of the copies and the server's reply.
 constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long a trainer is held while no stream to the server is open: enough to connect again after a
 // cut, and no more, because a server that is gone may stay so.
@@ -57,8 +57,8 @@ bool ShowsServer(const absl::Status& error) {
 }
 
 // Of a try's streams: greater than those of all tries before, so that a header that comes late,
-// over another connection, does not take over from a later try. Within this process also if
-// somebody sets the clock back; the clock is there for a rank that was started again.
+// over another connection, does not replace a later try. In this process that holds even if the
+// clock is set back; the clock makes the numbers of a restarted rank greater.
 int64_t NextStreamGroup() {
   // Relaxed: nothing else goes along.
   static std::atomic<int64_t> last = 0;
@@ -160,8 +160,8 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
           absl::StrCat(Name(), " timed out; last error: ", committed.status().message()));
     }
     SetCutOff(!ShowsServer(committed.status()));
-    // Holds the trainer, if it has not gone on, until it is clear what has to be sent again; unless
-    // that is in pinned memory, whatever it is.
+    // If the trainer still waits, it is held until the bytes to resend are known, unless the pinned
+    // memory holds all bytes.
     if (!staged_.has_value() || !staged_->Holds(AllChunks())) (void)gate_.WantToRead();
     if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
   }
@@ -446,7 +446,7 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
       run_->MarkNotReady();
       return true;
     case ErrorReason::kFenced:
-      // Also what a server says that was restarted and has forgotten the run: joining again tells.
+      // A restarted server that does not know the run returns this, too. Rejoining shows which.
       if (!run_->rejoins() || std::exchange(has_rejoined_, true)) return false;
       run_->MarkNotReady();
       return true;

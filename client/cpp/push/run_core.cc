@@ -46,8 +46,8 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Create(std::shared_ptr<Client:
                                           options.frozen_shard_count, options.wire_dtype));
   options.shards.reset();
   int64_t chunk_bytes = client->options().chunk_bytes;
-  // Chunks keep their bounds whatever carries them. What is offered may be out of reach: in another
-  // container of this host.
+  // Chunks have the same bounds over a lane and over gRPC. An offered lane may be out of reach, in
+  // another container of this host.
   if (std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt)) {
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
     client->ReturnLane(std::move(lane));
@@ -110,7 +110,7 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
   const bool is_ready = response.ready() && (group_.home != nullptr || is_home_ready);
   absl::MutexLock lock(&mu_);
   if (run_epoch_ != response.run_epoch()) {
-    // A server that was restarted may stand at an older version.
+    // A server that was restarted may have an older version.
     run_epoch_ = response.run_epoch();
     ready_ = false;
     latest_.reset();

@@ -29,7 +29,7 @@ class RunningPush {
   virtual bool done() const = 0;
   // Abandons the push, and makes its streams wait for copies from GPUs, unless that was done
   // before. False: a thread is stuck in a call of the GPU's driver; the caller must keep this
-  // object for ever, and with it the run's pinned memory.
+  // object forever, and with it the run's pinned memory.
   [[nodiscard]] virtual bool Abandon() = 0;
   virtual PendingPush::Stats stats() const = 0;
 };

@@ -105,7 +105,7 @@ void StagedChunks::StartMoreLocked() {
     Staged staged = {.slot = *slot, .gpus = {}};
     status_ = StartCopies(chunk, staged);
     if (!status_.ok()) {
-      // Its buffer may have the mark of a chunk before: nobody may take that for this one's.
+      // Its buffer may have the event of an earlier chunk, which must not be used for this one.
       failed_.push_back(std::move(staged));
     } else {
       staged_.emplace(chunk, std::move(staged));

@@ -37,7 +37,7 @@ void WeightsGate::AddSlice() {
 
 void WeightsGate::DropSlice(void* gate) {
   WeightsGate* const self = static_cast<WeightsGate*>(gate);
-  // Nothing may follow the unlock: whoever waits for the last slice may then destroy the gate.
+  // Nothing may follow the unlock: the thread that waits for the last slice may destroy the gate.
   absl::MutexLock lock(&self->mu_);
   ++self->left_slice_count_;
   if (--self->slice_count_ > 0) return;

@@ -32,7 +32,7 @@ std::optional<TimeUnit> AgeUnit(const Schedule& schedule) {
   return schedule.update_interval().unit;
 }
 
-// Empty: it goes on from its first value.
+// Empty: the average continues from its first value.
 std::string WhyFirstValueIsLost(const Schedule& schedule, const TrainingTime& now,
                                 int64_t updates) {
   if (schedule.is_copy()) return "";

@@ -20,9 +20,9 @@ namespace {
 constexpr absl::Duration kOutOfStepWait = absl::Seconds(1);
 // How long a trainer whose tracks are all paused waits for the plan.
 constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
-// How long it waits while it tells the server of a step that this rank cannot push.
+// How long it waits while it reports to the server a step that this rank cannot push.
 constexpr absl::Duration kReportTimeout = absl::Seconds(1);
-// How long a push whose time is over may take to say why: it tells the server first.
+// How long a push whose time is over may take to end: it abandons the step on the server first.
 constexpr absl::Duration kEndGrace = absl::Seconds(2);
 // How often a wait for a rejoined run asks whether it is interrupted.
 constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
@@ -195,7 +195,7 @@ absl::StatusOr<std::vector<DueTracks::Due>> PushEngine::DueAt(const TrainingTime
       break;
     }
   }
-  // A run that was asked to begin before the newest version reaches that time by itself.
+  // A run that started before the newest version reaches that time without any change.
   const std::optional<Version> version = progress().version;
   const bool is_behind = version.has_value() && step() < version->step;
   return MakeError(due.status().code(), GetErrorReason(due.status()),

@@ -67,8 +67,8 @@ class RunJoiner {
   absl::Status CheckNoLaterTraining(absl::Time started, absl::Duration timeout) const;
   // Creates the model unless it exists, with its files. Errors as Client::CreateModel().
   absl::Status CreateModel(absl::Duration timeout) const;
-  // CreateModel(), after treating the existing model as Options::existing says. Each rank decides
-  // alike: until all have joined, no version is made.
+  // CreateModel(), after treating the existing model as Options::existing says. All ranks decide
+  // the same, because no version is made until all have joined.
   absl::Status CreateOrReplaceModel(absl::Duration timeout) const;
   // Why this launch may not open the run again.
   absl::Status FencedError(absl::Duration timeout) const;

@@ -165,7 +165,7 @@ Connection::~Connection() {
 bool Connection::alive() const {
   if (broken()) return false;
   if (fd_ < 0) return channel_->GetState(/*try_to_connect=*/false) == GRPC_CHANNEL_READY;
-  // gRPC tells of a dead connection only when a call fails, so the kernel is asked.
+  // gRPC reports a dead connection only when a call fails, so the kernel is asked.
   pollfd peer = {.fd = fd_, .events = POLLRDHUP, .revents = 0};
   return poll(&peer, 1, 0) == 0;
 }

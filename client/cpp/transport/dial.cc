@@ -38,8 +38,8 @@ constexpr absl::Duration kPollInterval = absl::Milliseconds(20);
 // for the answer to a keepalive.
 constexpr unsigned kUserTimeoutMs = 20'000;
 
-// One question to the name service. getaddrinfo() can be neither bounded nor ended, so a thread of
-// its own asks, and whoever waits may go before it.
+// One query to the name service. getaddrinfo() has no timeout and cannot be cancelled, so it runs
+// in a thread of its own, and a caller may stop waiting before it ends.
 struct Lookup {
   const Address address;
   absl::Mutex mu;
@@ -71,7 +71,7 @@ void SetOptions(int fd, const sockaddr* peer) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMs, sizeof(kUserTimeoutMs));
-  // Before connect(): a socket that has begun with bbr goes on being paced.
+  // Before connect(): a socket that was connected with bbr continues to be paced.
   if (IsLoopback(peer)) setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
 }
 
@@ -204,7 +204,7 @@ absl::StatusOr<int> Dialer::DialUnix() const {
   std::memcpy(address.sun_path, address_.path.data(), address_.path.size());
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return Unavailable("cannot create a socket", errno);
-  // Done at once, or refused because nobody listens or too many wait to be accepted.
+  // Succeeds at once, or fails because no process listens or the backlog is full.
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) return fd;
   const absl::Status status = Unavailable("cannot connect", errno);
   close(fd);

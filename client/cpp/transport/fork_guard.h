@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Keeps a forked child (a DataLoader worker) from touching its parent's gRPC objects: their threads
-// do not exist in the child, and their locks may be held there for ever.
+// do not exist in the child, and their locks may be held there forever.
 #ifndef EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_
 #define EMA_CLIENT_CPP_TRANSPORT_FORK_GUARD_H_
 

@@ -417,7 +417,7 @@ class LocalEMA:
                 else struct.unpack("f", struct.pack("f", weight))[0]
             ),
             window_steps=(self._calls - last_call if last_call else 1) / weight,
-            # A mean of the last k is computed anew each time.
+            # A mean of the last k is computed again at each update, so it cannot stall.
             stall_gap=(
                 _UNITS[track.track.dtype] / weight if weight < 1 and not track.kept_count else 0.0
             ),

@@ -119,7 +119,7 @@ bool IsContiguous(absl::Span<const int64_t> shape, absl::Span<const int64_t> str
     is_contiguous &= shape[i - 1] == 1 || strides[i - 1] == stride;
     stride *= shape[i - 1];
   }
-  return is_contiguous || stride == 0;  // No elements: whatever the strides are.
+  return is_contiguous || stride == 0;  // Without elements, strides do not matter.
 }
 
 absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std::string_view dtype,

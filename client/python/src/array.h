@@ -49,7 +49,7 @@ struct Array {
                                     std::string_view dtype,
                                     std::optional<std::vector<int64_t>> offsets = std::nullopt,
                                     bool may_have_strides = false);
-  // A tensor as Read() would give it; nullopt: Read() would not take it as it is, or says why.
+  // The result of Read() for this tensor. nullopt: only Read() can convert or reject it.
   static std::optional<Array> FromDlpack(std::string_view name,
                                          std::shared_ptr<const DlpackTensor> tensor,
                                          std::optional<std::vector<int64_t>> offsets);

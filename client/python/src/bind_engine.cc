@@ -144,8 +144,8 @@ class PyTrainingStep : public client_internal::TrainingStep {
   nb::object step_;
 };
 
-// Used by one thread at a time, since its methods let the GIL go: whoever calls anything but
-// `step`, `stats` and `version` holds the attachment's lock.
+// Used by one thread at a time, because its methods release the GIL: callers of everything but
+// `step`, `stats` and `version` hold the attachment's lock.
 class PyPushEngine {
  public:
   // `run`: None: the server is unreachable, so the engine joins the run of `unopened` later, and

@@ -168,7 +168,7 @@ absl::StatusOr<Update> ReadUpdate(OperandList& emas, OperandList& params,
   return update;
 }
 
-// Two threads may not write the same memory, and whoever gives it twice has made a mistake.
+// Two threads must not write the same memory; a caller that passes it twice has made a mistake.
 absl::Status CheckNoOverlap(const std::vector<Update>& updates, const OperandList& emas) {
   struct Range {
     const std::byte* begin;
@@ -297,7 +297,7 @@ absl::StatusOr<std::vector<Update>> ReadUpdates(
 }
 
 // emas[i] += update_weight * (params[i] - emas[i]) in place, by the server's kernel; a weight of 1
-// assigns. Averages are float32 or float64. `threads`: at most so many, 0 for one per core.
+// assigns. Averages are float32 or float64. `threads`: the most threads; 0 for one per core.
 // `earlier`, if any: lists of weights like `emas`, the oldest first; then emas[i] becomes the mean
 // of params[i] and the `i`-th array of each list, and the weight is not used.
 void FoldMany(const nb::object& emas, const nb::object& params, double update_weight,

@@ -30,7 +30,7 @@ using Offsets = std::optional<std::vector<int64_t>>;
 // host's.
 class TensorReader {
  public:
-  // `are_held`: nobody else can give the tensors other memory.
+  // `are_held`: no other thread can give the tensors other memory.
   TensorReader(const nb::tuple& types, bool are_held) : types_(types), are_held_(are_held) {}
 
   // nullopt: it is something else, or its name is none.

@@ -54,8 +54,8 @@ class PyPendingPush {
     const std::vector<GpuStream> waiting = ToStreams(streams);
     const bool released = CallWithoutGil(
         [&] { return absl::StatusOr<bool>(push_->WaitReleased(max_wait, waiting)); });
-    // Either way nobody reads those in the host's memory any more. A GPU may still copy: PyTorch's
-    // streams wait for that (GpuStream), but not the one on which an array was made.
+    // In both cases arrays in host memory are not read any more. A GPU may still copy: PyTorch's
+    // streams wait for the copies (GpuStream), but not the stream on which an array was made.
     if (push_->done() || !on_gpu_) LetArraysGo();
     return released;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Python's global lock, let go and taken by scopes. In place of nanobind's, which end the process
-// in a daemon thread whose call outlives the interpreter.
+// Scopes that release or acquire Python's global lock. They replace nanobind's, which end the
+// process in a daemon thread whose call outlives the interpreter.
 #ifndef EMA_CLIENT_PYTHON_SRC_GIL_H_
 #define EMA_CLIENT_PYTHON_SRC_GIL_H_
 
@@ -13,8 +13,8 @@ namespace ema::python {
 
 // Calls `call`, which runs Python or waits for its lock. Does not return where the interpreter has
 // ended meanwhile: Python then unwinds the thread's stack, which ends the process at the first
-// destructor or noexcept function that this is to leave, as it does where somebody catches it and
-// goes on.
+// destructor or noexcept function on the stack, and also where the exception is caught and not
+// thrown again.
 template <class Call>
 auto OrForever(Call&& call) {
   try {

@@ -301,6 +301,6 @@ class _Step:
     def _kept(self, function: Callable[[], Result]) -> Result:
         try:
             return function()
-        except Exception as raised:  # No memory, or the user's `time`: the training goes on.
+        except Exception as raised:  # No memory, or the user's `time`: the training continues.
             self._pusher._read_failure = failure_of(raised)
             raise self._pusher._read_failure
