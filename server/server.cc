@@ -17,6 +17,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
 #include "server/base/steady_wait.h"
+#include "server/core/version_statistics.h"
 #include "server/format/file_system.h"
 #include "server/ops/logging.h"
 
@@ -192,7 +193,11 @@ absl::Status Server::OpenCheckpoints() {
 
 void Server::MakeStore(std::shared_ptr<Device> device) {
   if (options_.statistics_every_commits > 0) {
-    statistics_ = std::make_unique<CommitStatistics>(options_.statistics_every_commits);
+    statistics_ = std::make_unique<CommitStatistics>(
+        options_.statistics_every_commits, [this](Model& model, const VersionId& id) {
+          return group_ != nullptr ? group_->models()->ComputeStatistics(model, id, {}).status()
+                                   : ComputeStatistics(model, id, {}).status();
+        });
   }
   formula_ = FormulaOf(options_, *device);
   ModelStore::Options store;
@@ -209,7 +214,8 @@ void Server::MakeStore(std::shared_ptr<Device> device) {
   store.model.on_commit = [checkpoints = checkpoints_.get(), statistics = statistics_.get()](
                               const std::shared_ptr<Model>& model, const Snapshot& snapshot) {
     LogCommit(*model, snapshot.record);
-    if (checkpoints != nullptr && model->is_home()) checkpoints->OnCommit(model, snapshot);
+    if (!model->is_home()) return;
+    if (checkpoints != nullptr) checkpoints->OnCommit(model, snapshot);
     if (statistics != nullptr) statistics->OnCommit(model, snapshot);
   };
   LogLimits(options_);

@@ -2,14 +2,14 @@
 #include "server/core/commit_statistics.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "ema/internal/catch_exceptions.h"
-#include "server/core/version_statistics.h"
 
 namespace ema {
 
-CommitStatistics::CommitStatistics(int64_t every_commits)
-    : every_commits_(every_commits), thread_([this] { Run(); }) {}
+CommitStatistics::CommitStatistics(int64_t every_commits, Compute compute)
+    : every_commits_(every_commits), compute_(std::move(compute)), thread_([this] { Run(); }) {}
 
 CommitStatistics::~CommitStatistics() {
   {
@@ -48,9 +48,7 @@ void CommitStatistics::Run() {
     if (const std::shared_ptr<Model> model = work.model.lock()) {
       // The version may have been freed, readers may hold the most versions, or memory may be
       // short: later versions follow. A failed device is reported by its health.
-      CatchExceptions([&] {
-        return ComputeStatistics(*model, work.id, {}).status();
-      }).IgnoreError();
+      CatchExceptions([&] { return compute_(*model, work.id); }).IgnoreError();
     }
     absl::MutexLock lock(&mu_);
     work_.pop_front();

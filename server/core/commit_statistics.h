@@ -6,10 +6,12 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "server/core/model.h"
 
@@ -20,8 +22,11 @@ namespace ema {
 // is queued or being computed. Thread-safe.
 class CommitStatistics {
  public:
+  // Computes the statistics of all tracks of a version, which its record then keeps.
+  using Compute = std::function<absl::Status(Model&, const VersionId&)>;
+
   // REQUIRES: every_commits > 0.
-  explicit CommitStatistics(int64_t every_commits);
+  CommitStatistics(int64_t every_commits, Compute compute);
   ~CommitStatistics();  // Waits for the running computation, drops queued ones.
 
   // For Model::Options::on_commit.
@@ -41,6 +46,7 @@ class CommitStatistics {
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
 
   const int64_t every_commits_;
+  const Compute compute_;
   absl::Mutex mu_;  // Taken by commits: never held across a call of a model.
   std::deque<Work> work_ ABSL_GUARDED_BY(mu_);  // The first is being computed.
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;

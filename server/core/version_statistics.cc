@@ -78,26 +78,13 @@ absl::StatusOr<TrackStatistics> Compute(const Snapshot& version, const TrackSnap
   return statistics;
 }
 
-std::optional<TrackStatistics> FindStatistics(const VersionHistory& history, const VersionId& id,
-                                              std::string_view track) {
-  const std::optional<Version> record = history.FindRecord(id);
-  if (!record.has_value()) return std::nullopt;
-  for (const TrackStatistics& known : record->statistics) {
-    if (known.track == track) return known;
-  }
-  return std::nullopt;
-}
-
 // The tracks that statistics are asked for.
 absl::StatusOr<std::vector<const TrackSnapshot*>> AveragingTracks(
     const TrackTable& table, const Snapshot& version, absl::Span<const std::string> names) {
   std::vector<const TrackSnapshot*> tracks;
   for (const std::string& name : names) {
     EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track, table.FindIn(version, name));
-    if (!IsAveraging(*track)) {
-      return BadRequest(absl::StrCat("tracks: \"", name, "\" averages no tensor (",
-                                     track->track->config_text(), ")"));
-    }
+    if (!IsAveraging(*track)) return AveragesNothingError(*track);
     tracks.push_back(track);
   }
   if (!names.empty()) return tracks;
@@ -108,6 +95,35 @@ absl::StatusOr<std::vector<const TrackSnapshot*>> AveragingTracks(
 }
 
 }  // namespace
+
+std::optional<TrackStatistics> FindStatistics(const VersionHistory& history, const VersionId& id,
+                                              std::string_view track) {
+  const std::optional<Version> record = history.FindRecord(id);
+  if (!record.has_value()) return std::nullopt;
+  for (const TrackStatistics& known : record->statistics) {
+    if (known.track == track) return known;
+  }
+  return std::nullopt;
+}
+
+absl::Status AveragesNothingError(const TrackSnapshot& track) {
+  return BadRequest(absl::StrCat("tracks: \"", track.track->name(), "\" averages no tensor (",
+                                 track.track->config_text(), ")"));
+}
+
+absl::StatusOr<std::vector<TrackStatistics>> ComputePartStatistics(
+    Model& partition, const Snapshot& version, absl::Span<const std::string> tracks) {
+  std::vector<TrackStatistics> all;
+  for (const std::string& name : tracks) {
+    EMA_ASSIGN_OR_RETURN(const TrackSnapshot* const track,
+                         partition.tracks().FindIn(version, name));
+    if (!IsAveraging(*track)) continue;
+    EMA_ASSIGN_OR_RETURN(TrackStatistics statistics,
+                         Compute(version, *track, partition.manifest(), partition.device()));
+    all.push_back(std::move(statistics));
+  }
+  return all;
+}
 
 absl::StatusOr<Version> ComputeStatistics(Model& model, const VersionId& id,
                                           absl::Span<const std::string> tracks) {

@@ -12,11 +12,18 @@
 #include "ema/internal/status_macros.h"
 #include "server/group/convert.h"
 #include "server/group/group_errors.h"
+#include "server/group/group_statistics.h"
 #include "server/group/part_files.h"
 #include "server/group/reform.h"
 #include "server/rpc/convert.h"
 
 namespace ema::group {
+namespace {
+
+// Tracks may have hundreds of gigabytes. A lost connection ends a call sooner.
+constexpr absl::Duration kComputeTimeout = absl::Minutes(10);
+
+}  // namespace
 
 GroupModels::GroupModels(ModelStore* store, Peers* peers, Options options)
     : options_(std::move(options)),
@@ -331,17 +338,58 @@ bool GroupModels::MayLose(const std::string& model) const {
 }
 
 absl::StatusOr<v1::SavePartResponse> GroupModels::SavePart(const v1::SavePartRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
-                       FindForMessage(request.model()));
-  if (request.boot() != partition->id().boot ||
-      request.incarnation() != partition->id().incarnation) {
-    return FencedError(request.model(), absl::StrCat("this process does not have a partition of "
-                                                     "incarnation ",
-                                                     request.incarnation()));
-  }
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindForCall(request.model(), request.boot(), request.incarnation()));
   if (options_.checkpoints == nullptr) return NoDataDirError();
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, store_.Get(request.model()));
   return group::SavePart(*options_.checkpoints, *model, request);
+}
+
+// --- Calls that all partitions take part in ---
+
+absl::Status GroupModels::StartAtOthers(
+    const Placement& placement,
+    absl::FunctionRef<void(Peers& peers, size_t partition, const std::string& address)> call)
+    const {
+  const std::vector<std::string>& addresses = placement.addresses;
+  for (size_t i = 1; i < addresses.size(); ++i) {
+    if (!addresses[i].empty()) continue;
+    EMA_RETURN_IF_ERROR(CheckRuns(placement.config.name, placement.partitions, i));
+    return NotMemberError();  // Its address has come back, or this server leaves.
+  }
+  return hosted_.StartCalls([&](Peers& peers) {
+    for (size_t i = 1; i < addresses.size(); ++i) call(peers, i, addresses[i]);
+  });
+}
+
+absl::StatusOr<std::shared_ptr<Model>> GroupModels::FindForCall(const std::string& model,
+                                                                const std::string& boot,
+                                                                int64_t incarnation) const {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition, FindForMessage(model));
+  if (boot != partition->id().boot || incarnation != partition->id().incarnation) {
+    return FencedError(
+        model, absl::StrCat("this process does not have a partition of incarnation ", incarnation));
+  }
+  return store_.Get(model);
+}
+
+absl::StatusOr<Version> GroupModels::ComputeStatistics(Model& home, const VersionId& id,
+                                                       absl::Span<const std::string> tracks) {
+  EMA_ASSIGN_OR_RETURN(const Placement placement,
+                       PlacementOf(home.config().name, home.incarnation()));
+  const auto start = [&](v1::GetPartStatisticsRequest request, StatisticsCalls& calls) {
+    return StartAtOthers(placement, [&](Peers& peers, size_t other, const std::string& address) {
+      request.set_boot(placement.partitions[other].boot);
+      peers.GetPartStatistics(address, request, kComputeTimeout, calls.EndOf(other));
+    });
+  };
+  return ComputeGroupStatistics(home, id, tracks, placement.partitions, start);
+}
+
+absl::StatusOr<v1::GetPartStatisticsResponse> GroupModels::GetPartStatistics(
+    const v1::GetPartStatisticsRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindForCall(request.model(), request.boot(), request.incarnation()));
+  return group::GetPartStatistics(*model, request);
 }
 
 // --- Descriptions ---

@@ -66,6 +66,14 @@ class GroupModels final : public ModelGroup {
   // The record of a model, from the cache of the registry if it is there. NOT_FOUND,
   // MODEL_NOT_FOUND. UNAVAILABLE, REGISTRY_AWAY.
   absl::StatusOr<ModelRecord> RecordOf(const std::string& model) const;
+  // Runs `call` for each partition of `placement` but the home's, with its index and the address of
+  // its process. It may only start calls of `peers`, all of which will end. UNAVAILABLE,
+  // GROUP_DEGRADED, before the first one: a process is not in the registry, or this server is
+  // leaving the group. REQUIRES: this is the home.
+  absl::Status StartAtOthers(
+      const Placement& placement,
+      absl::FunctionRef<void(Peers& peers, size_t partition, const std::string& address)> call)
+      const;
   // Replaces the record of a model of that incarnation by what `change` returns, and repeats that
   // if the record was changed meanwhile. Errors of `change`, and NOT_FOUND, MODEL_NOT_FOUND.
   // ABORTED, FENCED: the model has another incarnation. UNAVAILABLE, REGISTRY_AWAY. Blocks.
@@ -95,6 +103,8 @@ class GroupModels final : public ModelGroup {
   void DescribeGroup(GroupReply reply) override;
   absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) override;
+  absl::StatusOr<Version> ComputeStatistics(Model& home, const VersionId& id,
+                                            absl::Span<const std::string> tracks) override;
   absl::Status DeleteModel(const std::string& model, bool purge) override;
   absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) override;
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
@@ -103,6 +113,8 @@ class GroupModels final : public ModelGroup {
   absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) override;
   absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) override;
+  absl::StatusOr<v1::GetPartStatisticsResponse> GetPartStatistics(
+      const v1::GetPartStatisticsRequest& request) override;
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
   absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
       const v1::DescribeMemberRequest& request) override;
@@ -112,6 +124,10 @@ class GroupModels final : public ModelGroup {
  private:
   // NOT_FOUND, MODEL_NOT_FOUND.
   absl::StatusOr<std::shared_ptr<HostedPartition>> FindForMessage(const std::string& model) const;
+  // This server's partition. ABORTED, FENCED: `boot` or `incarnation` is not its own.
+  absl::StatusOr<std::shared_ptr<Model>> FindForCall(const std::string& model,
+                                                     const std::string& boot,
+                                                     int64_t incarnation) const;
   // NOT_HOME with the home's address, or GROUP_DEGRADED if the home does not run.
   absl::Status RedirectError(std::string_view model,
                              const std::vector<Partition>& partitions) const;

@@ -47,6 +47,13 @@ std::map<std::string, std::shared_ptr<const HostedModel>> HostedModels::All() co
   return {models_.begin(), models_.end()};
 }
 
+absl::Status HostedModels::StartCalls(absl::FunctionRef<void(Peers&)> call) const {
+  absl::MutexLock lock(&mu_);
+  if (member_ == nullptr) return NotMemberError();
+  call(peers_);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<HostedPartition>> HostedModels::Add(const Member& member,
                                                                    const ModelRecord& record,
                                                                    int64_t index,

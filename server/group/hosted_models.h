@@ -12,6 +12,8 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -62,6 +64,11 @@ class HostedModels {
   std::shared_ptr<const HostedModel> Find(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
   // By the models' names.
   std::map<std::string, std::shared_ptr<const HostedModel>> All() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Runs `call`, which starts calls of other members, so that all of them end: Peers::Stop() comes
+  // after Stop(). `call` must not block, nor use this object. UNAVAILABLE, GROUP_DEGRADED: this
+  // server is no member; `call` has not run.
+  absl::Status StartCalls(absl::FunctionRef<void(Peers&)> call) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Changes ---
 

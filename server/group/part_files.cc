@@ -6,51 +6,20 @@
 #include <string_view>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
-#include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_load.h"
 #include "server/checkpoint/checkpoint_reader.h"
 #include "server/checkpoint/pacer.h"
 #include "server/format/checkpoint_files.h"
 #include "server/format/checkpoint_name.h"
 #include "server/format/manifest_parts.h"
+#include "server/group/pin_published.h"
 
 namespace ema::group {
 namespace {
-
-// How long this partition may take to publish a version that the home has published.
-constexpr absl::Duration kPublishTimeout = absl::Seconds(5);
-
-absl::StatusOr<SnapshotRef> PinPublished(Model& partition, const VersionId& id) {
-  absl::Mutex mu;
-  SteadyWait wait;
-  int64_t commit_count = 0;
-  const int64_t watcher = partition.watchers().Watch([&] {
-    absl::MutexLock lock(&mu);
-    ++commit_count;
-    wait.WakeAll();
-  });
-  const absl::Cleanup unwatch = [&] { partition.watchers().Unwatch(watcher); };
-  const SteadyTime deadline = After(SteadyNow(), kPublishTimeout);
-  int64_t seen_count = 0;
-  bool has_time = true;
-  while (true) {
-    absl::StatusOr<SnapshotRef> pinned = partition.history().PinForSave(id.version, id.incarnation);
-    const ErrorReason reason = GetErrorReason(pinned.status());
-    const bool may_come =
-        reason == ErrorReason::kVersionNotYet || reason == ErrorReason::kNoVersion;
-    if (!may_come || !has_time) return pinned;
-    absl::MutexLock lock(&mu);
-    has_time = wait.AwaitUntil(mu, deadline, [&] { return commit_count != seen_count; });
-    seen_count = commit_count;
-  }
-}
 
 // A member is trusted, but its message must not make this server write elsewhere.
 absl::Status CheckFolder(std::string_view folder) {
@@ -89,7 +58,8 @@ absl::StatusOr<v1::SavePartResponse> SavePart(CheckpointStore& store, Model& par
   EMA_RETURN_IF_ERROR(data.CheckMayWrite());
   EMA_ASSIGN_OR_RETURN(
       const SnapshotRef snapshot,
-      PinPublished(partition, {request.version().version(), request.version().incarnation()}));
+      PinPublished(partition, {request.version().version(), request.version().incarnation()},
+                   &VersionHistory::PinForSave));
   const std::string path = store.FolderOf(request.model()).Path(request.folder());
   const absl::StatusOr<CheckpointManifest> written =
       WriteVerifiedPart(data, path, partition, *snapshot, OptionsOf(request));

@@ -338,6 +338,13 @@ void Peers::SavePart(const std::string& address, const v1::SavePartRequest& requ
                                          std::move(on_result));
 }
 
+void Peers::GetPartStatistics(const std::string& address,
+                              const v1::GetPartStatisticsRequest& request, absl::Duration timeout,
+                              OnResult<v1::GetPartStatisticsResponse> on_result) {
+  StartCall<&Stub::PrepareAsyncGetPartStatistics>("GetPartStatistics", address, request, timeout,
+                                                  std::move(on_result));
+}
+
 void Peers::SaveNow(const std::string& address, const v1::SaveNowRequest& request,
                     absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result) {
   StartCall<&Stub::PrepareAsyncSaveNow>("SaveNow", address, request, timeout, std::move(on_result));

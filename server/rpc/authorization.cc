@@ -61,6 +61,8 @@ constexpr Rule kRules[] = {
     {"/ema.v1.GroupService/Prepare", Role::kServer},
     {"/ema.v1.GroupService/Sync", Role::kServer},
     {"/ema.v1.GroupService/PublishState", Role::kServer},
+    {"/ema.v1.GroupService/GetPartStatistics", Role::kServer,
+     /*is_rejected_while_draining=*/true},
     // Also while draining: homes save the newest versions of their models before they leave.
     {"/ema.v1.GroupService/SavePart", Role::kServer},
     {"/ema.v1.GroupService/SaveNow", Role::kServer},

@@ -45,6 +45,13 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
       },
       on(workers.saving_parts));
   ListenUnary(
+      rpc, queue, service, "/ema.v1.GroupService/GetPartStatistics",
+      &Service::RequestGetPartStatistics,
+      [group](const v1::GetPartStatisticsRequest& request, const Access&) {
+        return group->GetPartStatistics(request);
+      },
+      on(workers.computing_parts));
+  ListenUnary(
       rpc, queue, service, "/ema.v1.GroupService/SaveNow", &Service::RequestSaveNow,
       [rpc](const v1::SaveNowRequest& request,
             const Access&) -> absl::StatusOr<v1::SaveNowResponse> {

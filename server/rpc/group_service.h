@@ -11,10 +11,11 @@
 namespace ema {
 
 struct GroupWorkers {
-  // No call on these two may wait for another server: two servers may reserve, or save, each
-  // other's partitions. SavePart() may take minutes.
+  // No call on these three may wait for another server: two servers may reserve, or save, or
+  // compute with, each other's partitions. SavePart() may take minutes.
   Worker* reserving = nullptr;
   Worker* saving_parts = nullptr;
+  Worker* computing_parts = nullptr;
   Worker* saving = nullptr;  // For SaveNow().
 };
 

@@ -12,8 +12,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "ema/model_info.h"
 #include "ema/v1/ema_service.pb.h"
 #include "ema/v1/group.pb.h"
+#include "ema/version_id.h"
+#include "server/core/model.h"
 
 namespace ema {
 
@@ -47,6 +51,10 @@ class ModelGroup {
   // created by this call; its home returns it when the call is repeated there.
   virtual absl::StatusOr<v1::CreateModelResponse> CreateModel(
       const v1::CreateModelRequest& request) = 0;
+  // As ComputeStatistics() of the server/core folder, for the whole model of which `home` is
+  // partition 0. Errors also as the calls of the other servers. Blocks on them.
+  virtual absl::StatusOr<Version> ComputeStatistics(Model& home, const VersionId& id,
+                                                    absl::Span<const std::string> tracks) = 0;
   // Deletes the model on all servers and sets its checkpoints aside, or removes them if `purge`.
   // Can be called on any of the servers. OK if there is no such model. Blocks on the registry and
   // the disk.
@@ -71,6 +79,9 @@ class ModelGroup {
   virtual absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) = 0;
   virtual absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) = 0;
+  // Blocks for as long as it takes to read the tracks of the partition.
+  virtual absl::StatusOr<v1::GetPartStatisticsResponse> GetPartStatistics(
+      const v1::GetPartStatisticsRequest& request) = 0;
   // Blocks for as long as it takes to write the partition.
   virtual absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) = 0;
   // The first part of SaveNow(): ends the open round of the model, and permits no pushes until the

@@ -418,12 +418,12 @@ absl::StatusOr<v1::ListVersionsResponse> ModelService::ListVersions(
 
 absl::StatusOr<v1::VersionRecord> ModelService::GetStatistics(
     const v1::GetStatisticsRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
-                       FindUndividedModel(request.model(), "computing statistics"));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
+  const VersionId id{request.version(), request.incarnation()};
   const std::vector<std::string> tracks(request.tracks().begin(), request.tracks().end());
-  EMA_ASSIGN_OR_RETURN(
-      const Version record,
-      ComputeStatistics(*model, {request.version(), request.incarnation()}, tracks));
+  EMA_ASSIGN_OR_RETURN(const Version record, group_ != nullptr
+                                                 ? group_->ComputeStatistics(*model, id, tracks)
+                                                 : ComputeStatistics(*model, id, tracks));
   return ToProto(record);
 }
 

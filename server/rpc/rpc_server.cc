@@ -142,7 +142,9 @@ void RpcServer::StartThreads() {
     worker->Start(options_.heartbeats->Add(worker->name(), need));
   }
   if (context_.group != nullptr) {
-    saving_parts_.Start(options_.heartbeats->Add(saving_parts_.name(), Need::kNeither));
+    for (Worker* const worker : {&saving_parts_, &computing_parts_}) {
+      worker->Start(options_.heartbeats->Add(worker->name(), Need::kNeither));
+    }
   }
   watchdog_ = std::thread([this] { CheckStalled(); });
   if (certificate_ != nullptr || options_.authenticator != nullptr) {
@@ -300,8 +302,9 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   for (std::thread* const thread : {&watchdog_, &file_watch_}) {
     if (thread->joinable()) thread->join();
   }
-  for (Worker* const worker : {&quick_calls_, &saving_calls_, &creating_calls_, &restoring_calls_,
-                               &computing_calls_, &saving_parts_, &disk_reader_, &device_reader_}) {
+  for (Worker* const worker :
+       {&quick_calls_, &saving_calls_, &creating_calls_, &restoring_calls_, &computing_calls_,
+        &saving_parts_, &computing_parts_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
@@ -320,9 +323,11 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                   .computing = &computing_calls_});
   operator_.Listen(&context_, queue->get());
   if (context_.group != nullptr) {
-    ListenToGroup(
-        &context_, queue->get(),
-        {.reserving = &creating_calls_, .saving_parts = &saving_parts_, .saving = &saving_calls_});
+    ListenToGroup(&context_, queue->get(),
+                  {.reserving = &creating_calls_,
+                   .saving_parts = &saving_parts_,
+                   .computing_parts = &computing_parts_,
+                   .saving = &saving_calls_});
   }
   using Health = grpc::health::v1::Health::AsyncService;
   ListenUnary(&context_, queue->get(), &context_.health, kHealthCheck, &Health::RequestCheck,

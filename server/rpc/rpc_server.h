@@ -153,9 +153,9 @@ class RpcServer {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both threads above end.
   SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
 
-  // Declared last: calls that wait in these workers use the members above. The first four get short
-  // requests. Requests that create have a manifest, those that restore have the layout of a rank,
-  // and pulls may have a long list of tensors.
+  // Last: calls that wait there refer to the members above. Requests of the first five are short;
+  // those that create have a manifest, those that restore the layout of a rank, and pulls may have
+  // a long list of tensors.
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
   static constexpr int64_t kLongBytes = int64_t{64} << 20;
   static_assert(3 * kShortBytes + 3 * kLongBytes == kWaitingBytes);
@@ -163,7 +163,8 @@ class RpcServer {
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes / 2};
   // Started in a group only.
-  Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 2};
+  Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 4};
+  Worker computing_parts_{"computing-parts", kMaxWaitingCalls, kShortBytes / 4};
   Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function queued or running in each of these.

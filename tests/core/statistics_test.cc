@@ -33,6 +33,10 @@ auto HasNorm(const std::string& track, double norm) {
   return FieldsAre(track, DoubleEq(norm), std::optional<double>());
 }
 
+absl::Status ComputeAll(Model& model, const VersionId& id) {
+  return ComputeStatistics(model, id, {}).status();
+}
+
 class StatisticsTest : public testing::Test {
  protected:
   explicit StatisticsTest(std::shared_ptr<Device> device = TestDevice())
@@ -233,7 +237,7 @@ TEST_F(StatisticsTest, ErrorsNameTheThing) {
 }
 
 TEST_F(StatisticsTest, EveryNthVersionHasThemByItself) {
-  by_itself_ = std::make_unique<CommitStatistics>(2);
+  by_itself_ = std::make_unique<CommitStatistics>(2, ComputeAll);
   Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")});
   for (int step = 1; step <= 5; ++step) {
     ASSERT_THAT(Push(step, {static_cast<float>(step), 0, 0}), IsOk());
@@ -247,7 +251,7 @@ TEST_F(StatisticsTest, EveryNthVersionHasThemByItself) {
 }
 
 TEST_F(StatisticsTest, CommitsDoNotWaitForThemAndTheEndMayComeAtAnyTime) {
-  by_itself_ = std::make_unique<CommitStatistics>(1);
+  by_itself_ = std::make_unique<CommitStatistics>(1, ComputeAll);
   Create({Track("ema", "smoothing=0.5"), Track("raw", "copy")});
   for (int step = 1; step <= 100; ++step) ASSERT_THAT(Push(step, {1, 2, 2}), IsOk());
   by_itself_->AwaitIdle();
