@@ -282,9 +282,14 @@ bool IsChosen(const WriteOptions& options, const std::string& name) {
 // The tracks that the model has now with their values in the snapshot, null where there are none.
 using TrackValues = std::vector<std::pair<TrackRef, const TrackSnapshot*>>;
 
-TrackValues ValuesOf(const Model& model, const Snapshot& snapshot) {
+absl::StatusOr<TrackValues> ValuesOf(const Model& model, const Snapshot& snapshot,
+                                     const WriteOptions& options) {
+  std::vector<TrackRef> tracks = model.tracks().after_next_commit();
+  if (options.settings_revision.has_value()) {
+    EMA_ASSIGN_OR_RETURN(tracks, model.tracks().After(*options.settings_revision));
+  }
   TrackValues values;
-  for (const TrackRef& track : model.tracks().after_next_commit()) {
+  for (const TrackRef& track : tracks) {
     values.emplace_back(track, snapshot.FindId(track->id()));
   }
   return values;
@@ -332,7 +337,7 @@ int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
 absl::Status MakeCheckpointFolders(FileSystem& file_system, const std::string& path,
                                    const Model& model, const Snapshot& snapshot,
                                    const WriteOptions& options) {
-  const TrackValues values = ValuesOf(model, snapshot);
+  EMA_ASSIGN_OR_RETURN(const TrackValues values, ValuesOf(model, snapshot, options));
   EMA_RETURN_IF_ERROR(CheckTracks(options, values));
   EMA_RETURN_IF_ERROR(file_system.CreateDirectory(path));
   EMA_RETURN_IF_ERROR(file_system.CreateDirectory(TracksPath(path)));
@@ -347,7 +352,7 @@ absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch&
                                              const std::string& path, Model& model,
                                              const Snapshot& snapshot,
                                              const WriteOptions& options) {
-  const TrackValues values = ValuesOf(model, snapshot);
+  EMA_ASSIGN_OR_RETURN(const TrackValues values, ValuesOf(model, snapshot, options));
   EMA_RETURN_IF_ERROR(CheckTracks(options, values));
   CheckpointManifest part{.model_name = model.config().name,
                           .manifest = model.manifest(),

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,9 @@ struct WriteOptions {
   };
   // By track, for one partition of a model on several servers. Empty: the files are all.
   std::map<std::string, FileNumbers> file_numbers;
+  // For one partition: the checkpoint has the tracks after this change, see TrackTable::After().
+  // Nullopt: after the newest one.
+  std::optional<int64_t> settings_revision;
 };
 
 // The number of files of each track of a model, or of a partition: `config` then has its tensors

@@ -38,6 +38,8 @@ class CommitGate {
   // The present round, for replies; also called without the lock. 0: none has begun, so nothing can
   // be pushed yet.
   virtual int64_t round() const = 0;
+  // The number of the change of the tracks that is in force in round(); see TrackTable. 0: none is.
+  virtual int64_t settings_revision() const = 0;
   // Whether a rank of `launch` may join its run; if the run is not open here, the model then opens
   // it. ABORTED, FENCED: another run is open, or the launch's incarnation has ended. UNAVAILABLE,
   // SESSION_BUSY: the run is not known here yet. FAILED_PRECONDITION, NOT_HOME: the launch has no

@@ -128,6 +128,41 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   return absl::OkStatus();
 }
 
+absl::Status Model::ProposeTracks(const TrackChanges& changes, int64_t number, int64_t accepted) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Track>> put,
+                       MakeTracks(changes.put, manifest(), *host_budget_));
+  TrackTable::Replaced replaced;  // Dropped without the lock, as what is not used of `put`.
+  absl::MutexLock lock(&mu_);
+  EMA_RETURN_IF_ERROR(history_.closed());
+  EMA_ASSIGN_OR_RETURN(replaced,
+                       tracks_.Propose(changes, put, history_.newest().get(), number, accepted));
+  return absl::OkStatus();
+}
+
+bool Model::AcceptTracks(int64_t number) {
+  TrackTable::Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  replaced = tracks_.Accept(number);
+  return runs_.run() == nullptr || tracks_.AreAllPaused();
+}
+
+void Model::WithdrawTracks(int64_t number) {
+  TrackTable::Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  replaced = tracks_.Withdraw(number);
+}
+
+void Model::ApplyTracksInForce() {
+  TrackTable::Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  if (!open_step_.is_prepared()) replaced = ApplyPendingLocked();
+}
+
+TrackTable::Replaced Model::ApplyPendingLocked() {
+  return is_partition() ? tracks_.ApplyPending(options_.gate->settings_revision())
+                        : tracks_.ApplyPending();
+}
+
 PushPlan Model::PlanLocked(const Snapshot* newest) const {
   PushPlan plan = tracks_.Plan(newest, runs_);
   // Another partition may still need them.
@@ -180,9 +215,9 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       }
       EMA_RETURN_IF_ERROR(runs_.Open(launch, rank, world_size, std::move(layout),
                                      config_.manifest.get(), host_budget_));
-      replaced = tracks_.ApplyPending();
       fenced = open_step_.EndRun();
       if (is_partition()) options_.gate->OnRunOpened(runs_.epoch(), launch.id);
+      replaced = ApplyPendingLocked();
       is_new = true;
     }
     result.run_epoch = runs_.epoch();
@@ -241,6 +276,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
   std::shared_ptr<TrainerRun> run;
   SnapshotRef base;
   StepPlan plan;
+  TrackTable::Replaced replaced;  // Dropped without the lock.
   {
     absl::MutexLock lock(&mu_);
     const SnapshotRef newest = history_.newest();
@@ -261,6 +297,8 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     if (session != nullptr) return StepSession{.session = std::move(session)};
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(history_.CheckRoomForNext());
+    // The plan of a round has the tracks that are in force in it.
+    if (is_partition()) replaced = ApplyPendingLocked();
     EMA_ASSIGN_OR_RETURN(plan, tracks_.PlanStep(start, newest.get(), runs_));
     abandoned = open_step_.Take();
     last = open_step_.previous_session();
@@ -370,7 +408,7 @@ Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time co
   // look free meanwhile.
   published.evicted = history_.Publish(next, commit_time, held_versions);
   open_step_.NoteCommit(*step.session);
-  published.replaced = tracks_.ApplyPending();
+  published.replaced = ApplyPendingLocked();
   published.plan = PlanLocked(next.get());
   published.warnings = tracks_.NewWarnings(next->record);
   published.step = std::move(step);

@@ -145,6 +145,18 @@ class Model : public std::enable_shared_from_this<Model> {
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
 
+  // The same change in several partitions of a model, in steps; TrackTable describes them. Errors
+  // of the first as UpdateTracks(), but the caller has validated the tracks: a rule may match no
+  // tensor of this partition.
+  absl::Status ProposeTracks(const TrackChanges& changes, int64_t number, int64_t accepted)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Returns whether the change should take effect now: no run is open, or every track is paused.
+  bool AcceptTracks(int64_t number) ABSL_LOCKS_EXCLUDED(mu_);
+  void WithdrawTracks(int64_t number) ABSL_LOCKS_EXCLUDED(mu_);
+  // Applies the changes that are in force by the gate, unless a prepared step is open, whose
+  // version then does. Otherwise the next push does.
+  void ApplyTracksInForce() ABSL_LOCKS_EXCLUDED(mu_);
+
   // --- Runs ---
 
   struct JoinResult {
@@ -292,6 +304,9 @@ class Model : public std::enable_shared_from_this<Model> {
     PushPlan plan;
     std::vector<LogEvent> warnings;
   };
+  // Applies pending changes of the tracks, of a partition only those that are in force. The result
+  // is to be dropped without the lock.
+  [[nodiscard]] TrackTable::Replaced ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The plan for the trainer.
   PushPlan PlanLocked(const Snapshot* newest) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Makes the version of a step that was the open one the newest. `held_versions`: see Decision.

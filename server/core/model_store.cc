@@ -16,6 +16,23 @@ absl::Status DrainingError() {
                    "the server is shutting down");
 }
 
+absl::Status CheckSameModel(const ModelConfig& given, ModelConfig existing, const Model& model) {
+  if (!existing.created_tracks.empty()) existing.tracks = existing.created_tracks;
+  if (given.DifferenceFrom(existing).empty()) return absl::OkStatus();
+  const Model::Description there = model.Describe();
+  std::string difference;
+  for (const std::vector<TrackRef>* const tracks : {&there.pending_tracks, &there.tracks}) {
+    existing.tracks.clear();
+    for (const TrackRef& track : *tracks) existing.tracks.push_back(track->config());
+    difference = given.DifferenceFrom(existing);
+    if (difference.empty()) return absl::OkStatus();
+  }
+  return MakeError(
+      absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
+      absl::StrCat("model \"", given.name,
+                   "\" exists and differs (here: this call, there: the server): ", difference));
+}
+
 ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
     : device_(std::move(device)),
       options_(options),
@@ -34,23 +51,8 @@ absl::StatusOr<std::shared_ptr<Model>> ModelStore::FindSameLocked(const ModelCon
                      absl::Milliseconds(50));
   }
   if (auto it = models_.find(config.name); it != models_.end()) {
-    // As it was created, or as UpdateTracks() has made it: a trainer that starts again says the one
-    // or the other.
-    ModelConfig now = it->second->config();
-    if (!now.created_tracks.empty()) now.tracks = now.created_tracks;
-    if (config.DifferenceFrom(now).empty()) return it->second;
-    const Model::Description there = it->second->Describe();
-    std::string difference;
-    for (const std::vector<TrackRef>* const of_it : {&there.pending_tracks, &there.tracks}) {
-      now.tracks.clear();
-      for (const TrackRef& track : *of_it) now.tracks.push_back(track->config());
-      difference = config.DifferenceFrom(now);
-      if (difference.empty()) return it->second;
-    }
-    return MakeError(
-        absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
-        absl::StrCat("model \"", config.name,
-                     "\" exists and differs (here: this call, there: the server): ", difference));
+    EMA_RETURN_IF_ERROR(CheckSameModel(config, it->second->config(), *it->second));
+    return it->second;
   }
   if (static_cast<int64_t>(models_.size()) >= options_.max_models) {
     return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyModels,

@@ -140,7 +140,7 @@ absl::Status TrackTable::AdmitLocked(Track& track) {
 absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
     const TrackChanges& changes, absl::Span<const std::shared_ptr<Track>> put,
     const Snapshot* newest) {
-  std::vector<TrackRef> tracks = pending_.value_or(tracks_);
+  std::vector<TrackRef> tracks = AfterNextCommitLocked();
   const auto find = [&tracks](std::string_view name) {
     return std::find_if(tracks.begin(), tracks.end(),
                         [&](const TrackRef& track) { return track->name() == name; });
@@ -190,36 +190,104 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
   return tracks;
 }
 
-absl::StatusOr<TrackTable::Replaced> TrackTable::Change(
+absl::StatusOr<TrackTable::Proposal> TrackTable::ProposalLocked(
     const TrackChanges& changes, absl::Span<const std::shared_ptr<Track>> put,
-    const Snapshot* newest) {
-  Replaced replaced;
-  absl::MutexLock lock(&mu_);
-  EMA_ASSIGN_OR_RETURN(std::vector<TrackRef> changed, ChangedLocked(changes, put, newest));
+    const Snapshot* newest, int64_t number) {
+  const int64_t last_track_id = last_track_id_;
+  absl::StatusOr<std::vector<TrackRef>> changed = ChangedLocked(changes, put, newest);
+  if (!changed.ok()) {
+    last_track_id_ = last_track_id;
+    return changed.status();
+  }
+  return Proposal{{number, *std::move(changed)}, changes.remove, last_track_id};
+}
+
+void TrackTable::AcceptLocked(Proposal proposal, Replaced& replaced) {
   const auto drop = [&](std::string_view name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const auto it = FindNamed(synthesized_, name);
     if (it == synthesized_.end()) return;
     replaced.push_back(std::move(*it));
     synthesized_.erase(it);
   };
+  PendingChange& change = proposal.change;
   // The tracks' names come first.
-  for (const TrackRef& track : changed) drop(track->name());
-  for (const std::string& name : changes.remove) drop(name);
-  std::vector<TrackRef> before = pending_.value_or(tracks_);
-  if (changed != before) ++revision_;
+  for (const TrackRef& track : change.tracks) drop(track->name());
+  for (const std::string& name : proposal.removed) drop(name);
+  const std::vector<TrackRef> before = AfterNextCommitLocked();
+  if (change.tracks != before) ++revision_;
   replaced.insert(replaced.end(), before.begin(), before.end());
-  pending_ = std::move(changed);
-  if (*pending_ == tracks_) pending_.reset();
+  if (!pending_.empty() && pending_.back().number == change.number) pending_.pop_back();
+  pending_.push_back(std::move(change));
+}
+
+void TrackTable::WithdrawLocked(Replaced& replaced) {
+  if (!proposal_.has_value()) return;
+  const std::vector<TrackRef>& tracks = proposal_->change.tracks;
+  replaced.insert(replaced.end(), tracks.begin(), tracks.end());
+  last_track_id_ = proposal_->last_track_id;
+  proposal_.reset();
+}
+
+absl::StatusOr<TrackTable::Replaced> TrackTable::Change(
+    const TrackChanges& changes, absl::Span<const std::shared_ptr<Track>> put,
+    const Snapshot* newest) {
+  Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  EMA_ASSIGN_OR_RETURN(Proposal proposal,
+                       ProposalLocked(changes, put, newest, applied_change_ + 1));
+  AcceptLocked(std::move(proposal), replaced);
+  if (pending_.back().tracks == tracks_) pending_.clear();
   return replaced;
 }
 
-TrackTable::Replaced TrackTable::ApplyPending() {
+absl::StatusOr<TrackTable::Replaced> TrackTable::Propose(
+    const TrackChanges& changes, absl::Span<const std::shared_ptr<Track>> put,
+    const Snapshot* newest, int64_t number, int64_t accepted) {
+  Replaced replaced;
   absl::MutexLock lock(&mu_);
-  if (!pending_.has_value()) return {};
-  ++plan_revision_;
-  const std::vector<TrackRef> replaced =
-      std::exchange(tracks_, *std::exchange(pending_, std::nullopt));
-  return Replaced(replaced.begin(), replaced.end());
+  if (number <= newest_change_) {
+    return absl::AbortedError(absl::StrCat("model \"", options_.model_name, "\": change ", number,
+                                           " of the tracks was made before change ",
+                                           newest_change_));
+  }
+  newest_change_ = number;
+  AcceptProposalLocked(accepted, replaced);
+  WithdrawLocked(replaced);
+  EMA_ASSIGN_OR_RETURN(proposal_, ProposalLocked(changes, put, newest, number));
+  return replaced;
+}
+
+void TrackTable::AcceptProposalLocked(int64_t number, Replaced& replaced) {
+  if (!proposal_.has_value() || proposal_->change.number != number) return;
+  AcceptLocked(*std::exchange(proposal_, std::nullopt), replaced);
+}
+
+TrackTable::Replaced TrackTable::Accept(int64_t number) {
+  Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  AcceptProposalLocked(number, replaced);
+  return replaced;
+}
+
+TrackTable::Replaced TrackTable::Withdraw(int64_t number) {
+  Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  newest_change_ = std::max(newest_change_, number);
+  if (proposal_.has_value() && proposal_->change.number == number) WithdrawLocked(replaced);
+  return replaced;
+}
+
+TrackTable::Replaced TrackTable::ApplyPending(int64_t in_force) {
+  Replaced replaced;
+  absl::MutexLock lock(&mu_);
+  AcceptProposalLocked(in_force, replaced);
+  while (!pending_.empty() && pending_.front().number <= in_force) {
+    replaced.insert(replaced.end(), tracks_.begin(), tracks_.end());
+    tracks_ = std::move(pending_.front().tracks);
+    applied_change_ = pending_.front().number;
+    pending_.erase(pending_.begin());
+  }
+  return replaced;
 }
 
 bool TrackTable::AreAllPaused() const {
@@ -230,7 +298,7 @@ bool TrackTable::AreAllPaused() const {
 
 PushPlan TrackTable::Plan(const Snapshot* newest, const RunRegistry& runs) const {
   absl::MutexLock lock(&mu_);
-  PushPlan plan{.revision = plan_revision_,
+  PushPlan plan{.revision = PlanRevisionLocked(),
                 .tracks = {},
                 .may_omit_frozen = MayOmitFrozen(tracks_, newest, runs)};
   for (const TrackRef& track : tracks_) {
@@ -243,10 +311,10 @@ PushPlan TrackTable::Plan(const Snapshot* newest, const RunRegistry& runs) const
 absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snapshot* newest,
                                               const RunRegistry& runs) const {
   absl::MutexLock lock(&mu_);
-  if (start.plan_revision != 0 && start.plan_revision != plan_revision_) {
+  if (start.plan_revision != 0 && start.plan_revision != PlanRevisionLocked()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
                      absl::StrCat("plan_revision: ", start.plan_revision, " given, model \"",
-                                  options_.model_name, "\" has ", plan_revision_,
+                                  options_.model_name, "\" has ", PlanRevisionLocked(),
                                   ": its tracks have changed; OpenRun returns the new plan"));
   }
   if (start.omits_frozen && !MayOmitFrozen(tracks_, newest, runs)) {
@@ -325,16 +393,32 @@ absl::StatusOr<bool> TrackTable::IsDueBy(const TrainingTime& time,
 
 TrackTable::State TrackTable::state() const {
   absl::MutexLock lock(&mu_);
+  const std::vector<TrackRef>& next = AfterNextCommitLocked();
   return {.tracks = tracks_,
-          .pending_tracks = pending_.value_or(std::vector<TrackRef>()),
-          .plan_revision = plan_revision_,
+          .pending_tracks = next != tracks_ ? next : std::vector<TrackRef>(),
+          .plan_revision = PlanRevisionLocked(),
           .revision = revision_,
+          .accepted_change = pending_.empty() ? applied_change_ : pending_.back().number,
+          .newest_change = newest_change_,
           .reserved_bytes = ReservedBytesLocked()};
 }
 
 std::vector<TrackRef> TrackTable::after_next_commit() const {
   absl::MutexLock lock(&mu_);
-  return pending_.value_or(tracks_);
+  return AfterNextCommitLocked();
+}
+
+absl::StatusOr<std::vector<TrackRef>> TrackTable::After(int64_t change) const {
+  absl::MutexLock lock(&mu_);
+  if (change == applied_change_) return tracks_;
+  for (const PendingChange& pending : pending_) {
+    if (pending.number == change) return pending.tracks;
+  }
+  if (proposal_.has_value() && proposal_->change.number == change) return proposal_->change.tracks;
+  return MakeError(
+      absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+      absl::StrCat("model \"", options_.model_name, "\": its tracks are being changed"),
+      absl::Milliseconds(100));
 }
 
 int64_t TrackTable::reserved_bytes() const {
@@ -344,10 +428,12 @@ int64_t TrackTable::reserved_bytes() const {
 
 int64_t TrackTable::ReservedBytesLocked() const {
   absl::flat_hash_map<int64_t, int64_t> bytes;  // By track.
-  for (const TrackRef& track : tracks_) bytes[track->id()] = track->reserved_bytes();
-  for (const TrackRef& track : pending_.value_or(std::vector<TrackRef>())) {
-    bytes[track->id()] = track->reserved_bytes();
-  }
+  const auto add = [&bytes](const std::vector<TrackRef>& tracks) {
+    for (const TrackRef& track : tracks) bytes[track->id()] = track->reserved_bytes();
+  };
+  add(tracks_);
+  for (const PendingChange& pending : pending_) add(pending.tracks);
+  if (proposal_.has_value()) add(proposal_->change.tracks);
   for (const SnapshotRef& result : synthesized_) {
     bytes[result->tracks[0].track->id()] = result->tracks[0].track->reserved_bytes();
   }
@@ -388,7 +474,7 @@ absl::StatusOr<const TrackSnapshot*> TrackTable::FindIn(const Snapshot& version,
 }
 
 absl::Status TrackTable::CheckNameIsFreeLocked(std::string_view name) const {
-  if (!IsNamedIn(tracks_, name) && !(pending_.has_value() && IsNamedIn(*pending_, name)) &&
+  if (!IsNamedIn(tracks_, name) && !IsNamedIn(AfterNextCommitLocked(), name) &&
       !history_->NewestHasTrack(name)) {
     return absl::OkStatus();
   }
@@ -408,7 +494,7 @@ absl::StatusOr<TrackRef> TrackTable::MakeSynthesizedTrack(const TrackConfig& con
                        options_.memory.Reserve(absl::StrCat("model \"", options_.model_name,
                                                             "\", \"", config.name, "\""),
                                                track->layout().total_bytes()));
-  track->AddToModel(++last_track_id_, std::move(reservation), options_.block_bytes);
+  track->AddToModel(--last_synthesized_id_, std::move(reservation), options_.block_bytes);
   return track;
 }
 

@@ -59,7 +59,7 @@ class TrackTable {
   };
   // `history` is the model's, and outlives the table.
   TrackTable(Options options, const VersionHistory* history)
-      : options_(std::move(options)), history_(history), plan_revision_(options_.incarnation) {}
+      : options_(std::move(options)), history_(history) {}
 
   // --- Queries ---
 
@@ -67,11 +67,18 @@ class TrackTable {
     std::vector<TrackRef> tracks;
     std::vector<TrackRef> pending_tracks;  // After the next commit; empty: no change.
     int64_t plan_revision = 0;
-    int64_t revision = 0;        // Grows with each change of the tracks after the next commit.
-    int64_t reserved_bytes = 0;  // Of all tracks, pending and synthesized ones too.
+    int64_t revision = 0;  // Grows with each change of the tracks after the next commit.
+    // The number of the newest change that was accepted, and of the newest that was proposed or
+    // withdrawn.
+    int64_t accepted_change = 0;
+    int64_t newest_change = 0;
+    int64_t reserved_bytes = 0;  // Of all tracks, also pending, proposed and synthesized ones.
   };
   State state() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The tracks after the change of that number, which has been accepted, here or at the home.
+  // UNAVAILABLE, SESSION_BUSY: they have been changed again.
+  absl::StatusOr<std::vector<TrackRef>> After(int64_t change) const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
   bool AreAllPaused() const ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, TRACK_NOT_FOUND: neither the model nor its newest version has the track; the message
@@ -106,8 +113,26 @@ class TrackTable {
   absl::StatusOr<Replaced> Change(const TrackChanges& changes,
                                   absl::Span<const std::shared_ptr<Track>> put,
                                   const Snapshot* newest) ABSL_LOCKS_EXCLUDED(mu_);
-  // Makes the pending tracks the current ones.
-  [[nodiscard]] Replaced ApplyPending() ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes the tracks after the pending changes up to number `in_force` the current ones. If that
+  // change is still a proposal, accepts it before.
+  [[nodiscard]] Replaced ApplyPending(int64_t in_force = INT64_MAX) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // The same change in several partitions of a model: it has a number, which is higher than those
+  // of all earlier changes. Each partition keeps it as a proposal, with its memory reserved, until
+  // it is accepted, or withdrawn everywhere because one partition has refused it. There is one
+  // proposal at most; a newer one replaces it.
+
+  // Keeps a proposal, which is made from the tracks after the change `accepted`, and accepts that
+  // one if it still is a proposal. Errors as Change(). ABORTED: `number` is not the highest.
+  absl::StatusOr<Replaced> Propose(const TrackChanges& changes,
+                                   absl::Span<const std::shared_ptr<Track>> put,
+                                   const Snapshot* newest, int64_t number, int64_t accepted)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes the proposed tracks the pending ones. REQUIRES: the proposal has that number.
+  [[nodiscard]] Replaced Accept(int64_t number) ABSL_LOCKS_EXCLUDED(mu_);
+  // Drops the proposal of that number, which will also be refused if it comes later.
+  [[nodiscard]] Replaced Withdraw(int64_t number) ABSL_LOCKS_EXCLUDED(mu_);
+
   // Warnings about schedules in the record of a commit, each once.
   std::vector<LogEvent> NewWarnings(const Version& record) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -126,12 +151,37 @@ class TrackTable {
   void DropSynthesized() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
+  struct PendingChange {
+    int64_t number = 0;
+    std::vector<TrackRef> tracks;  // All, after the change.
+  };
+  struct Proposal {
+    PendingChange change;
+    std::vector<std::string> removed;  // Names.
+    int64_t last_track_id = 0;         // Before its tracks were made.
+  };
+
   // Reserves the memory of a new track, and gives it its id.
   absl::Status AdmitLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<std::vector<TrackRef>> ChangedLocked(const TrackChanges& changes,
                                                       absl::Span<const std::shared_ptr<Track>> put,
                                                       const Snapshot* newest)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<Proposal> ProposalLocked(const TrackChanges& changes,
+                                          absl::Span<const std::shared_ptr<Track>> put,
+                                          const Snapshot* newest, int64_t number)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // These add the tracks that they drop to `replaced`.
+  void AcceptLocked(Proposal proposal, Replaced& replaced) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Does nothing if the proposal has another number.
+  void AcceptProposalLocked(int64_t number, Replaced& replaced) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void WithdrawLocked(Replaced& replaced) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  const std::vector<TrackRef>& AfterNextCommitLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return pending_.empty() ? tracks_ : pending_.back().tracks;
+  }
+  int64_t PlanRevisionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return options_.incarnation + applied_change_;
+  }
   // ALREADY_EXISTS, MODEL_DIFFERS: there is a track of that name, now or from the next commit on.
   absl::Status CheckNameIsFreeLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status UnknownTrackErrorLocked(std::string_view name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
@@ -142,10 +192,16 @@ class TrackTable {
 
   mutable absl::Mutex mu_;
   std::vector<TrackRef> tracks_ ABSL_GUARDED_BY(mu_);
-  std::optional<std::vector<TrackRef>> pending_ ABSL_GUARDED_BY(mu_);
-  int64_t plan_revision_ ABSL_GUARDED_BY(mu_);
+  std::vector<PendingChange> pending_ ABSL_GUARDED_BY(mu_);  // Accepted, oldest first.
+  std::optional<Proposal> proposal_ ABSL_GUARDED_BY(mu_);
+  // Numbers of changes. 0: the tracks are those of the creation.
+  int64_t applied_change_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t newest_change_ ABSL_GUARDED_BY(mu_) = 0;  // Proposed or withdrawn.
   int64_t revision_ ABSL_GUARDED_BY(mu_) = 0;
+  // The ids of tracks count up, and are the same in all partitions of a model. Those of synthesized
+  // averages count down.
   int64_t last_track_id_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t last_synthesized_id_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<SnapshotRef> synthesized_ ABSL_GUARDED_BY(mu_);  // Oldest first.
   absl::flat_hash_set<std::string> warned_configs_ ABSL_GUARDED_BY(mu_);
 };

@@ -2,6 +2,7 @@
 #include "server/group/group_models.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -13,13 +14,17 @@
 #include "server/group/convert.h"
 #include "server/group/group_errors.h"
 #include "server/group/group_statistics.h"
+#include "server/group/group_tracks.h"
 #include "server/group/part_files.h"
+#include "server/group/partition_config.h"
 #include "server/group/reform.h"
 #include "server/rpc/convert.h"
 
 namespace ema::group {
 namespace {
 
+// Making the tables of many tensors takes long.
+constexpr absl::Duration kReserveTimeout = absl::Seconds(30);
 // Tracks may have hundreds of gigabytes. A lost connection ends a call sooner.
 constexpr absl::Duration kComputeTimeout = absl::Minutes(10);
 
@@ -200,12 +205,8 @@ absl::Status GroupModels::CheckIsSame(const ModelConfig& config, const ModelReco
   if (hosted == nullptr || hosted->partition->id().incarnation != record.incarnation) {
     return ModelBusyError(config.name, "is being created again");
   }
-  const std::string difference = config.DifferenceFrom(hosted->config);
-  if (difference.empty()) return absl::OkStatus();
-  return MakeError(
-      absl::StatusCode::kAlreadyExists, ErrorReason::kModelDiffers,
-      absl::StrCat("model \"", config.name,
-                   "\" exists and differs (here: this call, there: the server): ", difference));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(config.name));
+  return CheckSameModel(config, hosted->config, *here);
 }
 
 absl::StatusOr<v1::CreateModelResponse> GroupModels::DescribeCreated(
@@ -390,6 +391,38 @@ absl::StatusOr<v1::GetPartStatisticsResponse> GroupModels::GetPartStatistics(
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
                        FindForCall(request.model(), request.boot(), request.incarnation()));
   return group::GetPartStatistics(*model, request);
+}
+
+absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
+  absl::MutexLock lock(&update_mu_);
+  const std::string& name = request.model();
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition, FindForMessage(name));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> home, store_.Get(name));
+  EMA_ASSIGN_OR_RETURN(Placement placement, PlacementOf(name, home->incarnation()));
+  const auto start = [&](v1::ProposeTracksRequest proposal, TracksCalls& calls) {
+    return StartAtOthers(placement, [&](Peers& peers, size_t other, const std::string& address) {
+      proposal.set_boot(placement.partitions[other].boot);
+      peers.ProposeTracks(address, proposal, kReserveTimeout, calls.EndOf(other));
+    });
+  };
+  EMA_RETURN_IF_ERROR(
+      UpdateGroupTracks(*home, *partition, *placement.config.manifest, request, start));
+  placement.config.tracks.clear();
+  for (const TrackRef& track : home->tracks().after_next_commit()) {
+    placement.config.tracks.push_back(track->config());
+  }
+  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(placement.config));
+  hosted_.SetReservedBytes(name, home->incarnation(),
+                           std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0}));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::ProposeTracksResponse> GroupModels::ProposeTracks(
+    const v1::ProposeTracksRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindForCall(request.model(), request.boot(), request.incarnation()));
+  EMA_RETURN_IF_ERROR(group::ProposeTracks(*model, request));
+  return v1::ProposeTracksResponse();
 }
 
 // --- Descriptions ---

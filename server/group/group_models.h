@@ -105,10 +105,14 @@ class GroupModels final : public ModelGroup {
       const v1::CreateModelRequest& request) override;
   absl::StatusOr<Version> ComputeStatistics(Model& home, const VersionId& id,
                                             absl::Span<const std::string> tracks) override;
+  absl::Status UpdateTracks(const v1::UpdateModelRequest& request) override
+      ABSL_LOCKS_EXCLUDED(update_mu_);
   absl::Status DeleteModel(const std::string& model, bool purge) override;
   absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) override;
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request) override;
+  absl::StatusOr<v1::ProposeTracksResponse> ProposeTracks(
+      const v1::ProposeTracksRequest& request) override;
   void Prepare(const v1::PrepareRequest& request, StateReply reply) override;
   absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) override;
   absl::StatusOr<v1::PublishStateResponse> PublishState(
@@ -155,6 +159,8 @@ class GroupModels final : public ModelGroup {
   ModelLifecycle lifecycle_;
   RegistryFollower follower_;
   const GroupOverview overview_;
+
+  absl::Mutex update_mu_;  // Serializes UpdateTracks().
 };
 
 }  // namespace ema::group

@@ -50,6 +50,7 @@ v1::SavePartRequest RequestOf(const std::string& path, const Model& home, const 
   request.set_folder(path.substr(path.rfind('/') + 1));
   request.mutable_tracks()->Assign(options.tracks.begin(), options.tracks.end());
   request.set_max_file_bytes(options.max_file_bytes);
+  request.set_settings_revision(*options.settings_revision);
   return request;
 }
 
@@ -82,11 +83,18 @@ absl::StatusOr<DataDirectory*> GroupSaves::GetData() const {
 
 absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Model& home,
                                                      const Snapshot& snapshot,
-                                                     const WriteOptions& options) {
+                                                     const WriteOptions& given) {
   EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
   EMA_ASSIGN_OR_RETURN(DataDirectory* const data, GetData());
-  EMA_ASSIGN_OR_RETURN(const GroupModels::Placement placement,
+  EMA_ASSIGN_OR_RETURN(GroupModels::Placement placement,
                        models->PlacementOf(home.config().name, home.incarnation()));
+  // All partitions write the same tracks, even if these are changed meanwhile.
+  WriteOptions options = given;
+  options.settings_revision = home.tracks().state().accepted_change;
+  EMA_ASSIGN_OR_RETURN(const std::vector<TrackRef> tracks,
+                       home.tracks().After(*options.settings_revision));
+  placement.config.tracks.clear();
+  for (const TrackRef& track : tracks) placement.config.tracks.push_back(track->config());
   EMA_ASSIGN_OR_RETURN(const std::vector<WriteOptions> part_options,
                        NumberFiles(placement, options));
   PartCalls calls(placement.partitions);

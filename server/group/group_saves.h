@@ -34,7 +34,7 @@ class GroupSaves final : public PartitionedSaves {
 
   absl::StatusOr<CheckpointManifest> Write(const std::string& path, Model& home,
                                            const Snapshot& snapshot,
-                                           const WriteOptions& options) override
+                                           const WriteOptions& given) override
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Commit(Model& home, const Version& record, int64_t total_bytes, bool keep) override
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -54,6 +54,15 @@ absl::Status HostedModels::StartCalls(absl::FunctionRef<void(Peers&)> call) cons
   return absl::OkStatus();
 }
 
+void HostedModels::SetReservedBytes(const std::string& model, int64_t incarnation, int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  const auto found = models_.find(model);
+  if (found == models_.end() || found->second->partition->id().incarnation != incarnation) return;
+  HostedModel changed = *found->second;
+  changed.reserved_bytes = bytes;
+  found->second = std::make_shared<const HostedModel>(std::move(changed));
+}
+
 absl::StatusOr<std::shared_ptr<HostedPartition>> HostedModels::Add(const Member& member,
                                                                    const ModelRecord& record,
                                                                    int64_t index,

@@ -83,6 +83,9 @@ class HostedModels {
                                                        const ModelRecord& record, int64_t index,
                                                        ModelConfig config) ABSL_LOCKS_EXCLUDED(mu_)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu_);
+  // Replaces HostedModel::reserved_bytes, if that incarnation is here.
+  void SetReservedBytes(const std::string& model, int64_t incarnation, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // Drops the partition of that incarnation, if it is here. `why_deleted` empty: the model has a
   // newer incarnation.
   void Drop(const std::string& model, int64_t incarnation, const std::string& why_deleted)

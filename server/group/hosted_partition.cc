@@ -347,6 +347,11 @@ void HostedPartition::StopHolding() {
 
 // --- Ends of rounds ---
 
+void HostedPartition::SetSettings(int64_t revision, bool is_urgent) {
+  absl::MutexLock lock(&mu_);
+  if (rounds_.has_value() && rounds_->SetSettings(revision, is_urgent)) EndRoundLocked();
+}
+
 void HostedPartition::EndRoundLocked() {
   const GroupState& state = rounds_->state();
   v1::PublishStateRequest request;
@@ -372,11 +377,18 @@ void HostedPartition::ApplyStateLocked(const GroupState& state) {
   if (is_stopped_ || state.incarnation < options_.id.incarnation) return;
   const int64_t round = part_.round();
   const Part::Action action = part_.OnState(state);
+  const bool has_new_settings = state.settings_revision > state_.settings_revision;
   if (state.incarnation == state_.incarnation && state.round >= state_.round) state_ = state;
-  if (action.kind == Part::Action::Kind::kNothing) return;
   if (action.kind == Part::Action::Kind::kPublish) commit_wait_ += Since(prepare_time_);
-  options_.peers->Post(
-      [self = shared_from_this(), action, round, state] { self->Execute(action, round, state); });
+  if (action.kind != Part::Action::Kind::kNothing) {
+    options_.peers->Post(
+        [self = shared_from_this(), action, round, state] { self->Execute(action, round, state); });
+  }
+  if (has_new_settings) Post(&HostedPartition::ApplyTracks);
+}
+
+void HostedPartition::ApplyTracks() {
+  if (const std::shared_ptr<Model> model = this->model()) model->ApplyTracksInForce();
 }
 
 void HostedPartition::Execute(const Part::Action& action, int64_t round, const GroupState& state) {
@@ -421,6 +433,11 @@ void HostedPartition::Execute(const Part::Action& action, int64_t round, const G
 int64_t HostedPartition::round() const {
   absl::MutexLock lock(&mu_);
   return state_.round;
+}
+
+int64_t HostedPartition::settings_revision() const {
+  absl::MutexLock lock(&mu_);
+  return state_.settings_revision;
 }
 
 absl::Status HostedPartition::CheckLaunch(const Launch& launch) {

@@ -100,6 +100,10 @@ class HostedPartition final : public CommitGate,
   // once. May be repeated.
   void StopHolding() ABSL_LOCKS_EXCLUDED(mu_);
 
+  // On the home: all partitions have the change of the tracks with that number. It comes into force
+  // at the next commit, or if `is_urgent` now, which ends the open round.
+  void SetSettings(int64_t revision, bool is_urgent) ABSL_LOCKS_EXCLUDED(mu_);
+
   // Applies a state that the home has sent.
   void OnState(const GroupState& state) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -107,6 +111,7 @@ class HostedPartition final : public CommitGate,
 
   bool is_home() const override { return options_.id.partition == 0; }
   int64_t round() const override ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t settings_revision() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckPush(const PushStart& start) override ABSL_LOCKS_EXCLUDED(mu_);
@@ -143,6 +148,9 @@ class HostedPartition final : public CommitGate,
   void ApplyStateLocked(const GroupState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // On the thread of Peers: what Part::OnState() has returned for the end of `round`.
   void Execute(const Part::Action& action, int64_t round, const GroupState& state);
+
+  // On the thread of Peers: a change of the tracks has come into force.
+  void ApplyTracks() ABSL_LOCKS_EXCLUDED(mu_);
 
   std::shared_ptr<Model> model() const ABSL_LOCKS_EXCLUDED(mu_);
   std::string Name() const;  // "model \"m\", partition 2"

@@ -98,7 +98,7 @@ struct GroupState {
   // The open run; epoch 0: there is none.
   int64_t run_epoch = 0;
   std::string launch_id;
-  int64_t settings_revision = 0;  // In force since the round began.
+  int64_t settings_revision = 0;  // Of the change of the tracks that is in force in the round.
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
   std::vector<int64_t> held_versions;
   int64_t durable_step = 0;  // Grows only.

@@ -316,6 +316,12 @@ void Peers::ReservePartition(const std::string& address, const v1::ReservePartit
                                                  std::move(on_result));
 }
 
+void Peers::ProposeTracks(const std::string& address, const v1::ProposeTracksRequest& request,
+                          absl::Duration timeout, OnResult<v1::ProposeTracksResponse> on_result) {
+  StartCall<&Stub::PrepareAsyncProposeTracks>("ProposeTracks", address, request, timeout,
+                                              std::move(on_result));
+}
+
 void Peers::Prepare(const std::string& address, const v1::PrepareRequest& request,
                     absl::Duration timeout, OnResult<v1::GroupState> on_result) {
   StartCall<&Stub::PrepareAsyncPrepare>("Prepare", address, request, timeout, std::move(on_result));

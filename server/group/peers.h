@@ -59,6 +59,8 @@ class Peers {
   using OnResult = std::function<void(absl::StatusOr<Response>)>;
   void ReservePartition(const std::string& address, const v1::ReservePartitionRequest& request,
                         absl::Duration timeout, OnResult<v1::ReservePartitionResponse> on_result);
+  void ProposeTracks(const std::string& address, const v1::ProposeTracksRequest& request,
+                     absl::Duration timeout, OnResult<v1::ProposeTracksResponse> on_result);
   void Prepare(const std::string& address, const v1::PrepareRequest& request,
                absl::Duration timeout, OnResult<v1::GroupState> on_result);
   void Sync(const std::string& address, const v1::SyncRequest& request, absl::Duration timeout,

@@ -105,6 +105,7 @@ Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading, Ste
   if (!loading.empty()) return {};
   partitions_[partition].has_joined = true;
   if (++joined_count_ < partitions_.size()) return {};
+  state_.settings_revision = next_settings_revision_;
   BeginNextRound();
   return {Answer::kState, true};
 }
@@ -185,6 +186,7 @@ void Rounds::Commit(absl::Time commit_time) {
     }
   }
   state_.last_commit = GroupCommit{state_.round, ++version_, std::move(all), commit_time};
+  state_.settings_revision = next_settings_revision_;
   BeginNextRound();
 }
 
@@ -225,7 +227,7 @@ bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
                 absl::StrCat("run epoch ", run_epoch, " has replaced epoch ", state_.run_epoch));
   state_.run_epoch = run_epoch;
   state_.launch_id = launch_id;
-  return Abort(state_.round, why);
+  return AbortForSettings(why);
 }
 
 bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {
@@ -237,8 +239,14 @@ bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {
 bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
   next_settings_revision_ = revision;
   return is_urgent &&
-         Abort(state_.round, MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
-                                       "the model's settings have changed"));
+         AbortForSettings(MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                                    "the model's settings have changed"));
+}
+
+bool Rounds::AbortForSettings(const absl::Status& why) {
+  if (state_.round == 0) return false;  // They come into force when all partitions have joined.
+  state_.settings_revision = next_settings_revision_;
+  return Abort(state_.round, why);
 }
 
 void Rounds::BeginNextRound() {
@@ -252,7 +260,6 @@ void Rounds::BeginNextRound() {
   last_progress_.reset();
   ++state_.round;
   state_.frozen = frozen_until_.has_value();
-  state_.settings_revision = next_settings_revision_;
 }
 
 }  // namespace ema::group

@@ -102,8 +102,9 @@ class Rounds {
   // Permits no pushes until Expire() is called at `until` or later. Ends the open round with `why`,
   // unless pushes are frozen already: then they remain so until the later of the two times.
   bool Freeze(const absl::Status& why, SteadyTime until);
-  // Every partition has the settings of that revision ready. They come into force when the round
-  // ends; `is_urgent` ends it now.
+  // Every partition has the settings of that revision ready. They come into force with the next
+  // commit, or the next run; `is_urgent`: now, and the round ends. An aborted round changes
+  // nothing, so that trainers learn the new plan from the reply to a push.
   bool SetSettings(int64_t revision, bool is_urgent);
 
   // The registry has answered. The home commits nothing if that is longer ago than
@@ -134,6 +135,8 @@ class Rounds {
   // Why the step that `partition` has prepared cannot be committed with those of the others.
   absl::Status CheckAgreement(size_t partition) const;
   void Commit(absl::Time commit_time);
+  // Ends the round, and the new settings come into force.
+  bool AbortForSettings(const absl::Status& why);
   void BeginNextRound();
 
   const Options options_;

@@ -58,6 +58,7 @@ constexpr Rule kRules[] = {
      /*concerns_all_models=*/true},
 
     {"/ema.v1.GroupService/ReservePartition", Role::kServer, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.GroupService/ProposeTracks", Role::kServer},
     {"/ema.v1.GroupService/Prepare", Role::kServer},
     {"/ema.v1.GroupService/Sync", Role::kServer},
     {"/ema.v1.GroupService/PublishState", Role::kServer},

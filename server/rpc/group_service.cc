@@ -26,6 +26,12 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
         return group->ReservePartition(request);
       },
       on(workers.reserving));
+  ListenUnary(
+      rpc, queue, service, "/ema.v1.GroupService/ProposeTracks", &Service::RequestProposeTracks,
+      [group](const v1::ProposeTracksRequest& request, const Access&) {
+        return group->ProposeTracks(request);
+      },
+      on(workers.reserving));
   ListenHeld(rpc, queue, service, "/ema.v1.GroupService/Prepare", &Service::RequestPrepare,
              [group](const v1::PrepareRequest& request, const Access&, auto reply) {
                group->Prepare(request, std::move(reply));

@@ -55,6 +55,10 @@ class ModelGroup {
   // partition 0. Errors also as the calls of the other servers. Blocks on them.
   virtual absl::StatusOr<Version> ComputeStatistics(Model& home, const VersionId& id,
                                                     absl::Span<const std::string> tracks) = 0;
+  // Changes the tracks of a whole model, as Model::UpdateTracks() does on one server, in all
+  // partitions or in none. Errors also as CheckAllServersRun(). Blocks on the other servers.
+  // REQUIRES: CheckHome() is OK.
+  virtual absl::Status UpdateTracks(const v1::UpdateModelRequest& request) = 0;
   // Deletes the model on all servers and sets its checkpoints aside, or removes them if `purge`.
   // Can be called on any of the servers. OK if there is no such model. Blocks on the registry and
   // the disk.
@@ -73,6 +77,9 @@ class ModelGroup {
   // Blocks.
   virtual absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request) = 0;
+  // May make the tables of very many tensors.
+  virtual absl::StatusOr<v1::ProposeTracksResponse> ProposeTracks(
+      const v1::ProposeTracksRequest& request) = 0;
   // Called once, from any thread, perhaps inside Prepare().
   using StateReply = std::function<void(const absl::StatusOr<v1::GroupState>&)>;
   virtual void Prepare(const v1::PrepareRequest& request, StateReply reply) = 0;

@@ -88,7 +88,8 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
               &RpcContext::EmaService::RequestListModels,
               [this](const v1::ListModelsRequest&, const Access& access)
                   -> absl::StatusOr<v1::ListModelsResponse> { return ListModels(access); });
-  EMA_LISTEN(UpdateModel, [workers](const v1::UpdateModelRequest& request) {
+  EMA_LISTEN(UpdateModel, [this, workers](const v1::UpdateModelRequest& request) {
+    if (group_ != nullptr) return Placement{.worker = workers.restoring, .held = nullptr};
     return Placement{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr,
                      .held = nullptr};
   });
@@ -204,10 +205,10 @@ v1::ListModelsResponse ModelService::ListModels(const Access& access) {
 }
 
 absl::StatusOr<v1::Model> ModelService::UpdateModel(const v1::UpdateModelRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
-                       FindUndividedModel(request.model(), "changing tracks"));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const TrackChanges changes, FromProto(request));
-  EMA_RETURN_IF_ERROR(model->UpdateTracks(changes));
+  EMA_RETURN_IF_ERROR(group_ != nullptr ? group_->UpdateTracks(request)
+                                        : model->UpdateTracks(changes));
   LogTo(log_, LogLevel::kInfo, "model updated", {{"model", request.model()}});
   return Describe(*model, /*in_a_list=*/false);
 }

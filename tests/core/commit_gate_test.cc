@@ -40,6 +40,7 @@ class RecordingGate final : public CommitGate {
  public:
   bool is_home() const override { return true; }
   int64_t round() const override { return present_round; }
+  int64_t settings_revision() const override { return present_settings; }
   absl::Status CheckLaunch(const Launch&) override { return check_launch; }
   void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
   absl::Status CheckPush(const PushStart&) override { return check_push; }
@@ -55,6 +56,7 @@ class RecordingGate final : public CommitGate {
   }
 
   int64_t present_round = 1;
+  int64_t present_settings = 0;
   absl::Status check_launch;
   absl::Status check_push;
   int64_t opened_run = 0;

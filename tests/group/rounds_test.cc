@@ -312,13 +312,17 @@ TEST_F(RoundsTest, FrozenRoundsFollowFreezeUntilItsTimeIsOver) {
   EXPECT_EQ(round(), 4);
 }
 
-TEST_F(RoundsTest, SettingsComeIntoForceBetweenRounds) {
+TEST_F(RoundsTest, SettingsComeIntoForceWithACommitOrARun) {
   EXPECT_FALSE(rounds_.SetSettings(1, false));
+  EXPECT_TRUE(rounds_.Abort(round(), absl::AbortedError("abandoned")));
   EXPECT_EQ(rounds_.state().settings_revision, 0);
   for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
   EXPECT_EQ(rounds_.state().settings_revision, 1);
   EXPECT_TRUE(rounds_.SetSettings(2, true));
   EXPECT_EQ(rounds_.state().settings_revision, 2);
+  EXPECT_FALSE(rounds_.SetSettings(3, false));
+  EXPECT_TRUE(rounds_.OpenRun(/*run_epoch=*/99, "next"));
+  EXPECT_EQ(rounds_.state().settings_revision, 3);
 }
 
 TEST_F(RoundsTest, NothingIsCommittedLongAfterTheRegistryHasAnswered) {
