@@ -6,14 +6,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "ema/manifest.h"
 #include "ema/model_info.h"
 #include "ema/version_id.h"
 #include "server/checkpoint/checkpoint_writer.h"
+#include "server/checkpoint/synthesis_plan.h"
 #include "server/core/model.h"
 #include "server/core/snapshot.h"
 #include "server/format/manifest_json.h"
@@ -35,8 +38,9 @@ struct RecordedCheckpoints {
   }
 };
 
-// How the checkpoints of models on several servers are written and committed; implemented by the
-// group layer. `home`: partition 0 of the model, which this server has. Thread-safe. Calls block.
+// How the checkpoints of models on several servers are written, committed and read for synthesized
+// averages; implemented by the group layer. `home`: partition 0 of the model, which this server
+// has. Thread-safe. Calls block.
 class PartitionedSaves {
  public:
   virtual ~PartitionedSaves() = default;
@@ -63,6 +67,14 @@ class PartitionedSaves {
   // an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the model
   // back to it, or it has a label.
   virtual absl::Status Remove(Model& home, const VersionId& id) = 0;
+
+  // The manifest of the whole model.
+  virtual absl::StatusOr<std::shared_ptr<const Manifest>> WholeManifest(const Model& home) = 0;
+
+  // Makes every partition build its tensors of an average: SynthesizePart(). The caller keeps the
+  // checkpoints that `order` names. Errors name the member; after an error some partitions may have
+  // the average, which then cannot be pulled.
+  virtual absl::Status Synthesize(Model& home, const SynthesisOrder& order) = 0;
 
   // Makes all partitions return to the checkpoint of version `id`, and fences the runs of `home`.
   // Closes `home`: each partition loads the checkpoint into a new Model. Release `home` soon,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <list>
 #include <memory>
 #include <span>
 #include <utility>
@@ -13,9 +14,11 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_reader.h"
+#include "server/checkpoint/partitioned_saves.h"
 #include "server/checkpoint/synthesis_plan.h"
 #include "server/core/known_versions.h"
 #include "server/format/checkpoint_files.h"
+#include "server/format/manifest_parts.h"
 #include "server/format/tensor_reader.h"
 #include "server/kernel/cast.h"
 
@@ -110,15 +113,27 @@ class BlocksMixer {
   std::unique_ptr<BlocksWriter> writer_;
 };
 
-// Which checkpoints there are on the branch of `latest`, newest first, and what they say.
-absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(FileSystem& file_system,
-                                                            const CheckpointFolder::Held& held,
-                                                            const Model& model,
-                                                            const Version& latest,
-                                                            ReadErrorHandler on_error) {
+// Those of `held` that may be used, newest first. In a group these are the ones of the model's
+// present history, which the registry has.
+absl::StatusOr<std::vector<CheckpointId>> UsableIds(const CheckpointFolder& folder,
+                                                    const CheckpointFolder::Held& held) {
+  std::vector<CheckpointId> ids = held.ids();
+  if (folder.partitions() == nullptr) return ids;
+  EMA_ASSIGN_OR_RETURN(const RecordedCheckpoints recorded,
+                       folder.partitions()->Recorded(folder.model_name()));
+  std::erase_if(ids, [&](const CheckpointId& id) {
+    return !recorded.Has(id.version_id()) || !recorded.IsInHistory(id.version_id());
+  });
+  return ids;
+}
+
+// Which of these checkpoints are on the branch of `latest`, newest first, and what they say.
+absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
+    const CheckpointFolder& folder, const std::vector<CheckpointId>& ids, const Model& model,
+    const Manifest& whole, const Version& latest, ReadErrorHandler on_error) {
   std::vector<KnownVersion> on_disk;
-  on_disk.reserve(held.ids().size());
-  for (const CheckpointId& id : held.ids()) {
+  on_disk.reserve(ids.size());
+  for (const CheckpointId& id : ids) {
     on_disk.push_back({.id = id.version_id(), .step = id.step});
   }
   std::vector<StoredCheckpoint> checkpoints;
@@ -126,7 +141,7 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(FileSystem& file_sys
   // Those in memory, too: one of them may have been restored.
   for (const KnownVersion& known : MergeKnownVersions(model.history(), on_disk)) {
     const CheckpointId id{known.id.incarnation, known.id.version, known.step};
-    if (!std::binary_search(held.ids().begin(), held.ids().end(), id, std::greater<>())) {
+    if (!std::binary_search(ids.begin(), ids.end(), id, std::greater<>())) {
       walk.AdvanceIfOnBranch(known.id, known.step, known.restored_from);
       continue;
     }
@@ -134,10 +149,10 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(FileSystem& file_sys
     if (!with_it.AdvanceIfOnBranch(known.id, known.step, std::nullopt)) continue;
     EMA_RETURN_IF_ERROR(model.closed());
     absl::StatusOr<CheckpointManifest> manifest =
-        ReadCheckpointManifest(file_system, held.Path(id));
+        ReadCheckpointManifest(folder.file_system(), folder.Path(CheckpointName(id)));
     if (!manifest.ok()) return on_error(CheckpointName(id), manifest.status());
     walk.AdvanceIfOnBranch(known.id, known.step, manifest->record.restored_from);
-    if (manifest->manifest != model.manifest()) continue;
+    if (manifest->manifest != whole) continue;
     // The largest parts, which are not needed: there may be hundreds of checkpoints.
     manifest->manifest = Manifest();
     manifest->created_tracks.clear();
@@ -175,9 +190,9 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
 }
 
 // All of the plan's sources in `track`'s blocks.
-absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointFolder::Held& held,
-                           const Model& model, const SynthesisPlan& plan, const Track& track,
-                           const Track& exact_track, ReadErrorHandler on_error) {
+absl::StatusOr<Blocks> Mix(const CheckpointFolder& folder, const Model& model,
+                           const SynthesisPlan& plan, const Track& track, const Track& exact_track,
+                           ReadErrorHandler on_error) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksMixer> mixer,
                        BlocksMixer::Create(model.device(), track, exact_track));
   // The positive weights first, the largest first: then every sum on the way is positive, and the
@@ -196,11 +211,38 @@ absl::StatusOr<Blocks> Mix(FileSystem& file_system, const CheckpointFolder::Held
   for (const SynthesisPlan::Source& source : sources) {
     sum += source.weight;
     const double share = &source == &sources.front() ? 1 : source.weight / sum;
-    EMA_RETURN_IF_ERROR(FoldSource(file_system, held.Path(source.checkpoint->id), model, track,
-                                   source, share, gives_rest(source), *mixer, on_error));
+    const std::string path = folder.Path(CheckpointName(source.checkpoint->id));
+    EMA_RETURN_IF_ERROR(FoldSource(folder.file_system(), path, model, track, source, share,
+                                   gives_rest(source), *mixer, on_error));
     EMA_RETURN_IF_ERROR(mixer->EndSource());
   }
   return mixer->Finish();
+}
+
+// Adds the average to the model.
+absl::Status Build(const CheckpointFolder& folder, Model& model, const SynthesisPlan& plan,
+                   ReadErrorHandler on_error) {
+  EMA_ASSIGN_OR_RETURN(TrackRef track, model.tracks().MakeSynthesizedTrack(plan.config));
+  TrackConfig exact_config = plan.config;
+  exact_config.dtype = Dtype::kFloat64;
+  Track exact_track(std::move(exact_config), model.manifest());
+  constexpr int64_t kBlockBytes = int64_t{32} << 20;
+  exact_track.CutIntoBlocks(kBlockBytes);
+  // Not used when this ends.
+  EMA_ASSIGN_OR_RETURN(
+      const auto exact_memory,
+      model.memory().Reserve(
+          absl::StrCat("model \"", model.config().name, "\": to build \"", plan.config.name, "\""),
+          exact_track.layout().total_bytes()));
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->record = plan.record;
+  TrackSnapshot& result = snapshot->tracks.emplace_back();
+  result.track = track;
+  result.last_steps = {plan.record.step};
+  // Another call may have made another of that name and version.
+  result.block_versions.assign(track->block_count(), INT64_MAX);
+  EMA_ASSIGN_OR_RETURN(result.blocks, Mix(folder, model, plan, *track, exact_track, on_error));
+  return model.tracks().AddSynthesized(std::move(snapshot));
 }
 
 absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
@@ -222,33 +264,19 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
   if (request.step > latest->step) {
     return StepNotYetError(model.config().name, request.step, latest->id(), latest->step);
   }
+  PartitionedSaves* const partitions = folder.partitions();
+  std::shared_ptr<const Manifest> whole = model.config().manifest;
+  if (partitions != nullptr) {
+    EMA_ASSIGN_OR_RETURN(whole, partitions->WholeManifest(model));
+  }
   EMA_ASSIGN_OR_RETURN(const auto held, folder.HoldAll());
+  EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, UsableIds(folder, *held));
   EMA_ASSIGN_OR_RETURN(const std::vector<StoredCheckpoint> checkpoints,
-                       ReadManifests(folder.file_system(), *held, model, *latest, on_error));
-  EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan, PlanSynthesis(model, request, checkpoints));
-
-  EMA_ASSIGN_OR_RETURN(TrackRef track, model.tracks().MakeSynthesizedTrack(plan.config));
-  TrackConfig exact_config = plan.config;
-  exact_config.dtype = Dtype::kFloat64;
-  Track exact_track(std::move(exact_config), model.manifest());
-  constexpr int64_t kBlockBytes = int64_t{32} << 20;
-  exact_track.CutIntoBlocks(kBlockBytes);
-  // Not used when this ends.
-  EMA_ASSIGN_OR_RETURN(const auto exact_memory,
-                       model.memory().Reserve(absl::StrCat("model \"", model.config().name,
-                                                           "\": to build \"", request.name, "\""),
-                                              exact_track.layout().total_bytes()));
-  auto snapshot = std::make_shared<Snapshot>();
-  snapshot->record = plan.record;
-  TrackSnapshot& result = snapshot->tracks.emplace_back();
-  result.track = track;
-  result.last_steps = {plan.record.step};
-  // Another call may have made another of that name and version.
-  result.block_versions.assign(track->block_count(), INT64_MAX);
-  EMA_ASSIGN_OR_RETURN(
-      result.blocks, Mix(folder.file_system(), *held, model, plan, *track, exact_track, on_error));
-  EMA_RETURN_IF_ERROR(model.tracks().AddSynthesized(std::move(snapshot)));
-
+                       ReadManifests(folder, ids, model, *whole, *latest, on_error));
+  EMA_ASSIGN_OR_RETURN(const SynthesisPlan plan,
+                       PlanSynthesis(model, *whole, request, checkpoints));
+  EMA_RETURN_IF_ERROR(partitions != nullptr ? partitions->Synthesize(model, OrderOf(plan))
+                                            : Build(folder, model, plan, on_error));
   Synthesis synthesis{.version = plan.record, .residual = plan.residual};
   for (const SynthesisPlan::Source& source : plan.sources) {
     synthesis.sources.push_back(
@@ -256,6 +284,44 @@ absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
   }
   return synthesis;
 }
+
+// The sources of one partition. Not thread-safe.
+class PartSources {
+ public:
+  PartSources(const CheckpointFolder& folder, const Model& partition, int64_t first_tensor)
+      : folder_(folder), partition_(partition), first_tensor_(first_tensor) {}
+
+  // The result refers to this object.
+  absl::StatusOr<SynthesisPlan::Source> Find(const SynthesisOrder::Source& source) {
+    EMA_ASSIGN_OR_RETURN(const StoredCheckpoint* const checkpoint, Read(source.checkpoint));
+    for (const CheckpointTrack& track : checkpoint->manifest.tracks) {
+      if (track.config.name != source.track || !track.weights.has_value()) continue;
+      return SynthesisPlan::Source{checkpoint, &track, source.weight};
+    }
+    return absl::InternalError(absl::StrCat("checkpoint \"", CheckpointName(source.checkpoint),
+                                            "\" has no values of track \"", source.track, "\""));
+  }
+
+ private:
+  absl::StatusOr<const StoredCheckpoint*> Read(const CheckpointId& id) {
+    for (const StoredCheckpoint& known : checkpoints_) {
+      if (known.id == id) return &known;
+    }
+    EMA_RETURN_IF_ERROR(partition_.closed());
+    const std::string name = CheckpointName(id);
+    const absl::StatusOr<CheckpointManifest> whole =
+        ReadCheckpointManifest(folder_.file_system(), folder_.Path(name));
+    if (!whole.ok()) return LocateError(whole.status(), folder_.model_name(), name);
+    EMA_ASSIGN_OR_RETURN(CheckpointManifest part,
+                         PartOf(*whole, first_tensor_, partition_.manifest().tensor_count()));
+    return &checkpoints_.emplace_back(StoredCheckpoint{id, std::move(part)});
+  }
+
+  const CheckpointFolder& folder_;
+  const Model& partition_;
+  const int64_t first_tensor_;
+  std::list<StoredCheckpoint> checkpoints_;  // A list, as its elements are not moved.
+};
 
 }  // namespace
 
@@ -266,6 +332,22 @@ absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
   // Of a deleted model the files go, which is no fault of theirs.
   EMA_RETURN_IF_ERROR(model.closed());
   return result;
+}
+
+absl::Status SynthesizePart(CheckpointFolder& folder, Model& partition, int64_t first_tensor,
+                            const SynthesisOrder& order) {
+  PartSources sources(folder, partition, first_tensor);
+  SynthesisPlan plan{.config = order.config, .record = order.record};
+  for (const SynthesisOrder::Source& source : order.sources) {
+    EMA_ASSIGN_OR_RETURN(plan.sources.emplace_back(), sources.Find(source));
+  }
+  EMA_ASSIGN_OR_RETURN(plan.newest, sources.Find(order.newest));
+  const auto on_error = [&](const std::string& checkpoint, const absl::Status& status) {
+    return LocateError(status, folder.model_name(), checkpoint);
+  };
+  const absl::Status status = Build(folder, partition, plan, on_error);
+  if (!status.ok()) EMA_RETURN_IF_ERROR(partition.closed());
+  return status;
 }
 
 }  // namespace ema

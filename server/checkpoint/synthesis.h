@@ -4,12 +4,14 @@
 #ifndef EMA_SERVER_CHECKPOINT_SYNTHESIS_H_
 #define EMA_SERVER_CHECKPOINT_SYNTHESIS_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/checkpoint/checkpoint_folder.h"
+#include "server/checkpoint/synthesis_plan.h"
 #include "server/core/checkpoints.h"
 #include "server/core/model.h"
 
@@ -24,9 +26,16 @@ using ReadErrorHandler =
 // sources' dtype. Averaged buffers and copied tensors come from the newest source. Thread-safe.
 // Blocks on the disk until they are read, but holds no lock of the store meanwhile, so saves and
 // DeleteModel() continue. When the model is closed, fails soon with its error. Takes the memory of
-// three results, plus a few MiB and the checkpoints' manifests.
+// three results, plus a few MiB and the checkpoints' manifests. Of a model on several servers,
+// plans here and makes each of them build its tensors, by folder.partitions().
 absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
                                      const SynthesisRequest& request, ReadErrorHandler on_error);
+
+// Builds the tensors of one partition of a model, the first of which is tensor `first_tensor` of
+// the whole, and adds the result like Synthesize(). Reads the manifests again, and verifies what it
+// reads. Errors as Synthesize().
+absl::Status SynthesizePart(CheckpointFolder& folder, Model& partition, int64_t first_tensor,
+                            const SynthesisOrder& order);
 
 }  // namespace ema
 

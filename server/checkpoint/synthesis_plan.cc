@@ -136,7 +136,8 @@ absl::Status BeforeFirst(const Model& model, int64_t step,
 
 // Those of `candidates` that are used together. REQUIRES: there is at least one.
 // `all`: also those after the step that was asked for.
-absl::StatusOr<std::vector<Candidate>> Choose(const Model& model, const SynthesisRequest& request,
+absl::StatusOr<std::vector<Candidate>> Choose(const Model& model, const Manifest& manifest,
+                                              const SynthesisRequest& request,
                                               const std::vector<Candidate>& candidates,
                                               const std::vector<Candidate>& all) {
   std::vector<std::string> names = request.tracks;
@@ -150,7 +151,7 @@ absl::StatusOr<std::vector<Candidate>> Choose(const Model& model, const Synthesi
       return BeforeFirst(model, request.step, later);
     }
     if (name == names.front()) first = named;
-    const std::string misfit = Misfit(*named, *first, model.manifest());
+    const std::string misfit = Misfit(*named, *first, manifest);
     if (misfit.empty()) continue;
     return Invalid(ErrorReason::kBadRequest, absl::StrCat("tracks \"", name, "\" does not fit \"",
                                                           names.front(), "\": ", misfit));
@@ -160,7 +161,7 @@ absl::StatusOr<std::vector<Candidate>> Choose(const Model& model, const Synthesi
     const bool is_named = names.empty() || std::find(names.begin(), names.end(),
                                                      candidate.config().name) != names.end();
     // An earlier track of the name may not fit: it is not what was meant.
-    if (is_named && Misfit(candidate, *first, model.manifest()).empty()) {
+    if (is_named && Misfit(candidate, *first, manifest).empty()) {
       chosen.push_back(candidate);
     }
   }
@@ -306,7 +307,8 @@ const Candidate& LastOf(const std::vector<Candidate>& chosen, const std::vector<
 
 }  // namespace
 
-absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisRequest& request,
+absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const Manifest& manifest,
+                                            const SynthesisRequest& request,
                                             absl::Span<const StoredCheckpoint> checkpoints) {
   EMA_RETURN_IF_ERROR(ScheduleOf(request, std::nullopt).status());
   const std::vector<Candidate> all = AllCandidates(checkpoints);
@@ -323,7 +325,8 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
     std::erase_if(candidates, [&](const Candidate& c) { return c.step() > request.step; });
     if (candidates.empty()) return BeforeFirst(model, request.step, all);
   }
-  EMA_ASSIGN_OR_RETURN(std::vector<Candidate> chosen, Choose(model, request, candidates, all));
+  EMA_ASSIGN_OR_RETURN(std::vector<Candidate> chosen,
+                       Choose(model, manifest, request, candidates, all));
   const auto newest = std::max_element(
       chosen.begin(), chosen.end(),
       [](const Candidate& a, const Candidate& b) { return a.profile.end < b.profile.end; });
@@ -362,12 +365,22 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisR
                  .step = step,
                  .time = known != nullptr ? *known : OneUnit(unit, end + last.origin),
                  .run_epoch = from->manifest.record.run_epoch,
-                 .commit_time = absl::Now()};
+                 // As precise as in a message, so that it is the same in all partitions.
+                 .commit_time = absl::FromUnixMicros(absl::ToUnixMicros(absl::Now()))};
   plan.record.tracks.push_back(
       {.track = request.name,
        .config = absl::StrCat(TrackText(plan.config), "; built from ", plan.sources.size(),
                               " snapshots, residual ", solution.residual)});
   return plan;
+}
+
+SynthesisOrder OrderOf(const SynthesisPlan& plan) {
+  const auto order = [](const SynthesisPlan::Source& source) {
+    return SynthesisOrder::Source{source.checkpoint->id, source.track->config.name, source.weight};
+  };
+  SynthesisOrder all{.config = plan.config, .newest = order(plan.newest), .record = plan.record};
+  for (const SynthesisPlan::Source& source : plan.sources) all.sources.push_back(order(source));
+  return all;
 }
 
 }  // namespace ema

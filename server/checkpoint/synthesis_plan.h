@@ -40,11 +40,28 @@ struct SynthesisPlan {
   double residual = 0;
 };
 
-// Errors as Synthesize in ema_service.proto. `checkpoints`: newest first, of this manifest, and on
-// the branch that the model is on (see BranchWalk).
+// Errors as Synthesize in ema_service.proto. `manifest`: of the whole model, of which `model` may
+// be one partition. `checkpoints`: newest first, of this manifest, and on the branch that the model
+// is on (see BranchWalk).
 // REQUIRES: the model has a version. O(n^3) for n sources, of which there are at most 1024.
-absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const SynthesisRequest& request,
+absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const Manifest& manifest,
+                                            const SynthesisRequest& request,
                                             absl::Span<const StoredCheckpoint> checkpoints);
+
+// A plan by the names of what it reads, for a model on several servers: each of them builds its
+// tensors.
+struct SynthesisOrder {
+  struct Source {
+    CheckpointId checkpoint;
+    std::string track;
+    double weight = 0;
+  };
+  TrackConfig config;
+  std::vector<Source> sources;
+  Source newest;
+  Version record;
+};
+SynthesisOrder OrderOf(const SynthesisPlan& plan);
 
 }  // namespace ema
 

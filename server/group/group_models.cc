@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/checkpoint/synthesis.h"
 #include "server/group/convert.h"
 #include "server/group/group_errors.h"
 #include "server/group/group_statistics.h"
@@ -18,6 +19,7 @@
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
 #include "server/group/reform.h"
+#include "server/group/synthesis_order.h"
 #include "server/rpc/convert.h"
 
 namespace ema::group {
@@ -423,6 +425,20 @@ absl::StatusOr<v1::ProposeTracksResponse> GroupModels::ProposeTracks(
                        FindForCall(request.model(), request.boot(), request.incarnation()));
   EMA_RETURN_IF_ERROR(group::ProposeTracks(*model, request));
   return v1::ProposeTracksResponse();
+}
+
+absl::StatusOr<v1::SynthesizePartResponse> GroupModels::SynthesizePart(
+    const v1::SynthesizePartRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
+                       FindForMessage(request.model()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindForCall(request.model(), request.boot(), request.incarnation()));
+  if (options_.checkpoints == nullptr) return NoDataDirError();
+  EMA_ASSIGN_OR_RETURN(const SynthesisOrder order, FromProto(request));
+  const Partition& place = partition->partitions()[static_cast<size_t>(partition->id().partition)];
+  EMA_RETURN_IF_ERROR(ema::SynthesizePart(options_.checkpoints->FolderOf(request.model()), *model,
+                                          place.first_tensor, order));
+  return v1::SynthesizePartResponse();
 }
 
 // --- Descriptions ---

@@ -119,6 +119,8 @@ class GroupModels final : public ModelGroup {
       const v1::PublishStateRequest& request) override;
   absl::StatusOr<v1::GetPartStatisticsResponse> GetPartStatistics(
       const v1::GetPartStatisticsRequest& request) override;
+  absl::StatusOr<v1::SynthesizePartResponse> SynthesizePart(
+      const v1::SynthesizePartRequest& request) override;
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
   absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
       const v1::DescribeMemberRequest& request) override;

@@ -14,12 +14,15 @@
 #include "server/group/group_errors.h"
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
+#include "server/group/synthesis_order.h"
 
 namespace ema::group {
 namespace {
 
 // The longest time in which a partition writes its files. A lost connection ends the call sooner.
 constexpr absl::Duration kSaveTimeout = absl::Hours(1);
+// The same for its tensors of a synthesized average.
+constexpr absl::Duration kSynthesisTimeout = absl::Hours(1);
 
 // The options of each partition: those of the save, with the numbers of the partition's files.
 absl::StatusOr<std::vector<WriteOptions>> NumberFiles(const GroupModels::Placement& placement,
@@ -175,6 +178,31 @@ absl::Status GroupSaves::Remove(Model& home, const VersionId& id) {
                            [&](const ModelRecord& before) { return RemoveCheckpoint(before, id); });
   // The model has been deleted.
   return absl::IsNotFound(status) ? absl::OkStatus() : status;
+}
+
+absl::StatusOr<std::shared_ptr<const Manifest>> GroupSaves::WholeManifest(const Model& home) {
+  EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
+  EMA_ASSIGN_OR_RETURN(const GroupModels::Placement placement,
+                       models->PlacementOf(home.config().name, home.incarnation()));
+  return placement.config.manifest;
+}
+
+absl::Status GroupSaves::Synthesize(Model& home, const SynthesisOrder& order) {
+  EMA_ASSIGN_OR_RETURN(GroupModels* const models, GetModels());
+  EMA_ASSIGN_OR_RETURN(const GroupModels::Placement placement,
+                       models->PlacementOf(home.config().name, home.incarnation()));
+  v1::SynthesizePartRequest request = ToProto(order);
+  request.set_model(home.config().name);
+  request.set_incarnation(home.incarnation());
+  FanOut<v1::SynthesizePartResponse> calls(placement.partitions);
+  EMA_RETURN_IF_ERROR(models->StartAtOthers(
+      placement, [&](Peers& peers, size_t partition, const std::string& address) {
+        request.set_boot(placement.partitions[partition].boot);
+        peers.SynthesizePart(address, request, kSynthesisTimeout, calls.EndOf(partition));
+      }));
+  request.set_boot(placement.partitions[0].boot);
+  calls.EndOf(0)(models->SynthesizePart(request));
+  return calls.Wait().status();
 }
 
 absl::Status GroupSaves::RollBack(Model& home, const VersionId& id) {

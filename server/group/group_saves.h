@@ -5,6 +5,7 @@
 #define EMA_SERVER_GROUP_GROUP_SAVES_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -41,6 +42,10 @@ class GroupSaves final : public PartitionedSaves {
   absl::StatusOr<RecordedCheckpoints> Recorded(const std::string& model) const override
       ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Remove(Model& home, const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::shared_ptr<const Manifest>> WholeManifest(const Model& home) override
+      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Synthesize(Model& home, const SynthesisOrder& order) override
+      ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status RollBack(Model& home, const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

@@ -351,6 +351,12 @@ void Peers::GetPartStatistics(const std::string& address,
                                                   std::move(on_result));
 }
 
+void Peers::SynthesizePart(const std::string& address, const v1::SynthesizePartRequest& request,
+                           absl::Duration timeout, OnResult<v1::SynthesizePartResponse> on_result) {
+  StartCall<&Stub::PrepareAsyncSynthesizePart>("SynthesizePart", address, request, timeout,
+                                               std::move(on_result));
+}
+
 void Peers::SaveNow(const std::string& address, const v1::SaveNowRequest& request,
                     absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result) {
   StartCall<&Stub::PrepareAsyncSaveNow>("SaveNow", address, request, timeout, std::move(on_result));

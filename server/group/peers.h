@@ -71,6 +71,8 @@ class Peers {
                 absl::Duration timeout, OnResult<v1::SavePartResponse> on_result);
   void GetPartStatistics(const std::string& address, const v1::GetPartStatisticsRequest& request,
                          absl::Duration timeout, OnResult<v1::GetPartStatisticsResponse> on_result);
+  void SynthesizePart(const std::string& address, const v1::SynthesizePartRequest& request,
+                      absl::Duration timeout, OnResult<v1::SynthesizePartResponse> on_result);
   void SaveNow(const std::string& address, const v1::SaveNowRequest& request,
                absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result);
   void DescribeMember(const std::string& address, const v1::DescribeMemberRequest& request,

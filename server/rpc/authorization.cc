@@ -64,6 +64,7 @@ constexpr Rule kRules[] = {
     {"/ema.v1.GroupService/PublishState", Role::kServer},
     {"/ema.v1.GroupService/GetPartStatistics", Role::kServer,
      /*is_rejected_while_draining=*/true},
+    {"/ema.v1.GroupService/SynthesizePart", Role::kServer, /*is_rejected_while_draining=*/true},
     // Also while draining: homes save the newest versions of their models before they leave.
     {"/ema.v1.GroupService/SavePart", Role::kServer},
     {"/ema.v1.GroupService/SaveNow", Role::kServer},

@@ -58,6 +58,12 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
       },
       on(workers.computing_parts));
   ListenUnary(
+      rpc, queue, service, "/ema.v1.GroupService/SynthesizePart", &Service::RequestSynthesizePart,
+      [group](const v1::SynthesizePartRequest& request, const Access&) {
+        return group->SynthesizePart(request);
+      },
+      on(workers.computing_parts));
+  ListenUnary(
       rpc, queue, service, "/ema.v1.GroupService/SaveNow", &Service::RequestSaveNow,
       [rpc](const v1::SaveNowRequest& request,
             const Access&) -> absl::StatusOr<v1::SaveNowResponse> {

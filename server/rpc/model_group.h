@@ -89,6 +89,9 @@ class ModelGroup {
   // Blocks for as long as it takes to read the tracks of the partition.
   virtual absl::StatusOr<v1::GetPartStatisticsResponse> GetPartStatistics(
       const v1::GetPartStatisticsRequest& request) = 0;
+  // Blocks for as long as it takes to read the checkpoints.
+  virtual absl::StatusOr<v1::SynthesizePartResponse> SynthesizePart(
+      const v1::SynthesizePartRequest& request) = 0;
   // Blocks for as long as it takes to write the partition.
   virtual absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) = 0;
   // The first part of SaveNow(): ends the open round of the model, and permits no pushes until the

@@ -139,15 +139,6 @@ absl::StatusOr<std::shared_ptr<Model>> ModelService::FindPartition(const std::st
   return store_->Get(name);
 }
 
-absl::StatusOr<std::shared_ptr<Model>> ModelService::FindUndividedModel(
-    const std::string& name, std::string_view what) const {
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<Model> model, FindModel(name));
-  if (!model->is_partition()) return model;
-  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
-                   absl::StrCat("model \"", name, "\" is on a group of servers; ",
-                                std::string(what), " is not supported there yet"));
-}
-
 v1::Model ModelService::Describe(const Model& model, bool in_a_list) const {
   v1::Model proto = ToProto(model, in_a_list);
   if (group_ != nullptr) group_->DescribeWhole(in_a_list, proto);
@@ -430,8 +421,7 @@ absl::StatusOr<v1::VersionRecord> ModelService::GetStatistics(
 
 absl::StatusOr<v1::SynthesizeResponse> ModelService::Synthesize(
     const v1::SynthesizeRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
-                       FindUndividedModel(request.model(), "synthesizing an average"));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, FindModel(request.model()));
   EMA_ASSIGN_OR_RETURN(const SynthesisRequest parsed, FromProto(request));
   EMA_ASSIGN_OR_RETURN(const Synthesis synthesis, checkpoints_.Synthesize(*model, parsed));
   v1::SynthesizeResponse response;

@@ -53,10 +53,6 @@ class ModelService {
   // The model, or in a group this server's partition of it. Errors as ModelStore::Get(), and
   // ModelGroup::CheckLoaded().
   absl::StatusOr<std::shared_ptr<Model>> FindPartition(const std::string& name) const;
-  // The same for a call that a group does not support yet: FAILED_PRECONDITION, BAD_REQUEST;
-  // `what` is the subject of a sentence.
-  absl::StatusOr<std::shared_ptr<Model>> FindUndividedModel(const std::string& name,
-                                                            std::string_view what) const;
   v1::Model Describe(const Model& model, bool in_a_list) const;
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
   absl::StatusOr<v1::Model> GetModel(const v1::GetModelRequest& request);

@@ -86,6 +86,13 @@ class FakeSaves final : public PartitionedSaves {
     return id.version == in_use_version ? InUse() : remove_error;
   }
 
+  absl::StatusOr<std::shared_ptr<const Manifest>> WholeManifest(const Model&) override {
+    return absl::UnimplementedError("no test synthesizes an average");
+  }
+  absl::Status Synthesize(Model&, const SynthesisOrder&) override {
+    return absl::UnimplementedError("no test synthesizes an average");
+  }
+
   absl::Status RollBack(Model&, const VersionId&) override {
     return absl::UnimplementedError("no test rolls back");
   }

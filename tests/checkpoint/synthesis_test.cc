@@ -365,8 +365,9 @@ TEST(SynthesisPlanTest, OfVeryManySnapshotsSomeAreLeftOut) {
       checkpoint.manifest.tracks.push_back(std::move(track));
     }
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const SynthesisPlan plan,
-                           PlanSynthesis(*model, {.name = "x", .profile = .07}, checkpoints));
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const SynthesisPlan plan,
+      PlanSynthesis(*model, model->manifest(), {.name = "x", .profile = .07}, checkpoints));
   EXPECT_EQ(plan.record.step, kCount);
   EXPECT_LE(plan.sources.size(), 1024u);
   EXPECT_EQ(plan.newest.checkpoint->id.step, kCount);
