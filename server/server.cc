@@ -144,8 +144,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
                            checkpoints != nullptr ? &checkpoints->store() : nullptr);
   }
   EMA_RETURN_IF_ERROR(server->StartHttp());
-  // In a group, the registry says which checkpoints are loaded.
-  if (checkpoints != nullptr && server->group_ == nullptr) {
+  if (checkpoints != nullptr && server->group_ != nullptr) {
+    checkpoints->StartScrubbing(*server->store_);
+  } else if (checkpoints != nullptr) {
     EMA_RETURN_IF_ERROR(checkpoints->LoadAll(*server->store_));
   }
   if (hooks.on_recovered) hooks.on_recovered();

@@ -81,10 +81,14 @@ ModelContext CheckpointManager::ContextOf(Model& model) {
 absl::Status CheckpointManager::LoadAll(ModelStore& models) {
   EMA_ASSIGN_OR_RETURN(const LoadReport report, store_->LoadAll(models));
   LogReport(report);
+  StartScrubbing(models);
+  return absl::OkStatus();
+}
+
+void CheckpointManager::StartScrubbing(ModelStore& models) {
   if (options_.scrub_interval > absl::ZeroDuration()) {
     scrubber_.Start(models, options_.scrub_interval);
   }
-  return absl::OkStatus();
 }
 
 void CheckpointManager::LogReport(const LoadReport& report) const {

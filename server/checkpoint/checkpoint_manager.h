@@ -95,6 +95,9 @@ class CheckpointManager final : public Checkpoints {
   // CheckpointStore::LoadAll(), with its report in the log; then starts to scrub. `models` outlives
   // this. To be called once.
   absl::Status LoadAll(ModelStore& models);
+  // In place of LoadAll() in a group, whose registry says what each server loads: starts to scrub
+  // the checkpoints of the models whose home this server is.
+  void StartScrubbing(ModelStore& models);
 
   // None of these blocks on the disk.
   std::optional<int64_t> free_bytes() { return store_->data().free_bytes(); }

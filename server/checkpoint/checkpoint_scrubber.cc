@@ -41,6 +41,7 @@ void CheckpointScrubber::Run(ModelStore& models, absl::Duration interval) {
 CheckpointScrubber::Report CheckpointScrubber::Scrub(ModelStore& models) {
   Report report;
   for (const std::shared_ptr<Model>& model : models.List()) {
+    if (!model->is_home()) continue;
     ScrubModel(*model, report);
     if (!report.is_complete) break;
   }

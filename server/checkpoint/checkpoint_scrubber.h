@@ -24,7 +24,8 @@
 namespace ema {
 
 // Re-reads every checkpoint of all models at an interval, in a thread of its own; bad ones are set
-// aside, and if one is the newest, the newest version is saved again. Thread-safe.
+// aside, and if one is the newest, the newest version is saved again. Of a model on several servers
+// only the home does that. Thread-safe.
 class CheckpointScrubber {
  public:
   struct Report {

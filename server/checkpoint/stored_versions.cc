@@ -11,6 +11,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_reader.h"
+#include "server/checkpoint/partitioned_saves.h"
 #include "server/format/label_file.h"
 #include "server/format/manifest_parts.h"
 #include "server/format/verify.h"
@@ -232,7 +233,15 @@ void StoredVersions::SetAside(const std::string& name, const absl::Status& probl
                  {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});
     return;
   }
-  if (*was_latest) context_.scheduler.SaveNow(context_.model.shared_from_this());
+  if (*was_latest) return context_.scheduler.SaveNow(context_.model.shared_from_this());
+  PartitionedSaves* const partitions = context_.folder.partitions();
+  const std::optional<CheckpointId> id = ParseCheckpointName(name);
+  if (partitions == nullptr || !waits || !id.has_value()) return;
+  if (const absl::Status removed = partitions->Remove(context_.model, id->version_id());
+      !removed.ok()) {
+    context_.Log(LogLevel::kWarning, "corrupt checkpoint still in the registry",
+                 {{"checkpoint", name}, {"error", removed}});
+  }
 }
 
 void StoredVersions::NoteUnreadable(const std::string& name, const absl::Status& problem) const {
