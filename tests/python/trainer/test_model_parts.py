@@ -44,9 +44,7 @@ def test_the_parts_have_the_names_of_the_whole_model(server, client, model):
     parts = [Part(0, 2), torch.compile(Part(1, 3), backend="eager")]
     url = server.url(model)
     optimizers = sgd(parts)
-    with ema_client.attach(
-        parts, optimizers, url, half_life="4ba", tracks={"raw": "copy"}
-    ) as ema:
+    with ema_client.attach(parts, optimizers, url, half_life="4ba", tracks={"raw": "copy"}) as ema:
         train(parts, optimizers)
         assert ema.step == 1
         pushed = values_of([parts[0], parts[1]._orig_mod])
