@@ -170,6 +170,11 @@ absl::StatusOr<Version> GroupPush::Committed() {
 }
 
 absl::StatusOr<Version> GroupPush::DropStep(const absl::Status& error) {
+  const ErrorReason reason = GetErrorReason(error);
+  if (reason == ErrorReason::kPlanChanged || reason == ErrorReason::kPlanMismatch) {
+    // The other parts have the old plan, too, and each would lose a step to learn that.
+    for (const GroupRun::PushingPart& part : run_->pushing_parts()) part.run->MarkNotReady();
+  }
   // Not round_, which may be a later one, in which other ranks push the next step.
   int64_t begun_round = 0;
   for (const auto& part : parts_) begun_round = std::max(begun_round, part->begun_round());
