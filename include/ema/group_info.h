@@ -56,7 +56,7 @@ struct GroupInfo {
     absl::Duration degraded;           // Zero: steps can be committed.
     int64_t reform_count = 0;
     absl::Duration commit_wait;  // At the server that describes the group.
-    std::string problem;  // Empty: nothing is wrong with the model.
+    std::string problem;         // Empty: nothing is wrong with the model.
   };
   std::string group;
   std::string member;  // The server that describes the group.

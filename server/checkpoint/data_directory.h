@@ -95,8 +95,8 @@ class DataDirectory {
   // Folders with a model's name. FAILED_PRECONDITION: one is a symbolic link.
   absl::StatusOr<std::vector<std::string>> ModelNames() const;
 
-  // The highest incarnation in the names of a model's checkpoints, also of those set aside; 0: there
-  // are none.
+  // The highest incarnation in the names of a model's checkpoints, also of those set aside; 0:
+  // there are none.
   absl::StatusOr<int64_t> NewestIncarnation(std::string_view model) const;
 
   // --- Health ---
