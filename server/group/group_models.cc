@@ -367,8 +367,10 @@ absl::Status GroupModels::StartAtOthers(
 absl::StatusOr<std::shared_ptr<Model>> GroupModels::FindForCall(const std::string& model,
                                                                 const std::string& boot,
                                                                 int64_t incarnation) const {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition, FindForMessage(model));
-  if (boot != partition->id().boot || incarnation != partition->id().incarnation) {
+  const auto hosted = hosted_.Find(model);
+  // A process that has just started has no partition yet, and the caller's incarnation has ended.
+  if (hosted == nullptr || boot != hosted->partition->id().boot ||
+      incarnation != hosted->partition->id().incarnation) {
     return FencedError(
         model, absl::StrCat("this process does not have a partition of incarnation ", incarnation));
   }
@@ -429,10 +431,10 @@ absl::StatusOr<v1::ProposeTracksResponse> GroupModels::ProposeTracks(
 
 absl::StatusOr<v1::SynthesizePartResponse> GroupModels::SynthesizePart(
     const v1::SynthesizePartRequest& request) {
-  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
-                       FindForMessage(request.model()));
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
                        FindForCall(request.model(), request.boot(), request.incarnation()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
+                       FindForMessage(request.model()));
   if (options_.checkpoints == nullptr) return NoDataDirError();
   EMA_ASSIGN_OR_RETURN(const SynthesisOrder order, FromProto(request));
   const Partition& place = partition->partitions()[static_cast<size_t>(partition->id().partition)];

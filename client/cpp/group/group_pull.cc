@@ -176,7 +176,13 @@ absl::StatusOr<PullInfo> GroupPull::PullPart(Part& part, SteadyTime deadline,
     const absl::Status status = puller.Run(*server, deadline, interrupt);
     if (status.ok()) break;
     const bool may_come = !is_leading && GetErrorReason(status) == ErrorReason::kVersionNotYet;
-    if (!may_come || SteadyNow() >= publish_deadline) return status;
+    if (!may_come) return status;
+    if (SteadyNow() >= publish_deadline) {
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                       absl::StrCat("model \"", request_.model(), "\": server \"", place.member,
+                                    "\" has not published a version that the group has committed: ",
+                                    status.message()));
+    }
     if (!interrupt->Sleep(backoff.Next(status))) return absl::CancelledError("interrupted");
   }
   PullInfo info = std::move(puller).TakeInfo();
