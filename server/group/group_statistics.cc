@@ -70,7 +70,9 @@ absl::StatusOr<Version> ComputeGroupStatistics(
     EMA_ASSIGN_OR_RETURN(wanted.emplace_back(), home.tracks().FindIn(*snapshot, name));
   }
   if (tracks.empty()) {
-    for (const TrackSnapshot& track : snapshot->tracks) wanted.push_back(&track);
+    for (const TrackSnapshot& track : snapshot->tracks) {
+      if (!track.track->config().schedule.is_copy()) wanted.push_back(&track);
+    }
   }
   Version record = snapshot->record;
   StatisticsByTrack found;
