@@ -216,7 +216,7 @@ void AddLabelCommands(CLI::App& app, Options& options, Command& chosen) {
       ->check(CheckLabel);
 }
 
-// Of commands that a probe runs: Docker knows only these two. As UsageExitCode() for `health`.
+// The exit codes of commands that Docker runs as probes, which may only be 0 and 1.
 int ProbeExitCode(const absl::Status& status) { return status.ok() ? kExitOk : kExitOther; }
 
 // Declares what is about the server itself.

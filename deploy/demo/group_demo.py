@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training whose average is on a group of servers, one of which is killed and comes back."""
+"""Trains a network whose average is on a group of servers, while one of them is killed and restarted."""
 
 from __future__ import annotations
 
