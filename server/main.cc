@@ -220,7 +220,7 @@ int main(int argc, char** argv) {
     ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;
   }
-  ema::FreedMemory freed;
+  ema::HeapTrimmer freed;
   std::string asked_by;
   while ((asked_by = stop.Wait(kTrimInterval)).empty()) freed.TrimHeap();
   ema::Log(ema::LogLevel::kInfo, "draining",

@@ -182,7 +182,7 @@ absl::Status Server::OpenCheckpoints() {
   if (options_.data_dir.empty()) return absl::OkStatus();
   auto checkpoints = CheckpointManager::Open(PosixFileSystem(), CheckpointOptions());
   if (!checkpoints.ok()) {
-    return WithPlace(checkpoints.status(), absl::StrCat("--data-dir ", options_.data_dir, ": "));
+    return WithPrefix(checkpoints.status(), absl::StrCat("--data-dir ", options_.data_dir, ": "));
   }
   checkpoints_ = *std::move(checkpoints);
   incarnation_ = checkpoints_->incarnation();
@@ -259,7 +259,7 @@ absl::Status Server::Drain() {
   }
   store_->Drain(deadline);
   // Before the save: a step that is committed later would be lost.
-  if (group_ != nullptr) group_->models()->StopHolding();
+  if (group_ != nullptr) group_->models()->ReleaseHeldCalls();
   absl::Status result;
   if (checkpoints_ != nullptr) result = checkpoints_->Drain(*store_);
   if (group_ != nullptr) group_->SaveAtHomes();

@@ -33,7 +33,7 @@ absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& opti
                             .certificate_file = options.etcd_cert,
                             .key_file = options.etcd_key,
                             .log = std::move(log)});
-  if (!registry.ok()) return WithPlace(registry.status(), "--etcd: ");
+  if (!registry.ok()) return WithPrefix(registry.status(), "--etcd: ");
   return *std::move(registry);
 }
 
@@ -77,7 +77,7 @@ absl::Status ServerGroup::CheckDirectory() {
     id = DataDirectory::FindGroupId(PosixFileSystem(), options_.data_dir, options_.group);
     if (absl::IsNotFound(id.status())) id = "";
   }
-  if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
+  if (!id.ok()) return WithPrefix(id.status(), "--data-dir: ");
   EMA_ASSIGN_OR_RETURN(const RegistryEntry entry, registry_->Read(DirectoryKey()));
   return entry.revision == 0 ? absl::OkStatus() : CheckSameDirectory(*id, entry.value);
 }
@@ -85,7 +85,7 @@ absl::Status ServerGroup::CheckDirectory() {
 absl::Status ServerGroup::AgreeOnDirectory() {
   absl::StatusOr<std::string> id = std::string(kNoDirectory);
   if (checkpoints_ != nullptr) id = checkpoints_->data().GroupId(options_.group);
-  if (!id.ok()) return WithPlace(id.status(), "--data-dir: ");
+  if (!id.ok()) return WithPrefix(id.status(), "--data-dir: ");
   EMA_ASSIGN_OR_RETURN(RegistryEntry entry, registry_->Read(DirectoryKey()));
   if (entry.revision == 0) {
     absl::Status put = registry_->CompareAndPut(DirectoryKey(), /*revision=*/0, *id).status();

@@ -199,15 +199,15 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
   // Who may not delete must not make.
   if (absl::Status allowed = remove(); !allowed.ok()) {
     return absl::IsPermissionDenied(allowed)
-               ? WithPlace(allowed,
-                           "bench makes a model and deletes it, so it needs the role admin: ")
+               ? WithPrefix(allowed,
+                            "bench makes a model and deletes it, so it needs the role admin: ")
                : allowed;
   }
   EMA_RETURN_IF_ERROR(CheckFits(options.bytes));
   const absl::StatusOr<Results> results = benchmark.Run();
   absl::Status removed = remove();
   if (!removed.ok()) {
-    PrintError(WithPlace(removed, absl::StrCat("model ", model, " is left on the server: ")),
+    PrintError(WithPrefix(removed, absl::StrCat("model ", model, " is left on the server: ")),
                session.json);
   }
   EMA_RETURN_IF_ERROR(results.status());

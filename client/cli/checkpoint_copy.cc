@@ -51,7 +51,7 @@ absl::StatusOr<CheckpointManifest> CopyAndVerify(FileSystem& file_system, const 
   if (!absl::IsDataLoss(copied.status())) return copied;
   // Which of the two is wrong?
   EMA_RETURN_IF_ERROR(VerifyCheckpoint(file_system, from).status());
-  return WithPlace(copied.status(), "the copy: ");
+  return WithPrefix(copied.status(), "the copy: ");
 }
 
 }  // namespace

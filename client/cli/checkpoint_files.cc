@@ -233,8 +233,8 @@ absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
     if (finding.status.ok()) continue;
     const std::string track =
         finding.track.empty() ? "" : absl::StrCat("track \"", finding.track, "\": ");
-    return WithPlace(finding.status,
-                     absl::StrCat("checkpoint \"", finding.checkpoint, "\": ", track));
+    return WithPrefix(finding.status,
+                      absl::StrCat("checkpoint \"", finding.checkpoint, "\": ", track));
   }
   return absl::OkStatus();
 }
@@ -247,7 +247,7 @@ absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool
     return BadRequest(absl::StrCat(to, " is inside ", from, "; expected a folder elsewhere"));
   }
   const absl::StatusOr<CheckpointManifest> copied = CopyVerified(PosixFileSystem(), from, to);
-  if (!copied.ok()) return WithPlace(copied.status(), absl::StrCat(from, " to ", to, ": "));
+  if (!copied.ok()) return WithPrefix(copied.status(), absl::StrCat(from, " to ", to, ": "));
   return PrintResult(
       json,
       {{"copied", BaseName(from)},

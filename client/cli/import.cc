@@ -11,7 +11,7 @@
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
 #include "client/cli/weights_file.h"
-#include "client/cpp/trainer/first_value.h"
+#include "client/cpp/trainer/import_check.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -51,7 +51,7 @@ TrainingTime TimeOf(int64_t step, absl::Span<const TrackConfig> tracks) {
 absl::Status Import(const Session& session, const ImportOptions& options) {
   const TrainingTime time = TimeOf(options.step, options.tracks);
   for (const TrackConfig& track : options.tracks) {
-    EMA_RETURN_IF_ERROR(CheckKeepsFirstValue(track, time, options.updates));
+    EMA_RETURN_IF_ERROR(CheckCanContinueImport(track, time, options.updates));
   }
   EMA_ASSIGN_OR_RETURN(const WeightsFile file, WeightsFile::Open(options.from));
   EMA_ASSIGN_OR_RETURN(const Client::CreateModelResult made,

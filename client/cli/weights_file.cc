@@ -79,7 +79,7 @@ absl::Status FileError(const std::string& path, const absl::Status& status) {
   if (absl::IsUnavailable(status)) {
     return absl::UnknownError(absl::StrCat(path, ": ", status.message()));
   }
-  return WithPlace(status, absl::StrCat(path, ": "));
+  return WithPrefix(status, absl::StrCat(path, ": "));
 }
 
 absl::StatusOr<WeightsFile> WeightsFile::Open(const std::string& path) {

@@ -61,7 +61,7 @@ absl::Status BadRequest(std::string_view message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadRequest, message);
 }
 
-absl::Status WithPlace(const absl::Status& status, std::string_view where) {
+absl::Status WithPrefix(const absl::Status& status, std::string_view where) {
   absl::Status result(status.code(),
                       EscapeUnprintable(absl::StrCat(ToAbsl(where), status.message())));
   status.ForEachPayload([&result](absl::string_view url, const absl::Cord& payload) {

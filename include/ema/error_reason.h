@@ -97,7 +97,7 @@ absl::Status MakeError(absl::StatusCode code, ErrorReason reason, std::string_vi
 // INVALID_ARGUMENT, BAD_REQUEST.
 absl::Status BadRequest(std::string_view message);
 // `status` with `where` prepended to its message, escaped as by MakeError(); OK stays OK.
-absl::Status WithPlace(const absl::Status& status, std::string_view where);
+absl::Status WithPrefix(const absl::Status& status, std::string_view where);
 
 // The reason attached to `status`; kUnspecified if there is none.
 ErrorReason GetErrorReason(const absl::Status& status);

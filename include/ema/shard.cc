@@ -41,7 +41,7 @@ absl::Status ValidateShard(const Manifest& manifest, const Shard& shard) {
   if (fits) return absl::OkStatus();
   // A client may send any number of them.
   const auto quote = [](const std::vector<int64_t>& values) {
-    return absl::StrJoin(absl::MakeConstSpan(values).subspan(0, kMaxRank + 1), ", ");
+    return absl::StrJoin(absl::MakeConstSpan(values).subspan(0, kMaxDimensions + 1), ", ");
   };
   return Refuse(
       ErrorReason::kBadLayout,
@@ -87,8 +87,8 @@ int64_t StretchElements(const Shard& shard, absl::Span<const int64_t> shape) {
   return elements;
 }
 
-std::array<int64_t, kMaxRank> Strides(absl::Span<const int64_t> shape) {
-  std::array<int64_t, kMaxRank> strides = {};
+std::array<int64_t, kMaxDimensions> Strides(absl::Span<const int64_t> shape) {
+  std::array<int64_t, kMaxDimensions> strides = {};
   int64_t stride = 1;
   for (size_t d = shape.size(); d-- > 0;) {
     strides[d] = stride;
@@ -124,9 +124,9 @@ class StretchCursor {
 
  private:
   const Shard& shard_;
-  const std::array<int64_t, kMaxRank> strides_;
+  const std::array<int64_t, kMaxDimensions> strides_;
   size_t outer_ = 0;  // Dimensions that a run does not span.
-  std::array<int64_t, kMaxRank> position_ = {};
+  std::array<int64_t, kMaxDimensions> position_ = {};
   int64_t tensor_element_ = 0;
 };
 
@@ -134,7 +134,7 @@ class StretchCursor {
 // large as it can be: rows up to the next whole slab, whole slabs, rows of the last one.
 void AppendBoxes(const Shard& whole, int64_t begin, int64_t end, std::vector<Shard>& shards) {
   const std::vector<int64_t>& shape = whole.extents;
-  const std::array<int64_t, kMaxRank> strides = Strides(shape);
+  const std::array<int64_t, kMaxDimensions> strides = Strides(shape);
   while (begin < end) {
     size_t d = 0;
     while (d < shape.size() && (begin % strides[d] != 0 || end - begin < strides[d])) ++d;
@@ -239,7 +239,7 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     const int64_t element_size = DtypeSize(dtype);
     const bool is_next = layout.shapes_.empty() || (&shard)[-1].tensor_index != shard.tensor_index;
     if (is_next) layout.shapes_.push_back(spec.shape);
-    const std::array<int64_t, kMaxRank> strides = Strides(spec.shape);
+    const std::array<int64_t, kMaxDimensions> strides = Strides(spec.shape);
     const bool is_empty = shard.element_count() == 0;  // It may be anywhere.
     layout.geometry_.push_back(
         {.stretch_elements = StretchElements(shard, spec.shape),
@@ -307,18 +307,19 @@ bool RankLayout::IsElementBoundary(int64_t offset) const {
   return (offset - starts_[i]) % geometry_[i].element_size == 0;
 }
 
-void RankLayout::ForEachStretch(int64_t offset, int64_t length_bytes,
-                                const std::function<bool(const Stretch&)>& visit) const {
+void RankLayout::ForEachRange(int64_t offset, int64_t length_bytes,
+                              const std::function<bool(const ContiguousRange&)>& visit) const {
   Walk(offset, length_bytes, /*joined=*/false, visit);
 }
 
-void RankLayout::ForEachJoinedStretch(int64_t offset, int64_t length_bytes,
-                                      const std::function<bool(const Stretch&)>& visit) const {
+void RankLayout::ForEachJoinedRange(
+    int64_t offset, int64_t length_bytes,
+    const std::function<bool(const ContiguousRange&)>& visit) const {
   Walk(offset, length_bytes, /*joined=*/true, visit);
 }
 
 void RankLayout::Walk(int64_t offset, int64_t length_bytes, bool joined,
-                      const std::function<bool(const Stretch&)>& visit) const {
+                      const std::function<bool(const ContiguousRange&)>& visit) const {
   if (length_bytes == 0) return;
   const int64_t end = offset + length_bytes;
   for (int64_t i = FindShard(offset), next; offset < end; i = next) {
@@ -329,10 +330,10 @@ void RankLayout::Walk(int64_t offset, int64_t length_bytes, bool joined,
     const int64_t shards_end = std::min(end, starts_[next]);
     const Shard& shard = shards_[i];
     const int64_t element = (offset - starts_[i]) / geometry.element_size;
-    Stretch stretch = {.shard_index = i,
-                       .tensor_index = shard.tensor_index,
-                       .byte_offset = offset,
-                       .dtype = geometry.dtype};
+    ContiguousRange stretch = {.shard_index = i,
+                               .tensor_index = shard.tensor_index,
+                               .byte_offset = offset,
+                               .dtype = geometry.dtype};
     if (starts_[i + 1] - starts_[i] == geometry.stretch_elements * geometry.element_size) {
       // Most are one stretch. What else there is to know of a shard is in pieces of the heap.
       stretch.tensor_element = geometry.first_element + element;

@@ -56,7 +56,7 @@ class RankLayout {
     return shards().last(static_cast<size_t>(frozen_shard_count_));
   }
   // Size of the shards before the frozen ones.
-  int64_t live_bytes() const { return starts_[shards_.size() - frozen_shard_count_]; }
+  int64_t trained_bytes() const { return starts_[shards_.size() - frozen_shard_count_]; }
   WireDtype wire_dtype() const { return wire_dtype_; }
   // CRC32C over, per shard: tensor index, offsets, extents as little-endian int64; then the number
   // of frozen shards, unless it is 0; then -1, if the wire dtype is bfloat16.
@@ -72,7 +72,7 @@ class RankLayout {
   bool IsElementBoundary(int64_t offset) const;
 
   // A range of the rank's bytes that is also contiguous in its tensor.
-  struct Stretch {
+  struct ContiguousRange {
     int64_t shard_index = 0;
     int64_t tensor_index = 0;
     int64_t byte_offset = 0;     // In the rank's bytes.
@@ -83,17 +83,17 @@ class RankLayout {
 
   // Calls `visit` for each stretch of the bytes [offset, offset + length_bytes), in order, until it
   // returns false. REQUIRES: both ends are element boundaries inside the rank's bytes.
-  void ForEachStretch(int64_t offset, int64_t length_bytes,
-                      const std::function<bool(const Stretch&)>& visit) const;
+  void ForEachRange(int64_t offset, int64_t length_bytes,
+                    const std::function<bool(const ContiguousRange&)>& visit) const;
   // The same, but joins whole tensors of one dtype that are consecutive both in the layout and in
   // the manifest: such a stretch extends past the end of its tensor.
-  void ForEachJoinedStretch(int64_t offset, int64_t length_bytes,
-                            const std::function<bool(const Stretch&)>& visit) const;
+  void ForEachJoinedRange(int64_t offset, int64_t length_bytes,
+                          const std::function<bool(const ContiguousRange&)>& visit) const;
 
  private:
   void JoinStretches(const Manifest& manifest, absl::Span<const Shard> shards);
   void Walk(int64_t offset, int64_t length_bytes, bool joined,
-            const std::function<bool(const Stretch&)>& visit) const;
+            const std::function<bool(const ContiguousRange&)>& visit) const;
 
   // Precomputed properties of a shard, for Walk().
   struct Geometry {

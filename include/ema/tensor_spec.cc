@@ -145,9 +145,9 @@ absl::Status TensorSpec::Validate() const {
         *this, absl::StrCat("dtype number ", static_cast<int>(dtype), " is unknown; expected 1 to ",
                             kDtypes.size(), ", such as 1 (float32)"));
   }
-  if (shape.size() > kMaxRank) {
+  if (shape.size() > kMaxDimensions) {
     return BadTensor(*this, absl::StrCat("a shape of ", shape.size(), " dimensions; at most ",
-                                         kMaxRank, " are allowed"));
+                                         kMaxDimensions, " are allowed"));
   }
   // Empty dimensions count as 1, so that no product of some of the extents overflows either.
   int64_t bytes = DtypeSize(dtype);

@@ -70,7 +70,7 @@ std::string_view TensorActionName(TensorAction action);
 // The action of that name; absent: there is none.
 std::optional<TensorAction> ParseTensorAction(std::string_view name);
 
-inline constexpr int kMaxRank = 8;
+inline constexpr int kMaxDimensions = 8;
 inline constexpr int64_t kMaxTensorNameBytes = 1024;
 
 // One named array, row-major. A scalar has an empty shape; an extent may be 0.
@@ -86,8 +86,8 @@ struct TensorSpec {
   std::vector<std::string> aliases;
 
   // INVALID_ARGUMENT, BAD_MANIFEST: a name or alias that is empty, too long, not UTF-8 or has a
-  // control character; the name "__metadata__"; rank above kMaxRank; a negative extent; or a size
-  // in bytes that does not fit in 62 bits.
+  // control character; the name "__metadata__"; rank above kMaxDimensions; a negative extent; or a
+  // size in bytes that does not fit in 62 bits.
   absl::Status Validate() const;
 
   // REQUIRES: Validate() is OK (then these cannot overflow).

@@ -265,7 +265,7 @@ TrackState NextState(const TrackConfig& track, const TrackState& state,
   return next;
 }
 
-TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest) {
+TrackConfig WithoutUnmatchedRules(TrackConfig track, const Manifest& manifest) {
   std::erase_if(track.tensor_rules, [&manifest](const TensorRule& rule) {
     return rule.action != TensorAction::kIgnore && MatchingTensors(rule.pattern, manifest).empty();
   });

@@ -102,7 +102,7 @@ TrackState NextState(const TrackConfig& track, const TrackState& state,
 
 // The track without the rules that ValidateTrack() rejects because they match no tensor of the
 // manifest.
-TrackConfig WithoutIdleRules(TrackConfig track, const Manifest& manifest);
+TrackConfig WithoutUnmatchedRules(TrackConfig track, const Manifest& manifest);
 
 // A text such as "half_life=200ba, update_interval=5ba; dtype float64; head.* ignore; stem.*
 // (half_life=10ba, update_interval=5ba)": the schedule and the options that are not at their

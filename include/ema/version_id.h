@@ -16,7 +16,7 @@ struct VersionId {
   int64_t incarnation = 0;
 
   // True if this id, in which incarnation 0 means any, matches `other`.
-  bool Names(const VersionId& other) const {
+  bool Matches(const VersionId& other) const {
     return version == other.version && (incarnation == 0 || incarnation == other.incarnation);
   }
 

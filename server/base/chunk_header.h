@@ -14,7 +14,7 @@ struct ChunkHeader {
   int64_t data_bytes = 0;
   // Not on the wire. The data came through shared memory of this host, which does not damage them,
   // so the receiver does not verify the checksum.
-  bool is_undamaged = false;
+  bool skips_checksum = false;
 };
 
 }  // namespace ema

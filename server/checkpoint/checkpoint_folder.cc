@@ -166,7 +166,7 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
       const CheckpointManifest written,
       files_.WriteTemporary(model, snapshot, name,
                             {.tracks = options.tracks, .max_file_bytes = options_.max_file_bytes},
-                            options_.partitions, keep, /*leave_room=*/options.keep));
+                            options_.partitions, keep, /*needs_room_for_another=*/options.keep));
   if (has_old_settings && !HasTracksOf(model, snapshot)) {
     files_.RemoveTemporary(name);
     return CannotReplaceError(name, "one of its tracks has just been removed");
@@ -489,7 +489,7 @@ absl::Status CheckpointFolder::DeleteLocked(std::string_view name, Model* model)
     if (CheckpointName(latest) == name) {
       return InUse(model_name_, name, "is the newest, which a restart loads");
     }
-    if (!entry->problem.ok()) EMA_RETURN_IF_ERROR(TakeOffLatestLocked(*entry));
+    if (!entry->problem.ok()) EMA_RETURN_IF_ERROR(UpdateLatestBeforeRemovalLocked(*entry));
     EMA_ASSIGN_OR_RETURN(const bool is_removed, StartRemovingLocked(std::string(name), model));
     if (!is_removed) return InUse(model_name_, name, "is being read; try again");
     index_.ForgetMissing(entry->id);
@@ -502,7 +502,7 @@ absl::Status CheckpointFolder::DeleteLocked(std::string_view name, Model* model)
   return absl::OkStatus();
 }
 
-absl::Status CheckpointFolder::TakeOffLatestLocked(const CheckpointEntry& entry) {
+absl::Status CheckpointFolder::UpdateLatestBeforeRemovalLocked(const CheckpointEntry& entry) {
   EMA_ASSIGN_OR_RETURN(const std::optional<std::string> named, files_.ReadLatestName());
   if (entry.is_partial || named != CheckpointName(entry.id)) return absl::OkStatus();
   EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());

@@ -285,7 +285,8 @@ class CheckpointFolder {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Before a checkpoint that was set aside or is missing is removed: LATEST must not name it, or
   // the next start would miss it.
-  absl::Status TakeOffLatestLocked(const CheckpointEntry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status UpdateLatestBeforeRemovalLocked(const CheckpointEntry& entry)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   DataDirectory& data_;
   const CheckpointStoreOptions& options_;

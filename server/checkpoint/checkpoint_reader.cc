@@ -86,7 +86,7 @@ class StoredTrackImpl final : public StoredTrack {
     absl::StatusOr<HostPiece> piece = ReadRange(offset, offset + length_bytes);
     if (piece.ok()) return std::vector<HostPiece>{*std::move(piece)};
     if (!absl::IsDataLoss(piece.status())) return piece.status();
-    absl::Status problem = WithPlace(piece.status(), absl::StrCat("track \"", name_, "\": "));
+    absl::Status problem = WithPrefix(piece.status(), absl::StrCat("track \"", name_, "\": "));
     if (on_corrupt_) on_corrupt_(problem);
     return problem;
   }
@@ -215,8 +215,8 @@ absl::StatusOr<const CheckpointTrack*> FindTrack(const CheckpointManifest& check
 
 absl::Status LocateError(const absl::Status& status, std::string_view model,
                          std::string_view checkpoint) {
-  return WithPlace(status, absl::StrCat("model \"", std::string(model), "\", checkpoint \"",
-                                        std::string(checkpoint), "\": "));
+  return WithPrefix(status, absl::StrCat("model \"", std::string(model), "\", checkpoint \"",
+                                         std::string(checkpoint), "\": "));
 }
 
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
@@ -241,7 +241,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
     }
     absl::StatusOr<TrackSnapshot> restored = RestoreTrack(job, *saved, track);
     if (absl::IsDataLoss(restored.status())) {
-      return WithPlace(restored.status(), absl::StrCat("track \"", track->name(), "\": "));
+      return WithPrefix(restored.status(), absl::StrCat("track \"", track->name(), "\": "));
     }
     EMA_RETURN_IF_ERROR(restored.status());
     snapshot->tracks.push_back(*std::move(restored));
@@ -257,7 +257,7 @@ absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(
   absl::StatusOr<std::unique_ptr<TensorReader>> reader = TensorReader::Open(
       file_system, TrackPath(path, track_name), *track->weights, checkpoint.manifest, layout);
   if (absl::IsDataLoss(reader.status())) {
-    return WithPlace(reader.status(), absl::StrCat("track \"", track->config.name, "\": "));
+    return WithPrefix(reader.status(), absl::StrCat("track \"", track->config.name, "\": "));
   }
   EMA_RETURN_IF_ERROR(reader.status());
   return std::make_shared<StoredTrackImpl>(*std::move(reader), layout, track->config.name,

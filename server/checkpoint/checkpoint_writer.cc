@@ -252,7 +252,7 @@ absl::Status FinishTrack(const Target& to, const Manifest& manifest,
   if (track.weights->files.size() > 1) {
     absl::StatusOr<std::string> index = IndexText(to, manifest, track);
     if (absl::IsDataLoss(index.status())) {
-      return WithPlace(index.status(), absl::StrCat("track \"", track.config.name, "\": "));
+      return WithPrefix(index.status(), absl::StrCat("track \"", track.config.name, "\": "));
     }
     EMA_RETURN_IF_ERROR(index.status());
     track.weights->index = Describe(kIndexFileName, *index);

@@ -134,7 +134,7 @@ absl::Status DataDirectory::LockMembers() {
     const std::string folder = JoinPath(members, entry.name);
     absl::StatusOr<std::unique_ptr<FileLock>> lock =
         file_system_.Lock(JoinPath(folder, kLockFileName));
-    if (!lock.ok()) return WithPlace(lock.status(), absl::StrCat("members/", entry.name, ": "));
+    if (!lock.ok()) return WithPrefix(lock.status(), absl::StrCat("members/", entry.name, ": "));
     member_locks_.push_back(*std::move(lock));
   }
   return absl::OkStatus();
@@ -148,7 +148,7 @@ absl::Status DataDirectory::ClearAllTemporary() {
     const std::string path = CheckpointsPath(name);
     EMA_ASSIGN_OR_RETURN(const bool exists, file_system_.Exists(path));
     if (exists) {
-      EMA_RETURN_IF_ERROR(WithPlace(ClearTemporary(path), absl::StrCat("models/", name, ": ")));
+      EMA_RETURN_IF_ERROR(WithPrefix(ClearTemporary(path), absl::StrCat("models/", name, ": ")));
     }
   }
   return absl::OkStatus();

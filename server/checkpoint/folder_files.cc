@@ -97,16 +97,17 @@ absl::Status FolderFiles::Keep(const std::string& checkpoint_path) {
 
 absl::StatusOr<CheckpointManifest> FolderFiles::WriteTemporary(
     Model& model, const Snapshot& snapshot, const std::string& name, const WriteOptions& options,
-    PartitionedSaves* partitions, bool keep, bool leave_room) {
+    PartitionedSaves* partitions, bool keep, bool needs_room_for_another) {
   constexpr int64_t kSpareBytes = int64_t{1} << 20;  // For everything but the weights.
-  const int64_t needed_bytes =
-      (CheckpointDataBytes(model, snapshot, options) + kSpareBytes) * (leave_room ? 2 : 1);
+  const int64_t needed_bytes = (CheckpointDataBytes(model, snapshot, options) + kSpareBytes) *
+                               (needs_room_for_another ? 2 : 1);
   EMA_ASSIGN_OR_RETURN(const int64_t free_bytes, disk().FreeBytes(path_));
   if (free_bytes < needed_bytes) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
-                     absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
-                                  leave_room ? "to be kept and room for one more need " : "needs ",
-                                  needed_bytes, " bytes, but the disk has ", free_bytes, " left"));
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, ErrorReason::kDiskFull,
+        absl::StrCat("model \"", model.config().name, "\": a checkpoint ",
+                     needs_room_for_another ? "to be kept and room for one more need " : "needs ",
+                     needed_bytes, " bytes, but the disk has ", free_bytes, " left"));
   }
   const std::string path = TemporaryPath(name);
   EMA_RETURN_IF_ERROR(disk().RemoveTree(path));

@@ -86,14 +86,14 @@ class FolderFiles {
   // Writes `snapshot` under the temporary name of `name`, with a KEEP file if `keep`, and reads it
   // back. `partitions`: null unless the model is on several servers. After an error nothing of it
   // is left, unless removing it failed, too. RESOURCE_EXHAUSTED, DISK_FULL: the free space is less
-  // than the checkpoint needs, or less than twice that if `leave_room` for another one; of a model
-  // on several servers this counts only the part of this server. Other errors: WriteCheckpoint() or
-  // PartitionedSaves::Write(), VerifyCheckpoint().
+  // than the checkpoint needs, or less than twice that if `needs_room_for_another` for another one;
+  // of a model on several servers this counts only the part of this server. Other errors:
+  // WriteCheckpoint() or PartitionedSaves::Write(), VerifyCheckpoint().
   absl::StatusOr<CheckpointManifest> WriteTemporary(Model& model, const Snapshot& snapshot,
                                                     const std::string& name,
                                                     const WriteOptions& options,
                                                     PartitionedSaves* partitions, bool keep,
-                                                    bool leave_room);
+                                                    bool needs_room_for_another);
   // Three ways to rename between the name of a checkpoint and its temporary name. Durable after the
   // next Sync().
   absl::Status RenameFromTemporary(std::string_view name) {

@@ -90,7 +90,7 @@ absl::StatusOr<Version> ModelRollback::RollBackPartitions(const VersionId& id) c
   EMA_RETURN_IF_ERROR(context_.model.closed());
   // An earlier call has restored it, and nothing has been committed since.
   const std::optional<Version> latest = context_.model.history().latest();
-  if (latest.has_value() && id.Names(latest->id()) &&
+  if (latest.has_value() && id.Matches(latest->id()) &&
       latest->incarnation != context_.model.incarnation()) {
     return *latest;
   }
@@ -181,12 +181,12 @@ absl::StatusOr<std::optional<VersionId>> ModelRollback::TargetAtVersion(
   EMA_ASSIGN_OR_RETURN(const std::vector<KnownVersion> known, versions_.Known());
   // The second case: it has been rolled back to, and nothing has been committed since.
   const bool is_there = latest.has_value() &&
-                        (id.Names(latest->id()) ||
-                         (latest->restored_from.has_value() && id.Names(*latest->restored_from)));
+                        (id.Matches(latest->id()) ||
+                         (latest->restored_from.has_value() && id.Matches(*latest->restored_from)));
   std::optional<int64_t> step;
   if (is_there) step = latest->step;
   for (const KnownVersion& version : known) {
-    if (!step.has_value() && id.Names(version.id)) step = version.step;
+    if (!step.has_value() && id.Matches(version.id)) step = version.step;
   }
   if (!step.has_value()) {
     EMA_RETURN_IF_ERROR(versions_.CheckNotPartial(id));

@@ -315,7 +315,7 @@ void ModelSaver::SaveQueued(const std::string& name, SnapshotRef snapshot,
     if (!unset.empty()) more.emplace_back("unset_labels", unset);
     LogFailure(snapshot, options.tracks, status, more);
   }
-  if (!unset.empty()) status = WithPlace(status, absl::StrCat("labels not set: ", unset, ": "));
+  if (!unset.empty()) status = WithPrefix(status, absl::StrCat("labels not set: ", unset, ": "));
   snapshot = nullptr;  // The version is free once its record is gone.
   absl::MutexLock lock(&mu_);
   NoteEndLocked(name, status);

@@ -71,7 +71,7 @@ absl::StatusOr<std::optional<CheckpointEntry>> StoredVersions::Find(const Versio
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> all,
                        Readable(/*with_discarded=*/id.incarnation != 0));
   for (CheckpointEntry& entry : all) {
-    if (entry.is_partial == is_partial && id.Names(entry.id.version_id())) {
+    if (entry.is_partial == is_partial && id.Matches(entry.id.version_id())) {
       return std::optional(std::move(entry));
     }
   }
@@ -96,7 +96,7 @@ absl::StatusOr<std::vector<KnownVersion>> StoredVersions::Branch(const Version& 
 absl::StatusOr<VersionId> StoredVersions::FindLabel(std::string_view label) const {
   EMA_ASSIGN_OR_RETURN(const FoundLabel found, context_.folder.FindLabel(label));
   if (found.checkpoint.ok() || IsInMemory(context_.model, found.label.id)) return found.label.id;
-  return WithPlace(
+  return WithPrefix(
       found.checkpoint,
       absl::StrCat("model \"", context_.name(), "\", label \"", std::string(label), "\": version ",
                    found.label.id.version, ", step ", found.label.step, ": "));
@@ -177,7 +177,7 @@ absl::StatusOr<SnapshotRef> StoredVersions::OpenVersion(const VersionId& id,
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> found,
                        Readable(/*with_discarded=*/id.incarnation != 0));
   std::erase_if(found,
-                [&](const CheckpointEntry& entry) { return !id.Names(entry.id.version_id()); });
+                [&](const CheckpointEntry& entry) { return !id.Matches(entry.id.version_id()); });
   // Complete checkpoints first.
   std::stable_partition(found.begin(), found.end(),
                         [](const CheckpointEntry& entry) { return !entry.is_partial; });

@@ -186,7 +186,7 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
   absl::Status status = reader.ok() ? (*reader)->ReadAll(fold) : reader.status();
   if (!absl::IsDataLoss(status)) return status;
   return on_error(CheckpointName(source.checkpoint->id),
-                  WithPlace(status, absl::StrCat("track \"", name, "\": ")));
+                  WithPrefix(status, absl::StrCat("track \"", name, "\": ")));
 }
 
 // All of the plan's sources in `track`'s blocks.

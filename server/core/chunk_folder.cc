@@ -49,11 +49,11 @@ absl::StatusOr<ChunkFolder::Result> ChunkFolder::Fold(
   with_checksum_ = with_checksum;
   NextPiece();
   absl::Status status;
-  layout.ForEachJoinedStretch(range.offset, range.length_bytes,
-                              [&](const RankLayout::Stretch& stretch) {
-                                status = FoldStretch(layout, stretch);
-                                return status.ok();
-                              });
+  layout.ForEachJoinedRange(range.offset, range.length_bytes,
+                            [&](const RankLayout::ContiguousRange& stretch) {
+                              status = FoldStretch(layout, stretch);
+                              return status.ok();
+                            });
   EMA_RETURN_IF_ERROR(status);
   EMA_RETURN_IF_ERROR(EndRun());
   return result_;
@@ -68,7 +68,7 @@ void ChunkFolder::NextPiece() {
 }
 
 absl::Status ChunkFolder::FoldStretch(const RankLayout& layout,
-                                      const RankLayout::Stretch& stretch) {
+                                      const RankLayout::ContiguousRange& stretch) {
   const int64_t element_size = DtypeSize(stretch.dtype);
   int64_t offset = stretch.byte_offset;
   const int64_t end = offset + stretch.element_count * element_size;

@@ -52,7 +52,7 @@ class ChunkFolder {
   // Continues with the next piece that is not empty. The checksum is computed here, so that the
   // fold finds the bytes in the cache.
   void NextPiece();
-  absl::Status FoldStretch(const RankLayout& layout, const RankLayout::Stretch& stretch);
+  absl::Status FoldStretch(const RankLayout& layout, const RankLayout::ContiguousRange& stretch);
   // Adds up to `count` elements to the run, which may continue beyond the tensor's end. Returns how
   // many it has added.
   absl::StatusOr<int64_t> FoldElements(const Place& place, Dtype dtype, const std::byte* source,

@@ -338,7 +338,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     return Aborted(ErrorReason::kFenced,
                    absl::StrCat("step ", start.step, ": a newer run of the model has been opened"));
   }
-  EMA_RETURN_IF_ERROR(open_step_.CheckNotAbandoned(start.step));
+  EMA_RETURN_IF_ERROR(open_step_.CheckNotGivenUp(start.step));
   open_step_.Begin(session);
   return StepSession{.session = std::move(session)};
 }
@@ -476,7 +476,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
   const absl::Status abandoned =
       give_up_reason.empty() ? Aborted(ErrorReason::kStepAbandoned,
                                        absl::StrCat("step ", step, ": abandoned by rank ", rank))
-                             : AbandonedStep{rank, std::string(give_up_reason)}.status(step);
+                             : GivenUpStep{rank, std::string(give_up_reason)}.status(step);
   PushState result;
   std::shared_ptr<PushSession> session;
   bool is_abandoned = false;
@@ -497,7 +497,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       return result;
     }
     if (!give_up_reason.empty()) {
-      open_step_.NoteAbandoned(step, {rank, std::string(give_up_reason)}, newest.get());
+      open_step_.NoteGivenUp(step, {rank, std::string(give_up_reason)}, newest.get());
     }
     session = open_step_.session();
     const bool is_open = session != nullptr && session->plan().step == step;

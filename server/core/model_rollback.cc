@@ -137,7 +137,7 @@ std::vector<TrackSnapshot> Model::MakeNextVersionLocked(Snapshot& loaded, const 
   Version& record = loaded.record;
   const SnapshotRef current = history_.newest();
   record.number = current != nullptr ? current->record.number + 1 : 1;
-  record.run_epoch = runs_.TakeRollbackEpoch();
+  record.run_epoch = runs_.AllocateRollbackEpoch();
   record.restored_from = from;
   record.tracks.clear();
   record.skipped_tensor_count = 0;

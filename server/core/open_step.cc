@@ -22,14 +22,14 @@ absl::Status PlanMismatch(std::string message) {
 
 }  // namespace
 
-absl::Status AbandonedStep::status(int64_t step) const {
+absl::Status GivenUpStep::status(int64_t step) const {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
                    absl::StrCat("step ", step, ": rank ", rank, " has abandoned it: ", why));
 }
 
 absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& start,
                                                             const Snapshot* newest) const {
-  EMA_RETURN_IF_ERROR(CheckNotAbandoned(start.step));
+  EMA_RETURN_IF_ERROR(CheckNotGivenUp(start.step));
   if (newest == nullptr || start.step > newest->record.step) return std::nullopt;
   const Version& last = newest->record;
   if (start.step < last.step) {
@@ -49,7 +49,7 @@ absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& sta
       "; QueryPush returns its version"));
 }
 
-absl::Status OpenStep::CheckNotAbandoned(int64_t step) const {
+absl::Status OpenStep::CheckNotGivenUp(int64_t step) const {
   const auto found = abandoned_.find(step);
   return found == abandoned_.end() ? absl::OkStatus() : found->second.status(step);
 }
@@ -151,7 +151,7 @@ void OpenStep::NoteCommit(const PushSession& session) {
   abandoned_.erase(abandoned_.begin(), abandoned_.upper_bound(plan.step));
 }
 
-void OpenStep::NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest) {
+void OpenStep::NoteGivenUp(int64_t step, GivenUpStep abandoned, const Snapshot* newest) {
   if (newest != nullptr && step <= newest->record.step) return;
   if (prepared_.has_value() && step == session_->plan().step) return;
   abandoned_.try_emplace(step, std::move(abandoned));

@@ -23,7 +23,7 @@
 namespace ema {
 
 // A step that one rank will never push, so no session can complete it.
-struct AbandonedStep {
+struct GivenUpStep {
   int64_t rank = 0;
   std::string why;
 
@@ -57,7 +57,7 @@ class OpenStep {
   absl::StatusOr<std::optional<uint32_t>> CheckStep(const PushStart& start,
                                                     const Snapshot* newest) const;
   // ABORTED, STEP_GIVEN_UP.
-  absl::Status CheckNotAbandoned(int64_t step) const;
+  absl::Status CheckNotGivenUp(int64_t step) const;
   // The open session if `start` belongs to it; null: a new one must be made, which ends the open
   // one, for example because that is of an earlier round. ABORTED, STALE_STEP. FAILED_PRECONDITION,
   // PLAN_MISMATCH; if ranks disagree on omitting frozen tensors, calls runs.RequireFrozen().
@@ -89,7 +89,7 @@ class OpenStep {
   void NoteCommit(const PushSession& session);
   // Records that a step can never be completed; keeps the highest 16 such steps. Ignores steps that
   // are not after `newest`, and the prepared one.
-  void NoteAbandoned(int64_t step, AbandonedStep abandoned, const Snapshot* newest);
+  void NoteGivenUp(int64_t step, GivenUpStep abandoned, const Snapshot* newest);
   // Clears the steps of the run, which has been fenced. Removes and returns its session. REQUIRES:
   // CheckNotPrepared() is OK.
   std::shared_ptr<PushSession> EndRun();
@@ -110,8 +110,8 @@ class OpenStep {
   SteadyWait changed_;
   SteadyTime last_end_ = SteadyTime::min();
   int64_t begun_step_ = 0;
-  std::map<int64_t, AbandonedStep> abandoned_;  // By step, of this run, after the newest version.
-  LastCommit last_commit_;                      // For retries.
+  std::map<int64_t, GivenUpStep> abandoned_;  // By step, of this run, after the newest version.
+  LastCommit last_commit_;                    // For retries.
 };
 
 }  // namespace ema

@@ -81,7 +81,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> PushSession::Create(
 }
 
 int64_t PushSession::PushedBytes(const RankLayout& layout) const {
-  return plan_.omits_frozen ? layout.live_bytes() : layout.total_bytes();
+  return plan_.omits_frozen ? layout.trained_bytes() : layout.total_bytes();
 }
 
 absl::StatusOr<int64_t> PushSession::OpenStream(const PushStart& start, PushCallback on_end) {
@@ -226,13 +226,13 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     if (claim == Coverage::ClaimResult::kClaimed) BeginWorkLocked(rank);
   }
   if (claim == Coverage::ClaimResult::kDuplicate) {
-    if (header.is_undamaged) return absl::OkStatus();
+    if (header.skips_checksum) return absl::OkStatus();
     const uint32_t crc32c = checksum();
     return crc32c == header.crc32c ? absl::OkStatus() : corrupt(crc32c);
   }
 
-  bool is_undamaged = header.is_undamaged;
-  if (!is_undamaged && !model_.device->is_host()) {
+  bool skips_checksum = header.skips_checksum;
+  if (!skips_checksum && !model_.device->is_host()) {
     // What has been queued cannot be taken back.
     if (const uint32_t crc32c = checksum(); crc32c != header.crc32c) {
       Memory unused;
@@ -241,18 +241,18 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
       ranks_[rank].coverage.Release(range);
       return corrupt(crc32c);
     }
-    is_undamaged = true;
+    skips_checksum = true;
   }
   // An exception must not leave the range claimed, nor the work begun.
   const absl::StatusOr<ChunkFolder::Result> folded = CatchExceptions([&] {
-    return ChunkFolder(*memory_.next, *device_stream).Fold(layout, range, pieces, !is_undamaged);
+    return ChunkFolder(*memory_.next, *device_stream).Fold(layout, range, pieces, !skips_checksum);
   });
 
   Memory unused;
   absl::MutexLock lock(&mu_);
   unused = EndWorkLocked(rank);
   Coverage& coverage = ranks_[rank].coverage;
-  const bool is_damaged = folded.ok() && !is_undamaged && folded->crc32c != header.crc32c;
+  const bool is_damaged = folded.ok() && !skips_checksum && folded->crc32c != header.crc32c;
   if (!folded.ok() || is_damaged) {
     coverage.Release(range);
     return is_damaged ? corrupt(folded->crc32c) : folded.status();

@@ -44,9 +44,9 @@ absl::Status Reading::CheckCounts(const Selection& selection) {
   }
   for (const TensorSlice& slice : selection.slices) {
     const size_t rank = std::max(slice.offsets.size(), slice.extents.size());
-    if (rank <= kMaxRank) continue;
+    if (rank <= kMaxDimensions) continue;
     return BadRequest(absl::StrCat("slices: \"", absl::CHexEscape(slice.tensor), "\": ", rank,
-                                   " dimensions given, expected at most ", kMaxRank));
+                                   " dimensions given, expected at most ", kMaxDimensions));
   }
   if (selection.dtype.has_value() && !IsCastTarget(*selection.dtype)) {
     return BadRequest(
@@ -116,7 +116,7 @@ absl::Status Reading::Select() {
     slices_.push_back(slice);
   }
   absl::StatusOr<RankLayout> layout = RankLayout::Create(manifest_, std::move(boxes));
-  if (!layout.ok()) return WithPlace(layout.status(), "slices: ");
+  if (!layout.ok()) return WithPrefix(layout.status(), "slices: ");
   boxes_ = *std::move(layout);
   for (const Shard& box : boxes_.shards()) {
     const Dtype stored = track.layout().entry(box.tensor_index).dtype;
@@ -216,9 +216,9 @@ std::vector<Reading::Run> Reading::RunsIn(int64_t offset, int64_t end) const {
     const int64_t pushed_size = DtypeSize(manifest_.tensor(tensor).dtype);
     const int64_t first = (from - entry->offset) / DtypeSize(entry->dtype);
     int64_t at = from;
-    boxes_.ForEachStretch(
+    boxes_.ForEachRange(
         boxes_.shard_start(i) + first * pushed_size, count * pushed_size,
-        [&](const RankLayout::Stretch& stretch) {
+        [&](const RankLayout::ContiguousRange& stretch) {
           runs.push_back({at, stored.offset + stretch.tensor_element * DtypeSize(stored.dtype),
                           stretch.element_count, stored.dtype, entry->dtype});
           at = runs.back().end();

@@ -25,7 +25,7 @@ absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Open(std::string_view tra
                                                             const Selection& selection) {
   if (SnapshotRef synthesized = tracks_->FindSynthesized(track)) {
     const Version& record = synthesized->record;
-    if (version != 0 && !VersionId{version, incarnation}.Names(record.id())) {
+    if (version != 0 && !VersionId{version, incarnation}.Matches(record.id())) {
       return MakeError(
           absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
           absl::StrCat("version: ", version, " given, but \"", std::string(track),

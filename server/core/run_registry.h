@@ -78,7 +78,7 @@ class RunRegistry {
   void BeginRollback();
   void EndRollback() { is_rolling_back_ = false; }
   // Takes the next epoch, for the version that a rollback makes, and returns it.
-  int64_t TakeRollbackEpoch() { return fence_epoch_ = ++epoch_; }
+  int64_t AllocateRollbackEpoch() { return fence_epoch_ = ++epoch_; }
 
   // Continues above a version from a checkpoint. `fenced_epoch`: a rollback has fenced the runs up
   // to this epoch; 0: none. REQUIRES: no run has been opened.

@@ -354,7 +354,7 @@ absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snap
       absl::StatusOr<std::vector<Schedule::Update>> planned =
           PlanTrack(track->config(), state, start.time);
       if (!planned.ok()) {
-        return WithPlace(planned.status(), absl::StrCat("track \"", track->name(), "\": "));
+        return WithPrefix(planned.status(), absl::StrCat("track \"", track->name(), "\": "));
       }
       updates = *std::move(planned);
       for (Schedule::Update& update : updates) {
@@ -384,7 +384,7 @@ absl::StatusOr<bool> TrackTable::IsDueBy(const TrainingTime& time,
     const absl::StatusOr<std::vector<Schedule::Update>> updates =
         PlanTrack(track->config(), state, time);
     if (!updates.ok()) {
-      return WithPlace(updates.status(), absl::StrCat("track \"", track->name(), "\": "));
+      return WithPrefix(updates.status(), absl::StrCat("track \"", track->name(), "\": "));
     }
     if (IsDue(*updates)) return true;
   }

@@ -24,7 +24,9 @@ absl::Status VersionHistory::CheckHasVersionLocked() const {
 }
 
 SnapshotRef VersionHistory::FindLocked(const VersionId& id) const {
-  const auto matches = [&](const SnapshotRef& snapshot) { return id.Names(snapshot->record.id()); };
+  const auto matches = [&](const SnapshotRef& snapshot) {
+    return id.Matches(snapshot->record.id());
+  };
   if (matches(newest_)) return newest_;
   const auto it = std::find_if(older_.begin(), older_.end(), matches);
   return it != older_.end() ? *it : nullptr;
@@ -33,13 +35,14 @@ SnapshotRef VersionHistory::FindLocked(const VersionId& id) const {
 absl::StatusOr<SnapshotRef> VersionHistory::Pin(int64_t version, int64_t incarnation) {
   absl::MutexLock lock(&mu_);
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
-  return PinWithSpareLocked(/*spare_count=*/0, snapshot);
+  return PinLeavingFreeLocked(/*min_free_pins=*/0, snapshot);
 }
 
-absl::StatusOr<SnapshotRef> VersionHistory::PinSpare(int64_t version, int64_t incarnation) {
+absl::StatusOr<SnapshotRef> VersionHistory::PinLeavingOneFree(int64_t version,
+                                                              int64_t incarnation) {
   absl::MutexLock lock(&mu_);
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, FindToPinLocked(version, incarnation));
-  return PinWithSpareLocked(/*spare_count=*/1, snapshot);
+  return PinLeavingFreeLocked(/*min_free_pins=*/1, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> VersionHistory::PinForSave(int64_t version, int64_t incarnation) {
@@ -52,7 +55,7 @@ absl::StatusOr<SnapshotRef> VersionHistory::PinForSave(int64_t version, int64_t 
                              : options_.has_data_dir && HasRoomToPinLocked(*snapshot) &&
                                    std::none_of(pins_.begin(), pins_.end(), is_saved);
   if (has_place) return PinLocked(snapshot, &Pins::save_count);
-  return PinWithSpareLocked(/*spare_count=*/0, snapshot);
+  return PinLeavingFreeLocked(/*min_free_pins=*/0, snapshot);
 }
 
 absl::StatusOr<SnapshotRef> VersionHistory::FindToPinLocked(int64_t version,
@@ -72,22 +75,22 @@ absl::StatusOr<SnapshotRef> VersionHistory::FindToPinLocked(int64_t version,
   return snapshot;
 }
 
-absl::StatusOr<SnapshotRef> VersionHistory::PinWithSpareLocked(int64_t spare_count,
-                                                               const SnapshotRef& snapshot) {
+absl::StatusOr<SnapshotRef> VersionHistory::PinLeavingFreeLocked(int64_t min_free_pins,
+                                                                 const SnapshotRef& snapshot) {
   const int64_t pinned = ReaderPinCountLocked();
   const auto own = pins_.find(snapshot.get());
   const bool is_new = own == pins_.end() || own->second.reader_count == 0;
   // What is pinned can be pinned again, also where a rollback has pinned one too many.
-  const int64_t needed = pinned + (is_new ? 1 : 0) + spare_count;
+  const int64_t needed = pinned + (is_new ? 1 : 0) + min_free_pins;
   const bool has_place = needed <= options_.max_pinned_versions && HasRoomToPinLocked(*snapshot);
-  if ((!is_new && spare_count == 0) || has_place) {
+  if ((!is_new && min_free_pins == 0) || has_place) {
     return PinLocked(snapshot, &Pins::reader_count);
   }
   return MakeError(
       absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyPins,
       absl::StrCat("model \"", options_.model_name, "\": readers hold ", pinned, " of the ",
                    options_.max_pinned_versions, " versions that max_pinned_versions allows",
-                   spare_count > 0 ? ", and one must stay free for other readers" : ""),
+                   min_free_pins > 0 ? ", and one must stay free for other readers" : ""),
       absl::Milliseconds(100));
 }
 
@@ -100,7 +103,7 @@ bool VersionHistory::HasRoomToPinLocked(const Snapshot& version) const {
   return pins_.contains(&version) || static_cast<int64_t>(pins_.size()) < max_older_count();
 }
 
-std::vector<VersionId> VersionHistory::PollPinShortage() {
+std::vector<VersionId> VersionHistory::TakeVersionsBlockingReaders() {
   if (!has_pin_shortage_.exchange(false, std::memory_order_relaxed)) return {};
   absl::MutexLock lock(&mu_);
   // It may be over by now.

@@ -59,7 +59,7 @@ class VersionHistory {
       ABSL_LOCKS_EXCLUDED(mu_);
   // As Pin(), for a caller who may hold the version for long: fails unless one more pin remains
   // available after this one. REQUIRES: `version` is not 0.
-  absl::StatusOr<SnapshotRef> PinSpare(int64_t version, int64_t incarnation)
+  absl::StatusOr<SnapshotRef> PinLeavingOneFree(int64_t version, int64_t incarnation)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Like Pin(), for a save to the data directory: one version that is being saved may be pinned in
   // addition to those of readers.
@@ -76,7 +76,7 @@ class VersionHistory {
   void NotePinShortage() { has_pin_shortage_.store(true, std::memory_order_relaxed); }
   // The versions that readers pin, oldest first, if a shortage has been noted since the last call
   // and still lasts; else none.
-  std::vector<VersionId> PollPinShortage() ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<VersionId> TakeVersionsBlockingReaders() ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Queries ---
 
@@ -147,8 +147,9 @@ class VersionHistory {
   // The version to pin. Errors as Pin(), but for TOO_MANY_PINS.
   absl::StatusOr<SnapshotRef> FindToPinLocked(int64_t version, int64_t incarnation) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Pins it for a reader, if `spare_count` others could still be pinned then; else TOO_MANY_PINS.
-  absl::StatusOr<SnapshotRef> PinWithSpareLocked(int64_t spare_count, const SnapshotRef& snapshot)
+  // Pins it for a reader, if `min_free_pins` others could still be pinned then; else TOO_MANY_PINS.
+  absl::StatusOr<SnapshotRef> PinLeavingFreeLocked(int64_t min_free_pins,
+                                                   const SnapshotRef& snapshot)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t ReaderPinCountLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Whether `version` is pinned already, or there is memory to pin one more.

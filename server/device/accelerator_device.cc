@@ -21,7 +21,7 @@ using Queue = Accelerator::Queue;
 
 class AcceleratorStream : public DeviceStream {
  public:
-  AcceleratorStream(std::shared_ptr<FeedPool> feeds, std::unique_ptr<Feed> feed)
+  AcceleratorStream(std::shared_ptr<TransferQueuePool> feeds, std::unique_ptr<Feed> feed)
       : feeds_(std::move(feeds)), feed_(std::move(feed)), name_(feeds_->accelerator->name()) {}
   // A session that was dropped gives its blocks back: nothing may write to them any more.
   ~AcceleratorStream() override {
@@ -132,7 +132,7 @@ class AcceleratorStream : public DeviceStream {
     batch.Clear();
   }
 
-  const std::shared_ptr<FeedPool> feeds_;
+  const std::shared_ptr<TransferQueuePool> feeds_;
   std::unique_ptr<Feed> feed_;
   const std::string name_;
   int slab_ = 0;                                  // That is being filled.
@@ -143,7 +143,7 @@ class AcceleratorStream : public DeviceStream {
 class AcceleratorDevice : public Device {
  public:
   AcceleratorDevice(std::shared_ptr<Accelerator> accelerator, const AcceleratorOptions& options)
-      : feeds_(std::make_shared<FeedPool>(std::move(accelerator), options)),
+      : feeds_(std::make_shared<TransferQueuePool>(std::move(accelerator), options)),
         host_copies_(feeds_, options.kept_host_bytes) {}
 
   std::string name() const override { return feeds_->accelerator->name(); }
@@ -174,7 +174,7 @@ class AcceleratorDevice : public Device {
       sums = SumOnQueue(*feed.queue, runs, memory(ring->slabs[0]), memory(ring->slabs[1]));
       return sums.status();
     };
-    EMA_RETURN_IF_ERROR(feeds_->DoWithFeed(sum));
+    EMA_RETURN_IF_ERROR(feeds_->DoWithTransferQueue(sum));
     return sums;
   }
   int64_t total_memory_bytes() const override { return feeds_->accelerator->total_memory_bytes(); }
@@ -186,7 +186,7 @@ class AcceleratorDevice : public Device {
   Overhead overhead(int64_t block_bytes) const override {
     const AcceleratorOptions& options = feeds_->options;
     const int64_t ring_bytes = Ring::SizeBytes(options.slab_bytes);
-    const int64_t shared_bytes = (FeedPool::kReaderFeeds + kOtherStreams) * ring_bytes;
+    const int64_t shared_bytes = (TransferQueuePool::kReaderFeeds + kOtherStreams) * ring_bytes;
     return {.bytes_per_stream = ring_bytes,
             .shared_bytes = shared_bytes,
             .host_bytes_per_stream = ring_bytes,
@@ -208,7 +208,7 @@ class AcceleratorDevice : public Device {
     return cast.has_value() ? static_cast<SourceFormat>(*cast) : SourceFormat::kNoFloat;
   }
 
-  const std::shared_ptr<FeedPool> feeds_;
+  const std::shared_ptr<TransferQueuePool> feeds_;
   HostCopies host_copies_;
 };
 

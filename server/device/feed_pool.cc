@@ -18,14 +18,15 @@ std::unique_ptr<T> TakeLast(std::vector<std::unique_ptr<T>>& idle) {
 
 }  // namespace
 
-FeedPool::FeedPool(std::shared_ptr<Accelerator> the_accelerator,
-                   const AcceleratorOptions& the_options)
+TransferQueuePool::TransferQueuePool(std::shared_ptr<Accelerator> the_accelerator,
+                                     const AcceleratorOptions& the_options)
     : accelerator(std::move(the_accelerator)),
       options(the_options),
       blocks([this](int64_t size_bytes) { return AllocateDevice(size_bytes); },
              options.kept_free_bytes) {}
 
-absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FeedPool::AllocateDevice(int64_t size_bytes) {
+absl::StatusOr<std::unique_ptr<BlockPool::Memory>> TransferQueuePool::AllocateDevice(
+    int64_t size_bytes) {
   EMA_RETURN_IF_ERROR(health.status());
   absl::StatusOr<std::unique_ptr<BlockPool::Memory>> memory =
       accelerator->AllocateDevice(size_bytes);
@@ -33,7 +34,7 @@ absl::StatusOr<std::unique_ptr<BlockPool::Memory>> FeedPool::AllocateDevice(int6
   return memory;
 }
 
-absl::StatusOr<std::unique_ptr<Feed>> FeedPool::TakeFeed() {
+absl::StatusOr<std::unique_ptr<Feed>> TransferQueuePool::TakeFeed() {
   EMA_RETURN_IF_ERROR(health.status());
   auto feed = std::make_unique<Feed>();
   {
@@ -47,7 +48,7 @@ absl::StatusOr<std::unique_ptr<Feed>> FeedPool::TakeFeed() {
   return feed;
 }
 
-absl::StatusOr<Ring*> FeedPool::RingOf(Feed& feed) {
+absl::StatusOr<Ring*> TransferQueuePool::RingOf(Feed& feed) {
   if (feed.ring == nullptr) {
     absl::MutexLock lock(&mu);
     feed.ring = TakeLast(idle_rings);
@@ -63,7 +64,7 @@ absl::StatusOr<Ring*> FeedPool::RingOf(Feed& feed) {
   return feed.ring.get();
 }
 
-absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing() {
+absl::StatusOr<std::unique_ptr<Ring>> TransferQueuePool::MakeRing() {
   const int64_t size_bytes = Ring::SizeBytes(options.slab_bytes);
   auto ring = std::make_unique<Ring>();
   EMA_ASSIGN_OR_RETURN(ring->device, AllocateDevice(size_bytes));
@@ -79,13 +80,13 @@ absl::StatusOr<std::unique_ptr<Ring>> FeedPool::MakeRing() {
   return ring;
 }
 
-void FeedPool::ReleaseFeed(std::unique_ptr<Feed> feed) {
+void TransferQueuePool::ReleaseFeed(std::unique_ptr<Feed> feed) {
   absl::MutexLock lock(&mu);
   idle_queues.push_back(std::move(feed->queue));
   if (feed->ring != nullptr) idle_rings.push_back(std::move(feed->ring));
 }
 
-absl::Status FeedPool::DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) {
+absl::Status TransferQueuePool::DoWithTransferQueue(absl::FunctionRef<absl::Status(Feed&)> work) {
   {
     absl::MutexLock lock(&mu);
     const auto is_free = [this]()
@@ -103,7 +104,7 @@ absl::Status FeedPool::DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) {
   return absl::OkStatus();
 }
 
-void FeedPool::FreeRings() {
+void TransferQueuePool::FreeRings() {
   std::vector<std::unique_ptr<Ring>> freed;  // Destroyed after the lock.
   absl::MutexLock lock(&mu);
   freed.swap(idle_rings);

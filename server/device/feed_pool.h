@@ -71,11 +71,12 @@ struct Feed {
 };
 
 // Shared by the blocks, streams and readers of a device, which may outlive it. Thread-safe.
-struct FeedPool {
+struct TransferQueuePool {
   // Feeds that copy blocks to the host or sum them: one copies while the other casts.
   static constexpr int kReaderFeeds = 2;
 
-  FeedPool(std::shared_ptr<Accelerator> the_accelerator, const AcceleratorOptions& the_options);
+  TransferQueuePool(std::shared_ptr<Accelerator> the_accelerator,
+                    const AcceleratorOptions& the_options);
 
   absl::StatusOr<std::unique_ptr<Feed>> TakeFeed() ABSL_LOCKS_EXCLUDED(mu);
   // REQUIRES: nothing is queued.
@@ -85,7 +86,8 @@ struct FeedPool {
   absl::StatusOr<Ring*> RingOf(Feed& feed) ABSL_LOCKS_EXCLUDED(mu);
   // Calls `work`, which waits for the work that it queues, with a feed. Waits until one of
   // kReaderFeeds is free: few of them keep the link busy, and the memory formula counts them.
-  absl::Status DoWithFeed(absl::FunctionRef<absl::Status(Feed&)> work) ABSL_LOCKS_EXCLUDED(mu);
+  absl::Status DoWithTransferQueue(absl::FunctionRef<absl::Status(Feed&)> work)
+      ABSL_LOCKS_EXCLUDED(mu);
   // Frees the idle rings.
   void FreeRings() ABSL_LOCKS_EXCLUDED(mu);
 

@@ -98,7 +98,7 @@ absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& cop
     EMA_RETURN_IF_ERROR(feed.queue->Mark(0));
     return feed.queue->Wait(0);
   };
-  EMA_RETURN_IF_ERROR(feeds_->DoWithFeed(copy_to_host));
+  EMA_RETURN_IF_ERROR(feeds_->DoWithTransferQueue(copy_to_host));
   copy.memory = *std::move(memory);
   return absl::OkStatus();
 }

@@ -26,7 +26,7 @@ namespace ema {
 class HostCopies {
  public:
   // `kept_bytes`: limit of the copies that are not being read and of memory kept for later copies.
-  HostCopies(std::shared_ptr<FeedPool> feeds, int64_t kept_bytes)
+  HostCopies(std::shared_ptr<TransferQueuePool> feeds, int64_t kept_bytes)
       : feeds_(std::move(feeds)),
         kept_bytes_(kept_bytes),
         pinned_([accelerator = feeds_->accelerator](
@@ -75,7 +75,7 @@ class HostCopies {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
   absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host, Feed& feed);
 
-  const std::shared_ptr<FeedPool> feeds_;
+  const std::shared_ptr<TransferQueuePool> feeds_;
   const int64_t kept_bytes_;
   // Copies of one version after another use the same memory: pinning it costs more than the copy,
   // and freeing it waits for the whole device.

@@ -77,8 +77,8 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     if (value > INT64_MAX) return Unexpected(absl::StrCat("the number ", value));
     if (place_ == Place::kShape) {
       // The spec is checked as a whole later; this only bounds the memory.
-      if (tensors.back().spec.shape.size() >= kMaxRank) {
-        return Fail(absl::StrCat("more than ", kMaxRank, " dimensions"));
+      if (tensors.back().spec.shape.size() >= kMaxDimensions) {
+        return Fail(absl::StrCat("more than ", kMaxDimensions, " dimensions"));
       }
       tensors.back().spec.shape.push_back(static_cast<int64_t>(value));
       return true;

@@ -28,7 +28,7 @@ constexpr size_t kPartsPerThread = 8;
 int64_t PieceCount(int64_t length_bytes) { return (length_bytes + kPieceBytes - 1) / kPieceBytes; }
 
 absl::Status InTensor(const absl::Status& status, const std::string& name) {
-  return absl::IsDataLoss(status) ? WithPlace(status, absl::StrCat("tensor \"", name, "\": "))
+  return absl::IsDataLoss(status) ? WithPrefix(status, absl::StrCat("tensor \"", name, "\": "))
                                   : status;
 }
 
@@ -75,7 +75,7 @@ absl::StatusOr<std::unique_ptr<TensorReader>> TensorReader::Open(FileSystem& fil
     if (!opened.ok()) return ToCorruptionError(opened.status());
     const absl::Status status =
         reader->AddFile(*std::move(opened), file, saved.has_other_tensors, manifest, layout);
-    if (!status.ok()) return WithPlace(status, absl::StrCat("file \"", file.name, "\": "));
+    if (!status.ok()) return WithPrefix(status, absl::StrCat("file \"", file.name, "\": "));
   }
   const auto expected = absl::c_count_if(
       layout.entries(), [](const StorageLayout::Entry& entry) { return entry.is_stored; });

@@ -197,7 +197,7 @@ absl::StatusOr<CheckpointManifest> Verify(
     absl::Status status = VerifyTrackFolder(file_system, path, checkpoint, track);
     if (status.ok()) status = verify_weights(checkpoint, track);
     if (on_track != nullptr) on_track(checkpoint, track, status);
-    if (!status.ok()) problem.Update(WithPlace(status, InTrack(track.config.name)));
+    if (!status.ok()) problem.Update(WithPrefix(status, InTrack(track.config.name)));
   }
   EMA_RETURN_IF_ERROR(problem);
   return checkpoint;
@@ -289,7 +289,7 @@ absl::Status VerifyPart(FileSystem& file_system, const std::string& path,
     if (!track.weights.has_value()) continue;
     absl::Status status = VerifyTrackFolder(file_system, path, part, track);
     if (status.ok()) status = VerifyWeights(file_system, path, part, track, rest);
-    if (!status.ok()) return WithPlace(status, InTrack(track.config.name));
+    if (!status.ok()) return WithPrefix(status, InTrack(track.config.name));
   }
   return absl::OkStatus();
 }
@@ -307,7 +307,7 @@ absl::Status CheckNoUnknownFiles(FileSystem& file_system, const std::string& pat
     if (!track.weights.has_value()) continue;
     const absl::Status status =
         CheckTrackFolder(file_system, path, checkpoint, track, Others::kRefused);
-    if (!status.ok()) return WithPlace(status, InTrack(track.config.name));
+    if (!status.ok()) return WithPrefix(status, InTrack(track.config.name));
   }
   return absl::OkStatus();
 }

@@ -41,7 +41,8 @@ class FanOut {
     for (size_t i = 0; i < partitions_.size(); ++i) {
       absl::StatusOr<Response>& result = shared_->results[i];
       if (!result.ok()) {
-        return WithPlace(result.status(), absl::StrCat("member \"", partitions_[i].member, "\": "));
+        return WithPrefix(result.status(),
+                          absl::StrCat("member \"", partitions_[i].member, "\": "));
       }
       responses.push_back(*std::move(result));
     }

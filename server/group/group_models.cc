@@ -492,9 +492,9 @@ absl::Status GroupModels::FreezeForStop(const v1::SaveNowRequest& request) {
   return partition->FreezeForStop(FromProto(request.from()));
 }
 
-void GroupModels::StopHolding() {
+void GroupModels::ReleaseHeldCalls() {
   follower_.StopLoading();
-  for (const auto& [name, hosted] : hosted_.All()) hosted->partition->StopHolding();
+  for (const auto& [name, hosted] : hosted_.All()) hosted->partition->ReleaseHeldCalls();
   peers_.AwaitPosted();
 }
 

@@ -125,7 +125,7 @@ class GroupModels final : public ModelGroup {
   absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
       const v1::DescribeMemberRequest& request) override;
   absl::Status FreezeForStop(const v1::SaveNowRequest& request) override;
-  void StopHolding() override;
+  void ReleaseHeldCalls() override;
 
  private:
   // NOT_FOUND, MODEL_NOT_FOUND.

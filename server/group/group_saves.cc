@@ -115,8 +115,8 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
     absl::StatusOr<CheckpointManifest> part =
         ParseCheckpointManifest((*others)[i].manifest(), ManifestScope::kPart);
     if (!part.ok()) {
-      return WithPlace(part.status(),
-                       absl::StrCat("member \"", placement.partitions[i].member, "\": "));
+      return WithPrefix(part.status(),
+                        absl::StrCat("member \"", placement.partitions[i].member, "\": "));
     }
     parts.push_back(*std::move(part));
   }

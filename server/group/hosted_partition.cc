@@ -111,7 +111,7 @@ absl::Status HostedPartition::CheckHasBase() const {
 absl::Status HostedPartition::CheckLoaded() const {
   absl::MutexLock lock(&mu_);
   if (!options_.base.has_value() || !rounds_.has_value()) return absl::OkStatus();
-  return WithPlace(rounds_->CheckJoined(), absl::StrCat("model \"", options_.model, "\": "));
+  return WithPrefix(rounds_->CheckJoined(), absl::StrCat("model \"", options_.model, "\": "));
 }
 
 v1::GroupModelProgress HostedPartition::DescribeProgress() const {
@@ -332,7 +332,7 @@ absl::Status HostedPartition::FreezeForStop(const PartId& stopping) {
   return absl::OkStatus();
 }
 
-void HostedPartition::StopHolding() {
+void HostedPartition::ReleaseHeldCalls() {
   std::map<int64_t, Reply> held;
   GroupState state;
   {

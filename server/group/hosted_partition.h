@@ -98,7 +98,7 @@ class HostedPartition final : public CommitGate,
   // Ends the open round, and permits no pushes in later ones: a partition that has prepared a step
   // would wait for this home for ever. Answers held calls before it returns, and later ones at
   // once. May be repeated.
-  void StopHolding() ABSL_LOCKS_EXCLUDED(mu_);
+  void ReleaseHeldCalls() ABSL_LOCKS_EXCLUDED(mu_);
 
   // On the home: all partitions have the change of the tracks with that number. It comes into force
   // at the next commit, or if `is_urgent` now, which ends the open round.

@@ -129,7 +129,7 @@ Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::T
   const auto partition = static_cast<size_t>(prepare.from.partition);
   NotePush(prepare.step.ok() ? prepare.step->step : prepare.refused_step);
   if (!prepare.step.ok()) {
-    Abort(state_.round, WithPlace(prepare.step.status(), absl::StrCat(NameOf(partition), ": ")));
+    Abort(state_.round, WithPrefix(prepare.step.status(), absl::StrCat(NameOf(partition), ": ")));
     return {Answer::kState, true};
   }
   std::optional<PreparedStep>& prepared = partitions_[partition].prepared;

@@ -29,15 +29,15 @@ void SetUpHeap() {
   mallopt(M_TOP_PAD, kPadBytes);
 }
 
-FreedMemory::FreedMemory() {
+HeapTrimmer::HeapTrimmer() {
   malloc_trim(kPadBytes);
-  lasting_bytes_ = UnallocatedBytes();
+  unreturnable_bytes_ = UnallocatedBytes();
 }
 
-void FreedMemory::TrimHeap() {
-  if (UnallocatedBytes() - lasting_bytes_ < kKeptHeapBytes) return;
+void HeapTrimmer::TrimHeap() {
+  if (UnallocatedBytes() - unreturnable_bytes_ < kKeptHeapBytes) return;
   malloc_trim(kPadBytes);
-  lasting_bytes_ = std::max(lasting_bytes_, UnallocatedBytes());
+  unreturnable_bytes_ = std::max(unreturnable_bytes_, UnallocatedBytes());
 }
 
 }  // namespace ema

@@ -16,10 +16,10 @@ inline constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 void SetUpHeap();
 
 // Freed memory that the heap has kept. Not thread-safe.
-class FreedMemory {
+class HeapTrimmer {
  public:
   // Returns freed memory to the system at once.
-  FreedMemory();
+  HeapTrimmer();
 
   // Returns freed memory to the system if there are more than kKeptHeapBytes of it. glibc by itself
   // returns only memory at the top of the heap.
@@ -28,7 +28,7 @@ class FreedMemory {
  private:
   // Memory that cannot be returned, such as the program's and the tops of other threads' heaps. Not
   // counted.
-  int64_t lasting_bytes_ = 0;
+  int64_t unreturnable_bytes_ = 0;
 };
 
 }  // namespace ema

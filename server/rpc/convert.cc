@@ -103,7 +103,7 @@ absl::StatusOr<SynthesisRequest> FromProto(const v1::SynthesizeRequest& request)
     case v1::SynthesizeRequest::kHalfLife: {
       const absl::StatusOr<TrainingDuration> half_life =
           TrainingDuration::Parse(request.half_life());
-      if (!half_life.ok()) return WithPlace(half_life.status(), "half_life ");
+      if (!half_life.ok()) return WithPrefix(half_life.status(), "half_life ");
       parsed.profile = *half_life;
       return parsed;
     }

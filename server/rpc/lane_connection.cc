@@ -147,7 +147,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
       EMA_RETURN_IF_ERROR(handler.OnChunk({.offset = frame->offset,
                                            .crc32c = frame->crc32c,
                                            .data_bytes = static_cast<int64_t>(frame->bytes.size()),
-                                           .is_undamaged = true},
+                                           .skips_checksum = true},
                                           {&frame->bytes, 1}));
       continue;
     }
@@ -184,7 +184,7 @@ absl::Status LaneConnection::ServePull(v1::PullRequest request) {
   PullHandler handler(rpc_->store.get(), rpc_->checkpoints);
   const absl::Time begin = absl::Now();
   absl::Status status = SendVersion(std::move(request), handler);
-  if (GetErrorReason(status) == ErrorReason::kTooManyPins) rpc_->pulls.EndPullsOverPinShare(this);
+  if (GetErrorReason(status) == ErrorReason::kTooManyPins) rpc_->pulls.EndPullsAboveFairShare(this);
   rpc_->observer->OnPullEnded(handler.EndOf(status, absl::Now() - begin));
   return status;
 }

@@ -103,7 +103,7 @@ class ModelGroup {
   // Ends the open rounds of the models whose home this is, and begins no others.
   // Answers all held Prepare() calls before it returns, and later ones at once; everything that has
   // been committed is then published here. May be repeated.
-  virtual void StopHolding() = 0;
+  virtual void ReleaseHeldCalls() = 0;
 };
 
 }  // namespace ema

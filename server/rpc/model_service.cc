@@ -74,7 +74,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   };
   const auto pinned_on = [this](Worker* worker) {
     return [this, worker](const auto& request) {
-      return Placement{worker, PinNamed(*store_, request, &VersionHistory::PinSpare)};
+      return Placement{worker, PinNamed(*store_, request, &VersionHistory::PinLeavingOneFree)};
     };
   };
   EMA_LISTEN(CreateModel, [this, workers](const v1::CreateModelRequest& request) {
@@ -106,8 +106,9 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(GetStatistics, pinned_on(workers.computing));
   EMA_LISTEN(CreateCheckpoint, [this, workers](const v1::CreateCheckpointRequest& request) {
     // A call that does not wait for the save may take the last pin.
-    SnapshotRef version = PinNamed(
-        *store_, request, request.async() ? &VersionHistory::Pin : &VersionHistory::PinSpare);
+    SnapshotRef version =
+        PinNamed(*store_, request,
+                 request.async() ? &VersionHistory::Pin : &VersionHistory::PinLeavingOneFree);
     // A version that is only on the disk is labelled after the save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
@@ -244,7 +245,7 @@ absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest
           std::move(fields));
   }
   if (status.ok()) return v1::Empty();
-  return WithPlace(
+  return WithPrefix(
       status,
       absl::StrCat("model \"", request.model(),
                    is_forgotten

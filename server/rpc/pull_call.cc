@@ -137,7 +137,7 @@ void PullCall::End(StreamEnd why) {
 }
 
 void PullCall::Finish(const absl::Status& status) {
-  if (GetErrorReason(status) == ErrorReason::kTooManyPins) rpc_->pulls.EndPullsOverPinShare(this);
+  if (GetErrorReason(status) == ErrorReason::kTooManyPins) rpc_->pulls.EndPullsAboveFairShare(this);
   rpc_->observer->OnRpcEnded("Pull", status);
   rpc_->observer->OnPullEnded(handler_.EndOf(status, absl::Now() - begin_));
   handler_.Close();

@@ -149,7 +149,7 @@ absl::Status PushCall::HandleCommit(const v1::PushCommit& commit) {
 
 void PushCall::End(StreamEnd why) {
   if (why == StreamEnd::kRevoked) return Finish(RevokedError());
-  if (why == StreamEnd::kOverShare) return Finish(OverShareError("push"));
+  if (why == StreamEnd::kOverFairShare) return Finish(FairShareError("push"));
   Finish(MakeError(absl::StatusCode::kAborted, ErrorReason::kStalled,
                    absl::StrCat("stream idle for ",
                                 absl::FormatDuration(absl::FromChrono(WaitingTime(SteadyNow()))),

@@ -133,7 +133,7 @@ void RpcServer::StartThreads() {
   }
   using Need = Heartbeats::Need;
   for (const auto& [worker, need] :
-       {std::pair(&quick_calls_, Need::kCheckpoints), std::pair(&saving_calls_, Need::kCheckpoints),
+       {std::pair(&disk_calls_, Need::kCheckpoints), std::pair(&saving_calls_, Need::kCheckpoints),
         std::pair(&disk_reader_, Need::kCheckpoints), std::pair(&device_reader_, Need::kServing),
         std::pair(&creating_calls_, Need::kServing),
         // These may run for minutes.
@@ -281,7 +281,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   for (const std::unique_ptr<Listener>& listener : listeners_) {
     if (listener != nullptr) listener->Stop();
   }
-  if (context_.group != nullptr) context_.group->StopHolding();
+  if (context_.group != nullptr) context_.group->ReleaseHeldCalls();
   if (server_ != nullptr) {
     // Not by gRPC's own grace period, which also waits 20 s for idle clients that poll nothing.
     context_.admission.AwaitNoCalls(deadline);
@@ -303,7 +303,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
     if (thread->joinable()) thread->join();
   }
   for (Worker* const worker :
-       {&quick_calls_, &saving_calls_, &creating_calls_, &restoring_calls_, &computing_calls_,
+       {&disk_calls_, &saving_calls_, &creating_calls_, &restoring_calls_, &computing_calls_,
         &saving_parts_, &computing_parts_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
@@ -317,7 +317,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   WatchCall::Listen(&context_, queue->get());
   models_.Listen(&context_, queue->get(),
                  {.creating = &creating_calls_,
-                  .quick = &quick_calls_,
+                  .quick = &disk_calls_,
                   .saving = &saving_calls_,
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
@@ -356,7 +356,7 @@ void RpcServer::CheckStalled() {
 void RpcServer::EndSlowPinningPulls() {
   for (const std::shared_ptr<Model>& model : context_.store->List()) {
     const std::string& name = model->config().name;
-    for (const VersionId& id : model->history().PollPinShortage()) {
+    for (const VersionId& id : model->history().TakeVersionsBlockingReaders()) {
       const int64_t count = context_.pulls.EndSlowPulls(name, id);
       if (count == 0) continue;
       LogTo(options_.log, LogLevel::kWarning, "slow pull ended",

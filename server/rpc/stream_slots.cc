@@ -34,7 +34,7 @@ std::string CallerAddress(std::string_view peer) {
 
 }  // namespace
 
-absl::Status OverShareError(const std::string& kind) {
+absl::Status FairShareError(const std::string& kind) {
   constexpr absl::Duration kRetryDelay = absl::Milliseconds(50);
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kTooManyStreams,
                    absl::StrCat("all ", kind, " streams are in use (--max-", kind,
@@ -136,7 +136,7 @@ int64_t StreamSlots::EndSlowPulls(std::string_view model, const VersionId& versi
   return count;
 }
 
-int64_t StreamSlots::EndPullsOverPinShare(StreamCall* call) {
+int64_t StreamSlots::EndPullsAboveFairShare(StreamCall* call) {
   absl::MutexLock lock(&mu_);
   const auto found = slots_.find(call);
   if (found == slots_.end()) return 0;
@@ -160,7 +160,7 @@ int64_t StreamSlots::EndPullsOverPinShare(StreamCall* call) {
     if (of_version.size() > 1 || counts[*of_version.begin()] < most) continue;
     for (const auto& [other, slot] : slots_) {
       if (!pins(slot) || slot.pinned_version != version) continue;
-      other->End(StreamEnd::kOverShare);
+      other->End(StreamEnd::kOverFairShare);
       ++ended;
     }
     break;
@@ -194,7 +194,7 @@ bool StreamSlots::EvictLocked(const Caller& newcomer) {
   }
   if (longest == slots_.end()) return false;
   if (is_over_share) {
-    longest->first->End(StreamEnd::kOverShare);
+    longest->first->End(StreamEnd::kOverFairShare);
   } else {
     if (now < next_eviction_time_ ||
         absl::FromChrono(longest->first->WaitingTime(now)) < options_.stall_timeout / 10) {

@@ -26,12 +26,12 @@ namespace ema {
 enum class StreamEnd {
   kStalled,  // Its peer has exchanged nothing for too long, or is a slow reader: EndSlowPulls().
   // Its caller has the most slots or pins, and a caller that has fewer needs a slot or a pin.
-  kOverShare,
+  kOverFairShare,
   kRevoked,  // Its token is no longer valid for the call.
 };
-// RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverShare gives a caller. `kind` as in
+// RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverFairShare gives a caller. `kind` as in
 // StreamSlots::Options.
-absl::Status OverShareError(const std::string& kind);
+absl::Status FairShareError(const std::string& kind);
 // UNAUTHENTICATED, BAD_TOKEN: the error that kRevoked gives a caller.
 absl::Status RevokedError();
 
@@ -113,7 +113,7 @@ class StreamSlots {
   // Call when the pull `call` got TOO_MANY_PINS. If a caller pins at least two versions of the same
   // model more than the caller of `call`, ends its pulls of the oldest version that no one else
   // pins. So callers converge to equal shares of the pins. Returns the number of ended pulls.
-  int64_t EndPullsOverPinShare(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t EndPullsAboveFairShare(StreamCall* call) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the streams whose callers `authenticator` would refuse now.
   void EndRevoked(const Authenticator& authenticator) ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -69,7 +69,7 @@ absl::Status WatchCall::Start(const v1::WatchRequest& request) {
 
 void WatchCall::End(StreamEnd why) {
   absl::MutexLock lock(&mu_);
-  end_error_ = why == StreamEnd::kRevoked ? RevokedError() : OverShareError("watch");
+  end_error_ = why == StreamEnd::kRevoked ? RevokedError() : FairShareError("watch");
   // A reader that accepts nothing would not receive a status either: the stream is cut.
   if (writing_) return context_.TryCancel();
   FinishLocked(end_error_);

@@ -138,7 +138,7 @@ absl::StatusOr<Manifest> FromProto(const v1::Manifest& proto) {
 absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
   const std::string what = absl::StrCat("track \"", proto.name(), "\"");
   absl::StatusOr<Schedule> schedule = FromProto(proto.schedule());
-  if (!schedule.ok()) return WithPlace(schedule.status(), absl::StrCat(what, ": "));
+  if (!schedule.ok()) return WithPrefix(schedule.status(), absl::StrCat(what, ": "));
   TrackConfig track{.name = proto.name(), .schedule = *std::move(schedule)};
   for (const v1::TensorRule& rule : proto.tensor_rules()) {
     EMA_ASSIGN_OR_RETURN(
@@ -149,8 +149,8 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
     schedule = FromProto(rule.schedule());
     if (schedule.ok()) schedule = RuleSchedule(*schedule, track.schedule);
     if (!schedule.ok()) {
-      return WithPlace(schedule.status(),
-                       absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\": "));
+      return WithPrefix(schedule.status(),
+                        absl::StrCat(what, ", tensor_rules \"", rule.pattern(), "\": "));
     }
     track.tensor_rules.back().schedule = *std::move(schedule);
   }
@@ -160,7 +160,7 @@ absl::StatusOr<TrackConfig> FromProto(const v1::Track& proto) {
   if (!proto.snapshot_interval().empty()) {
     absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(proto.snapshot_interval());
     if (!interval.ok()) {
-      return WithPlace(interval.status(), absl::StrCat(what, ": snapshot_interval "));
+      return WithPrefix(interval.status(), absl::StrCat(what, ": snapshot_interval "));
     }
     track.snapshot_interval = *interval;
   }

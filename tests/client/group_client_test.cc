@@ -481,30 +481,30 @@ TEST(GroupWatchTest, GoesToTheHome) {
 }
 
 TEST(SendTurnsTest, TheLowestPositionIsNext) {
-  client_internal::SendTurns turns(1);
+  client_internal::SendSemaphore turns(1);
   client_internal::Interrupt interrupt;
-  ASSERT_TRUE(turns.Take(0, SteadyTime::max(), &interrupt));
-  EXPECT_FALSE(turns.Take(1, SteadyNow(), &interrupt));
+  ASSERT_TRUE(turns.Acquire(0, SteadyTime::max(), &interrupt));
+  EXPECT_FALSE(turns.Acquire(1, SteadyNow(), &interrupt));
   std::vector<int64_t> order;
   absl::Mutex mu;
   std::vector<std::jthread> threads;
   for (const int64_t position : {5, 3, 4}) {
     threads.emplace_back([&, position] {
-      ASSERT_TRUE(turns.Take(position, SteadyTime::max(), &interrupt));
+      ASSERT_TRUE(turns.Acquire(position, SteadyTime::max(), &interrupt));
       {
         absl::MutexLock lock(&mu);
         order.push_back(position);
       }
-      turns.Return();
+      turns.Release();
     });
   }
   while (turns.waiting_count() < 3) std::this_thread::yield();
-  turns.Return();
+  turns.Release();
   threads.clear();
   EXPECT_THAT(order, ElementsAre(3, 4, 5));
   interrupt.Fire();
-  ASSERT_TRUE(turns.Take(0, SteadyTime::max(), &interrupt));
-  EXPECT_FALSE(turns.Take(1, SteadyTime::max(), &interrupt));
+  ASSERT_TRUE(turns.Acquire(0, SteadyTime::max(), &interrupt));
+  EXPECT_FALSE(turns.Acquire(1, SteadyTime::max(), &interrupt));
 }
 
 }  // namespace

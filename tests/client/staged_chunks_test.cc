@@ -142,7 +142,7 @@ TEST(StagedChunksTest, WithRoomForAllEachCanBeSentAgainAfterTheRelease) {
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
   for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
   // The next try asks what is missing, and holds the trainer for so long.
-  ASSERT_TRUE(small.gate().WantToRead());
+  ASSERT_TRUE(small.gate().BeginReading());
   EXPECT_FALSE(small.gate().TryRelease(absl::ZeroDuration()));
   ASSERT_TRUE(small.staged().Holds({1, 3}));
   ASSERT_THAT(small.staged().Stage({1, 3}), IsOk());

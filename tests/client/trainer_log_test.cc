@@ -71,9 +71,9 @@ TEST_F(TrainerLogTest, StalledScheduleIsWarnedOfOnce) {
 TEST(OutlookTest, SaysWhetherTheNextStepIsAnyBetter) {
   const auto outlook = [](ErrorReason reason, const char* message) {
     return std::string(
-        OutlookAfter(MakeError(absl::StatusCode::kFailedPrecondition, reason, message)));
+        ConsequenceText(MakeError(absl::StatusCode::kFailedPrecondition, reason, message)));
   };
-  EXPECT_EQ(OutlookAfter(absl::UnavailableError("away")),
+  EXPECT_EQ(ConsequenceText(absl::UnavailableError("away")),
             std::string("the average continues with the next"));
   EXPECT_THAT(outlook(ErrorReason::kPlanMismatch, "time"),
               HasSubstr("all ranks give the same training time"));

@@ -29,14 +29,14 @@ TEST(WeightsGateTest, NothingIsReadOnceReleased) {
   WeightsGate gate;
   gate.FinishReading();
   ASSERT_TRUE(gate.TryRelease(absl::ZeroDuration()));
-  EXPECT_FALSE(gate.WantToRead());
+  EXPECT_FALSE(gate.BeginReading());
   EXPECT_FALSE(gate.BeginRead());
 }
 
 TEST(WeightsGateTest, MayBeReadAgainBeforeTheRelease) {
   WeightsGate gate;
   gate.FinishReading();
-  EXPECT_TRUE(gate.WantToRead());
+  EXPECT_TRUE(gate.BeginReading());
   EXPECT_FALSE(gate.TryRelease(absl::ZeroDuration()));
   EXPECT_TRUE(gate.BeginRead());
   gate.EndRead();

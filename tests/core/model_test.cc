@@ -404,15 +404,15 @@ TEST_F(ModelTest, APullWithoutAPinNamesTheVersionsThatReadersPinOldestFirst) {
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());
   // A caller that is no pull ends none.
   EXPECT_THAT(model_->history().Pin(3), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_THAT(model_->history().PollPinShortage(), IsEmpty());
+  EXPECT_THAT(model_->history().TakeVersionsBlockingReaders(), IsEmpty());
   EXPECT_THAT(model_->readings().Open("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_THAT(model_->history().PollPinShortage(),
+  EXPECT_THAT(model_->history().TakeVersionsBlockingReaders(),
               ElementsAre(pins[0]->record.id(), pins[1]->record.id()));
-  EXPECT_THAT(model_->history().PollPinShortage(), IsEmpty());
+  EXPECT_THAT(model_->history().TakeVersionsBlockingReaders(), IsEmpty());
   // The shortage may be over when it is looked at.
   EXPECT_THAT(model_->readings().Open("raw", 3, 0, {}), ReasonIs(ErrorReason::kTooManyPins));
   pins.pop_back();
-  EXPECT_THAT(model_->history().PollPinShortage(), IsEmpty());
+  EXPECT_THAT(model_->history().TakeVersionsBlockingReaders(), IsEmpty());
 }
 
 TEST_F(ModelTest, ASaveHasAVersionBesideThoseOfTheReaders) {
@@ -525,15 +525,15 @@ TEST_F(ModelTest, WhatWaitsLeavesAPinForReaders) {
   for (int64_t step = 1; step <= 2; ++step) {
     ASSERT_THAT(rank.Push(step, BytesOf(Values(step))), IsOk());
   }
-  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->history().PinSpare(1, 7));
-  EXPECT_THAT(model_->history().PinSpare(1, 7), IsOk());
-  EXPECT_THAT(model_->history().PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
-  EXPECT_THAT(model_->history().PinSpare(3, 7), ReasonIs(ErrorReason::kVersionNotYet));
+  EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef first, model_->history().PinLeavingOneFree(1, 7));
+  EXPECT_THAT(model_->history().PinLeavingOneFree(1, 7), IsOk());
+  EXPECT_THAT(model_->history().PinLeavingOneFree(2, 7), ReasonIs(ErrorReason::kTooManyPins));
+  EXPECT_THAT(model_->history().PinLeavingOneFree(3, 7), ReasonIs(ErrorReason::kVersionNotYet));
   {
     // What readers hold they may let go of first.
     const SnapshotRef second = *model_->history().Pin(2);
-    EXPECT_THAT(model_->history().PinSpare(1, 7), ReasonIs(ErrorReason::kTooManyPins));
-    EXPECT_THAT(model_->history().PinSpare(2, 7), ReasonIs(ErrorReason::kTooManyPins));
+    EXPECT_THAT(model_->history().PinLeavingOneFree(1, 7), ReasonIs(ErrorReason::kTooManyPins));
+    EXPECT_THAT(model_->history().PinLeavingOneFree(2, 7), ReasonIs(ErrorReason::kTooManyPins));
     EXPECT_THAT(model_->history().Pin(1), IsOk());
   }
   ASSERT_THAT(rank.Push(3, BytesOf(Values(3))), IsOk());

@@ -54,7 +54,7 @@ std::vector<TrackConfig> RandomTracks(std::mt19937& random, const Manifest& mani
       }
       if (OneIn(random, 3)) track.tensor_rules.push_back(std::move(rule));
     }
-    track = WithoutIdleRules(std::move(track), manifest);
+    track = WithoutUnmatchedRules(std::move(track), manifest);
     if (!ValidateTrack(track, manifest).ok()) track.tensor_rules.clear();  // They ignored all.
     tracks.push_back(std::move(track));
   }
@@ -140,7 +140,7 @@ TEST_F(NeighboursTest, AreFoldedAsEachByItself) {
     }
     EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(*manifest, shards));
     int stretches = 0;
-    layout.ForEachJoinedStretch(0, layout.total_bytes(), [&](const auto&) { return ++stretches; });
+    layout.ForEachJoinedRange(0, layout.total_bytes(), [&](const auto&) { return ++stretches; });
     joined += stretches < std::ssize(shards) ? 1 : 0;
     TestRank rank(one.model, "launch", 0, 1, shards, /*whole=*/false);
     TestRank single(other.model, "launch", 0, 1, apart, /*whole=*/false);

@@ -35,7 +35,7 @@ void CheckTrack(const TrackConfig& track, const Manifest& manifest) {
   const StorageLayout storage(manifest, ActionsOf(track, manifest), track.dtype);
   EMA_FUZZ_CHECK(storage.total_bytes() >= 0);
   EMA_FUZZ_CHECK(ScheduleIndicesOf(track, manifest).size() == manifest.tensors().size());
-  EMA_FUZZ_CHECK(TrackText(track) == TrackText(WithoutIdleRules(track, manifest)));
+  EMA_FUZZ_CHECK(TrackText(track) == TrackText(WithoutUnmatchedRules(track, manifest)));
 }
 
 void CheckModel(const v1::CreateModelRequest& request) {
@@ -61,10 +61,10 @@ void CheckModel(const v1::CreateModelRequest& request) {
 
 // The stretches of a layout follow each other, from its first byte to its last one.
 void CheckStretches(const RankLayout& layout) {
-  for (const auto walk : {&RankLayout::ForEachStretch, &RankLayout::ForEachJoinedStretch}) {
+  for (const auto walk : {&RankLayout::ForEachRange, &RankLayout::ForEachJoinedRange}) {
     int64_t next = 0;
     int visited = 0;
-    (layout.*walk)(0, layout.total_bytes(), [&](const RankLayout::Stretch& stretch) {
+    (layout.*walk)(0, layout.total_bytes(), [&](const RankLayout::ContiguousRange& stretch) {
       EMA_FUZZ_CHECK(stretch.byte_offset == next && stretch.element_count > 0);
       EMA_FUZZ_CHECK(layout.FindShard(next) == stretch.shard_index);
       EMA_FUZZ_CHECK(layout.IsElementBoundary(next));
@@ -85,7 +85,7 @@ void CheckLayout(const v1::CreateModelRequest& model, const v1::RankLayout& prot
   if (!layout.ok()) return;
   const std::vector<Shard> shards = RoundTrip<v1::RankLayout>(*layout);
   EMA_FUZZ_CHECK(layout->shards() == absl::MakeConstSpan(shards));
-  EMA_FUZZ_CHECK(layout->total_bytes() >= layout->live_bytes() && layout->live_bytes() >= 0);
+  EMA_FUZZ_CHECK(layout->total_bytes() >= layout->trained_bytes() && layout->trained_bytes() >= 0);
   CheckStretches(*layout);
 }
 

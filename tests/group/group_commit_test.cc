@@ -319,14 +319,14 @@ TEST_F(GroupCommitTest, AHomeThatStopsAnswersHeldCallsOnItsOwnThread) {
   home->OnPrepare({.from = other, .round = 1},
                   [&answer](const absl::StatusOr<GroupState>& state) { answer = state; });
   EXPECT_THAT(answer, StatusIs(absl::StatusCode::kUnknown, "no answer yet"));
-  home->StopHolding();
+  home->ReleaseHeldCalls();
   EXPECT_THAT(answer, IsOk());
   if (answer.ok()) {
     EXPECT_EQ(answer->round, 2);
     EXPECT_TRUE(answer->frozen);
     EXPECT_THAT(answer->last_abort->why, ReasonIs(ErrorReason::kDraining));
   }
-  home->StopHolding();
+  home->ReleaseHeldCalls();
   EXPECT_EQ(home->round(), 2);
   release.Notify();
   peers->Stop();

@@ -54,7 +54,7 @@ TEST(ErrorReasonTest, GroupHintTravelsWithTheStatus) {
   EXPECT_EQ(GetGroupHint(status).home, "");
 
   SetGroupHint(status, {.home = "ema-0:50051", .round = 5, .incarnation = 7});
-  const GroupHint hint = GetGroupHint(WithPlace(status, "model \"m\": "));
+  const GroupHint hint = GetGroupHint(WithPrefix(status, "model \"m\": "));
   EXPECT_EQ(hint.home, "ema-0:50051");
   EXPECT_EQ(hint.round, 5);
   EXPECT_EQ(hint.incarnation, 7);
@@ -66,7 +66,7 @@ TEST(ErrorReasonTest, MessagesDoNotControlTerminals) {
                 "\"caf\u00e9\x1b[31m\xc2\x9b\n\x7f\x80\xc3\": \xe2\x82\xac, \\ and 'quotes'");
   EXPECT_EQ(status.message(),
             "\"caf\u00e9\\x1b[31m\\xc2\\x9b\\n\\x7f\\x80\\xc3\": \xe2\x82\xac, \\ and 'quotes'");
-  EXPECT_EQ(WithPlace(status, "track \"\x1b\": ").message(),
+  EXPECT_EQ(WithPrefix(status, "track \"\x1b\": ").message(),
             absl::StrCat("track \"\\x1b\": ", status.message()));
 }
 

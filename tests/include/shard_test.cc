@@ -33,24 +33,24 @@ using testing::StartsWith;
 
 constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
 
-std::vector<RankLayout::Stretch> Runs(const RankLayout& layout, int64_t offset,
-                                      int64_t length_bytes) {
-  std::vector<RankLayout::Stretch> runs;
-  layout.ForEachStretch(offset, length_bytes, [&](const RankLayout::Stretch& run) {
+std::vector<RankLayout::ContiguousRange> Runs(const RankLayout& layout, int64_t offset,
+                                              int64_t length_bytes) {
+  std::vector<RankLayout::ContiguousRange> runs;
+  layout.ForEachRange(offset, length_bytes, [&](const RankLayout::ContiguousRange& run) {
     runs.push_back(run);
     return true;
   });
   return runs;
 }
 
-std::vector<RankLayout::Stretch> Runs(const RankLayout& layout) {
+std::vector<RankLayout::ContiguousRange> Runs(const RankLayout& layout) {
   return Runs(layout, 0, layout.total_bytes());
 }
 
 std::vector<Element> Expand(const Manifest& manifest,
-                            const std::vector<RankLayout::Stretch>& runs) {
+                            const std::vector<RankLayout::ContiguousRange>& runs) {
   std::vector<Element> elements;
-  for (const RankLayout::Stretch& run : runs) {
+  for (const RankLayout::ContiguousRange& run : runs) {
     const int64_t size = DtypeSize(manifest.tensor(run.tensor_index).dtype);
     for (int64_t i = 0; i < run.element_count; ++i) {
       elements.push_back({run.tensor_index, run.byte_offset + i * size, run.tensor_element + i});
@@ -140,7 +140,7 @@ TEST(RankLayoutTest, WholeTensorsAreOneRun) {
   EMA_ASSERT_OK_AND_ASSIGN(
       const RankLayout layout,
       RankLayout::Create(manifest, {WholeTensor(manifest, 1), WholeTensor(manifest, 0)}));
-  const std::vector<RankLayout::Stretch> runs = Runs(layout);
+  const std::vector<RankLayout::ContiguousRange> runs = Runs(layout);
   ASSERT_EQ(runs.size(), 2u);
   EXPECT_EQ(runs[0].element_count, 1);
   EXPECT_EQ(runs[1].byte_offset, 1);
@@ -152,8 +152,8 @@ TEST(RankLayoutTest, VisitorMayStop) {
   EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout,
                            RankLayout::Create(manifest, {{0, {0, 1}, {4, 2}}}));
   int count = 0;
-  layout.ForEachStretch(0, layout.total_bytes(),
-                        [&](const RankLayout::Stretch&) { return ++count < 2; });
+  layout.ForEachRange(0, layout.total_bytes(),
+                      [&](const RankLayout::ContiguousRange&) { return ++count < 2; });
   EXPECT_EQ(count, 2);
 }
 
@@ -170,7 +170,7 @@ TEST(RankLayoutTest, RunsAreThoseOfTheNaiveModel) {
     const std::vector<Element> naive = NaiveElements(manifest, shards);
     EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, shards));
 
-    const std::vector<RankLayout::Stretch> runs = Runs(layout);
+    const std::vector<RankLayout::ContiguousRange> runs = Runs(layout);
     ASSERT_EQ(Expand(manifest, runs), naive) << "round " << round;
     for (size_t i = 1; i < runs.size(); ++i) {
       const bool could_be_one =
@@ -213,9 +213,10 @@ TEST(RankLayoutTest, NeighboursThatAreWholeTensorsAreJoined) {
     const int64_t begin = Below(random, static_cast<int64_t>(naive.size()));
     const int64_t begin_byte = naive[begin].byte_offset;
     std::vector<Element> elements;
-    std::vector<RankLayout::Stretch> stretches;
-    layout.ForEachJoinedStretch(
-        begin_byte, layout.total_bytes() - begin_byte, [&](const RankLayout::Stretch& stretch) {
+    std::vector<RankLayout::ContiguousRange> stretches;
+    layout.ForEachJoinedRange(
+        begin_byte, layout.total_bytes() - begin_byte,
+        [&](const RankLayout::ContiguousRange& stretch) {
           stretches.push_back(stretch);
           const int64_t size = DtypeSize(stretch.dtype);
           for (int64_t i = 0; i < stretch.element_count; ++i) {
@@ -261,7 +262,7 @@ TEST(RankLayoutTest, SixtyThousandShardsAreQuick) {
   EMA_ASSERT_OK_AND_ASSIGN(const RankLayout by_column, RankLayout::Create(manifest, columns));
   int64_t element_count = 0;
   for (int64_t i = 0; i < kCount; ++i) {
-    by_column.ForEachStretch(32 * i, 32, [&](const RankLayout::Stretch& run) {
+    by_column.ForEachRange(32 * i, 32, [&](const RankLayout::ContiguousRange& run) {
       element_count += run.element_count;
       return true;
     });
@@ -409,8 +410,8 @@ TEST(EvenShareTest, FrozenTensorsComeLastAndAreSplitToo) {
         for (const Shard& shard : layout.frozen_shards()) {
           EXPECT_TRUE(frozen[shard.tensor_index] && !c.rank0_flags[shard.tensor_index]);
         }
-        least = std::min(least, layout.total_bytes() - layout.live_bytes());
-        most = std::max(most, layout.total_bytes() - layout.live_bytes());
+        least = std::min(least, layout.total_bytes() - layout.trained_bytes());
+        most = std::max(most, layout.total_bytes() - layout.trained_bytes());
       }
       ASSERT_TRUE(run->ready());
       EXPECT_LE(most - least, 16);
@@ -427,8 +428,8 @@ TEST(RankLayoutTest, FrozenShardsAreTheLastAndOfWholeTensors) {
   const std::vector<Shard> shards = {WholeTensor(manifest, 1), WholeTensor(manifest, 0)};
   EMA_ASSERT_OK_AND_ASSIGN(const RankLayout live, RankLayout::Create(manifest, shards));
   EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(manifest, shards, 1));
-  EXPECT_EQ(live.live_bytes(), 40);
-  EXPECT_EQ(layout.live_bytes(), 24);
+  EXPECT_EQ(live.trained_bytes(), 40);
+  EXPECT_EQ(layout.trained_bytes(), 24);
   EXPECT_EQ(layout.total_bytes(), 40);
   EXPECT_NE(layout.digest(), live.digest());
   EXPECT_THAT(layout.frozen_shards(), ElementsAre(WholeTensor(manifest, 0)));

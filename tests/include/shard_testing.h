@@ -63,7 +63,7 @@ struct Element {
   friend bool operator==(const Element&, const Element&) = default;
 };
 
-// The model that ForEachStretch is measured by: N-d indices counted up one by one.
+// The model that ForEachRange is measured by: N-d indices counted up one by one.
 inline std::vector<Element> NaiveElements(const Manifest& manifest,
                                           const std::vector<Shard>& shards) {
   std::vector<Element> elements;

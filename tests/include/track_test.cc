@@ -324,7 +324,7 @@ TEST(TrackTest, RulesThatMatchNothingCanBeDroppedIfTheyDoNotIgnore) {
   const Manifest manifest = *Manifest::Create({{.name = "a", .shape = {1}}});
   const TrackConfig track = Track("200ba", {{"b*", kIgnore}, {"c", kAverage}, {"a", kCopy}});
   EXPECT_FALSE(ValidateTrack(track, manifest).ok());
-  const TrackConfig kept = WithoutIdleRules(track, manifest);
+  const TrackConfig kept = WithoutUnmatchedRules(track, manifest);
   EXPECT_EQ(kept.tensor_rules, (std::vector<TensorRule>{{"b*", kIgnore}, {"a", kCopy}}));
   EXPECT_THAT(ValidateTrack(kept, manifest), IsOk());
 }

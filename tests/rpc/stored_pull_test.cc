@@ -302,7 +302,7 @@ TEST_F(StoredPullTest, ASelectionThatNoModelHasDoesNotWaitForTheDisk) {
   v1::PullRequest box = Request(1);
   v1::TensorSlice* const slice = box.mutable_selection()->add_slices();
   slice->set_tensor("a");
-  for (int d = 0; d <= kMaxRank; ++d) slice->add_offsets(0);
+  for (int d = 0; d <= kMaxDimensions; ++d) slice->add_offsets(0);
   EXPECT_EQ(ReasonOf(box), v1::ERROR_REASON_BAD_REQUEST);
   EXPECT_EQ(disk_.open_count, 0);
 }

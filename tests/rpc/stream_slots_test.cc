@@ -123,7 +123,7 @@ TEST(StreamSlotsTest, TheCallerWithTheMostSlotsGivesThemToOthers) {
     std::vector<FakeCall> others(3);
     ASSERT_THAT(Enter(slots, others[0], other), IsOk());
     EXPECT_EQ(calls[3].ended, 1) << "the one that waits";
-    EXPECT_EQ(calls[3].end, StreamEnd::kOverShare);
+    EXPECT_EQ(calls[3].end, StreamEnd::kOverFairShare);
     ASSERT_THAT(Enter(slots, others[1], other), IsOk());
     EXPECT_EQ(CountEnded(calls), 2) << "busy ones, too";
     // Now they have 3 and 2.
@@ -178,14 +178,14 @@ TEST(StreamSlotsTest, ACallerThatPinsTwoVersionsMoreGivesOneUp) {
   Pin(slots, shared, other, {5});
   for (FakeCall& call : refused) ASSERT_THAT(Enter(slots, call, other), IsOk());
 
-  EXPECT_EQ(slots.EndPullsOverPinShare(&refused[0]), 1);
+  EXPECT_EQ(slots.EndPullsAboveFairShare(&refused[0]), 1);
   EXPECT_EQ(pulls[1].ended, 1) << "version 6, as the other caller pins version 5, too";
-  EXPECT_EQ(pulls[1].end, StreamEnd::kOverShare);
+  EXPECT_EQ(pulls[1].end, StreamEnd::kOverFairShare);
   EXPECT_EQ(CountEnded(pulls) + CountEnded(shared), 1);
   // Now they pin two and one.
   slots.Leave(&pulls[1]);
-  EXPECT_EQ(slots.EndPullsOverPinShare(&refused[1]), 0);
-  EXPECT_EQ(slots.EndPullsOverPinShare(&pulls[0]), 0);
+  EXPECT_EQ(slots.EndPullsAboveFairShare(&refused[1]), 0);
+  EXPECT_EQ(slots.EndPullsAboveFairShare(&pulls[0]), 0);
   EXPECT_EQ(CountEnded(pulls) + CountEnded(shared), 1);
 }
 
@@ -196,7 +196,7 @@ TEST(StreamSlotsTest, PinsOfAnotherModelAreNotCounted) {
   FakeCall refused;
   ASSERT_THAT(Enter(slots, refused, {"b", "x"}), IsOk());
   slots.SetModel(&refused, "other");
-  EXPECT_EQ(slots.EndPullsOverPinShare(&refused), 0);
+  EXPECT_EQ(slots.EndPullsAboveFairShare(&refused), 0);
   EXPECT_EQ(CountEnded(pulls), 0);
 }
 

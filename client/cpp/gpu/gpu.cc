@@ -62,7 +62,7 @@ absl::Status Gpu::Create() {
   EMA_RETURN_IF_ERROR(Check(driver_->StreamCreate(&stream_, CudaDriver::kStreamNonBlocking),
                             "cannot create a stream"));
   absl::MutexLock lock(&mu_);
-  return NewEvent(CudaDriver::kEventDisableTiming, &edge_);
+  return NewEvent(CudaDriver::kEventDisableTiming, &order_event_);
 }
 
 Gpu::~Gpu() {
@@ -71,7 +71,7 @@ Gpu::~Gpu() {
   {
     const Current current(*this);
     absl::MutexLock lock(&mu_);
-    if (edge_ != nullptr) driver_->EventDestroy(edge_);
+    if (order_event_ != nullptr) driver_->EventDestroy(order_event_);
     for (CUevent_st* mark : marks_) driver_->EventDestroy(mark);
     if (stream_ != nullptr) driver_->StreamDestroy(stream_);
   }
@@ -122,20 +122,21 @@ void Gpu::FreePinned(std::byte* memory) {
   driver_->MemFreeHost(memory);
 }
 
-absl::Status Gpu::Follow(void* stream) {
+absl::Status Gpu::WaitFor(void* stream) {
   const Current current(*this);
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(Check(driver_->EventRecord(edge_, static_cast<CUstream_st*>(stream)),
+  EMA_RETURN_IF_ERROR(Check(driver_->EventRecord(order_event_, static_cast<CUstream_st*>(stream)),
                             "cannot wait for the trainer's stream"));
-  return Check(driver_->StreamWaitEvent(stream_, edge_, 0), "cannot wait for the trainer's stream");
+  return Check(driver_->StreamWaitEvent(stream_, order_event_, 0),
+               "cannot wait for the trainer's stream");
 }
 
-absl::Status Gpu::Lead(void* stream) {
+absl::Status Gpu::MakeWait(void* stream) {
   const Current current(*this);
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(
-      Check(driver_->EventRecord(edge_, stream_), "cannot make the trainer's stream wait"));
-  return Check(driver_->StreamWaitEvent(static_cast<CUstream_st*>(stream), edge_, 0),
+      Check(driver_->EventRecord(order_event_, stream_), "cannot make the trainer's stream wait"));
+  return Check(driver_->StreamWaitEvent(static_cast<CUstream_st*>(stream), order_event_, 0),
                "cannot make the trainer's stream wait");
 }
 

@@ -32,7 +32,7 @@ namespace ema::client_internal {
 // Thread-safe. An error that makes the GPU useless to this process (CudaDriver::IsSticky()) is
 // permanent: every later call returns it. Other errors belong to one call. This class uses no GPU
 // memory, and does not disturb a stream that is being captured into a graph by any thread; but
-// Follow() and Lead() must not be given such a stream.
+// WaitFor() and MakeWait() must not be given such a stream.
 class Gpu {
  public:
   // How long a running copy may take after its waiter has stopped waiting. A GPU that takes longer
@@ -53,9 +53,9 @@ class Gpu {
 
   // Makes later work of the side stream wait for the work that is queued on `stream`, a CUstream,
   // now.
-  absl::Status Follow(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status WaitFor(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
   // Makes later work of `stream` wait for the work that is queued on the side stream now.
-  absl::Status Lead(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status MakeWait(void* stream) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Copy {
     std::byte* to;  // Pinned.
@@ -92,8 +92,8 @@ class Gpu {
   CUctx_st* context_ = nullptr;
   CUstream_st* stream_ = nullptr;
 
-  absl::Mutex mu_ ABSL_ACQUIRED_BEFORE(error_mu_);       // Held across calls of the driver.
-  CUevent_st* edge_ ABSL_GUARDED_BY(mu_) = nullptr;      // For Follow() and Lead().
+  absl::Mutex mu_ ABSL_ACQUIRED_BEFORE(error_mu_);          // Held across calls of the driver.
+  CUevent_st* order_event_ ABSL_GUARDED_BY(mu_) = nullptr;  // For WaitFor() and MakeWait().
   std::vector<CUevent_st*> marks_ ABSL_GUARDED_BY(mu_);  // The end of the last copy into each slot.
   absl::Mutex error_mu_;
   absl::Status error_ ABSL_GUARDED_BY(error_mu_);

@@ -48,7 +48,7 @@ absl::StatusOr<std::vector<Gpu*>> PinnedRing::Follow(const GpuWeights& weights) 
   }
   for (const GpuStream& stream : weights.streams) {
     EMA_ASSIGN_OR_RETURN(Gpu* const gpu, Open(stream.device));
-    EMA_RETURN_IF_ERROR(gpu->Follow(stream.handle));
+    EMA_RETURN_IF_ERROR(gpu->WaitFor(stream.handle));
   }
   std::vector<Gpu*> gpus;
   for (const int device : weights.devices) {

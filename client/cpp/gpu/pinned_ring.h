@@ -44,7 +44,7 @@ class PinnedRing {
   absl::StatusOr<Gpu*> Open(int index) ABSL_LOCKS_EXCLUDED(gpus_mu_);
   // Makes the side streams wait for the trainer's streams. Returns the GPU of each shard; null: it
   // is in host memory. INTERNAL, DEVICE: copies of an earlier push have not ended. Errors as Open()
-  // and Gpu::Follow().
+  // and Gpu::WaitFor().
   absl::StatusOr<std::vector<Gpu*>> Follow(const GpuWeights& weights)
       ABSL_LOCKS_EXCLUDED(mu_, gpus_mu_);
 

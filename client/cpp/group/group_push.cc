@@ -195,9 +195,9 @@ void GroupPush::ReleaseAndAbandon() {
   for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->ReleaseAndAbandon();
 }
 
-void GroupPush::LeadStreams(absl::Span<const GpuStream> streams) {
-  has_led_ = true;
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->LeadStreams(streams);
+void GroupPush::MakeStreamsWait(absl::Span<const GpuStream> streams) {
+  streams_wait_ = true;
+  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->MakeStreamsWait(streams);
 }
 
 bool GroupPush::AwaitDone(absl::Duration max_wait) const {
@@ -218,13 +218,14 @@ bool GroupPush::AwaitWhileReachable(absl::Duration max_wait,
           },
       .is_cut_off =
           [this] {
-            return std::any_of(parts_.begin(), parts_.end(),
-                               [](const auto& part) { return !part->done() && part->IsCutOff(); });
+            return std::any_of(parts_.begin(), parts_.end(), [](const auto& part) {
+              return !part->done() && part->IsDisconnected();
+            });
           },
-      .answers =
+      .server_responds =
           [this](SteadyTime deadline, Interrupt* asker) {
             return std::all_of(parts_.begin(), parts_.end(), [&](const auto& part) {
-              return part->done() || part->Answers(deadline, asker);
+              return part->done() || part->ServerResponds(deadline, asker);
             });
           }};
   return client_internal::AwaitWhileReachable(max_wait, health, &interrupt, await);
@@ -240,13 +241,13 @@ bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream
            done();
   };
   if (AwaitWhileReachable(max_wait, release)) {
-    LeadStreams(streams);
+    MakeStreamsWait(streams);
     return true;
   }
   interrupt_.Fire();
   ReleaseAndAbandon();
   for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->AwaitNoReader();
-  LeadStreams(streams);
+  MakeStreamsWait(streams);
   AwaitDone(kAbandonGrace);
   return false;
 }
@@ -270,7 +271,7 @@ bool GroupPush::Abandon() {
   if (!done()) interrupt_.Fire();
   ReleaseAndAbandon();
   if (!AwaitDone(has_gpu_weights_ ? kHangLimit : absl::InfiniteDuration())) return false;
-  if (!has_led_) LeadStreams({});
+  if (!streams_wait_) MakeStreamsWait({});
   return true;
 }
 

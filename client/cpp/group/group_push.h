@@ -70,7 +70,7 @@ class GroupPush final : public RunningPush {
   void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);
   // Releases the weights now, and abandons all parts. From any thread.
   void ReleaseAndAbandon();
-  void LeadStreams(absl::Span<const GpuStream> streams);
+  void MakeStreamsWait(absl::Span<const GpuStream> streams);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   bool AwaitWhileReachable(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
 
@@ -79,9 +79,9 @@ class GroupPush final : public RunningPush {
   const SteadyTime deadline_;
   const bool has_gpu_weights_;
   Interrupt interrupt_;  // Ends the waits of this object's thread.
-  SendTurns turns_;
+  SendSemaphore turns_;
   NewestRound round_;
-  std::atomic<bool> has_led_ = false;  // See PendingPush::Impl::has_led_.
+  std::atomic<bool> streams_wait_ = false;  // See PendingPush::Impl::streams_wait_.
 
   mutable absl::Mutex mu_;
   mutable SteadyWait wait_;  // Woken when a part has ended, and when there is a result.

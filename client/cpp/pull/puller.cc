@@ -69,7 +69,7 @@ absl::Status Puller::AttemptByLane(LanePipe& lane, const std::string& authorizat
       const std::span<const std::byte> data = frame.bytes;
       const ChunkHeader header{.offset = frame.offset,
                                .data_bytes = static_cast<int64_t>(data.size()),
-                               .is_undamaged = true};
+                               .skips_checksum = true};
       EMA_RETURN_IF_ERROR(OnChunk(header, [data](std::byte* to) {
         StreamCopy(data, to);
         return uint32_t{0};
@@ -214,7 +214,7 @@ absl::Status Puller::OnChunk(const ChunkHeader& header, Copy copy) {
                     absl::StrCat("chunk at ", header.offset, ": its CRC32C is ", absl::Hex(crc),
                                  ", sent as ", absl::Hex(header.crc32c)));
   }
-  if (!header.is_undamaged) digest_ = Crc32cCombine(digest_, crc, header.data_bytes);
+  if (!header.skips_checksum) digest_ = Crc32cCombine(digest_, crc, header.data_bytes);
   position_ = header.offset + header.data_bytes;
   chunk_bytes_ += header.data_bytes;
   received_bytes_ += header.data_bytes;

@@ -55,7 +55,7 @@ class Puller {
   void Begin(Lane lane);
   absl::Status OnMessage(grpc::ByteBuffer& message);
   absl::Status OnHeader(const v1::PullHeader& header);
-  // `copy(to)` copies the data, and returns their CRC32C, or 0 if `header.is_undamaged`.
+  // `copy(to)` copies the data, and returns their CRC32C, or 0 if `header.skips_checksum`.
   template <typename Copy>
   absl::Status OnChunk(const ChunkHeader& header, Copy copy);
   absl::Status OnTrailer(const v1::PullTrailer& trailer);

@@ -24,7 +24,7 @@ bool AwaitWhileReachable(absl::Duration max_wait, const PushHealth& health, Inte
     const bool is_still = before == health.progress_count();
     if (is_still && Since(still_since) < kStillGrace) continue;
     if (is_still && now < give_up &&
-        !health.answers(std::min(give_up, After(now, kAnswerTimeout)), interrupt)) {
+        !health.server_responds(std::min(give_up, After(now, kAnswerTimeout)), interrupt)) {
       return await(absl::ZeroDuration());
     }
     before = health.progress_count();

@@ -18,7 +18,7 @@ namespace ema::client_internal {
 struct PushHealth {
   std::function<int64_t()> progress_count;
   std::function<bool()> is_cut_off;
-  std::function<bool(SteadyTime deadline, Interrupt* interrupt)> answers;
+  std::function<bool(SteadyTime deadline, Interrupt* interrupt)> server_responds;
 };
 
 // Calls `await` repeatedly, each time with the longest time that it may wait, until it returns

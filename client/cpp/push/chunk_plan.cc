@@ -22,8 +22,8 @@ ChunkPlan::ChunkPlan(const RankLayout& layout, int64_t chunk_bytes)
   starts_.reserve(total_bytes / chunk_bytes + 2);
   starts_.push_back(0);
   while (starts_.back() < total_bytes) {
-    const bool is_live = starts_.back() < layout.live_bytes();
-    int64_t end = std::min(is_live ? layout.live_bytes() : layout.total_bytes(),
+    const bool is_live = starts_.back() < layout.trained_bytes();
+    int64_t end = std::min(is_live ? layout.trained_bytes() : layout.total_bytes(),
                            starts_.back() + chunk_bytes);
     while (!layout.IsElementBoundary(end)) --end;
     starts_.push_back(end);
@@ -59,18 +59,18 @@ uint32_t ChunkWriter::CopyInto(int64_t chunk, const std::byte* from, std::byte* 
   uint32_t crc32c = 0;
   std::vector<std::byte> gathered;
   ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    const int64_t source_bytes = weights_.StretchBytes(shard, length);
+    const int64_t source_bytes = weights_.RangeBytes(shard, length);
     const bool is_rounded = source_bytes != length;
     const bool is_gathered = from == nullptr && !weights_.IsContiguous(shard);
     const std::byte* source = from;
     if (from != nullptr) {
       from += source_bytes;
     } else if (!is_gathered) {
-      source = weights_.Stretch(shard, in_shard, length).data();
+      source = weights_.ContiguousRange(shard, in_shard, length).data();
     } else {
       if (is_rounded) gathered.resize(source_bytes);
       std::byte* const into = is_rounded ? gathered.data() : to;
-      weights_.CopyStretch(shard, in_shard, length, into);
+      weights_.CopyRange(shard, in_shard, length, into);
       source = into;
     }
     const std::span<std::byte> written(to, length);
@@ -105,7 +105,7 @@ bool ChunkWriter::Checksum(int64_t chunk) {
   uint32_t crc32c = 0;
   if (IsInPlace(chunk)) {
     ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-      crc32c = Crc32c(crc32c, weights_.Stretch(shard, in_shard, length));
+      crc32c = Crc32c(crc32c, weights_.ContiguousRange(shard, in_shard, length));
     });
   } else {
     copy.resize(plan_->length_bytes(chunk));
@@ -129,7 +129,7 @@ grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch, bool copie
   auto& [pieces, slices] = scratch;
   pieces.clear();
   ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    scratch.pieces.push_back(weights_.Stretch(shard, in_shard, length));
+    scratch.pieces.push_back(weights_.ContiguousRange(shard, in_shard, length));
   });
   const auto is_long = [copies](std::span<const std::byte> piece) {
     return !copies && static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;

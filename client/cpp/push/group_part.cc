@@ -5,7 +5,7 @@
 
 namespace ema::client_internal {
 
-bool SendTurns::Take(int64_t position, SteadyTime deadline, Interrupt* interrupt) {
+bool SendSemaphore::Acquire(int64_t position, SteadyTime deadline, Interrupt* interrupt) {
   absl::MutexLock lock(&mu_);
   waiting_.insert(position);
   const auto is_next = [this, position]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
@@ -28,13 +28,13 @@ bool SendTurns::Take(int64_t position, SteadyTime deadline, Interrupt* interrupt
   return has_turn;
 }
 
-void SendTurns::Return() {
+void SendSemaphore::Release() {
   absl::MutexLock lock(&mu_);
   ++free_;
   wait_.WakeAll();
 }
 
-size_t SendTurns::waiting_count() const {
+size_t SendSemaphore::waiting_count() const {
   absl::MutexLock lock(&mu_);
   return waiting_.size();
 }

@@ -40,13 +40,14 @@ class NewestRound {
 
 // Limits how many parts of a push send at once. The part with the lowest position is the next one.
 // Thread-safe.
-class SendTurns {
+class SendSemaphore {
  public:
-  explicit SendTurns(int64_t max_senders) : free_(max_senders) {}
+  explicit SendSemaphore(int64_t max_senders) : free_(max_senders) {}
 
   // Waits for a turn. False: `deadline` is over, or `interrupt` was fired.
-  bool Take(int64_t position, SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
-  void Return() ABSL_LOCKS_EXCLUDED(mu_);
+  bool Acquire(int64_t position, SteadyTime deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  void Release() ABSL_LOCKS_EXCLUDED(mu_);
   size_t waiting_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -58,7 +59,7 @@ class SendTurns {
 
 // The place of a push to one server in a push to a group. All pointers outlive the push.
 struct GroupPart {
-  SendTurns* turns = nullptr;
+  SendSemaphore* turns = nullptr;
   int64_t position = 0;  // In the order in which the parts send.
   // The round of the step, shared by all parts. If a server rejects it with STALE_ROUND, the parts
   // adopt the newer round and send all bytes again.

@@ -107,7 +107,7 @@ void PendingPush::Impl::CheckContent() {
   // What is on a GPU is read by its own copies only.
   if (!gpus_.empty()) return;
   const RankLayout& layout = run_->layout();
-  const int64_t bytes = HasFrozen() ? layout.total_bytes() : layout.live_bytes();
+  const int64_t bytes = HasFrozen() ? layout.total_bytes() : layout.trained_bytes();
   client_internal::ChunkWriter writer(&layout, &run_->chunks(), run_->chunks().ChunksBefore(bytes),
                                       shards_, &gate_, /*staged=*/nullptr, options_.strides);
   expected_crc32c_ = writer.Checksums().value_or(std::vector<uint32_t>());
@@ -162,21 +162,21 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
     SetCutOff(!ShowsServer(committed.status()));
     // If the trainer still waits, it is held until the bytes to resend are known, unless the pinned
     // memory holds all bytes.
-    if (!staged_.has_value() || !staged_->Holds(AllChunks())) (void)gate_.WantToRead();
+    if (!staged_.has_value() || !staged_->Holds(AllChunks())) (void)gate_.BeginReading();
     if (!interrupt_.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }
 
 // Time that is spent on staging, or on waiting for a turn, does not count as time without a server.
-class PendingPush::Impl::CutOffPause {
+class PendingPush::Impl::PauseBeforeReconnecting {
  public:
-  explicit CutOffPause(Impl* push) : push_(push) {
+  explicit PauseBeforeReconnecting(Impl* push) : push_(push) {
     absl::MutexLock lock(&push_->mu_);
-    since_ = std::exchange(push_->cut_off_since_, SteadyTime::max());
+    since_ = std::exchange(push_->disconnected_since_, SteadyTime::max());
   }
-  ~CutOffPause() {
+  ~PauseBeforeReconnecting() {
     absl::MutexLock lock(&push_->mu_);
-    if (since_ != SteadyTime::max()) push_->cut_off_since_ = since_ + (SteadyNow() - start_);
+    if (since_ != SteadyTime::max()) push_->disconnected_since_ = since_ + (SteadyNow() - start_);
   }
 
  private:
@@ -191,9 +191,9 @@ class PendingPush::Impl::SendTurn {
  public:
   explicit SendTurn(Impl* push) {
     if (!push->part_.has_value()) return;
-    const CutOffPause pause(push);
-    client_internal::SendTurns* const turns = push->part_->turns;
-    if (turns->Take(push->part_->position, push->deadline_, &push->interrupt_)) {
+    const PauseBeforeReconnecting pause(push);
+    client_internal::SendSemaphore* const turns = push->part_->turns;
+    if (turns->Acquire(push->part_->position, push->deadline_, &push->interrupt_)) {
       turns_ = turns;
     } else if (push->interrupt_.fired()) {
       status_ = absl::CancelledError("interrupted");
@@ -208,11 +208,11 @@ class PendingPush::Impl::SendTurn {
 
   const absl::Status& status() const { return status_; }
   void End() {
-    if (turns_ != nullptr) std::exchange(turns_, nullptr)->Return();
+    if (turns_ != nullptr) std::exchange(turns_, nullptr)->Release();
   }
 
  private:
-  client_internal::SendTurns* turns_ = nullptr;  // Null: it has ended, or there are none.
+  client_internal::SendSemaphore* turns_ = nullptr;  // Null: it has ended, or there are none.
   absl::Status status_;
 };
 
@@ -243,13 +243,13 @@ absl::Status PendingPush::Impl::PrepareStaging() {
   if (gpus_.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
     return absl::OkStatus();
   }
-  const CutOffPause pause(this);
+  const PauseBeforeReconnecting pause(this);
   PinnedRing& ring = run_->ring();
   const auto any = [](Gpu* gpu) { return gpu != nullptr; };
   const int64_t slot_bytes = StagedChunks::SlotBytes(run_->layout(), run_->chunks());
   // Frozen tensors are seldom pushed: more than the minimum is allocated for the others only.
   const int64_t max_slots =
-      std::max(run_->chunks().ChunksBefore(run_->layout().live_bytes()),
+      std::max(run_->chunks().ChunksBefore(run_->layout().trained_bytes()),
                std::min(run_->chunks().chunk_count(), PinnedRing::kMinRingBytes / slot_bytes));
   EMA_RETURN_IF_ERROR(
       ring.Allocate(**std::find_if(gpus_.begin(), gpus_.end(), any), slot_bytes, max_slots));
@@ -260,16 +260,16 @@ absl::Status PendingPush::Impl::PrepareStaging() {
 
 absl::Status PendingPush::Impl::Stage() {
   if (!staged_.has_value()) return absl::OkStatus();
-  const CutOffPause pause(this);
+  const PauseBeforeReconnecting pause(this);
   // Chunks that are not staged yet have to be read.
-  if (!staged_->Holds(chunks_to_send_)) (void)gate_.WantToRead();
+  if (!staged_->Holds(chunks_to_send_)) (void)gate_.BeginReading();
   staged_->Stage(chunks_to_send_).IgnoreError();
   return StagingStatus();
 }
 
 absl::Status PendingPush::Impl::StagingStatus() const {
   if (!staged_.has_value()) return absl::OkStatus();
-  return WithPlace(staged_->status(), absl::StrCat(Name(), ": "));
+  return WithPrefix(staged_->status(), absl::StrCat(Name(), ": "));
 }
 
 absl::Status PendingPush::Impl::AnnotateLostMemory(const absl::Status& error) const {
@@ -281,14 +281,14 @@ absl::Status PendingPush::Impl::AnnotateLostMemory(const absl::Status& error) co
                    " bytes of pinned memory are not freed until they end"));
 }
 
-void PendingPush::Impl::LeadStreams(absl::Span<const GpuStream> streams) {
-  has_led_ = true;
+void PendingPush::Impl::MakeStreamsWait(absl::Span<const GpuStream> streams) {
+  streams_wait_ = true;
   // What has ended copies nothing, unless the GPU hangs.
   if (gpus_.empty() || (done() && run_->ring().lost_bytes() == 0)) return;
   const auto lead = [this](const GpuStream& stream) {
     const absl::StatusOr<Gpu*> gpu = run_->ring().Open(stream.device);
     // Where the stream cannot wait, the trainer does.
-    if (gpu.ok() && !(*gpu)->Lead(stream.handle).ok()) (*gpu)->AwaitIdle(deadline_, interrupt_);
+    if (gpu.ok() && !(*gpu)->MakeWait(stream.handle).ok()) (*gpu)->AwaitIdle(deadline_, interrupt_);
   };
   const std::vector<GpuStream>& started_with = options_.gpu_weights.streams;
   for (const GpuStream& stream : started_with) lead(stream);
@@ -320,7 +320,7 @@ absl::Status PendingPush::Impl::ChooseBytes() {
         absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
         absl::StrCat(Name(), ": the server needs the frozen tensors, but they were not given"));
   }
-  total_bytes_ = omits_frozen ? layout.live_bytes() : layout.total_bytes();
+  total_bytes_ = omits_frozen ? layout.trained_bytes() : layout.total_bytes();
   EMA_RETURN_IF_ERROR(PrepareStaging());
   writer_.emplace(&layout, &run_->chunks(), run_->chunks().ChunksBefore(total_bytes_), shards_,
                   &gate_, staged_.has_value() ? &*staged_ : nullptr, options_.strides);
@@ -347,7 +347,7 @@ PendingPush::Impl::QueryMissingChunks() {
   // A header and a commit alone attach this rank again to a step that has all its bytes. Nothing is
   // read for that, so it is right after the release, too.
   const bool is_staged = staged_.has_value() && staged_->Holds(chunks_to_send_);
-  if (!chunks_to_send_.empty() && !is_staged && !gate_.WantToRead()) {
+  if (!chunks_to_send_.empty() && !is_staged && !gate_.BeginReading()) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
                      absl::StrCat(Name(),
                                   ": the connection broke before all bytes had arrived, "
@@ -476,7 +476,7 @@ bool PendingPush::Impl::MayRetry(const absl::Status& error) {
     default:
       return false;
   }
-  return ++odd_failure_count_ <= kMaxOddFailures;
+  return ++unexpected_failure_count_ <= kMaxOddFailures;
 }
 
 bool PendingPush::Impl::HasSlices() const {
@@ -508,7 +508,7 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::DropStep(
 
 absl::Status PendingPush::Impl::CheckSameContent(const PushProgress& progress) {
   // With frozen tensors or without them it is another digest.
-  const bool has_frozen = run_->layout().live_bytes() != run_->layout().total_bytes();
+  const bool has_frozen = run_->layout().trained_bytes() != run_->layout().total_bytes();
   if (!progress.digest.has_value() || has_frozen || !writer_.has_value()) return absl::OkStatus();
   const std::optional<uint32_t> digest = writer_->Digest();
   if (!digest.has_value() || *digest == *progress.digest) return absl::OkStatus();
@@ -527,12 +527,12 @@ std::string PendingPush::Impl::Name() const {
 
 void PendingPush::Impl::SetCutOff(bool is_cut_off) {
   absl::MutexLock lock(&mu_);
-  cut_off_since_ = is_cut_off ? std::min(cut_off_since_, SteadyNow()) : SteadyTime::max();
+  disconnected_since_ = is_cut_off ? std::min(disconnected_since_, SteadyNow()) : SteadyTime::max();
 }
 
-bool PendingPush::Impl::IsCutOff() const {
+bool PendingPush::Impl::IsDisconnected() const {
   absl::MutexLock lock(&mu_);
-  return Since(cut_off_since_) >= kCutOffGrace;
+  return Since(disconnected_since_) >= kCutOffGrace;
 }
 
 bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
@@ -541,7 +541,7 @@ bool PendingPush::Impl::AwaitDone(absl::Duration max_wait) const {
   return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), has_result);
 }
 
-bool PendingPush::Impl::Answers(SteadyTime deadline, client_internal::Interrupt* interrupt) {
+bool PendingPush::Impl::ServerResponds(SteadyTime deadline, client_internal::Interrupt* interrupt) {
   const absl::StatusOr<PushProgress> progress =
       run_->QueryPush(step_, /*abandon_if_unfinished=*/false, deadline, interrupt, /*retry=*/false);
   return progress.ok() || GetErrorReason(progress.status()) != ErrorReason::kUnspecified;
@@ -557,9 +557,11 @@ bool PendingPush::Impl::AwaitWhileReachable(absl::Duration max_wait,
   client_internal::Interrupt interrupt(&run_->client().options().is_interrupted);
   const client_internal::PushHealth health = {
       .progress_count = [this] { return progress_count(); },
-      .is_cut_off = [this] { return IsCutOff(); },
-      .answers = [this](SteadyTime deadline,
-                        client_internal::Interrupt* asker) { return Answers(deadline, asker); }};
+      .is_cut_off = [this] { return IsDisconnected(); },
+      .server_responds =
+          [this](SteadyTime deadline, client_internal::Interrupt* asker) {
+            return ServerResponds(deadline, asker);
+          }};
   return client_internal::AwaitWhileReachable(max_wait, health, &interrupt, await);
 }
 
@@ -571,12 +573,12 @@ void PendingPush::Impl::ReleaseAndAbandon() {
 bool PendingPush::Impl::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
   if (AwaitWhileReachable(max_wait,
                           [this](absl::Duration most) { return gate_.TryRelease(most); })) {
-    LeadStreams(streams);
+    MakeStreamsWait(streams);
     return true;
   }
   ReleaseAndAbandon();
   gate_.AwaitNoReader();
-  LeadStreams(streams);
+  MakeStreamsWait(streams);
   AwaitDone(kAbandonGrace);
   return false;
 }
@@ -600,7 +602,7 @@ bool PendingPush::Impl::Abandon() {
   gate_.ForceRelease();
   if (!done()) interrupt_.Fire();
   if (!AwaitDone(gpus_.empty() ? absl::InfiniteDuration() : kHangLimit)) return false;
-  if (!has_led_) LeadStreams({});
+  if (!streams_wait_) MakeStreamsWait({});
   return true;
 }
 

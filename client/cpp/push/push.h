@@ -72,15 +72,15 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   // Waits until the weights are not read any more. REQUIRES: they have been released.
   void AwaitNoReader() { gate_.AwaitNoReader(); }
   // Makes the streams wait for the running copies. To be called after the release.
-  void LeadStreams(absl::Span<const GpuStream> streams);
+  void MakeStreamsWait(absl::Span<const GpuStream> streams);
   // True: the push has had no stream for some time, and the server has not asked it to wait. The
   // trainer should stop waiting.
-  bool IsCutOff() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool IsDisconnected() const ABSL_LOCKS_EXCLUDED(mu_);
   // A number that changes when the push gets further.
   int64_t progress_count() const;
   // Asks the server for the push's progress. True: it answered by `deadline`, perhaps with an
   // error.
-  bool Answers(SteadyTime deadline, client_internal::Interrupt* interrupt);
+  bool ServerResponds(SteadyTime deadline, client_internal::Interrupt* interrupt);
 
   // The round of the last stream, as the part of a push to a group; 0: no stream was opened, so the
   // server does not know the step. To be called when the push has ended.
@@ -99,7 +99,7 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   // Tries until the push succeeds or fails for good.
   absl::StatusOr<Committed> Push();
   absl::StatusOr<Committed> Attempt();
-  class CutOffPause;
+  class PauseBeforeReconnecting;
   class SendTurn;
   // Sets the bytes to be pushed, from the plan, unless the server may know the step already.
   // PLAN_CHANGED: the server needs the frozen tensors, but they were not given.
@@ -161,7 +161,7 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   client_internal::Interrupt interrupt_;
   // Used only by the threads that release the weights. If true, the streams in `options_` may no
   // longer exist.
-  std::atomic<bool> has_led_ = false;
+  std::atomic<bool> streams_wait_ = false;
 
   // Relaxed: figures for stats().
   std::atomic<int64_t> total_bytes_ = 0;
@@ -183,13 +183,13 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   int64_t begun_round_ = 0;  // The round of the last stream; also read when the push has ended.
   bool has_rejoined_ = false;
   bool avoids_lanes_ = false;  // A lane has broken.
-  int odd_failure_count_ = 0;
+  int unexpected_failure_count_ = 0;
 
   mutable absl::Mutex mu_;
   mutable SteadyWait wait_;  // Woken when there is a result.
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
   std::optional<ServerTime> server_time_ ABSL_GUARDED_BY(mu_);
-  SteadyTime cut_off_since_ ABSL_GUARDED_BY(mu_) = start_;  // max(): it is not cut off.
+  SteadyTime disconnected_since_ ABSL_GUARDED_BY(mu_) = start_;  // max(): it is not cut off.
 
   std::thread thread_;
 };

@@ -7,10 +7,10 @@
 
 namespace ema::client_internal {
 
-void ShardWeights::CopyStretch(int64_t shard, int64_t in_shard, int64_t length_bytes,
-                               std::byte* to) const {
+void ShardWeights::CopyRange(int64_t shard, int64_t in_shard, int64_t length_bytes,
+                             std::byte* to) const {
   if (IsContiguous(shard)) {
-    const std::span<const std::byte> from = Stretch(shard, in_shard, length_bytes);
+    const std::span<const std::byte> from = ContiguousRange(shard, in_shard, length_bytes);
     std::memcpy(to, from.data(), from.size());
     return;
   }
@@ -20,8 +20,8 @@ void ShardWeights::CopyStretch(int64_t shard, int64_t in_shard, int64_t length_b
           .element_bytes = element_bytes,
           .extents = box.extents,
           .strides = strides_[shard]},
-         StretchBytes(shard, in_shard) / element_bytes,
-         StretchBytes(shard, length_bytes) / element_bytes, to);
+         RangeBytes(shard, in_shard) / element_bytes,
+         RangeBytes(shard, length_bytes) / element_bytes, to);
 }
 
 }  // namespace ema::client_internal

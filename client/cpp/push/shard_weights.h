@@ -28,18 +28,19 @@ class ShardWeights {
 
   // A part of a shard in memory; offset and length are in bytes as sent. REQUIRES:
   // IsContiguous(shard).
-  std::span<const std::byte> Stretch(int64_t shard, int64_t in_shard, int64_t length_bytes) const {
+  std::span<const std::byte> ContiguousRange(int64_t shard, int64_t in_shard,
+                                             int64_t length_bytes) const {
     const int64_t scale = Scale(shard);
     return bytes_[shard].subspan(in_shard * scale, length_bytes * scale);
   }
 
   // The length of such a part in memory.
-  int64_t StretchBytes(int64_t shard, int64_t length_bytes) const {
+  int64_t RangeBytes(int64_t shard, int64_t length_bytes) const {
     return length_bytes * Scale(shard);
   }
-  // Copies a stretch to `to`, which has room for StretchBytes(), row-major. REQUIRES: it begins and
+  // Copies a stretch to `to`, which has room for RangeBytes(), row-major. REQUIRES: it begins and
   // ends between elements, and is in host memory.
-  void CopyStretch(int64_t shard, int64_t in_shard, int64_t length_bytes, std::byte* to) const;
+  void CopyRange(int64_t shard, int64_t in_shard, int64_t length_bytes, std::byte* to) const;
 
  private:
   int64_t Scale(int64_t shard) const {

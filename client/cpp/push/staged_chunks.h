@@ -29,8 +29,8 @@ namespace ema::client_internal {
 // Copies chunks to pinned buffers in the order in which they will be sent, as far ahead as the ring
 // has room. For the gate, starting a copy counts as reading: once all copies have been started, the
 // weights may change as soon as the copies have ended, and the trainer's stream, not the trainer,
-// waits for that (Gpu::Lead()). If there is room for all chunks, each stays in its buffer and can
-// be sent again, even after the weights have changed. Thread-safe.
+// waits for that (Gpu::MakeWait()). If there is room for all chunks, each stays in its buffer and
+// can be sent again, even after the weights have changed. Thread-safe.
 //
 // No thread waits for a free buffer: with at most max_senders() threads that take the chunks in
 // order, each returning or lending its buffer before it takes the next chunk, there is a buffer for

@@ -3,16 +3,16 @@
 
 namespace ema::client_internal {
 
-bool WeightsGate::WantToRead() {
+bool WeightsGate::BeginReading() {
   absl::MutexLock lock(&mu_);
   if (is_released_) return false;
-  is_wanted_ = true;
+  is_reading_ = true;
   return true;
 }
 
 void WeightsGate::FinishReading() {
   absl::MutexLock lock(&mu_);
-  is_wanted_ = false;
+  is_reading_ = false;
   wait_.WakeAll();
 }
 

@@ -21,12 +21,12 @@ class WeightsGate {
  public:
   // --- For the sending threads. Initially the weights are wanted. ---
   //
-  // WantToRead() and FinishReading() bracket all reads of a push: between the two, TryRelease()
+  // BeginReading() and FinishReading() bracket all reads of a push: between the two, TryRelease()
   // waits even while nothing is being read. BeginRead() and EndRead() bracket one read; several
   // threads may be reading at once.
 
   // Announces that the weights will be read (again). False: they have been released.
-  bool WantToRead() ABSL_LOCKS_EXCLUDED(mu_);
+  bool BeginReading() ABSL_LOCKS_EXCLUDED(mu_);
   // Announces that nothing more will be read: all unsent bytes are in slices or being copied, or
   // the push has ended.
   void FinishReading() ABSL_LOCKS_EXCLUDED(mu_);
@@ -54,15 +54,15 @@ class WeightsGate {
 
  private:
   bool HasLeftLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-    return !is_wanted_ && HasNoReaderLocked();
+    return !is_reading_ && HasNoReaderLocked();
   }
   bool HasNoReaderLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return reader_count_ == 0 && slice_count_ == 0;
   }
 
   mutable absl::Mutex mu_;
-  SteadyWait wait_;  // Woken when a read, a slice or is_wanted_ ends.
-  bool is_wanted_ ABSL_GUARDED_BY(mu_) = true;
+  SteadyWait wait_;  // Woken when a read, a slice or is_reading_ ends.
+  bool is_reading_ ABSL_GUARDED_BY(mu_) = true;
   int64_t reader_count_ ABSL_GUARDED_BY(mu_) = 0;
   bool is_released_ ABSL_GUARDED_BY(mu_) = false;
   int64_t slice_count_ ABSL_GUARDED_BY(mu_) = 0;

@@ -94,7 +94,7 @@ void PushEngine::StartWithoutRun() {
   for (const TrackConfig& track : joiner_->options().tracks)
     plan.tracks.push_back({.track = track});
   due_.Adopt(std::move(plan));
-  in_step_ = false;
+  ranks_agree_on_step_ = false;
   rejoiner_ = std::make_shared<Rejoiner>(joiner_, log_);
   // Where there is no thread for it, the next step tries again.
   (void)rejoiner_->Start();
@@ -220,7 +220,8 @@ bool PushEngine::AwaitPreviousPush() {
   // Once: if the reply has not come by then, the steps that are due meanwhile are skipped at once.
   if (const std::shared_ptr<PendingPush> push = push_; push != nullptr && !has_waited_) {
     has_waited_ = true;
-    const absl::Duration limit = in_step_ ? wait_left_ : std::min(wait_left_, kOutOfStepWait);
+    const absl::Duration limit =
+        ranks_agree_on_step_ ? wait_left_ : std::min(wait_left_, kOutOfStepWait);
     const SteadyTime start = SteadyNow();
     if (!push->WaitDone(limit) && !IsInterrupted()) {
       ReportSkip(step(), absl::DeadlineExceededError(
@@ -303,7 +304,7 @@ void PushEngine::CollectResult(bool leaves_failure, const absl::Status& because)
   Log(LogLevel::kDebug, absl::StrCat("step ", pending_step_, " is version ", version->number));
   CountPushed(*std::move(version));
   pushed_.reset();
-  in_step_ = true;
+  ranks_agree_on_step_ = true;
   // With other ranks a plan is adopted at the next step that is due.
   if (options_.is_only_rank) due_.Adopt(run_->plan());
 }
@@ -501,7 +502,7 @@ void PushEngine::AbandonPush(const std::shared_ptr<PendingPush>& push, const std
 }
 
 void PushEngine::Skip(int64_t step, const absl::Status& error, std::shared_ptr<PendingPush> lost) {
-  in_step_ = false;
+  ranks_agree_on_step_ = false;
   const bool is_away = IsOutage(error);
   if (is_away && !skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
   if (pushed_.has_value() && !is_closed_ && outage_.ShouldRetry(error)) {

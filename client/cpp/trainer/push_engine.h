@@ -221,7 +221,7 @@ class PushEngine {
   // The part of max_wait that is left for waits until the end of the next AfterStep().
   absl::Duration wait_left_;
   // False: the last push failed, so the ranks may push at different steps.
-  bool in_step_ = true;
+  bool ranks_agree_on_step_ = true;
 
   // Frozen tensors have changed since the last successful push, or a push has failed since then:
   // after a failure all ranks push them, so that they agree.

@@ -273,7 +273,7 @@ absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
   RunJoiner::Options joiner_options = {
       .model = std::string(model), .manifest = sent.manifest, .model_options = options.model};
   for (const TrackConfig& track : options.tracks) {
-    joiner_options.tracks.push_back(WithoutIdleRules(track, sent.manifest));
+    joiner_options.tracks.push_back(WithoutUnmatchedRules(track, sent.manifest));
   }
   EMA_ASSIGN_OR_RETURN(joiner_options.run, MakeRunOptions(sent, options));
   joiner_options.existing = options.existing.value_or(

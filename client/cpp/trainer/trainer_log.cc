@@ -20,7 +20,7 @@ std::string ErrorText(const absl::Status& error) {
   return absl::StrCat(error.message(), " [", std::string(ErrorReasonName(reason)), "]");
 }
 
-const char* OutlookAfter(const absl::Status& error) {
+const char* ConsequenceText(const absl::Status& error) {
   switch (GetErrorReason(error)) {
     case ErrorReason::kBadLayout:
       return "and no step can be pushed until the model is as it was at the start (to continue "
@@ -54,7 +54,7 @@ void TrainerLog::SkippedStep(int64_t step, const absl::Status& error) {
     count = ++skip_counts_[cause];
   }
   const bool is_power_of_two = (count & (count - 1)) == 0;
-  std::string text = absl::StrCat("push of step ", step, " skipped, ", OutlookAfter(error), ": ",
+  std::string text = absl::StrCat("push of step ", step, " skipped, ", ConsequenceText(error), ": ",
                                   ErrorText(error));
   if (is_power_of_two && count > 1) {
     absl::StrAppend(&text, " (", count, " steps by now; the next warning is at ", 2 * count, ")");

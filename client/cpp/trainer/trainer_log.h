@@ -27,7 +27,7 @@ using LogFunction = std::function<void(LogLevel level, const std::string& text)>
 std::string ErrorText(const absl::Status& error);
 
 // A text that says how the average continues after a step that was skipped for this reason.
-const char* OutlookAfter(const absl::Status& error);
+const char* ConsequenceText(const absl::Status& error);
 
 // Writes lines that begin with the model's name, and decides which of many skipped steps are worth
 // a warning. For one thread; Write() is for any.

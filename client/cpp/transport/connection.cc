@@ -152,7 +152,7 @@ Connection::Connection(std::string address, const Token& token, int fd,
     : address_(std::move(address)),
       token_(token),
       fd_(fd),
-      tls_objection_(std::move(tls_objection)),
+      likely_tls_problem_(std::move(tls_objection)),
       channel_(std::move(channel)),
       stub_(channel_),
       generic_stub_(channel_),
@@ -284,7 +284,7 @@ absl::Status Call::Result(const grpc::Status& status) {
   if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
     connection_->Break();
     // A server that rejects the certificate closes the connection while gRPC connects.
-    if (const std::string& objection = connection_->tls_objection_;
+    if (const std::string& objection = connection_->likely_tls_problem_;
         !objection.empty() && absl::StrContains(message, "failed to connect") &&
         absl::StrContains(message, "Socket closed")) {
       return CertificateError(absl::StrCat(message, " (", objection, ")"));

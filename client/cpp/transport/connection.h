@@ -77,7 +77,7 @@ class Connection {
   const int fd_;
   // The likely cause if the server closes the connection during the TLS handshake, for the error.
   // Empty: without TLS.
-  const std::string tls_objection_;
+  const std::string likely_tls_problem_;
   const std::shared_ptr<grpc::Channel> channel_;
   v1::EmaService::Stub stub_;
   grpc::GenericStub generic_stub_;

@@ -23,7 +23,7 @@ The private folders are layers. Each imports only the ones before it (except tha
 `_without_server`): `_tracks` (schedules and presets),
 `_client` (calls of a server, for named arrays), `_model` (the tensors and optimizers of a
 torch.nn.Module), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may import
-`_errors`, `_given` and the extension module `_ema`. `_local` (`LocalEMA`) and `_callbacks` (for the
+`_errors`, `_argument_checks` and the extension module `_ema`. `_local` (`LocalEMA`) and `_callbacks` (for the
 frameworks) may import all folders, and `_without_server` (`attach`, where EMA_MODE says that there is
 no server) them, too.
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays, safetensors
 from ema_client._errors import EmaError, InvalidArgumentError
-from ema_client._given import path_from
+from ema_client._argument_checks import path_from
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/trainer/first_value.h"
+#include "client/cpp/trainer/import_check.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
 #include "client/python/src/convert.h"
@@ -100,8 +100,8 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
     if (rule_schedule.has_value()) {
       const absl::StatusOr<Schedule> made = RuleSchedule(*rule_schedule, schedule);
       if (!made.ok()) {
-        ThrowStatus(WithPlace(made.status(),
-                              absl::StrCat("track \"", name, "\": tensor_rules: ", pattern, ": ")));
+        ThrowStatus(WithPrefix(
+            made.status(), absl::StrCat("track \"", name, "\": tensor_rules: ", pattern, ": ")));
       }
       track.tensor_rules.back().schedule = *made;
     }
@@ -110,7 +110,7 @@ TrackConfig MakeTrack(const std::string& name, const Schedule& schedule,
     const absl::StatusOr<TrainingDuration> interval = TrainingDuration::Parse(*snapshot_interval);
     if (!interval.ok()) {
       ThrowStatus(
-          WithPlace(interval.status(), absl::StrCat("track \"", name, "\": snapshot_interval ")));
+          WithPrefix(interval.status(), absl::StrCat("track \"", name, "\": snapshot_interval ")));
     }
     track.snapshot_interval = *interval;
   }
@@ -274,13 +274,13 @@ void BindTypes(nb::module_& module) {
       .def(
           "without_idle_rules",
           [](const TrackConfig& track, const std::vector<SpecTuple>& specs) {
-            return WithoutIdleRules(track, ToManifest(specs));
+            return WithoutUnmatchedRules(track, ToManifest(specs));
           },
           "specs"_a)
       .def(
           "check_keeps_first_value",
           [](const TrackConfig& track, const nb::dict& now, int64_t updates) {
-            ThrowIfError(CheckKeepsFirstValue(track, ToTime(now), updates));
+            ThrowIfError(CheckCanContinueImport(track, ToTime(now), updates));
           },
           "now"_a, "updates"_a)
       .def("actions", &Actions, "specs"_a)

@@ -206,7 +206,7 @@ Manifest ToManifest(const std::vector<SpecTuple>& specs) {
   tensors.reserve(specs.size());
   for (const auto& [name, dtype, shape, is_buffer, aliases] : specs) {
     const absl::StatusOr<Dtype> parsed = ParseDtype(dtype);
-    ThrowIfError(WithPlace(parsed.status(), absl::StrCat("tensor \"", name, "\": ")));
+    ThrowIfError(WithPrefix(parsed.status(), absl::StrCat("tensor \"", name, "\": ")));
     tensors.push_back({.name = name,
                        .dtype = *parsed,
                        .shape = shape,

@@ -11,7 +11,7 @@ import ema_client
 PACKAGE = pathlib.Path(ema_client.__file__).parent
 # From the bottom to the top. The public modules may import all of them.
 LAYERS = [
-    {"_ema", "_errors", "_given", "_logging"},
+    {"_ema", "_errors", "_argument_checks", "_logging"},
     {"_tracks"},
     {"_client"},
     {"_model"},

@@ -330,7 +330,7 @@ if rank != 0:
     said(lambda: attached(timeout_s=2))
 dist.barrier()
 if rank == 0:
-    said(lambda: Ranks.current(call="averaged()").meet(3))
+    said(lambda: Ranks.current(call="averaged()").barrier(3))
 else:
     said(lambda: attached(timeout_s=2))
 dist.barrier()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import shard_again
-from ema_client._trainer.holdings import Holding, Kind, Layout
+from ema_client._trainer.rank_layout import HeldBox, TensorProperties, Layout
 from server_process import ServerProcess
 from testing import SUPPORT, Weights, assert_same_bits, exit_codes, replay, started
 
@@ -213,7 +213,7 @@ class Together(Ranks):
         return gathered
 
 
-def layouts_of(held: list[list[Holding]]) -> tuple[list[Layout | Exception], list[list[bytes]]]:
+def layouts_of(held: list[list[HeldBox]]) -> tuple[list[Layout | Exception], list[list[bytes]]]:
     """Of each rank, and what it has sent."""
     barrier, sent = threading.Barrier(len(held)), [[] for _ in held]
 
@@ -227,9 +227,9 @@ def layouts_of(held: list[list[Holding]]) -> tuple[list[Layout | Exception], lis
         return list(pool.map(exchange, range(len(held)))), sent
 
 
-def holding(name: str, offsets, extents, checksum: int = 0, rows: int = 6) -> Holding:
-    kind = Kind((name, "float32", (rows, 2), False, ()), name.startswith("frozen"))
-    return Holding(kind, ema_client.Shard(name, offsets, extents), checksum)
+def holding(name: str, offsets, extents, checksum: int = 0, rows: int = 6) -> HeldBox:
+    kind = TensorProperties((name, "float32", (rows, 2), False, ()), name.startswith("frozen"))
+    return HeldBox(kind, ema_client.Shard(name, offsets, extents), checksum)
 
 
 def test_ranks_of_two_stages_tell_each_tensor_once_and_keep_their_own_boxes():
@@ -256,11 +256,11 @@ def test_ranks_of_two_stages_tell_each_tensor_once_and_keep_their_own_boxes():
 
 
 def test_an_action_that_one_rank_has_by_default_is_that_of_all():
-    kind = Kind(("mask", "float32", (2,), True, ()), False)
+    kind = TensorProperties(("mask", "float32", (2,), True, ()), False)
     box = ema_client.Shard("mask", (0,), (2,))
     held = [
-        [Holding(kind, box, 0)],
-        [Holding(dataclasses.replace(kind, default_action="copy"), box, 0)],
+        [HeldBox(kind, box, 0)],
+        [HeldBox(dataclasses.replace(kind, default_action="copy"), box, 0)],
     ]
     layouts, _ = layouts_of(held)
     assert [layout.default_actions for layout in layouts] == [{"mask": "copy"}] * 2

@@ -15,7 +15,7 @@ from ema_client._client import gpu
 from ema_client._client.pieces import BoxCache, Held, HeldWeights, is_dtensor, local_of
 from ema_client._client.types import TensorSpec
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import check_by_name, check_text
+from ema_client._argument_checks import check_by_name, check_text
 
 Framework = Literal["auto", "torch", "numpy"]
 # (name, dtype, shape, offset, length_bytes)

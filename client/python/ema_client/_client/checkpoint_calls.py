@@ -17,7 +17,7 @@ from ema_client._client.types import (
     Version,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._given import check_name, names_from
+from ema_client._argument_checks import check_name, names_from
 
 _logger = logging.getLogger(__name__)
 

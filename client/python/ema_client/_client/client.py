@@ -15,7 +15,7 @@ from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S, chec
 from ema_client._client.types import Tls
 from ema_client._client.url import check_is_no_url
 from ema_client._errors import EmaError, UnauthenticatedError, UnavailableError
-from ema_client._given import check_text
+from ema_client._argument_checks import check_text
 
 
 class _Explained:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Union
 
-from ema_client._given import path_from
+from ema_client._argument_checks import path_from
 
 # Contents by name, or a folder.
 FilesLike = Union[Mapping[str, bytes], str, "os.PathLike[str]"]

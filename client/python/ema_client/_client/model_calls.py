@@ -24,7 +24,7 @@ from ema_client._client.types import (
     time_dict,
 )
 from ema_client._errors import AlreadyExistsError, EmaError
-from ema_client._given import check_by_name, check_name, names_from
+from ema_client._argument_checks import check_by_name, check_name, names_from
 from ema_client._tracks.track import TrackLike, tracks_by_name
 
 # The most seconds to ask for the names of the models, for the error of an unknown one.

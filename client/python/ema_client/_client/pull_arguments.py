@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ema_client._client.state import version_id
 from ema_client._client.types import ModelInfo, Shard, Version, VersionLike
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import is_whole, name_of_dtype, names_from
+from ema_client._argument_checks import is_whole, name_of_dtype, names_from
 from ema_client._tracks.track import only_average
 
 if TYPE_CHECKING:

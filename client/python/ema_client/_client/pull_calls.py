@@ -46,7 +46,7 @@ from ema_client._client.types import (
 from ema_client._client.unread import wait_unread
 from ema_client._client.version_calls import listing_kept_versions
 from ema_client._errors import InvalidArgumentError, OutOfRangeError
-from ema_client._given import names_from
+from ema_client._argument_checks import names_from
 
 # How often all tracks are pulled again because the server no longer keeps the version of the first.
 _STACKED_ATTEMPTS = 20

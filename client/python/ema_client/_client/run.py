@@ -27,7 +27,7 @@ from ema_client._client.types import (
     time_dict,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._given import check_int64, names_from
+from ema_client._argument_checks import check_int64, names_from
 
 
 class PendingPush:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ema_client._client.arrays import Placed
 from ema_client._client.types import TensorSpec, Weights
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from ema_client._given import path_from
+from ema_client._argument_checks import path_from
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import Any
 
 from ema_client._client.types import ResumePoint, SavedState, Version
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._given import is_whole
+from ema_client._argument_checks import is_whole
 
 _FORMAT = 1
 

@@ -34,7 +34,7 @@ from ema_client._errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from ema_client._given import check_int64, check_name, names_from
+from ema_client._argument_checks import check_int64, check_name, names_from
 
 _logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ema_client._client.arrays import some
 from ema_client._client.timeouts import TRANSFER_TIMEOUT_S
 from ema_client._errors import DeadlineExceededError, InvalidArgumentError
-from ema_client._model.meeting import absent_ranks
+from ema_client._model.barrier import missing_ranks
 
 Item = TypeVar("Item")
 
@@ -61,7 +61,7 @@ class Ranks:
             return ranks
         return dataclasses.replace(ranks, timeout_s=timeout_s + TRANSFER_TIMEOUT_S)
 
-    def meet(self, timeout_s: float) -> None:
+    def barrier(self, timeout_s: float) -> None:
         """Waits until all ranks have made the call, at most `timeout_s`."""
         self._meet(timeout_s, "not called it", "(timeout_s)")
 
@@ -109,7 +109,7 @@ class Ranks:
         import torch.distributed as dist
 
         group = dist.group.WORLD if self.group is None else self.group
-        absent = absent_ranks(group, self.rank, self.world_size, self.call, timeout_s)
+        absent = missing_ranks(group, self.rank, self.world_size, self.call, timeout_s)
         if not absent:
             return
         ranks: dict[str, list[str]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import nearest_name
+from ema_client._argument_checks import nearest_name
 from ema_client._tracks.presets import argument_names
 from ema_client._tracks.track import (
     SCHEDULE_NAMES,

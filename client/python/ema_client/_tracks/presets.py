@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ema_client._errors import InvalidArgumentError
-from ema_client._given import nearest_name
+from ema_client._argument_checks import nearest_name
 
 # Returns the arguments of the Track.
 _Preset = Callable[..., dict[str, Any]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ema_client import _ema
 from ema_client._errors import InvalidArgumentError, NotFoundError
-from ema_client._given import DECAY_NAMES, check_by_name, name_of_dtype, nearest_name
+from ema_client._argument_checks import DECAY_NAMES, check_by_name, name_of_dtype, nearest_name
 from ema_client._tracks import presets
 from ema_client._tracks.typed_arguments import PresetArguments
 

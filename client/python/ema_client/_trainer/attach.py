@@ -46,7 +46,7 @@ from ema_client._trainer.arguments import (
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.buffers import check_parameters_finite, default_actions
 from ema_client._trainer.frozen import FrozenTensors
-from ema_client._trainer.holdings import Holding, Layout, holdings_of
+from ema_client._trainer.rank_layout import HeldBox, Layout, held_boxes_of
 from ema_client._trainer.joining import OUTAGES, START_WAIT_S, Plan, join, resume_at
 from ema_client._trainer.switch import PresetOptions
 
@@ -262,7 +262,7 @@ def attach(
     failure: Exception | None = None
     engine: Any = None
     optimizers: list[torch.optim.Optimizer] | None = None
-    held: list[Holding] = []
+    held: list[HeldBox] = []
     arguments = Arguments({}, "", {})
     undecided: Collection[str] = ()
     try:
@@ -328,13 +328,13 @@ def attach(
             )
         tensors_of = ModelTensors(module, rename, has_masters=source == "master", optimizer=engine)
         actions = default_actions(module, tensors_of(), allows_non_finite=non_finite == "allow")
-        held = holdings_of(tensors_of(), actions)
+        held = held_boxes_of(tensors_of(), actions)
         if optimizers is not None:
             check_held(with_contained(optimizers), module.parameters())
     except Exception as raised:
         failure = raised
     # A wrong timeout_s is a failure, too.
-    ranks.meet(CALL_TIMEOUT_S if timeout_s is None or failure is not None else timeout_s)
+    ranks.barrier(CALL_TIMEOUT_S if timeout_s is None or failure is not None else timeout_s)
     check_agreed(ranks.gather_or_raise(failure, arguments))
     layout = Layout.exchange(ranks, held)
     plan: Plan | None = None

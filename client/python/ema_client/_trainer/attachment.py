@@ -29,7 +29,7 @@ from ema_client._model.torch_model import shard_again
 from ema_client._trainer.arguments import PushOptions
 from ema_client._trainer.ema_model import EmaModel
 from ema_client._trainer.frozen import FrozenTensors
-from ema_client._trainer.guard import BeforeLoad, PushedWeights, entrance, keep_uncompiled
+from ema_client._trainer.guard import BeforeLoad, PushedWeights, synchronized, keep_uncompiled
 from ema_client._trainer.joining import Joined
 from ema_client._trainer.pusher import EXIT_WAIT_S, Pusher
 from ema_client._trainer.resumable import ResumableState
@@ -80,7 +80,7 @@ class Attachment:
         `optimizers`."""
         weights = PushedWeights(optimizers, frozen.names, checks=options.check)
         self._pusher = pusher = Pusher(options, joined, weights, frozen)
-        # Used by `entrance`.
+        # Used by `synchronized`.
         self._lock = pusher.lock
         self._pid = pusher.pid
         self._state = ResumableState(pusher, client, join_at, keep=keep_resumable)
@@ -175,7 +175,7 @@ class Attachment:
         restarted without that version, the model's newest version."""
         return self._pusher.version
 
-    @entrance
+    @synchronized
     def wait_pushed(self, *, timeout_s: float | None = None) -> Version | None:
         """Waits for the end of the pending push, if there is one.
 
@@ -296,7 +296,7 @@ class Attachment:
         is_ours = (self._client._address, self._model_name) == (address, model_name)
         return is_ours and self._pusher.is_training_thread
 
-    @entrance
+    @synchronized
     def after_step(self, *, wait_released: bool = True) -> None:
         """Counts a step, and pushes the weights if an update is due. For attachments without an optimizer.
 
@@ -327,7 +327,7 @@ class Attachment:
                     self._pusher.wait_released()
             self._pusher.raise_error()
 
-    @entrance
+    @synchronized
     def wait_released(self) -> None:
         """Waits until no push reads the weights in place, at most `max_wait_s`.
 
@@ -335,13 +335,13 @@ class Attachment:
         """
         self._pusher.wait_released()
 
-    @entrance
+    @synchronized
     def _count_by_hand(self) -> None:
         """Stops counting by hooks: `_count` or `after_step` will be called. Before the first step."""
         self._expects_steps = False
         self._is_by_hand = True
 
-    @entrance
+    @synchronized
     def _count(self, step: int) -> None:
         """Sets the number of steps, which must not shrink; pushes if an update is due."""
         self._check_open()
@@ -349,7 +349,7 @@ class Attachment:
             self._pusher.advance(step)
             self._pusher.raise_error()
 
-    @entrance
+    @synchronized
     def close(self, *, timeout_s: float | None = None) -> None:
         """Waits for the last push, and removes the hooks. Call it on all ranks after the same step: without
         this rank, no later step can be pushed, and the other ranks would wait.
@@ -418,7 +418,7 @@ class Attachment:
         for hook in self._hooks:
             hook.remove()
 
-    @entrance
+    @synchronized
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -444,13 +444,13 @@ class Attachment:
             self._before_change()
         return with_wait
 
-    @entrance
+    @synchronized
     def _before_change(self) -> None:
         if self._pusher.is_active:
             self._pusher.wait_released()
             self._pusher.raise_error()
 
-    @entrance
+    @synchronized
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_by_hand or not self._pusher.is_active:
             return
@@ -470,7 +470,7 @@ class Attachment:
         if self._closing in stepped:
             self._pusher.advance(self.step + 1)
 
-    @entrance
+    @synchronized
     def _after_engine_step(self) -> None:
         if not self._is_by_hand and self._pusher.is_active:
             self._pusher.advance(self.step + 1)

@@ -197,7 +197,7 @@ class BeforeLoad:
 
 
 class Locked(Protocol):
-    """An object with `entrance` methods.
+    """An object with `synchronized` methods.
 
     Attributes:
         _lock: used only in the process `_pid`. In a forked child a missing thread may hold it.
@@ -212,7 +212,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def entrance(
+def synchronized(
     method: Callable[Concatenate[Owner, Given], Result],
 ) -> Callable[Concatenate[Owner, Given], Result]:
     """A method that one thread at a time may run, and that `keep_uncompiled` finds."""
@@ -230,8 +230,8 @@ def entrance(
 
 @functools.cache
 def keep_uncompiled(owner: type[Any]) -> None:
-    """Excludes the `entrance` methods of a class from torch.compile, which would replay them with the step
-    numbers of the traced call. Cannot be done in `entrance`: importing ema_client must not import torch.
+    """Excludes the `synchronized` methods of a class from torch.compile, which would replay them with the step
+    numbers of the traced call. Cannot be done in `synchronized`: importing ema_client must not import torch.
     """
     import torch
 

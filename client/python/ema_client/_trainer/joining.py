@@ -37,7 +37,7 @@ from ema_client._trainer.buffers import (
     warn_of_ignored,
     with_default_actions,
 )
-from ema_client._trainer.holdings import Layout
+from ema_client._trainer.rank_layout import Layout
 from ema_client._trainer.resume import DISK_TIMEOUT_S
 
 _logger = logging.getLogger(__name__)

@@ -63,7 +63,7 @@ class Pusher:
         self.pid = os.getpid()
         self.has_stepped = False
         self.is_closed = False
-        self.follow: Callable[[], None] | None = None
+        self.after_counted_step: Callable[[], None] | None = None
         self.error: EmaError | None = None
         self.other_wait_seconds = 0.0
         # The thread that called `advance` last.
@@ -100,7 +100,7 @@ class Pusher:
 
     @property
     def version(self) -> Version | None:
-        self.look()
+        self.poll()
         version = self.engine.version
         # The same object for the same version.
         known = self._version
@@ -111,7 +111,7 @@ class Pusher:
 
     @property
     def stats(self) -> Stats:
-        self.look()
+        self.poll()
         fields = self.engine.stats
         fields["wait_seconds"] += self.other_wait_seconds
         return Stats(**fields, skipped_tensors=dict(self._skipped_tensors))
@@ -173,10 +173,10 @@ class Pusher:
         self._count_skipped_tensors()
         if reading.has_read and self.weights.must_wait:
             self.wait_released()
-        if self.follow is not None:
+        if self.after_counted_step is not None:
             # Collective: also on a rank that has something to raise.
             try:
-                self.follow()
+                self.after_counted_step()
             except EmaError as error:
                 self.error = self.error or error
 
@@ -205,7 +205,7 @@ class Pusher:
         if error is not None:
             raise error
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Takes the result of a finished push, if the lock is free. Only the training thread handles failures,
         because that can call the server."""
         if not self.is_in_this_process:

@@ -173,7 +173,7 @@ class Switch:
         self._attachment = attachment
         self._rule = rule
         self._ranks = ranks
-        attachment._pusher.follow = self._after_step
+        attachment._pusher.after_counted_step = self._after_step
         # The last step whose batch was known, and that batch.
         self._known = (0, 0)
 

@@ -12,17 +12,17 @@ import time
 import weakref
 from typing import Any
 
-# The pauses between two looks for the outcome of a meeting, in seconds.
+# The pauses between two looks for the outcome of a barrier, in seconds.
 _FIRST_PAUSE_S = 0.001
 _MOST_PAUSE_S = 0.1
 # How long a rank waits for an outcome that another rank has begun to write.
 _WRITING_S = 5.0
 
-# The number of the next meeting, by process group.
+# The number of the next barrier, by process group.
 _next: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def absent_ranks(
+def missing_ranks(
     group: Any, rank: int, world_size: int, call: str, timeout_s: float
 ) -> dict[int, str]:
     """Waits until all ranks of the group have called this with an equal `call`.
@@ -30,7 +30,7 @@ def absent_ranks(
     Returns:
         The absent ranks: those that had not called it when the first of the others had waited for
         `timeout_s`; each with the `call` that it made instead, or "". Empty: all ranks are here. All that
-        wait get the same. An absent rank that calls this later takes part in the next meeting.
+        wait get the same. An absent rank that calls this later takes part in the next barrier.
     """
     import torch.distributed as dist
 
@@ -44,7 +44,7 @@ def absent_ranks(
         if rank not in absent:
             break
     if not absent and number > 0:
-        # All ranks have come to this meeting, so they have seen the outcome of the one before.
+        # All ranks have come to this barrier, so they have seen the outcome of the one before.
         before = _store_of(root, number - 1)
         before.delete_key(_key(rank))
         if rank == 0:

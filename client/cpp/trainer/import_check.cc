@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/trainer/first_value.h"
+#include "client/cpp/trainer/import_check.h"
 
 #include <cmath>
 #include <string>
@@ -66,8 +66,8 @@ std::string WhyFirstValueIsLost(const Schedule& schedule, const TrainingTime& no
 
 }  // namespace
 
-absl::Status CheckKeepsFirstValue(const TrackConfig& track, const TrainingTime& now,
-                                  int64_t updates) {
+absl::Status CheckCanContinueImport(const TrackConfig& track, const TrainingTime& now,
+                                    int64_t updates) {
   for (const Schedule* const schedule : SchedulesOf(track)) {
     const std::string why = WhyFirstValueIsLost(*schedule, now, updates);
     if (why.empty()) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/trainer/first_value.h"
+#include "client/cpp/trainer/import_check.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -49,7 +49,7 @@ TEST(FirstValueTest, AnImportGoesOnAsTheAverageItselfWould) {
       if (!update.due || batch < 30) continue;
       // The state as the model makes it of a first push with imported_updates.
       ASSERT_THAT(
-          CheckKeepsFirstValue(Track(text), TrainingTime::AtBatch(batch), whole.update_count),
+          CheckCanContinueImport(Track(text), TrainingTime::AtBatch(batch), whole.update_count),
           IsOk());
       Schedule::State imported{.update_count = whole.averaged_count - 1,
                                .averaged_count = whole.averaged_count - 1};
@@ -68,36 +68,36 @@ TEST(FirstValueTest, AnImportGoesOnAsTheAverageItselfWould) {
 }
 
 TEST(FirstValueTest, ACopyKeepsNothing) {
-  EXPECT_THAT(CheckKeepsFirstValue(Track("copy"), TrainingTime(), 0), IsOk());
+  EXPECT_THAT(CheckCanContinueImport(Track("copy"), TrainingTime(), 0), IsOk());
 }
 
 TEST(FirstValueTest, WhatDependsOnItsAgeNeedsTheStep) {
   for (const char* schedule :
        {"inv_gamma=1", "ramp=10", "sigma_rel=0.1", "half_life=100ba, ramp_ratio=0.09",
         "half_life=100ba, debias=true"}) {
-    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), TrainingTime::AtBatch(0), 50),
+    EXPECT_THAT(CheckCanContinueImport(Track(schedule), TrainingTime::AtBatch(0), 50),
                 IsLost("depends on the average's age in ba"))
         << schedule;
   }
-  EXPECT_THAT(CheckKeepsFirstValue(Track("sigma_rel=0.1, update_interval=1ep"),
-                                   TrainingTime::AtBatch(100), 0),
+  EXPECT_THAT(CheckCanContinueImport(Track("sigma_rel=0.1, update_interval=1ep"),
+                                     TrainingTime::AtBatch(100), 0),
               IsLost("depends on the average's age in ep"));
   EXPECT_THAT(
-      CheckKeepsFirstValue(Track("inv_gamma=1, ema_start=0.1dur"), TrainingTime::AtBatch(100), 0),
+      CheckCanContinueImport(Track("inv_gamma=1, ema_start=0.1dur"), TrainingTime::AtBatch(100), 0),
       IsLost("ema_start 0.1dur"));
 }
 
 TEST(FirstValueTest, WhatCountsUpdatesNeedsTheirNumber) {
   for (const char* schedule :
        {"uniform=true", "smoothing=0.9, zero_init=plain", "smoothing=0.9, zero_init=debias"}) {
-    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), TrainingTime::AtBatch(100), 0),
+    EXPECT_THAT(CheckCanContinueImport(Track(schedule), TrainingTime::AtBatch(100), 0),
                 IsLost("counts updates"))
         << schedule;
   }
 }
 
 TEST(FirstValueTest, IsLostByAMeanOfTheLast) {
-  EXPECT_THAT(CheckKeepsFirstValue(Track("mean_of_last=3"), TrainingTime::AtBatch(100), 100),
+  EXPECT_THAT(CheckCanContinueImport(Track("mean_of_last=3"), TrainingTime::AtBatch(100), 100),
               IsLost("needs the weights of each"));
 }
 
@@ -105,7 +105,7 @@ TEST(FirstValueTest, IsLostByWhatBeginsLater) {
   for (const char* schedule :
        {"half_life=100ba, ema_start=50ba", "half_life=100ba, ema_start=50ba, before_start=copy",
         "inv_gamma=1, ema_start=50ba, before_start=hold"}) {
-    EXPECT_THAT(CheckKeepsFirstValue(Track(schedule), TrainingTime::AtBatch(49), 49),
+    EXPECT_THAT(CheckCanContinueImport(Track(schedule), TrainingTime::AtBatch(49), 49),
                 IsLost("ema_start 50ba"))
         << schedule;
   }
@@ -114,7 +114,7 @@ TEST(FirstValueTest, IsLostByWhatBeginsLater) {
 TEST(FirstValueTest, IsLostByOneRuleOfATrack) {
   TrackConfig track = Track("100ba");
   track.tensor_rules.push_back({.pattern = "head.*", .schedule = *Schedule::Parse("uniform=true")});
-  EXPECT_THAT(CheckKeepsFirstValue(track, TrainingTime::AtBatch(100), 0), IsLost("uniform"));
+  EXPECT_THAT(CheckCanContinueImport(track, TrainingTime::AtBatch(100), 0), IsLost("uniform"));
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ from ema_client._trainer.buffers import DefaultAction
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class TensorProperties:
     """The properties of a tensor that do not depend on a rank's box.
 
     Attributes:
@@ -63,7 +63,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Holding:
+class HeldBox:
     """A box or range of a tensor that a rank holds.
 
     Attributes:
@@ -71,7 +71,7 @@ class Holding:
         checksum: of a parameter's values in the box; 0 of buffers, which may differ by rank.
     """
 
-    kind: Kind
+    kind: TensorProperties
     box: Shard
     checksum: int
 
@@ -96,30 +96,30 @@ class RankBoxes:
     numbers: array[int]
 
     @classmethod
-    def of(cls, ranks: tuple[int, ...], kinds: str, held: Iterable[Holding]) -> RankBoxes:
+    def of(cls, ranks: tuple[int, ...], kinds: str, held: Iterable[HeldBox]) -> RankBoxes:
         numbers = array("q")
         for own in held:
             numbers.extend((*own.box.offsets, *own.box.extents, own.checksum))
         return cls(ranks, kinds, numbers)
 
 
-def holdings_of(
+def held_boxes_of(
     tensors: NamedTensors, default_actions: Mapping[str, DefaultAction]
-) -> list[Holding]:
+) -> list[HeldBox]:
     """The boxes that this rank holds, in the model's order."""
     pieces = {name: piece_of(name, tensor) for name, tensor in tensors.all().items()}
     parameters = [pieces[name].local for name in tensors.parameters]
     sums = dict(zip(tensors.parameters, checksums(parameters)))
     frozen = set(tensors.frozen())
 
-    def holding(spec: _ema.Spec, piece: Piece) -> Holding:
+    def holding(spec: _ema.Spec, piece: Piece) -> HeldBox:
         name, box = spec[0], piece.box
         if piece.first is not None:
             box = Shard(name, (piece.first,), (piece.local.numel(),))
-        kind = Kind(
+        kind = TensorProperties(
             spec, name in frozen, default_actions.get(name, ""), is_range=piece.first is not None
         )
-        return Holding(kind, box, sums.get(name, 0))
+        return HeldBox(kind, box, sums.get(name, 0))
 
     return [holding(spec, pieces[spec[0]]) for spec in specs_of(tensors)]
 
@@ -142,7 +142,7 @@ class Layout:
     default_actions: dict[str, DefaultAction]
 
     @classmethod
-    def exchange(cls, ranks: Ranks, own: Sequence[Holding]) -> Layout:
+    def exchange(cls, ranks: Ranks, own: Sequence[HeldBox]) -> Layout:
         """Exchanges the holdings of all ranks. Collective; raises on all of them if they do not fit
         together.
 
@@ -161,7 +161,7 @@ class Layout:
         of_kinds = [of_rank for of_rank, _ in digests]
         # In a large job most ranks hold the same tensors: only the first such rank sends the list.
         is_first = of_kinds.index(digest) == ranks.rank
-        told: list[list[Kind] | None] = ranks.gather(kinds if is_first else None)
+        told: list[list[TensorProperties] | None] = ranks.gather(kinds if is_first else None)
         tables = {
             of_kinds[rank]: of_rank for rank, of_rank in enumerate(told) if of_rank is not None
         }
@@ -169,13 +169,13 @@ class Layout:
 
     @classmethod
     def of(
-        cls, tables: Mapping[str, Sequence[Kind]], held: Sequence[RankBoxes], rank: int
+        cls, tables: Mapping[str, Sequence[TensorProperties]], held: Sequence[RankBoxes], rank: int
     ) -> Layout:
         """`tables`: tensors, by digest. `held`: the boxes of all ranks, by ascending ranks."""
         sharing: dict[str, list[int]] = {}  # Indices into `held`, by the digest of their table.
         for index, boxes in enumerate(held):
             sharing.setdefault(boxes.kinds, []).append(index)
-        first: dict[str, tuple[int, Kind]] = {}
+        first: dict[str, tuple[int, TensorProperties]] = {}
         actions: dict[str, DefaultAction] = {}
         places: dict[str, list[tuple[str, int]]] = {}  # Each tensor's place in `numbers`, by table.
         for digest, indexes in sharing.items():
@@ -248,7 +248,7 @@ class Layout:
 
 
 def _by_box(
-    kind: Kind, holders: Iterable[tuple[tuple[int, ...], array[int]]]
+    kind: TensorProperties, holders: Iterable[tuple[tuple[int, ...], array[int]]]
 ) -> dict[tuple[int, ...], list[int]]:
     """The ranks that hold each box of a tensor. InvalidArgumentError: with different values."""
     name, _, shape, *_ = kind.spec
