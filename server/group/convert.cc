@@ -111,14 +111,16 @@ v1::GroupState ToProto(const GroupState& state) {
   if (state.last_abort.has_value()) {
     v1::GroupState::Abort& abort = *proto.mutable_last_abort();
     abort.set_round(state.last_abort->round);
-    abort.set_step(state.last_abort->step);
     ToProto(state.last_abort->why, abort.mutable_why());
   }
   proto.set_run_epoch(state.run_epoch);
   proto.set_launch_id(state.launch_id);
   proto.set_settings_revision(state.settings_revision);
   proto.mutable_held_versions()->Assign(state.held_versions.begin(), state.held_versions.end());
-  proto.set_durable_step(state.durable_step);
+  if (state.failed_step.has_value()) {
+    proto.mutable_failed_step()->set_step(state.failed_step->step);
+    ToProto(state.failed_step->why, proto.mutable_failed_step()->mutable_why());
+  }
   return proto;
 }
 
@@ -129,8 +131,7 @@ GroupState FromProto(const v1::GroupState& proto) {
                    .run_epoch = proto.run_epoch(),
                    .launch_id = proto.launch_id(),
                    .settings_revision = proto.settings_revision(),
-                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()},
-                   .durable_step = proto.durable_step()};
+                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()}};
   if (proto.has_last_commit()) {
     const v1::GroupState::Commit& commit = proto.last_commit();
     state.last_commit = GroupCommit{.round = commit.round(),
@@ -140,8 +141,11 @@ GroupState FromProto(const v1::GroupState& proto) {
   }
   if (proto.has_last_abort()) {
     const v1::GroupState::Abort& abort = proto.last_abort();
-    state.last_abort =
-        GroupAbort{.round = abort.round(), .why = FromProto(abort.why()), .step = abort.step()};
+    state.last_abort = GroupAbort{.round = abort.round(), .why = FromProto(abort.why())};
+  }
+  if (proto.has_failed_step()) {
+    const v1::GroupState::FailedStep& failed = proto.failed_step();
+    state.failed_step = FailedStep{.step = failed.step(), .why = FromProto(failed.why())};
   }
   return state;
 }

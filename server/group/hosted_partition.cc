@@ -478,22 +478,19 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
       if (rounds_.has_value()) rounds_->NotePush(start.step);
       return absl::OkStatus();
     case Part::HeaderAnswer::kStaleRound: {
+      absl::Status why = MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
+                                   absl::StrCat(Name(), ": round ", start.round,
+                                                " has ended; the present one is ", part_.round()));
       const std::optional<GroupAbort>& abort = state_.last_abort;
-      // This partition may know of a step of which the home has not heard.
-      const int64_t pushed_step = pushed_round_ == start.round ? pushed_step_ : 0;
-      if (abort.has_value() && abort->round == start.round &&
-          start.step <= std::max(abort->step, pushed_step)) {
-        // Other ranks have lost this step, so it could not complete in the present round.
-        absl::Status why = abort->why;
-        SetGroupHint(why, {.round = part_.round(), .incarnation = options_.id.incarnation});
-        return why;
+      // Other ranks have lost these steps, so they could not complete in the present round.
+      if (state_.failed_step.has_value() && start.step <= state_.failed_step->step) {
+        why = state_.failed_step->why;
+      } else if (abort.has_value() && abort->round == start.round && pushed_round_ == start.round &&
+                 start.step <= pushed_step_) {
+        why = abort->why;  // The home has not heard of the step.
       }
-      absl::Status stale =
-          MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
-                    absl::StrCat(Name(), ": round ", start.round, " has ended; the present one is ",
-                                 part_.round()));
-      SetGroupHint(stale, {.round = part_.round(), .incarnation = options_.id.incarnation});
-      return stale;
+      SetGroupHint(why, {.round = part_.round(), .incarnation = options_.id.incarnation});
+      return why;
     }
     case Part::HeaderAnswer::kFenced:
       return FencedErrorLocked(absl::StrCat("the push is of incarnation ", start.incarnation,

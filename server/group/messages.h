@@ -83,11 +83,17 @@ struct GroupCommit {
 struct GroupAbort {
   int64_t round = 0;
   absl::Status why;
-  int64_t step = 0;  // The round's step; if partitions had several, the last one. 0: unknown.
+};
+
+// A step that cannot be committed any more: a round with it was aborted, and trainers that were
+// told so have gone on to the next step.
+struct FailedStep {
+  int64_t step = 0;
+  absl::Status why;
 };
 
 // From the home to a partition: the answer to its messages, and sent to all when a round has ended.
-// A newer one has a higher round, or only the last two fields are newer.
+// A newer one has a higher round, or only held_versions is newer.
 struct GroupState {
   int64_t incarnation = 0;
   int64_t round = 0;    // 0: some partitions have not joined, so there are no pushes.
@@ -101,7 +107,7 @@ struct GroupState {
   int64_t settings_revision = 0;  // Of the change of the tracks that is in force in the round.
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
   std::vector<int64_t> held_versions;
-  int64_t durable_step = 0;  // Grows only.
+  std::optional<FailedStep> failed_step;  // The highest one of the open run.
 };
 
 }  // namespace ema::group

@@ -192,7 +192,9 @@ void Rounds::Commit(absl::Time commit_time) {
 
 bool Rounds::Abort(int64_t round, const absl::Status& why) {
   if (round != state_.round || round == 0) return false;
-  state_.last_abort = GroupAbort{round, why, step_};
+  state_.last_abort = GroupAbort{round, why};
+  const int64_t failed = state_.failed_step.has_value() ? state_.failed_step->step : 0;
+  if (step_ > failed && !absl::IsUnavailable(why)) state_.failed_step = FailedStep{step_, why};
   BeginNextRound();
   return true;
 }
@@ -227,7 +229,9 @@ bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
                 absl::StrCat("run epoch ", run_epoch, " has replaced epoch ", state_.run_epoch));
   state_.run_epoch = run_epoch;
   state_.launch_id = launch_id;
-  return AbortForSettings(why);
+  const bool has_ended = AbortForSettings(why);
+  state_.failed_step.reset();  // It is of the run that was open.
+  return has_ended;
 }
 
 bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {

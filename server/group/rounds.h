@@ -92,7 +92,8 @@ class Rounds {
 
   // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
   // open run again and may push other bytes. False, and no change, if it is not the current round:
-  // then its step was committed, or has been aborted before.
+  // then its step was committed, or has been aborted before. Unless `why` is UNAVAILABLE, which
+  // makes trainers push the step again, it becomes GroupState::failed_step.
   bool Abort(int64_t round, const absl::Status& why);
   // Aborts a round in which something has arrived, but nothing more for Options::session_timeout,
   // and ends Freeze() when its time is over. To be called at kSyncInterval.
@@ -110,11 +111,10 @@ class Rounds {
   // The registry has answered. The home commits nothing if that is longer ago than
   // Options::registry_patience: then it may have been replaced.
   void NoteRegistryReached(SteadyTime now) { registry_reached_ = now; }
-  // Values for the partitions, as in GroupState.
+  // As in GroupState.
   void SetHeldVersions(std::vector<int64_t> versions) {
     state_.held_versions = std::move(versions);
   }
-  void SetDurableStep(int64_t step) { state_.durable_step = step; }
 
  private:
   struct Partition {

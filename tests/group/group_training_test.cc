@@ -79,26 +79,49 @@ TEST(GroupTrainingTest, ANanOnOneServerDropsTheStepOnAll) {
   EXPECT_EQ(next.step, 3);
 }
 
-TEST(GroupTrainingTest, AStepAfterAFailedOneIsCommittedForAllRanks) {
-  constexpr int64_t kRanks = 3;
-  TrainedGroup group(3, /*tensor_count=*/6);
-  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo info, group.client().GetModel("m"));
+constexpr int64_t kRanks = 3;
+
+// The runs of kRanks ranks, each of which has a third of every tensor: every rank pushes to every
+// server.
+absl::StatusOr<std::vector<std::unique_ptr<ema::Run>>> OpenThirds(TrainedGroup& group) {
+  EMA_ASSIGN_OR_RETURN(const ModelInfo info, group.client().GetModel("m"));
   std::vector<std::unique_ptr<ema::Run>> runs;
   for (int64_t rank = 0; rank < kRanks; ++rank) {
-    std::vector<Shard> shards;  // A third of every tensor, so every rank pushes to every server.
+    std::vector<Shard> shards;
     for (int64_t i = 0; i < info.manifest.tensor_count(); ++i) {
       const int64_t size = info.manifest.tensor(i).shape[0];
       const int64_t begin = rank * size / kRanks;
       shards.push_back(
           {.tensor_index = i, .offsets = {begin}, .extents = {(rank + 1) * size / kRanks - begin}});
     }
-    EMA_ASSERT_OK_AND_ASSIGN(
+    EMA_ASSIGN_OR_RETURN(
         auto run,
         group.client().OpenRun(
             "m", {.launch_id = "life", .rank = rank, .world_size = kRanks, .shards = shards},
             kPatience));
     runs.push_back(std::move(run));
   }
+  return runs;
+}
+
+TEST(GroupTrainingTest, AStepThatFailsBeforeARankHasBegunItFailsInThatRankToo) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto runs, OpenThirds(group));
+  Weights bad(*runs[1], 1);
+  bad.values().front() = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_THAT(runs[1]->Push(1, TrainingTime::AtBatch(1), bad.shards(), kPatience),
+              ReasonIs(ErrorReason::kNonFinite));
+  // These ranks do not know yet that all ranks are there; when they ask, the round is over.
+  for (const int64_t rank : {0, 2}) {
+    const Weights weights(*runs[rank], 1);
+    EXPECT_THAT(runs[rank]->Push(1, TrainingTime::AtBatch(1), weights.shards(), kPatience),
+                ReasonIs(ErrorReason::kNonFinite));
+  }
+}
+
+TEST(GroupTrainingTest, AStepAfterAFailedOneIsCommittedForAllRanks) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto runs, OpenThirds(group));
   for (int64_t step = 1; step <= 20; ++step) {
     SCOPED_TRACE(step);
     const bool is_bad = step % 2 == 1;

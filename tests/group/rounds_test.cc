@@ -251,23 +251,33 @@ TEST_F(RoundsTest, AbandonedStepIsAbortedUnlessItsRoundHasEnded) {
   EXPECT_EQ(round(), 4);
 }
 
-TEST_F(RoundsTest, AbortNamesTheLastStepOfItsRound) {
-  const absl::Status why = absl::AbortedError("abandoned");
-  const auto aborted_step = [&] {
+TEST_F(RoundsTest, StateNamesTheHighestFailedStepOfTheOpenRun) {
+  const auto failed_step_after = [&](const absl::Status& why) {
     EXPECT_TRUE(rounds_.Abort(round(), why));
-    return rounds_.state().last_abort->step;
+    const std::optional<FailedStep>& failed = rounds_.state().failed_step;
+    return failed.has_value() ? failed->step : 0;
   };
-  EXPECT_EQ(aborted_step(), 0);
+  const absl::Status abandoned = absl::AbortedError("abandoned");
+  EXPECT_EQ(failed_step_after(abandoned), 0);
   rounds_.NotePush(100);
-  EXPECT_EQ(aborted_step(), 100);
+  EXPECT_EQ(failed_step_after(abandoned), 100);
   rounds_.OnSync({.from = IdOf(1), .round = round(), .step = 101}, now_);
-  EXPECT_EQ(aborted_step(), 101);
+  EXPECT_EQ(failed_step_after(abandoned), 101);
   Prepare(0, StepOf(102));
   rounds_.OnSync({.from = IdOf(1), .round = round(), .step = 101}, now_);
-  EXPECT_EQ(aborted_step(), 102);
+  EXPECT_EQ(failed_step_after(abandoned), 102);
+  // A late one of an earlier step, and one that trainers push again.
+  rounds_.NotePush(101);
+  EXPECT_EQ(failed_step_after(absl::DataLossError("late")), 102);
+  rounds_.NotePush(103);
+  EXPECT_EQ(failed_step_after(absl::UnavailableError("frozen")), 102);
+  EXPECT_EQ(rounds_.state().failed_step->why, abandoned);
   rounds_.OnPrepare({IdOf(2), round(), absl::DataLossError("NaN"), /*refused_step=*/103}, now_,
                     kCommitTime);
-  EXPECT_EQ(rounds_.state().last_abort->step, 103);
+  EXPECT_EQ(rounds_.state().failed_step->step, 103);
+  rounds_.NotePush(104);
+  EXPECT_TRUE(rounds_.OpenRun(/*run_epoch=*/99, "next"));
+  EXPECT_FALSE(rounds_.state().failed_step.has_value());
 }
 
 TEST_F(RoundsTest, RoundWithoutProgressExpires) {
@@ -343,9 +353,7 @@ TEST_F(RoundsTest, NothingIsCommittedLongAfterTheRegistryHasAnswered) {
 
 TEST_F(RoundsTest, StateHasWhatPartitionsKeepForReadersAndSaves) {
   rounds_.SetHeldVersions({41, 43});
-  rounds_.SetDurableStep(90);
   EXPECT_THAT(rounds_.state().held_versions, ElementsAre(41, 43));
-  EXPECT_EQ(rounds_.state().durable_step, 90);
   EXPECT_EQ(round(), 2);
 }
 

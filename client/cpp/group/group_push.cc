@@ -104,8 +104,12 @@ void GroupPush::AwaitParts() {
 }
 
 absl::Status GroupPush::Push() {
-  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  // While this rank joins, the step may fail in the other ranks, and a later round begin. In that
+  // one the step would wait for them in vain, so it begins in the round that was known before.
+  const int64_t run_epoch = run_->run_epoch();
   round_.Note(run_->round().get());
+  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  if (run_->run_epoch() != run_epoch || round_.get() == 0) round_.Note(run_->round().get());
   try {
     for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
       {
