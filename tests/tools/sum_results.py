@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 PASSED, FAILED, SKIPPED, CUT_OFF = "passed", "failed", "skipped", "cut off"
+SHOWN_CHARACTERS = 600  # Of why a test failed: its log may be on a machine that is gone.
 
 
 class Result(NamedTuple):
@@ -41,8 +42,9 @@ def read_case(case: ElementTree.Element, suite: str) -> Result:
         name = f"{case.get('classname')}.{name}"
     name = f"{suite}: {name}"
     for problem in case.findall("failure") + case.findall("error"):
-        reason = problem.get("message", "").strip()
-        return Result(name, FAILED, reason.splitlines()[0] if reason else "")
+        lines = problem.get("message", "").split("\n")
+        reason = " | ".join(line.strip() for line in lines if line.strip())
+        return Result(name, FAILED, reason[:SHOWN_CHARACTERS])
     skipped = case.find("skipped")
     if skipped is not None:
         # ctest calls a test "skipped", too, that it could not start.
