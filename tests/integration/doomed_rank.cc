@@ -26,6 +26,8 @@ namespace {
 
 constexpr absl::Duration kPatience = absl::Seconds(60);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(2);
+// A header that the server does not have after this long was refused: other ranks have gone on.
+constexpr absl::Duration kHeaderPatience = absl::Seconds(2);
 
 [[noreturn]] void Die(const std::string& what) {
   std::fprintf(stderr, "doomed_rank: %s\n", what.c_str());
@@ -155,8 +157,8 @@ class DoomedRank {
     request.set_run_epoch(run_.run_epoch());
     request.set_step(step);
     request.set_rank(rank_);
-    const absl::Time give_up = absl::Now() + kPatience;
-    while (absl::Now() < give_up) {
+    const absl::Time begin = absl::Now();
+    while (absl::Now() < begin + kPatience) {
       grpc::ClientContext context;
       v1::QueryPushResponse response;
       if (!stub_->QueryPush(&context, request, &response).ok()) return;
@@ -170,7 +172,7 @@ class DoomedRank {
         const bool is_there =
             bytes > layout_->total_bytes() ? response.rank_committed() : arrived >= bytes;
         if (is_there) kill(getpid(), SIGKILL);
-      } else if (bytes > 0) {
+      } else if (bytes > 0 || absl::Now() > begin + kHeaderPatience) {
         return;
       }
       absl::SleepFor(kPollInterval);
