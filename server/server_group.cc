@@ -5,12 +5,14 @@
 #include <string_view>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
+#include "server/base/small_file.h"
 #include "server/checkpoint/data_directory.h"
 #include "server/format/file_system.h"
 #include "server/registry/etcd_registry.h"
@@ -25,13 +27,27 @@ constexpr int64_t kProtocol = 1;
 // What the registry has in place of the directory's id if the group has no data directory.
 constexpr std::string_view kNoDirectory = "none";
 
+absl::StatusOr<std::string> ReadPassword(const std::string& path) {
+  constexpr int64_t kMaxBytes = 4096;
+  if (path.empty()) return "";
+  absl::StatusOr<std::string> text = ReadSmallFile(path, kMaxBytes);
+  const std::string place = absl::StrCat("--etcd-password-file: ", path);
+  if (!text.ok()) return WithPrefix(text.status(), absl::StrCat(place, ": "));
+  std::string password(absl::StripTrailingAsciiWhitespace(*text));
+  if (password.empty()) return absl::InvalidArgumentError(absl::StrCat(place, " is empty"));
+  return password;
+}
+
 // Does not contact etcd. The message of an error begins with the option.
 absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& options, LogSink log) {
+  EMA_ASSIGN_OR_RETURN(std::string password, ReadPassword(options.etcd_password_file));
   absl::StatusOr<std::unique_ptr<EtcdRegistry>> registry =
       EtcdRegistry::Create({.endpoints = absl::StrJoin(options.etcd, ","),
                             .ca_file = options.etcd_ca,
                             .certificate_file = options.etcd_cert,
                             .key_file = options.etcd_key,
+                            .user = options.etcd_user,
+                            .password = std::move(password),
                             .log = std::move(log)});
   if (!registry.ok()) return WithPrefix(registry.status(), "--etcd: ");
   return *std::move(registry);

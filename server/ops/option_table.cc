@@ -446,6 +446,9 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Text("etcd-cert", o.etcd_cert, "FILE",
              "PEM file with this server's certificate for etcd. Empty: none");
   table.Text("etcd-key", o.etcd_key, "FILE", "PEM file with the private key of --etcd-cert");
+  table.Text("etcd-user", o.etcd_user, "NAME", "User name of this server in etcd. Empty: none");
+  table.Text("etcd-password-file", o.etcd_password_file, "FILE",
+             "File with the password of --etcd-user");
   table.Duration(
       "etcd-patience", o.etcd_patience, absl::Seconds(10),
       "While etcd does not answer, keep committing steps for this long. Afterwards reject "
@@ -469,6 +472,8 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"etcd-ca", !o.etcd_ca.empty()},
         {"etcd-cert", !o.etcd_cert.empty()},
         {"etcd-key", !o.etcd_key.empty()},
+        {"etcd-user", !o.etcd_user.empty()},
+        {"etcd-password-file", !o.etcd_password_file.empty()},
         {"etcd-patience", o.etcd_patience != ServerOptions().etcd_patience},
         {"group-token-file", !o.group_token_file.empty()},
     };
@@ -479,6 +484,12 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
   }
   if (o.etcd.empty()) problems.push_back({"group", "given without --etcd"});
   if (o.advertise.empty()) problems.push_back({"group", "given without --advertise"});
+  if (!o.etcd_user.empty() && o.etcd_password_file.empty()) {
+    problems.push_back({"etcd-user", "given without --etcd-password-file"});
+  }
+  if (o.etcd_user.empty() && !o.etcd_password_file.empty()) {
+    problems.push_back({"etcd-password-file", "given without --etcd-user"});
+  }
   if (!o.auth_tokens.empty() && o.group_token_file.empty()) {
     problems.push_back({"group", "given with --auth-tokens, but without --group-token-file"});
   }

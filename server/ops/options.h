@@ -61,6 +61,8 @@ struct ServerOptions {
   std::string etcd_ca;  // PEM files, for https.
   std::string etcd_cert;
   std::string etcd_key;
+  std::string etcd_user;  // Empty: none.
+  std::string etcd_password_file;
   // How long the server may commit steps while etcd does not answer.
   absl::Duration etcd_patience = absl::Minutes(10);
   std::string group_token_file;  // With this server's token for the other members.

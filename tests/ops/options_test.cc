@@ -140,8 +140,8 @@ TEST(OptionsTest, TlsNeedsCertificateAndKey) {
 TEST(OptionsTest, OptionsOfAGroupAreRead) {
   const ParsedOptions parsed =
       Parse({"--group=g", "--etcd=https://a:2379,b", "--advertise=host:50051", "--member=ema-0",
-             "--etcd-ca=ca", "--etcd-cert=cert", "--etcd-key=key", "--etcd-patience=1m",
-             "--group-token-file=token"});
+             "--etcd-ca=ca", "--etcd-cert=cert", "--etcd-key=key", "--etcd-user=ema",
+             "--etcd-password-file=secret", "--etcd-patience=1m", "--group-token-file=token"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
   EXPECT_EQ(o.group, "g");
@@ -151,6 +151,8 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(o.etcd_ca, "ca");
   EXPECT_EQ(o.etcd_cert, "cert");
   EXPECT_EQ(o.etcd_key, "key");
+  EXPECT_EQ(o.etcd_user, "ema");
+  EXPECT_EQ(o.etcd_password_file, "secret");
   EXPECT_EQ(o.etcd_patience, absl::Minutes(1));
   EXPECT_EQ(o.group_token_file, "token");
   ASSERT_EQ(parsed.warnings.size(), 1);

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import subprocess
 from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
-from server_group import ServerGroup, free_port
+from server_group import EtcdProcess, ServerGroup, free_port
 from server_process import ServerError, ServerProcess
 
 pytestmark = pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed")
@@ -79,3 +80,49 @@ def test_a_server_without_the_folder(group, tmp_path):
     log = error_of(group, tmp_path, data_dir=None)
     assert "the other members share a data directory; give this one the same with --data-dir" in log
     assert_unharmed(group, "m4")
+
+
+@pytest.fixture
+def etcd_with_users(tmp_path: pathlib.Path) -> Iterator[EtcdProcess]:
+    """An etcd in which the user "ema", with the password "secret", may do all that a server needs, and no more."""
+    commands = """
+        user add root:root
+        user add ema:secret
+        role add server
+        role grant-permission --prefix=true server readwrite /ema/
+        user grant-role root root
+        user grant-role ema server
+        auth enable
+    """
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        for command in filter(None, map(str.strip, commands.splitlines())):
+            subprocess.run(
+                ["etcdctl", f"--endpoints={etcd.url}", *command.split()],
+                check=True,
+                capture_output=True,
+                env={"ETCDCTL_API": "3"},
+            )
+        yield etcd
+
+
+@pytest.mark.parametrize("password", ["secret", "wrong"])
+def test_an_etcd_with_users(etcd_with_users, tmp_path, password):
+    file = tmp_path / "password"
+    file.write_text(password + "\n")
+    port = free_port()
+    flags = ["--group", "g", "--member", "a", "--advertise", f"127.0.0.1:{port}"]
+    flags += ["--etcd", etcd_with_users.url, "--etcd-user", "ema", "--etcd-password-file", file]
+    server = ServerProcess(tmp_path / "server", *map(str, flags), data_dir=tmp_path / "data")
+    try:
+        if password == "secret":
+            server.start(port=port)
+            with ema_client.Client(server.address, timeout_s=60) as client:
+                client.create_model("m", WEIGHTS, tracks={"raw": "copy"})
+                assert client.model("m").name == "m"
+        else:
+            with pytest.raises(ServerError, match="the server ended with 1:"):
+                server.start()
+            log = server.log().replace('\\"', '"')
+            assert 'user "ema": ' in log and "authentication failed" in log
+    finally:
+        server.kill()
