@@ -121,6 +121,16 @@ TEST_F(GroupClientTest, IsReadyWhenEveryServerIs) {
   EXPECT_EQ(group_.server(2).open_run_count(), 3);
 }
 
+TEST_F(GroupClientTest, WaitsForAServerThatDoesNotRunYet) {
+  std::atomic<int> calls = 0;
+  group_.server(0).edit_model = [&, describe = group_.server(0).edit_model](v1::Model& model) {
+    describe(model);
+    if (++calls <= 2) model.mutable_partitions(2)->clear_address();
+  };
+  Open();
+  EXPECT_EQ(calls, 3);
+}
+
 TEST_F(GroupClientTest, SendsEachServerItsTensors) {
   Open();
   EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(10));

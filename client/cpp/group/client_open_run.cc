@@ -11,6 +11,7 @@
 #include "client/cpp/group/partition_map.h"
 #include "client/cpp/push/run_core.h"
 #include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/retry.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -48,6 +49,7 @@ absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
   Interrupt interrupt(&impl_->options().is_interrupted);
   const SteadyTime deadline = impl_->Deadline(timeout);
   EMA_ASSIGN_OR_RETURN(const RunOptions checked, CheckRunOptions(options));
+  client_internal::Backoff backoff;
   while (true) {
     EMA_ASSIGN_OR_RETURN(
         const v1::Model reply,
@@ -67,7 +69,12 @@ absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
         GroupRun::Open(impl_, std::move(map), checked, deadline, &interrupt);
     if (run.ok()) return std::unique_ptr<Run>(new Run(*std::move(run)));
     // The model may have returned to a checkpoint meanwhile, perhaps because of `resume`.
-    if (GetGroupHint(run.status()).incarnation <= incarnation) return run.status();
+    if (GetGroupHint(run.status()).incarnation > incarnation) continue;
+    // A server that has just started is not among those that run yet.
+    if (!client_internal::IsRetryable(run.status())) return run.status();
+    const absl::Duration delay = backoff.Next(run.status());
+    if (After(SteadyNow(), delay) >= deadline) return run.status();
+    if (!interrupt.Sleep(delay)) return absl::CancelledError("interrupted");
   }
 }
 
