@@ -10,9 +10,8 @@ In a training loop, on every rank:
 Anywhere else:
 
     >>> weights = ema_client.pull("ema://host:50051/digits", track="ema")
-    >>> for _ in ema_client.watch("ema://host:50051/digits"):
-    ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
-    ...         print(version.step, evaluate(model))
+    >>> with ema_client.averaged(model, "ema://host:50051/digits") as version:
+    ...     print(version.step, evaluate(model))
 
 For training frameworks: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`,
 `ema_client.composer`. `LocalEMA` and `compute_ema` compute the same numbers without a server.

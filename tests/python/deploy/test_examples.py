@@ -190,7 +190,7 @@ def test_evaluate_says_which_scores_come_too_late(
         monkeypatch.setattr(sys, "argv", ["evaluate.py", server.address, model, "9"])
         evaluate.main()
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 1: 0.5000, which counts for nothing: the version has gone")
+    assert first.startswith("step 1: 0.5000, which does not count: the server dropped the version")
     assert last.startswith("best step ") and client.labels(model)["best"].step > 1
 
 
@@ -208,6 +208,6 @@ def test_evaluate_that_comes_too_late_says_so(server, client, model, trainer):
     )
     assert result.returncode == 1
     assert result.stderr == (
-        "no version up to step 5 is there any more to be measured: start this as soon as training has "
-        "begun\n"
+        "no version up to step 5 could be measured: the server has dropped them. Start this script before "
+        "the training, or soon after its start\n"
     )

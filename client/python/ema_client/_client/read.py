@@ -74,13 +74,12 @@ def watch(
 
     The server keeps few versions (`max_pinned_versions`). If commits come faster than they are
     evaluated, a commit's version may have been dropped when it is pulled (OutOfRangeError); the
-    newest one is always kept. `Client.wait_for(after=)` lets a slow evaluator evaluate only the
-    newest version, and none twice.
+    newest one is always kept. A slow evaluator should call `Client.wait_for(after=)` instead: then it
+    evaluates only the newest version each time, and none twice.
 
     Example:
-        >>> for _ in ema_client.watch("ema://host:50051/digits"):
-        ...     with ema_client.averaged(model, "ema://host:50051/digits") as version:
-        ...         print(version.step, evaluate(model))
+        >>> for version in ema_client.watch("ema://host:50051/digits"):
+        ...     print(version.step, version.number)
     """
     address, model_name = split_url(url)
     with Client(address) as client:
