@@ -33,7 +33,7 @@ class ServerGroup {
   // REQUIRES: the options name a group. INVALID_ARGUMENT: an option cannot be used.
   static absl::StatusOr<std::unique_ptr<ServerGroup>> Create(const ServerOptions& options,
                                                              LogSink log);
-  // Without Leave() before, the other servers see a crash: the member's key expires after its TTL.
+  // If Leave() was not called, the other servers see a crash: the member's key expires by its TTL.
   ~ServerGroup() { Stop(); }
 
   // Before the data directory is opened, which changes it: checks that it is that of the other
@@ -58,7 +58,7 @@ class ServerGroup {
   void SaveAtHomes();
   // Leaves the group. Call once, when no RPC runs any more.
   void Leave() ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends all calls to other members, so that saves fail soon. Without Leave() before, like a crash.
+  // Ends all calls to other members, so that saves fail soon. Without Leave(), it is like a crash.
   void Stop();
 
  private:

@@ -51,7 +51,7 @@ class Heartbeat {
 class Heartbeats {
  public:
   using Clock = std::chrono::steady_clock;
-  // What fails if the worker is stuck.
+  // What needs the worker, and fails if it is stuck.
   enum class Need { kServing, kCheckpoints, kNeither };
 
   // The result is valid as long as this object.

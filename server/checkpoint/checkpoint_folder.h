@@ -34,9 +34,9 @@ struct CheckpointStoreOptions {
   // How checkpoints of models on several servers are written. Outlives the store. Null: each model
   // is on this server only.
   PartitionedSaves* partitions = nullptr;
-  // How many of the newest checkpoints of each model are kept, not counting those with a KEEP file
-  // or a label; partial checkpoints are counted separately. 1 or more. The newest abandoned
-  // checkpoint is kept as well.
+  // How many of the newest checkpoints of each model are kept, not counting those with a KEEP file;
+  // partial checkpoints are counted separately. 1 or more. Checkpoints with a label are kept, too,
+  // and so is the newest abandoned one.
   int64_t keep_count = 3;
   // Checkpoints whose step is a multiple of this are kept, too. 0: none.
   int64_t keep_step_multiple = 0;

@@ -54,13 +54,13 @@ int64_t IncarnationWithoutStore(absl::Time now = absl::Now());
 class DataDirectory {
  public:
   // Makes the directory if it is not there, locks it, clears what a crash has left, and raises the
-  // incarnation. `file_system` outlives the result. `log` gets a line when the directory turns
-  // read-only, and back. `member`: the name of this server in its group, which shares the
-  // directory; empty: no other server uses it. FAILED_PRECONDITION: another server, or another
-  // process of this member, uses the directory (the message names it), it cannot be written, or a
-  // model's folder is a symbolic link. INVALID_ARGUMENT, BAD_NAME: `member` cannot be the name of a
-  // folder. RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed. After an error the lock is
-  // free.
+  // incarnation. `file_system` outlives the result. `log` gets a line when the directory becomes
+  // read-only, and when it is writable again. `member`: the name of this server in its group, which
+  // shares the directory; empty: no other server uses it. FAILED_PRECONDITION: another server, or
+  // another process of this member, uses the directory (the message names it), it cannot be
+  // written, or a model's folder is a symbolic link. INVALID_ARGUMENT, BAD_NAME: `member` cannot be
+  // the name of a folder. RESOURCE_EXHAUSTED, DISK_FULL. UNAVAILABLE: the disk failed. After an
+  // error the lock is free.
   static absl::StatusOr<std::unique_ptr<DataDirectory>> Open(FileSystem& file_system,
                                                              std::string path, LogSink log,
                                                              absl::Time now,

@@ -23,10 +23,10 @@
 
 namespace ema {
 
-// What a group's registry has about the checkpoints of one model.
+// What a group's registry records about the checkpoints of one model.
 struct RecordedCheckpoints {
   std::vector<VersionId> ids;  // The durable ones.
-  // The present history: the last version in it of each incarnation that it has.
+  // The current history: the last version in it of each incarnation that it has.
   std::vector<VersionId> history;
 
   bool Has(const VersionId& id) const { return std::find(ids.begin(), ids.end(), id) != ids.end(); }

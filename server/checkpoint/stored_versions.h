@@ -56,7 +56,7 @@ class StoredVersions {
   // CheckpointFolder::List(), after bad checkpoints have been set aside.
   absl::StatusOr<std::vector<CheckpointEntry>> List(std::optional<std::string_view> name) const;
   // A good checkpoint of a version, with all tracks or, `is_partial`, with some; incarnation 0: the
-  // newest with that number, in a group of the present history only. nullopt: there is none.
+  // newest with that number, in a group of the current history only. nullopt: there is none.
   absl::StatusOr<std::optional<CheckpointEntry>> Find(const VersionId& id,
                                                       bool is_partial = false) const;
   // Checkpoints::OnDisk(). In a group, without versions that have been discarded.

@@ -114,7 +114,7 @@ class BlocksMixer {
 };
 
 // Those of `held` that may be used, newest first. In a group these are the ones of the model's
-// present history, which the registry has.
+// current history, which the registry has.
 absl::StatusOr<std::vector<CheckpointId>> UsableIds(const CheckpointFolder& folder,
                                                     const CheckpointFolder::Held& held) {
   std::vector<CheckpointId> ids = held.ids();

@@ -35,7 +35,7 @@ class CommitGate {
 
   // --- Called with the model's lock held ---
 
-  // The present round, for replies; also called without the lock. 0: none has begun, so nothing can
+  // The current round, for replies; also called without the lock. 0: none has begun, so nothing can
   // be pushed yet.
   virtual int64_t round() const = 0;
   // The number of the change of the tracks that is in force in round(); see TrackTable. 0: none is.
@@ -45,7 +45,7 @@ class CommitGate {
   // SESSION_BUSY: the run is not known here yet. FAILED_PRECONDITION, NOT_HOME: the launch has no
   // epoch, and this is not the home.
   virtual absl::Status CheckLaunch(const Launch& launch) = 0;
-  // A launch has opened a run here, so the present round ends.
+  // A launch has opened a run here, so the current round ends.
   virtual void OnRunOpened(int64_t run_epoch, std::string_view launch_id) = 0;
   // Whether a stream of a push may enter the session of its round. ABORTED: FENCED, STALE_ROUND.
   // UNAVAILABLE: SESSION_BUSY, the round is not known here yet, or is about to end; DRAINING.

@@ -503,7 +503,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     const bool is_open = session != nullptr && session->plan().step == step;
     if (is_partition() && abandon_if_unfinished) {
       // The gate ends the step here, too. In the round that the caller names, the step may be open
-      // in other partitions only. In the present one, they may have another step.
+      // in other partitions only. In the current one, they may have another step.
       const bool is_round_known = is_open || round != 0;
       if (round == 0 && is_open) round = session->plan().round;
       if (is_round_known) EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));

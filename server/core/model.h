@@ -99,7 +99,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Whether this server answers for the whole model, and saves it: false for a partition whose home
   // is another server.
   bool is_home() const { return !is_partition() || options_.gate->is_home(); }
-  // The present round of the partitions, for replies; 0: the model is not a partition, or no round
+  // The current round of the partitions, for replies; 0: the model is not a partition, or no round
   // has begun.
   int64_t round() const { return is_partition() ? options_.gate->round() : 0; }
   int64_t incarnation() const { return options_.incarnation; }

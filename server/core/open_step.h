@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The step that a model's trainer is pushing, and the last committed and the abandoned steps.
+// The step that a model's trainer is pushing, and the last committed and the given-up steps.
 #ifndef EMA_SERVER_CORE_OPEN_STEP_H_
 #define EMA_SERVER_CORE_OPEN_STEP_H_
 
@@ -51,7 +51,7 @@ class OpenStep {
   // Woken when session() changes.
   SteadyWait& changed() { return changed_; }
 
-  // Checks a rank's start against the versions and the abandoned steps. Returns the digest of the
+  // Checks a rank's start against the versions and the given-up steps. Returns the digest of the
   // rank's bytes if it pushes the last committed step again; nullopt: the step is new. ABORTED:
   // STALE_STEP, STEP_GIVEN_UP. FAILED_PRECONDITION, PLAN_MISMATCH.
   absl::StatusOr<std::optional<uint32_t>> CheckStep(const PushStart& start,

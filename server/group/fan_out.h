@@ -26,7 +26,7 @@ class FanOut {
   explicit FanOut(const std::vector<Partition>& partitions)
       : partitions_(partitions), shared_(std::make_shared<Shared>(partitions.size())) {}
 
-  // To be called once for each partition, from any thread, with the result of its call.
+  // Returns a function to be called once, from any thread, with the result of the partition's call.
   std::function<void(absl::StatusOr<Response>)> EndOf(size_t partition) {
     return [shared = shared_, partition](absl::StatusOr<Response> result) {
       shared->results[partition] = std::move(result);

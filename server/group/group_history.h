@@ -40,8 +40,8 @@ class GroupHistory {
   // Nullopt: the process of the partition is not missing.
   std::optional<absl::Time> MissingSince(const Partition& partition) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // How many incarnations of the model have followed another one, except those that began less than
-  // a minute after the previous one. Remains when the model is deleted.
+  // How many incarnations the model has begun after its first one, except those that began less
+  // than a minute after the previous one. Remains when the model is deleted.
   int64_t ReformCount(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Incident {

@@ -480,9 +480,9 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
     case Part::HeaderAnswer::kStaleRound: {
       absl::Status why = MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
                                    absl::StrCat(Name(), ": round ", start.round,
-                                                " has ended; the present one is ", part_.round()));
+                                                " has ended; the current one is ", part_.round()));
       const std::optional<GroupAbort>& abort = state_.last_abort;
-      // Other ranks have lost these steps, so they could not complete in the present round.
+      // Other ranks have lost these steps, so they could not complete in the current round.
       if (state_.failed_step.has_value() && start.step <= state_.failed_step->step) {
         why = state_.failed_step->why;
       } else if (abort.has_value() && abort->round == start.round && pushed_round_ == start.round &&

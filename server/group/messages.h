@@ -33,7 +33,7 @@ inline constexpr absl::Duration kSyncInterval = absl::Seconds(1);
 struct PartId {
   int64_t incarnation = 0;
   int64_t partition = 0;
-  std::string boot;  // Identifies one life of the process.
+  std::string boot;  // Identifies one start of the server.
 };
 
 // A step that all ranks have pushed, as one partition, or all of them, can publish it.
@@ -49,7 +49,7 @@ struct PreparedStep {
   bool may_omit_frozen = false;  // See RunPlan.
 };
 
-// From a partition to the home, which holds its answer, a GroupState, until the round has ended.
+// The vote of a partition. The home holds its answer, a GroupState, until the round has ended.
 struct Prepare {
   PartId from;
   int64_t round = 0;
@@ -85,8 +85,8 @@ struct GroupAbort {
   absl::Status why;
 };
 
-// A step that cannot be committed any more: a round with it was aborted, and trainers that were
-// told so have gone on to the next step.
+// A step that cannot be committed any more: a round with it was aborted, and trainers that know it
+// have continued with the next step.
 struct FailedStep {
   int64_t step = 0;
   absl::Status why;
@@ -104,7 +104,7 @@ struct GroupState {
   // The open run; epoch 0: there is none.
   int64_t run_epoch = 0;
   std::string launch_id;
-  int64_t settings_revision = 0;  // Of the change of the tracks that is in force in the round.
+  int64_t settings_revision = 0;  // Number of the change of tracks that is in force in it.
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
   std::vector<int64_t> held_versions;
   std::optional<FailedStep> failed_step;  // The highest one of the open run.

@@ -244,7 +244,7 @@ const EarlierBase* FindEarlierBase(const ModelRecord& record, int64_t incarnatio
   return it != record.earlier_bases.end() ? &*it : nullptr;
 }
 
-// Removes the bases that no history of a checkpoint, or of the present incarnation, needs.
+// Removes the bases that no history of a checkpoint, or of the current incarnation, needs.
 void TrimEarlierBases(ModelRecord& record) {
   std::set<int64_t> needed;
   const auto add_history_of = [&](const VersionId& id) {

@@ -29,11 +29,11 @@ inline constexpr size_t kMaxRecordBytes = 1'000'000;
 
 // A server process of the group. The value of the key members/NAME, which has a lease.
 struct MemberRecord {
-  std::string boot;     // Identifies one life of the process: RandomHex(4).
+  std::string boot;     // Identifies one start of the server: RandomHex(4).
   std::string address;  // HOST:PORT, for clients and the other members.
   std::string device;   // Such as "cuda:0".
   int64_t memory_budget_bytes = 0;
-  int64_t free_memory_bytes = 0;  // The part of the budget that no model has reserved.
+  int64_t free_memory_bytes = 0;  // Of the budget, when the process joined the group.
   std::string program_version;
   int64_t protocol = 0;  // The version of the messages between members.
 
@@ -86,7 +86,7 @@ struct ModelRecord {
   // The checkpoint that all partitions load at the beginning of the incarnation; absent: none, the
   // model has no version then. Once the incarnation has a checkpoint of its own, it may be removed.
   std::optional<VersionId> base;
-  // In the order of the incarnations: only those from which the present one, or a checkpoint,
+  // In the order of the incarnations: only those from which the current one, or a checkpoint,
   // descends.
   std::vector<EarlierBase> earlier_bases;
   // The newest run epoch that a rollback has fenced; 0: none.
@@ -102,12 +102,12 @@ struct ModelRecord {
   // the base. Checkpoints that a rollback has discarded are newer than the base, but of earlier
   // incarnations. Null: the model would have no version.
   const GroupCheckpoint* durable() const;
-  // The present history, as the last version in it of each incarnation, newest incarnation first.
+  // The current history, as the last version in it of each incarnation, newest incarnation first.
   // Later versions of an earlier incarnation have been discarded: by a rollback, or because a crash
   // came before they were saved.
   std::vector<VersionId> History() const;
   // The partition of that process; nullopt: it has none. A process of another boot, which may be an
-  // earlier life of the same member, has none.
+  // earlier process of the same member, has none.
   std::optional<int64_t> PartitionOf(std::string_view member, std::string_view boot) const;
   bool IsHome(std::string_view member, std::string_view boot) const {
     return PartitionOf(member, boot) == 0;
@@ -136,7 +136,7 @@ absl::StatusOr<ModelRecord> ParseModelRecord(std::string_view key, std::string_v
 absl::StatusOr<ModelRecord> Activate(ModelRecord record);
 
 // A number for an incarnation that none has had, also if the registry or the clock went back: at
-// least the present time in microseconds, and higher than that of the record and than any in the
+// least the current time in microseconds, and higher than that of the record and than any in the
 // group's folder, each 0 if there is none. FAILED_PRECONDITION: there is no such number.
 absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_micros,
                                         int64_t newest_stored_incarnation);
@@ -148,7 +148,7 @@ struct ReformRequest {
   std::vector<Partition> partitions;
   std::optional<VersionId> base;  // Nullopt: durable(). Else a checkpoint of the record.
   // A checkpoint that cannot be read. It is removed from the record; if it would be the base, the
-  // newest other one of the present history is.
+  // newest other one of the current history is.
   std::optional<VersionId> lost;
   int64_t fenced_run_epoch = 0;  // Runs up to this epoch may not continue; 0: all may.
 };

@@ -19,7 +19,7 @@ namespace ema::group {
 // The caller owns the memory of the step, its session. When the registry names a newer incarnation
 // with this process in it, the caller drops the session (ABORTED, FENCED), destroys the object,
 // loads the base of the new incarnation and makes another object. If the registry names another
-// boot in its place, the process exits.
+// process in its place, the caller drops the partition.
 //
 // Invariant: in kPrepared only OnState() ends the session. A timeout, an abandoned push, a new run,
 // and a stop of the server do not: they go to the home. Not thread-safe.
@@ -52,8 +52,8 @@ class Part {
     kStaleRound,    // ABORTED, with round().
     kFenced,        // ABORTED, FENCED, with the incarnation.
     kFrozen,        // UNAVAILABLE, DRAINING.
-    kSync,          // First a Sync, then OnHeader() again. Still kSync: UNAVAILABLE, SESSION_BUSY.
-    kReadRegistry,  // First the registry, then OnHeader() of the next incarnation's object.
+    kSync,          // UNAVAILABLE, SESSION_BUSY; the caller also requests a Sync.
+    kReadRegistry,  // The same: the registry's watch will report the next incarnation.
   };
   // kAccept begins the session of the round. A repeated push of the last committed step must be
   // answered by the caller: its round is over.
@@ -72,8 +72,8 @@ class Part {
       kPublish,       // The session becomes the version of GroupState::last_commit.
       kDrop,          // Drop the session with `why`.
       kReadRegistry,  // The home is in a newer incarnation.
-      kDiverged,  // A version of the group is missing here, which the protocol excludes: begin a
-                  // new incarnation.
+      kDiverged,  // A version of the group is missing here, which the protocol excludes: close the
+                  // model.
     };
     Kind kind = Kind::kNothing;
     absl::Status why;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checkpoints whose model the registry has lost, because it came back empty or from an old backup.
+// Checkpoints whose model the registry has lost: it is empty, or was restored from an old backup.
 #ifndef EMA_SERVER_GROUP_RECOVER_H_
 #define EMA_SERVER_GROUP_RECOVER_H_
 
@@ -16,12 +16,12 @@
 namespace ema::group {
 
 // OK: the folder of a model that the registry does not have has no checkpoint with all tracks.
-// FAILED_PRECONDITION: it has; a new model would begin a new average there, and its saves would
-// remove them one by one. The message names the newest and the ways out. Blocks on the disk.
+// FAILED_PRECONDITION: it has one. A new model would begin a new average there, and retention would
+// remove the old ones. The message names the newest and the ways out. Blocks on the disk.
 absl::Status CheckHasNoCheckpoints(CheckpointStore& checkpoints, const std::string& model);
 
-// Makes the record of a model again from the checkpoints in its folder: the next incarnation, on
-// the present members, which begins with the checkpoint that LATEST names. Returns the record.
+// Rebuilds the record of a model from the checkpoints in its folder: the next incarnation, on the
+// members that run now, which begins with the checkpoint that LATEST names. Returns the record.
 // NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no checkpoint whose manifest can be read.
 // FAILED_PRECONDITION: the registry has the model, and is not older than the folder. UNAVAILABLE,
 // SESSION_BUSY: the model is being created, deleted or changed. Errors also as PlaceTensors().

@@ -27,7 +27,7 @@ namespace ema::group {
 
 // Keeps the table of hosted partitions equal to the records: a partition lives as long as its
 // model's record names this process for it. A partition whose incarnation has ended is dropped. If
-// the next one begins with a checkpoint, the partition is made again and loads its tensors. If a
+// the next one begins with a checkpoint, a new partition is made, and loads its tensors. If a
 // record names an earlier process of this member, the next incarnation is begun.
 //
 // Thread-safe. Works on two threads of its own, as loading takes long.

@@ -85,7 +85,7 @@ class Rounds {
   Result OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time);
   Result OnSync(const Sync& sync, SteadyTime now);
 
-  // The home has accepted a push of `step` in the present round.
+  // The home has accepted a push of `step` in the current round.
   void NotePush(int64_t step) { step_ = std::max(step_, step); }
 
   // The other ends of a round. They return whether it has ended: in round 0 nothing does.
@@ -93,7 +93,7 @@ class Rounds {
   // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
   // open run again and may push other bytes. False, and no change, if it is not the current round:
   // then its step was committed, or has been aborted before. Unless `why` is UNAVAILABLE, which
-  // makes trainers push the step again, it becomes GroupState::failed_step.
+  // makes trainers push the step again, the step becomes GroupState::failed_step.
   bool Abort(int64_t round, const absl::Status& why);
   // Aborts a round in which something has arrived, but nothing more for Options::session_timeout,
   // and ends Freeze() when its time is over. To be called at kSyncInterval.

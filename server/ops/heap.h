@@ -15,7 +15,7 @@ inline constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 // be called before other threads start.
 void SetUpHeap();
 
-// Freed memory that the heap has kept. Not thread-safe.
+// Returns freed memory that the heap has kept. Not thread-safe.
 class HeapTrimmer {
  public:
   // Returns freed memory to the system at once.

@@ -32,7 +32,7 @@ inline constexpr std::string_view kTimeLimits = "Time limits";
 
 // Declares all options to `app`, by group, in the order of --help. Their callbacks set the fields
 // of `options`, or add to `problems` and change nothing; an option's default text
-// (capture_default_str()) is the present value. Both arguments must outlive `app`.
+// (capture_default_str()) is the current value. Both arguments must outlive `app`.
 void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems);
 
 // The name of this host; the default of --member.

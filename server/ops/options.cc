@@ -139,7 +139,7 @@ std::string TomlString(const std::string& text) {
   return out.str();
 }
 
-// The present value.
+// The current value.
 std::string TomlValue(const CLI::Option& option) {
   std::string text = option.get_default_str();
   if (IsNumber(option) || option.get_expected_max() == 0) return text;
@@ -149,7 +149,7 @@ std::string TomlValue(const CLI::Option& option) {
   return absl::StrCat("[", absl::StrJoin(elements, ", "), "]");
 }
 
-// TOML that ReadFile() reads as the present values.
+// TOML that ReadFile() reads as the current values.
 std::string ToToml(CLI::App& app) {
   std::string text = absl::StrCat("# ema-server ", std::string(ServerVersion()), "\n");
   std::string group;

@@ -48,7 +48,7 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
   return {};
 }
 
-// Where a handler runs.
+// Where a handler runs. (Not the placement of a model's partitions.)
 struct Placement {
   Worker* worker = nullptr;          // On its thread, where it may block. Null: on the queue's.
   std::shared_ptr<const void> held;  // Kept until the handler has run, or will not run.
