@@ -16,7 +16,7 @@ absl::Status Info(const Session& session);
 // The text that `info` prints.
 std::string DescribeServer(const Client::ServerInfo& info, absl::Time now);
 
-// If `level` is empty, prints the present level.
+// If `level` is empty, prints the current level.
 absl::Status SetLogLevel(const Session& session, const std::string& level);
 
 absl::Status Drain(const Session& session);

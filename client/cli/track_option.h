@@ -23,7 +23,7 @@ struct TrackOption {
   std::optional<TrainingDuration> snapshot_interval;
   std::vector<TensorRule> tensor_rules;
 
-  // The track after these changes to `before`, the present track of that name; null: there is none.
+  // The track after these changes to `before`, the current track of that name; null: there is none.
   TrackConfig On(const TrackConfig* before) const;
 };
 

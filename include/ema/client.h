@@ -99,10 +99,10 @@ class Client {
   // `address`: "host:port" or "[v6]:port", also as "ema://host:port"; over TLS "emas://host:port"
   // or "tls:host:port"; or "unix:/path". The default port is 50051. "ema://host:port,host:port"
   // lists servers of one group: the first one that can be reached is used. Does not connect.
-  // INVALID_ARGUMENT: another form, an option out of range, or not a token. The first client of a
-  // process makes glibc's malloc keep up to 32 MB of freed memory, as any program does that frees
-  // an array of 16 MB; otherwise receive buffers would fault in again and again. This has no effect
-  // if the program has set malloc's thresholds itself.
+  // INVALID_ARGUMENT: the address has another form; `chunk_bytes` or `max_connections` is out of
+  // range; only one of `tls.certificate_file` and `tls.key_file` is given; or the token or its file
+  // is not valid, or both are given. The files of `tls` are read when a call connects, so a call
+  // reports their errors, and also that there is no server at the address.
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address);
   static absl::StatusOr<std::unique_ptr<Client>> Create(std::string_view address,
                                                         const Options& options);
@@ -212,8 +212,8 @@ class Client {
     int64_t checkpoint_count = 0;
     std::vector<std::string> members;  // The servers that have a part of it; the first is its home.
   };
-  // For a group of servers whose etcd came back empty or from an old backup: makes etcd's record of
-  // the model again from the checkpoints in its folder. NOT_FOUND, CHECKPOINT_NOT_FOUND.
+  // For a group of servers whose etcd was lost, or was restored from an old backup: rebuilds etcd's
+  // record of the model from the checkpoints in its folder. NOT_FOUND, CHECKPOINT_NOT_FOUND.
   // FAILED_PRECONDITION: etcd has the model, and is not older than the folder.
   absl::StatusOr<RecoveredModel> RecoverModel(std::string_view model,
                                               absl::Duration timeout = absl::ZeroDuration());

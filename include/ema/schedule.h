@@ -43,19 +43,19 @@ struct ConstantDecayRule {
   enum class ZeroInit {
     kOff,       // Starts with the first weights.
     kPlain,     // Starts with zeros, as optax.ema(debias=False).
-    kDebiased,  // Without the share of the zeros: d = s (1 - s^(n-1)) / (1 - s^n) at update n.
+    kDebiased,  // Without their share: d = b (1 - b^(k-1)) / (1 - b^k) at update k, b = smoothing.
   };
   double smoothing = 0;
   ZeroInit zero_init = ZeroInit::kOff;
   friend bool operator==(const ConstantDecayRule&, const ConstantDecayRule&) = default;
 };
 
-// The three warm-ups depend on a position `s`: the time since the start, in the interval's unit
+// The three warm-ups depend on a position `n`: the time since the start, in the interval's unit
 // (for "3ba" in batches, not in intervals), minus one, plus `count_offset` (1 for libraries whose
-// first update, of the initial weights, has s = 1). d = 0 up to s = 0, then it is limited to
+// first update, of the initial weights, has n = 1). d = 0 up to n = 0, then it is limited to
 // [min_decay, max_decay].
 
-// `d = 1 - (1 + s / inv_gamma)^-power` (Crowson; ema-pytorch, diffusers, timm).
+// `d = 1 - (1 + n / inv_gamma)^-power` (Crowson; ema-pytorch, diffusers, timm).
 struct InverseGammaRule {
   double inv_gamma = 1;
   double power = 2.0 / 3.0;
@@ -65,7 +65,7 @@ struct InverseGammaRule {
   friend bool operator==(const InverseGammaRule&, const InverseGammaRule&) = default;
 };
 
-// `d = (1 + s) / (ramp + s)` (TensorFlow, diffusers).
+// `d = (1 + n) / (ramp + n)` (TensorFlow, diffusers).
 struct RampRule {
   double ramp = 10;
   double min_decay = 0;
@@ -74,7 +74,7 @@ struct RampRule {
   friend bool operator==(const RampRule&, const RampRule&) = default;
 };
 
-// `d = max_decay * (1 - exp(-s / exp_ramp))` (ultralytics, mmengine).
+// `d = max_decay * (1 - exp(-n / exp_ramp))` (ultralytics, mmengine).
 struct ExponentialRampRule {
   double exp_ramp = 2000;
   double max_decay = 0.9999;

@@ -81,12 +81,12 @@ class RankLayout {
     Dtype dtype = Dtype::kFloat32;  // As sent.
   };
 
-  // Calls `visit` for each stretch of the bytes [offset, offset + length_bytes), in order, until it
-  // returns false. REQUIRES: both ends are element boundaries inside the rank's bytes.
+  // Calls `visit` for each contiguous range of the bytes [offset, offset + length_bytes), in order,
+  // until it returns false. REQUIRES: both ends are element boundaries inside the rank's bytes.
   void ForEachRange(int64_t offset, int64_t length_bytes,
                     const std::function<bool(const ContiguousRange&)>& visit) const;
   // The same, but joins whole tensors of one dtype that are consecutive both in the layout and in
-  // the manifest: such a stretch extends past the end of its tensor.
+  // the manifest: such a range extends past the end of its tensor.
   void ForEachJoinedRange(int64_t offset, int64_t length_bytes,
                           const std::function<bool(const ContiguousRange&)>& visit) const;
 
@@ -100,14 +100,14 @@ class RankLayout {
     int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
     int64_t first_element = 0;     // First element of the shard in the tensor.
     int32_t shape = 0;             // Index of the tensor's shape in shapes_.
-    int32_t joined_end = 0;        // One past the last shard of its joined stretch.
+    int32_t joined_end = 0;        // One past the last shard of its joined range.
     Dtype dtype = Dtype::kFloat32;
     int8_t element_size = 0;
   };
 
   std::vector<Shard> shards_;
   std::vector<Geometry> geometry_;
-  std::vector<std::vector<int64_t>> shapes_;  // One for each run of shards of one tensor.
+  std::vector<std::vector<int64_t>> shapes_;  // One for each tensor's successive shards.
   std::vector<int64_t> starts_ = {0};
   int64_t frozen_shard_count_ = 0;
   WireDtype wire_dtype_ = WireDtype::kAsPushed;

@@ -40,7 +40,7 @@ namespace ema {
 //
 // A step delays the training by at most Options::max_wait, plus a few seconds if the server is
 // unreachable or hangs; kWait may take longer. A step that cannot be pushed is skipped and counted:
-// the next update accounts for the longer time, so the half-life stays right; the other ranks do
+// the next update of a track with a half-life accounts for the longer time; the other ranks do
 // not wait for this one. While the server is unreachable, a thread on each rank tries to rejoin the
 // run; pushes resume when all ranks have rejoined. If the server has lost the model, rank 0 creates
 // it again. A forked child must not use or destroy it.
@@ -63,7 +63,7 @@ class StepPusher {
   enum class Existing {
     kError,     // FAILED_PRECONDITION, RESUME_MISMATCH; nothing has changed.
     kNew,       // Deletes the model, whose checkpoints stay on the server's disk, and creates it.
-    kContinue,  // The old average absorbs the weights of this training.
+    kContinue,  // The old average continues with the weights of this training.
   };
   struct Options {
     std::vector<TrackConfig> tracks;  // Tensors that all tracks ignore are not sent.
@@ -172,7 +172,7 @@ class StepPusher {
     int64_t skipped = 0;
     int64_t sent_bytes = 0;   // Sent by this rank.
     absl::Duration waited;    // Total time that the training has waited.
-    bool is_away = false;     // The run is not open at present.
+    bool is_away = false;     // No run is open now: the client tries to rejoin.
     absl::Status last_error;  // Of the last failed push or try to rejoin. OK: none has failed.
   };
   Stats stats();

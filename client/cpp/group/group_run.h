@@ -49,9 +49,9 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
 
   absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) override;
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) override;
-  // The home's answer, with the missing ranges of all servers while the step is open. Before
-  // abandoning a step, the client asks the other servers in which round they have the step open:
-  // another rank may have begun the step only there, and then the home must be given the round.
+  // The home's answer, with the missing ranges of all servers while the step is open. To abandon a
+  // step, it first calls FindRound(): another rank may have begun the step on another server only,
+  // and then the home can abandon it only by its round.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
                                          std::string_view give_up_reason) override;

@@ -47,8 +47,8 @@ class ChunkPlan {
   std::vector<int64_t> starts_;  // Start of each chunk, and the end of the last.
 };
 
-// Calls `visit(shard, in_shard, length_bytes)` for each shard's part of a chunk, in order; offset
-// and length count bytes as sent.
+// Calls `visit(shard, in_shard, length_bytes)` for each shard's part of a chunk, in order. The part
+// begins at the offset `in_shard` in the shard. Both count bytes as sent.
 template <typename Visitor>
 void ForEachPiece(const RankLayout& layout, const ChunkPlan& plan, int64_t chunk, Visitor visit) {
   int64_t offset = plan.offset(chunk);

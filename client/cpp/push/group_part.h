@@ -38,8 +38,8 @@ class NewestRound {
   std::atomic<int64_t> round_ = 0;  // Relaxed: it publishes no other data.
 };
 
-// Limits how many parts of a push send at once. The part with the lowest position is the next one.
-// Thread-safe.
+// Limits how many parts of a push send at once: each needs a turn. The part with the lowest
+// position is the next one. Thread-safe.
 class SendSemaphore {
  public:
   explicit SendSemaphore(int64_t max_senders) : free_(max_senders) {}

@@ -51,7 +51,7 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   ~Impl() override;  // REQUIRES: done(), or never started.
 
   // To be called before Start(): the push then fails, as described at PushOptions::check, if the
-  // bytes sent differ from the present ones.
+  // bytes sent differ from the current ones.
   void CheckContent();
   void Start() override;
 

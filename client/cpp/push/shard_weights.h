@@ -38,7 +38,7 @@ class ShardWeights {
   int64_t RangeBytes(int64_t shard, int64_t length_bytes) const {
     return length_bytes * Scale(shard);
   }
-  // Copies a stretch to `to`, which has room for RangeBytes(), row-major. REQUIRES: it begins and
+  // Copies a range to `to`, which has room for RangeBytes(), row-major. REQUIRES: it begins and
   // ends between elements, and is in host memory.
   void CopyRange(int64_t shard, int64_t in_shard, int64_t length_bytes, std::byte* to) const;
 

@@ -16,7 +16,7 @@ namespace ema::client_internal {
 bool IsOutage(const absl::Status& error);
 // True if a retry of the step may succeed: the error comes from an outage, here or at another rank.
 bool IsRetryableStep(const absl::Status& error);
-// True if this rank can never push the step, and the other ranks do not know that yet.
+// True if this rank can never push the step, and must tell the other ranks, which do not know.
 bool IsFinal(const absl::Status& error);
 
 // Limits how long a trainer waits in one outage.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The trainer's side of the protocol: decides which steps are pushed, and handles failed pushes.
-// StepPusher (C++) and attach() (Python) wrap it; there is no other implementation.
+// StepPusher (C++) and attach() (Python) both use it.
 #ifndef EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
 #define EMA_CLIENT_CPP_TRAINER_PUSH_ENGINE_H_
 
@@ -138,7 +138,7 @@ class PushEngine {
   bool is_away() const { return run_ == nullptr; }  // No run to push to.
   // A newer run pushes, or the model was rolled back: this engine will never push again.
   bool is_fenced() const;
-  // The error that explains why nothing can be pushed at present.
+  // The error that explains why nothing can be pushed now.
   absl::Status AwayError() const;
   // The error of the last try to rejoin; OK: there was none.
   absl::Status RejoinError() const;
@@ -241,7 +241,7 @@ class PushEngine {
     int64_t count = 0;
   };
   std::optional<LostUpdates> lost_updates_;
-  // Number of steps skipped before the present outage. Absent: there is no outage.
+  // Number of steps skipped before the current outage. Absent: there is no outage.
   std::optional<int64_t> skipped_before_;
 
   absl::Status error_;  // For TakeError().

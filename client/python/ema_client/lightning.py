@@ -203,7 +203,7 @@ class EMAWeightAveraging(_Callback):
         self._copies_at_end = copy_at_end
         self._track = track
         self._attachment: Attachment | None = None
-        # The state in the checkpoint that the trainer's present call has loaded, or {}. None: it has
+        # The state in the checkpoint that the trainer's current call has loaded, or {}. None: it has
         # loaded none, or one without the states of callbacks.
         self._loaded: Mapping[str, Any] | None = None
         # Averages that modules have as their own weights, after a fit or from a checkpoint.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arrays that Python hands over, read where they lie.
+// Arrays from Python, read in place.
 #ifndef EMA_CLIENT_PYTHON_SRC_ARRAY_H_
 #define EMA_CLIENT_PYTHON_SRC_ARRAY_H_
 
@@ -29,9 +29,9 @@ namespace ema::python {
 // To be copied and destroyed with the GIL held.
 struct Array {
   TensorSpec spec;  // Of the array itself.
-  // Where in its tensor it lies, if that has been said. One offset of a tensor that has another
-  // number of dimensions than one: the array is a range of the tensor's row-major elements, and
-  // this is the first of them.
+  // The array's position in its tensor, if given. A single offset, for a tensor of several
+  // dimensions: the array is a range of the tensor's row-major elements, and this is the index of
+  // the first one.
   std::optional<std::vector<int64_t>> offsets;
   std::span<const std::byte> bytes;
   Strides strides;  // As for Run::StartPush().
@@ -39,12 +39,12 @@ struct Array {
   int gpu = -1;
   std::shared_ptr<const void> owner;
 
-  // Takes anything that speaks DLPack or the buffer protocol; nothing is copied. `dtype`, if not
-  // empty, is what the elements mean, for frameworks that cannot say (bfloat16 as uint16).
-  // `may_have_strides`: in the host's memory it need not be row-major and contiguous.
-  // INVALID_ARGUMENT: not such an array, without memory of its own, or not in that of the host or
-  // of one of CUDA's GPUs, not contiguous, of a dtype that the server does not keep, or of another
-  // number of dimensions than `offsets`; the message names the array.
+  // Reads an object that supports DLPack or the buffer protocol; nothing is copied. `dtype`, if not
+  // empty: the elements' dtype, for frameworks that cannot name it (bfloat16 as uint16).
+  // `may_have_strides`: in host memory the array need not be row-major and contiguous.
+  // INVALID_ARGUMENT: another object; an array without memory, or in other memory than the host's
+  // and that of CUDA's GPUs; not contiguous; a dtype that the server does not keep; or not as many
+  // dimensions as `offsets`. The message names the array.
   static absl::StatusOr<Array> Read(std::string_view name, nanobind::handle object,
                                     std::string_view dtype,
                                     std::optional<std::vector<int64_t>> offsets = std::nullopt,

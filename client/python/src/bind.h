@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What module.cc puts together.
+// The parts of the extension module, which module.cc assembles.
 #ifndef EMA_CLIENT_PYTHON_SRC_BIND_H_
 #define EMA_CLIENT_PYTHON_SRC_BIND_H_
 

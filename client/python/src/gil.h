@@ -24,7 +24,7 @@ auto OrForever(Call&& call) {
   }
 }
 
-// Lets the lock go. To be made with it held.
+// Releases the lock (the GIL) while this object exists. REQUIRES: this thread holds it.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
@@ -38,7 +38,7 @@ class GilReleased {
   PyThreadState* const state_;
 };
 
-// Takes the lock, from any thread, whether it has it or not.
+// Acquires the lock, which the thread may hold already.
 class GilHeld {
  public:
   GilHeld() : state_(OrForever(Take)) {}
@@ -48,8 +48,8 @@ class GilHeld {
 
  private:
   static PyGILState_STATE Take() {
-    // What Python keeps of the thread has gone with the interpreter; it would make a new one, of
-    // none. The thread that ends the interpreter has its own, and may come here from destructors.
+    // If the interpreter has ended, Ensure() would make a thread state without an interpreter. Only
+    // the thread that ends the interpreter still has its state: it may come here from destructors.
     while (!Py_IsInitialized() && PyGILState_GetThisThreadState() == nullptr) pause();
     return PyGILState_Ensure();
   }

@@ -260,7 +260,7 @@ class ServerLimit:
     """A limit on the number of some resource.
 
     Attributes:
-        in_use: the present number; None: it is not counted for the whole server.
+        in_use: the current number; None: it is not counted for the whole server.
         limit: the largest number; 0: unlimited.
     """
 
