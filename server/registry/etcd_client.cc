@@ -172,7 +172,7 @@ std::shared_ptr<EtcdClient::Connection> EtcdClient::SuspectConnection() {
   return nullptr;
 }
 
-void EtcdClient::Leave(const Connection& missed) {
+void EtcdClient::Abandon(const Connection& missed) {
   absl::MutexLock lock(&mu_);
   if (connection_.get() != &missed) return;
   connection_ = nullptr;
@@ -240,7 +240,7 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
     absl::StrAppend(&misses, misses.empty() ? "" : "; ", connection->endpoint, ": ", text);
     const std::string message = absl::StrCat("etcd cannot ", operation, ": ", misses);
     if (!is_miss) return absl::Status(CodeOf(status), message);
-    Leave(*connection);
+    Abandon(*connection);
     if (ends_streams) EndStreams(*connection);
     if (is_last || SteadyNow() >= deadline) return NoteNoAnswer(absl::UnavailableError(message));
   }

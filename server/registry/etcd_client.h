@@ -116,7 +116,7 @@ class EtcdClient {
   absl::Status CallFrom(std::shared_ptr<Connection> first, const std::string& operation,
                         SteadyTime deadline, Attempt attempt, bool ends_streams);
   // Abandons `missed`, so the next call uses the next endpoint. No effect if abandoned before.
-  void Leave(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
+  void Abandon(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   void EndStreams(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   // Record for health() how a call has ended.
   void NoteAnswer(absl::Duration latency) ABSL_LOCKS_EXCLUDED(mu_);

@@ -120,7 +120,7 @@ Listener::~Listener() {
 void Listener::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor,
                      const RpcLimits& limits, OpenConnections* connections,
                      ServerObserver* observer, LogSink log) {
-  acceptor_ = std::move(acceptor);
+  grpc_acceptor_ = std::move(acceptor);
   limits_ = limits;
   connections_ = connections;
   observer_ = observer;
@@ -146,8 +146,7 @@ void Listener::Accept() {
   while (true) {
     poll(polled, 2, -1);
     if (polled[1].revents != 0) return;
-    const auto [outcome, fd, refused_peer] =
-        connections_to_accept_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
+    const auto [outcome, fd, refused_peer] = tcp_acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (outcome == Outcome::kExhausted) poll(nullptr, 0, kBackoffMs);
     if (outcome == Outcome::kRefused) {
       rlimit files{};
@@ -172,7 +171,7 @@ void Listener::Accept() {
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.listener_fd = fd_;
     connection.fd = fd;
-    acceptor_->HandleNewConnection(&connection);
+    grpc_acceptor_->HandleNewConnection(&connection);
   }
 }
 

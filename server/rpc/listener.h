@@ -50,7 +50,7 @@ class Listener {
   Listener(int fd, int stop_fd, int port, std::string path)
       : fd_(fd),
         stop_fd_(stop_fd),
-        connections_to_accept_(fd, kReservedFiles),
+        tcp_acceptor_(fd, kReservedFiles),
         port_(port),
         path_(std::move(path)) {}
 
@@ -59,8 +59,8 @@ class Listener {
   void Accept();
 
   int fd_;
-  const int stop_fd_;                         // Readable: stop.
-  ConnectionAcceptor connections_to_accept_;  // Used only by the thread, like acceptor_.
+  const int stop_fd_;                // Readable: stop.
+  ConnectionAcceptor tcp_acceptor_;  // Used only by the thread, like grpc_acceptor_.
   const int port_;
   const std::string path_;  // Of a unix socket.
   // Constant after Start(), like the next three.
@@ -69,7 +69,7 @@ class Listener {
   ServerObserver* observer_ = nullptr;
   LogSink log_;
   LogThrottle refusals_;
-  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc_acceptor_;
   std::thread thread_;
 };
 
