@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The C++ client: trainers push, evaluators pull. The only implementation of the protocol; the
+// The C++ client: trainers push, evaluators pull. Our only implementation of the protocol; the
 // Python package is a thin layer over it.
 #ifndef EMA_CLIENT_H_
 #define EMA_CLIENT_H_

@@ -436,7 +436,7 @@ inline absl::StatusOr<std::vector<std::pair<size_t, size_t>>> Match(
 // their devices; the tensor objects stay the same. Returns the version. INVALID_ARGUMENT,
 // BAD_LAYOUT: names, shapes or dtypes do not fit, and the message lists them all; or a value is too
 // large for the module's dtype, unless `options.overflow` permits it. INTERNAL: LibTorch fails, for
-// example because a tensor was made by expand(), or was made in inference mode and is written
+// example because a tensor was made by expand(), or was created in inference mode and is written
 // outside of it. Other errors as Client::Pull(). After an error the module is unchanged, unless a
 // device failed while values were copied to it.
 inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
@@ -475,7 +475,8 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
       values.push_back(std::move(value));
       at::assert_no_internal_overlap(own.tensors[to]);
       TORCH_CHECK(!own.tensors[to].is_inference() || c10::InferenceMode::is_enabled(), "tensor \"",
-                  pulled.spec.name, "\" was made in inference mode, and is written only in it");
+                  pulled.spec.name,
+                  "\" was created in inference mode, so it can be written only in inference mode");
     }
     for (size_t i = 0; i < pairs.size(); ++i) {
       at::Tensor tensor = own.tensors[pairs[i].second];

@@ -115,7 +115,7 @@ TEST_F(TorchTest, AModuleOfInferenceModeIsWrittenOnlyInIt) {
   ema->Close();
   Two module(/*is_of_inference=*/true);
   EXPECT_THAT(PullInto(*client_, "m", module),
-              StatusIs(absl::StatusCode::kInternal, HasSubstr("\"z\" was made in inference mode")));
+              StatusIs(absl::StatusCode::kInternal, HasSubstr("\"z\" was created in inference")));
   EXPECT_TRUE(torch::equal(module.buffers()[0], torch::ones({3})));
   const c10::InferenceMode inference;
   ASSERT_THAT(PullInto(*client_, "m", module), IsOk());
