@@ -17,14 +17,13 @@ For training frameworks: `ema_client.lightning`, `ema_client.transformers`, `ema
 `ema_client.composer`. `LocalEMA` and `compute_ema` compute the same numbers without a server.
 `Client` is one level lower, for anything that has named arrays (PyTorch, NumPy, JAX).
 
-The private folders are layers. Each imports only the ones before it (except that
+The private folders are layers: `_tracks` (schedules and presets), `_client` (calls of a server, for
+named arrays), `_model` (the tensors and optimizers of a torch.nn.Module), `_trainer` (`attach`),
+`_evaluator` (`averaged`, `load_into`). Each imports only those before it, with two exceptions:
 `_client/pull_arguments` imports `_model`, to read a module, and `_trainer/attach` imports
-`_without_server`): `_tracks` (schedules and presets),
-`_client` (calls of a server, for named arrays), `_model` (the tensors and optimizers of a
-torch.nn.Module), `_trainer` (`attach`), `_evaluator` (`averaged`, `load_into`). All may import
-`_errors`, `_argument_checks` and the extension module `_ema`. `_local` (`LocalEMA`) and `_callbacks` (for the
-frameworks) may import all folders, and `_without_server` (`attach`, where EMA_MODE says that there is
-no server) them, too.
+`_without_server` (`attach` without a server). All may import `_errors`, `_argument_checks` and the
+extension module `_ema`. `_local` (`LocalEMA`), `_callbacks` (for the frameworks) and
+`_without_server` may import all folders.
 
 The path of a push: `_trainer/attach` checks the arguments on all ranks; `joining` creates the model
 and opens the run; `attachment` hooks the optimizer; `pusher` reports each step to the engine in

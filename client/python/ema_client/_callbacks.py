@@ -110,7 +110,7 @@ def raises(options: Mapping[str, Any]) -> bool:
     return (options.get("on_error") or "skip") != "skip"
 
 
-def patience_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S) -> float:
+def call_timeout_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S) -> float:
     """Seconds for each of the callback's own calls; with on_error "wait", at least max_outage_s."""
     given = options.get("timeout_s")
     timeout_s = by_default if given is None else float(given)
@@ -119,11 +119,11 @@ def patience_s(options: Mapping[str, Any], *, by_default: float = CALL_TIMEOUT_S
     return max(timeout_s, float(options.get("max_outage_s", MAX_OUTAGE_S)))
 
 
-def pull_patience_s(options: Mapping[str, Any]) -> float | None:
+def pull_timeout_s(options: Mapping[str, Any]) -> float | None:
     """The same for a client that pulls. None: the client's defaults."""
     if options.get("timeout_s") is None and options.get("on_error") != "wait":
         return None
-    return patience_s(options, by_default=TRANSFER_TIMEOUT_S)
+    return call_timeout_s(options, by_default=TRANSFER_TIMEOUT_S)
 
 
 def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, int | str] | None:
@@ -238,7 +238,7 @@ def averaged_or_own(
     if is_disabled(url):
         yield None
         return
-    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_patience_s(options))
+    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_timeout_s(options))
     with contextlib.ExitStack() as stack:
         record: Version | None = None
         try:
@@ -272,7 +272,7 @@ def copy_average_or_own(
     read, and each warning is given each time."""
     if is_disabled(url):
         return None
-    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_patience_s(options))
+    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_timeout_s(options))
     try:
         average = _read(module, url, attachment, options, ranks, track, version)
         if isinstance(average, str):
@@ -320,7 +320,7 @@ def _read(
             version,
             rename=options.get("rename"),
             process_group=options.get("process_group"),
-            timeout_s=pull_patience_s(options),
+            timeout_s=pull_timeout_s(options),
         )
         average = read_average(module, which)
     except Exception as raised:  # No memory, for example.
@@ -348,7 +348,7 @@ def _newest(
             track = attachment._ema_model.average_name() if track is None else track
         elif ranks.rank == 0:
             address, model_name = split_url(url)
-            with connect(address, model_name, timeout_s=patience_s(options)) as client:
+            with connect(address, model_name, timeout_s=call_timeout_s(options)) as client:
                 info = client.model(model_name)
             version = info.latest
             track = only_average_of(info) if track is None else track

@@ -22,8 +22,8 @@ from ema_client._callbacks import (
     check_options,
     check_tracks,
     options_of_start,
-    patience_s,
-    pull_patience_s,
+    call_timeout_s,
+    pull_timeout_s,
     raises,
     saved_state,
     warn_of_newest,
@@ -430,7 +430,7 @@ class EMA(Algorithm):
         if self._attachment is None:
             return self._pull_resumed()
         version = self._attachment.wait_pushed()
-        timeout_s = pull_patience_s(self._options)
+        timeout_s = pull_timeout_s(self._options)
         with connect(self._address, self._model_name, timeout_s=timeout_s) as client:
             return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
 
@@ -441,7 +441,7 @@ class EMA(Algorithm):
                 f'model "{self._model_name}": the checkpoint does not say which average belongs to it',
                 reason="NO_VERSION",
             )
-        timeout_s = pull_patience_s(self._options)
+        timeout_s = pull_timeout_s(self._options)
         with connect(self._address, self._model_name, timeout_s=timeout_s) as client:
             return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
 
@@ -476,7 +476,7 @@ class EMA(Algorithm):
         """Waits for the last push, so that it is committed before the program ends."""
         assert self._attachment is not None
         try:
-            self._attachment.wait_pushed(timeout_s=patience_s(self._options))
+            self._attachment.wait_pushed(timeout_s=call_timeout_s(self._options))
         except EmaError as error:
             _logger.warning('model "%s": %s', self._model_name, error)
 

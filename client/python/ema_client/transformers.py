@@ -31,7 +31,7 @@ from ema_client._callbacks import (
     copy_average_or_own,
     needs_only_batches,
     options_of_start,
-    pull_patience_s,
+    pull_timeout_s,
     saved_state,
     statistics,
     with_copy_track,
@@ -202,7 +202,7 @@ class EmaCallback(_TrainerCallback):
             rename=self._options.get("rename"),
             process_group=self._options.get("process_group"),
             must_exist=True,
-            timeout_s=pull_patience_s(self._options),
+            timeout_s=pull_timeout_s(self._options),
         ) as record:
             yield record
 
@@ -425,7 +425,7 @@ class EmaCallback(_TrainerCallback):
                 average: dict[str, Any] = saved["average"]
                 return average
         _logger.warning(
-            "the trainer resumes at step %d, but there is no %s of that step in %s: the average goes on "
+            "the trainer resumes at step %d, but there is no %s of that step in %s: the average continues "
             "from its newest version",
             state.global_step,
             STATE_FILE,

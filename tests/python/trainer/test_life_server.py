@@ -11,7 +11,7 @@ import pytest
 import torch
 from commanded import Rank, check_average, do_all, end_all, logged, running
 from cut_off import Way
-from ema_client._callbacks import check_options, patience_s, pull_patience_s, raises
+from ema_client._callbacks import check_options, call_timeout_s, pull_timeout_s, raises
 from server_process import ServerProcess
 
 keeps_or_forgets = pytest.mark.parametrize(
@@ -379,13 +379,13 @@ def test_callbacks_of_frameworks_pass_the_policy_on():
     with pytest.raises(ema_client.InvalidArgumentError, match="max_outage_s '90'"):
         check_options("EMA", {"on_error": "wait", "max_outage_s": "90"})
     # Their own calls wait as long.
-    assert raises(options) and patience_s(options) == 90
-    assert patience_s({"on_error": "wait", "max_outage_s": 5}) == 60
-    assert patience_s({"timeout_s": 20}) == 20
-    assert patience_s({"timeout_s": None}) == 60
+    assert raises(options) and call_timeout_s(options) == 90
+    assert call_timeout_s({"on_error": "wait", "max_outage_s": 5}) == 60
+    assert call_timeout_s({"timeout_s": 20}) == 20
+    assert call_timeout_s({"timeout_s": None}) == 60
     # What moves weights has more time, whatever the policy.
-    assert pull_patience_s(options) == 90
-    assert pull_patience_s({}) is None and pull_patience_s({"timeout_s": None}) is None
-    assert pull_patience_s({"on_error": "wait", "max_outage_s": 90}) == 600
-    assert pull_patience_s({"on_error": "wait", "max_outage_s": 900}) == 900
+    assert pull_timeout_s(options) == 90
+    assert pull_timeout_s({}) is None and pull_timeout_s({"timeout_s": None}) is None
+    assert pull_timeout_s({"on_error": "wait", "max_outage_s": 90}) == 600
+    assert pull_timeout_s({"on_error": "wait", "max_outage_s": 900}) == 900
     assert not raises({}) and raises({"on_error": "raise"})

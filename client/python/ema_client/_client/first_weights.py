@@ -156,11 +156,11 @@ def warn_of_first_weights(model_name: str, version: Version, track: str) -> None
         track,
         version.step,
         100 * share,
-        _cure(schedule_of(record)),
+        _advice(schedule_of(record)),
     )
 
 
-def _cure(fields: dict[str, str]) -> str:
+def _advice(fields: dict[str, str]) -> str:
     if "ramp_ratio" in fields:
         return "give a smaller ramp_ratio, such as ramp_ratio=0.1"
     if "half_life" in fields:

@@ -79,10 +79,12 @@ def create_model(
     """
     check_by_name("weights", weights)
     specs = [spec_of(tensor, value) for tensor, value in weights.items()]
-    made = tracks_by_name(tracks)
-    for track in made:
+    track_list = tracks_by_name(tracks)
+    for track in track_list:
         track.check(specs)
-    return create_from_specs(client, name, specs, made, max_pinned_versions, non_finite, timeout_s)
+    return create_from_specs(
+        client, name, specs, track_list, max_pinned_versions, non_finite, timeout_s
+    )
 
 
 def create_from_specs(
@@ -146,13 +148,15 @@ def import_weights(
     """
     timeout_s = client._timeout(timeout_s, is_transfer=True)
     now = time_dict(time, step=step)
-    made = tracks_by_name(tracks)
-    for track in made:
+    track_list = tracks_by_name(tracks)
+    for track in track_list:
         track.check_keeps_first_value(now, updates)
     stored = safetensors.open_weights(path)
     # Without `check`: a rule may ignore tensors that only `attach` finds, which needs equal tracks.
     specs = [spec_of(tensor.spec.name, tensor.spec) for tensor in stored]
-    info = create_from_specs(client, name, specs, made, max_pinned_versions, non_finite, timeout_s)
+    info = create_from_specs(
+        client, name, specs, track_list, max_pinned_versions, non_finite, timeout_s
+    )
     if info.latest is not None:
         raise AlreadyExistsError(
             f'model "{name}": has version {info.latest.number} (step {info.latest.step}), expected '
@@ -243,7 +247,8 @@ def add_model_names(client: _ema.Client, error: EmaError, args: tuple[Any, ...])
 def delete_model(
     client: Connection, name: str, *, purge: bool = False, timeout_s: float | None = None
 ) -> None:
-    """Deletes a model, if it exists. Its pushes end; running pulls finish.
+    """Deletes a model, if it exists. Its pushes end; running pulls finish. On a server with tokens this
+    needs an admin's token.
 
     Its checkpoints stay on the disk, where no call can load them, unless `purge` deletes them, too. A
     model with only corrupt checkpoints can be created again after this.

@@ -125,7 +125,8 @@ class Version:
     Attributes:
         number: the model's count of commits, from 1.
         step: the trainer's step.
-        incarnation: grows when the server restarts, and when the model is deleted and created again.
+        incarnation: grows when the server restarts, when the model is created again, and, in a group of
+            servers, when the model returns to a checkpoint.
         time: training time at the step.
         tracks: by name.
         run_epoch: epoch of the run that pushed it, or of the rollback that made it.
@@ -342,8 +343,7 @@ class CheckpointInfo:
         is_partial: it lacks tracks of the model, so no server starts from it.
         labels: the labels of the version.
         problem: what is wrong with a failed or corrupt one. Of a complete one: why something that
-            was requested with it, such as a label, was not done, or why it cannot be read at
-            present.
+            was requested with it, such as a label, was not done, or why it cannot be read now.
     """
 
     name: str

@@ -134,8 +134,8 @@ def watch(
             version: after a number, only commits with a larger one are yielded; after a record, all
             later ones.
         must_exist: raises NotFoundError where the model does not exist, or is deleted.
-        timeout_s: the most seconds to wait for the model, and for each commit, then
-            DeadlineExceededError is raised. None: no limit.
+        timeout_s: seconds to wait for the model, and for each commit; then DeadlineExceededError is
+            raised. None: no limit.
 
     Raises:
         NotFoundError: `must_exist` is given, and there is no such model.
@@ -351,12 +351,12 @@ def synthesize(
         DataLossError: a checkpoint on the server's disk is corrupt.
 
     Example:
-        >>> made = client.synthesize("m", result="post-hoc", sigma_rel=0.07, step=5000)
+        >>> result = client.synthesize("m", result="post-hoc", sigma_rel=0.07, step=5000)
         >>> weights = client.pull("m", track="post-hoc")
     """
     if half_life is not None:
         check_name("half_life", str(half_life))
-    made = client._client.synthesize(
+    synthesis = client._client.synthesize(
         name,
         result,
         sigma_rel,
@@ -365,17 +365,17 @@ def synthesize(
         names_from("tracks", tracks),
         client._timeout(timeout_s, is_transfer=True),
     )
-    amplification = sum(abs(source.weight) for source in made.sources)
-    if made.residual > _MOST_RESIDUAL:
+    amplification = sum(abs(source.weight) for source in synthesis.sources)
+    if synthesis.residual > _MOST_RESIDUAL:
         _logger.warning(
             'model "%s": "%s" is not the average that was asked for: residual %.2g, expected below 0.1. '
             "Ask for a step with a snapshot (step %d is built from snapshots up to step %d), and for "
             "a length between those of the tracks",
             name,
             result,
-            made.residual,
-            made.version.step,
-            max(source.step for source in made.sources),
+            synthesis.residual,
+            synthesis.version.step,
+            max(source.step for source in synthesis.sources),
         )
     elif amplification > _MOST_AMPLIFICATION:
         _logger.warning(
@@ -386,7 +386,7 @@ def synthesize(
             amplification,
             _MOST_AMPLIFICATION,
         )
-    return made
+    return synthesis
 
 
 @contextlib.contextmanager

@@ -82,11 +82,13 @@ def load_into(
     the track ignores are left as they are. For a sharded model each rank reads its own pieces,
     as with `averaged`; all ranks must call this together. With `rename` or `process_group` the
     model may also be a part of the server's, such as a pipeline stage: then the track may have
-    other tensors, too. Warns like `averaged` if the track has not started, or has just done so.
+    other tensors, too. Warns like `averaged` if the track has not started, or still consists
+    largely of its first weights.
 
     Args:
         model: the module, or a list of modules, as for `attach`; DistributedDataParallel, torch.compile and
-            DeepSpeed's engine are unwrapped. With DeepSpeed, the next step may overwrite the loaded values by its own copies.
+            DeepSpeed's engine are unwrapped. With DeepSpeed, the next step may overwrite the loaded
+            values with its own copies.
         url: "ema://host:port/model".
         track: which average. None: the only track that is not a copy, else "ema".
         version: as for `Client.pull`; None (or 0): the newest. The training thread first waits

@@ -148,13 +148,13 @@ def check_no_ranges(module: torch.nn.Module) -> None:
         )
 
 
-def check_savable(module: torch.nn.Module, cure: str) -> None:
+def check_savable(module: torch.nn.Module, advice: str) -> None:
     """InvalidArgumentError: a framework's checkpoint cannot have the averages of this model, because it is
-    in ranges. `cure`: what to give instead."""
+    in ranges. `advice`: what to give instead."""
     if (cutter := sharding_library_of(module)) is not None:
         raise InvalidArgumentError(
             f"model: is sharded by {cutter}, so a checkpoint of the framework cannot have its averages: give "
-            f"{cure}, and pull them with ema_client.pull",
+            f"{advice}, and pull them with ema_client.pull",
             reason="BAD_LAYOUT",
         )
 
@@ -194,7 +194,7 @@ def check_values_here(
 
 
 def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
-    """What keeps values outside a module, and the cure, by the ids of their tensors."""
+    """What keeps values outside a module, and advice, by the ids of their tensors."""
     accelerate = sys.modules.get("accelerate.hooks")
     diffusers = sys.modules.get("diffusers.hooks.group_offloading")
     found: dict[int, str] = {}
@@ -342,9 +342,9 @@ def named_tensors(
     names = [name for name, _ in (*parameters, *buffers)]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        cure = "; for a list of modules, `rename` gets names such as 1.weight" if is_list else ""
+        hint = "; for a list of modules, `rename` gets names such as 1.weight" if is_list else ""
         raise InvalidArgumentError(
-            f"tensors of one name, after `rename`: {', '.join(twice)}{cure}", reason="BAD_LAYOUT"
+            f"tensors of one name, after `rename`: {', '.join(twice)}{hint}", reason="BAD_LAYOUT"
         )
     of_fsdp1 = fsdp1.buffer_dtypes(module)
     dtypes = {name: of_fsdp1[id(tensor)] for name, tensor in buffers if id(tensor) in of_fsdp1}

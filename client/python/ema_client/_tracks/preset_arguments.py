@@ -41,7 +41,7 @@ class EmaRule:
     """How the track "ema" averages: the arguments of `attach` with these names.
 
     Attributes:
-        further: those of FURTHER_NAMES that are given, without a preset.
+        rule_fields: those of FURTHER_NAMES that are given, without a preset.
     """
 
     preset: str | Mapping[str, Any] | None
@@ -54,7 +54,7 @@ class EmaRule:
     dtype: Any = None
     paused: bool | None = None
     snapshot_interval: str | None = None
-    further: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rule_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def with_arguments(self, extra: Mapping[str, Any], own_names: Collection[str]) -> EmaRule:
         """A copy with `extra` added to the preset's arguments, or without a preset to the schedule.
@@ -73,8 +73,8 @@ class EmaRule:
             if name not in names:
                 raise TypeError(_unknown(name, preset, names, own_names))
         if preset is None:
-            further = {name: value for name, value in extra.items() if value is not None}
-            return dataclasses.replace(self, further=further)
+            given = {name: value for name, value in extra.items() if value is not None}
+            return dataclasses.replace(self, rule_fields=given)
         shared = {name: getattr(self, name) for name in _SHARED if name in names}
         shared = {name: value for name, value in shared.items() if value is not None}
         twice = sorted(in_preset.keys() & (extra.keys() | shared.keys() | self._whole().keys()))
@@ -99,7 +99,7 @@ class EmaRule:
             "half_life": self.half_life,
             "smoothing": self.smoothing,
             "ema_start": self.ema_start,
-            **self.further,
+            **self.rule_fields,
         }
         given = {name: value for name, value in own.items() if value is not None}
         whole = self._whole()
@@ -132,11 +132,11 @@ class EmaRule:
                 reason="BAD_SCHEDULE",
             )
         all_tracks.update(others or {})
-        made = [
+        result = [
             track_of(name, track, update_interval=self.update_interval)
             for name, track in all_tracks.items()
         ]
-        return made, frozenset(
+        return result, frozenset(
             name for name, track in all_tracks.items() if not decides_buffers(track)
         )
 

@@ -307,7 +307,7 @@ def _timm_v3(
     buffers = "copy" if check_flag("exclude_buffers", exclude_buffers) else "average"
     after = check_count("update_after_step", update_after_step, "0", least=0)
     if check_flag("use_warmup", use_warmup) and check_flag("step", step):
-        made = _warmed_up(
+        fields = _warmed_up(
             _inverse_gamma("warmup_gamma", warmup_gamma, "warmup_power", warmup_power),
             check_number("decay", decay, "0.9999"),
             check_number("min_decay", min_decay, "0.0"),
@@ -315,7 +315,7 @@ def _timm_v3(
             buffers=buffers,
         )
     else:
-        made = dict(
+        fields = dict(
             smoothing=check_number("decay", decay, "0.9999", below=1),
             update_interval="1ba",
             # The call at s = 0 is the last copy.
@@ -323,7 +323,7 @@ def _timm_v3(
             before_start="copy" if step else None,
             buffers=buffers,
         )
-    return {**made, "dtype": dtype}
+    return {**fields, "dtype": dtype}
 
 
 def _torch_ema(

@@ -38,10 +38,10 @@ class Track:
     - half_life, ramp_ratio, or both: `d = 2^(-elapsed / h)`, where `h` is the smaller of half_life
       and ramp_ratio * age.
     - smoothing, or by its other name decay: `d = smoothing` at every update.
-    - inv_gamma: `d = 1 - (1 + s / inv_gamma)^-power`, where `s` is the time since the start, in the
+    - inv_gamma: `d = 1 - (1 + n / inv_gamma)^-power`, where `n` is the time since the start, in the
       unit of the interval, minus one, plus count_offset.
-    - ramp: `d = (1 + s) / (ramp + s)`.
-    - exp_ramp: `d = max_decay * (1 - exp(-s / exp_ramp))`.
+    - ramp: `d = (1 + n) / (ramp + n)`.
+    - exp_ramp: `d = max_decay * (1 - exp(-n / exp_ramp))`.
     - decays: `d` at points of the training time, and between them.
     - sigma_rel: `d = (1 - elapsed / age)^(gamma + 1)`, the power-function profile of that width.
     - uniform: the mean of all updates since the start.
@@ -57,11 +57,11 @@ class Track:
         zero_init: with smoothing: the average begins with zeros: "plain", or "debias" (their share
             is removed).
         inv_gamma, power: of the warm-up by inv_gamma; power's default is 2/3.
-        ramp: of the warm-up `(1 + s) / (ramp + s)`, such as 10.
+        ramp: of the warm-up `(1 + n) / (ramp + n)`, such as 10.
         exp_ramp: of the warm-up with exp, such as 2000.
         min_decay, max_decay: limits of a warm-up's decay; the defaults are 0 and 0.9999.
-        count_offset: added to `s` of a warm-up: 1 for libraries whose first update, of the weights
-            from before training, has `s` = 1; default 0.
+        count_offset: added to `n` of a warm-up: 1 for libraries whose first update, of the weights
+            from before training, has `n` = 1; default 0.
         decays: decays by training time, such as {"0ba": 0.9, "1000ba": 0.999} or
             "0dur:0.996 1dur:1"; constant before the first and after the last.
         decays_shape: between them: "linear" (the default) or "cosine" (BYOL, DINO).

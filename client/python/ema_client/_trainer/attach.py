@@ -173,8 +173,8 @@ def attach(
         source: what is averaged of each parameter of lower precision than float32: "parameters" (the
             default), the parameter itself; or "master", the float32 copy that the optimizer trains and
             rounds to the parameter. DeepSpeed has such copies with ZeRO-1, 2 and 3, and Megatron-core's
-            mixed-precision optimizers have them; a float32 parameter is its own master. The model on the server is then float32, and a module with rounded parameters
-            can still read it (`averaged`).
+            mixed-precision optimizers have them; a float32 parameter is its own master. The model on
+            the server is then float32. A module with rounded parameters can still read it (`averaged`).
         rename: returns the name of a tensor on the server, for parts of a model whose tensors have the
             same names on several ranks, such as experts. Without it (the default), tensors of one name with
             equal values at the start are taken for replicas, which must stay equal.
@@ -470,7 +470,7 @@ def options_and_tracks(
     Raises:
         InvalidArgumentError, TypeError: as `attach` for its tracks and its preset.
     """
-    names = {field.name for field in dataclasses.fields(EmaRule)} - {"further"}
+    names = {field.name for field in dataclasses.fields(EmaRule)} - {"rule_fields"}
     own: dict[str, Any] = {name: given.get(name) for name in names}
     rule = EmaRule(**own).with_arguments(track_arguments, KEYWORDS)
     options = PresetOptions.of(rule.preset)

@@ -166,13 +166,13 @@ class AveragedCopy:
             self._write()
         except BaseException as error:
             if is_torn or self._has_mixed():
-                self._bar(str(error) or type(error).__name__)
+                self._disable(str(error) or type(error).__name__)
             raise
         self.version = self._weights.version
         if is_newer:
             self.seconds = time.monotonic() - start
 
-    def check_untorn(self) -> None:
+    def check_consistent(self) -> None:
         """FailedPreconditionError: the module has values of two versions."""
         if self.problem:
             _refuse(self.problem)
@@ -188,7 +188,7 @@ class AveragedCopy:
             if name in self._weights
         )
 
-    def _bar(self, why: str) -> None:
+    def _disable(self, why: str) -> None:
         """Makes the module's forward and `state_dict` raise, for every user of the module."""
         import torch
 
@@ -275,7 +275,7 @@ class EmaModel:
                 reason="BAD_REQUEST",
             )
         else:
-            self._copy.check_untorn()
+            self._copy.check_consistent()
         assert self._copy is not None
         return self._copy.version
 
@@ -334,7 +334,7 @@ class EmaModel:
         except EmaError as error:
             if raises or self._copy is None:
                 raise
-            self._copy.check_untorn()
+            self._copy.check_consistent()
             _logger.warning(
                 'model "%s": ema_model stays at step %d: %s',
                 model_name,

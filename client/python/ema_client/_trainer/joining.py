@@ -312,7 +312,7 @@ class Plan:
             elif there[track.name] != track:
                 change = (
                     f"its schedule was changed to {there[track.name]} on the server since the model was "
-                    "made; it goes on with that"
+                    "made; it continues with that"
                 )
             else:
                 continue
@@ -327,7 +327,7 @@ class Plan:
             refused = raised  # Python deletes `raised` at the end of the block.
         # Not inside `except`: the traceback would show both errors.
         there = self.client._client.get_model(self.model_name, timeout_s)
-        if not self._may_go_on_with(there.tensors):
+        if not self._can_continue_with(there.tensors):
             raise refused
         self._check_actions(there.tensors)
         # The server compares the tracks, since it also accepts those that the model was created with.
@@ -350,7 +350,7 @@ class Plan:
     def _exists_error(self, latest: Version) -> FailedPreconditionError:
         return FailedPreconditionError(
             f'model "{self.model_name}" has the average of an earlier training, at step {latest.step} '
-            f'(version {latest.number}): pass existing="continue" to go on with its average (also if '
+            f'(version {latest.number}): pass existing="continue" to continue its average (also if '
             'load_state_dict() resumes later), existing="new" to start a new average and keep the old '
             "checkpoints on the server's disk, or resume= with the state_dict() in the trainer's own "
             "checkpoint to continue from there",
@@ -373,7 +373,7 @@ class Plan:
                 reason=raised.reason,
             ) from None
 
-    def _may_go_on_with(self, specs: list[_ema.Spec]) -> bool:
+    def _can_continue_with(self, specs: list[_ema.Spec]) -> bool:
         """Whether these are our tensors in another order (of other pipeline stages), or from a
         file, which does not record buffers and tied names."""
 
