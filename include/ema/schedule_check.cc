@@ -209,7 +209,7 @@ absl::Status CheckStartAndEnd(const Schedule::Options& options) {
     return BadSchedule(absl::StrCat(
         "zero_init \"plain\": begins with zeros at the start, where before_start \"",
         BeforeStartName(options.before_start),
-        "\" goes on from what it has; give the one that does not, such as before_start=reinit"));
+        "\" continues from what it has; give one that does not, such as before_start=reinit"));
   }
   return absl::OkStatus();
 }

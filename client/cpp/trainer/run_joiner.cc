@@ -73,7 +73,7 @@ absl::Status RunJoiner::CreateOrReplaceModel(absl::Duration timeout) const {
         absl::StatusCode::kFailedPrecondition, ErrorReason::kResumeMismatch,
         absl::StrCat("model \"", model, "\" has the average of an earlier training, at step ",
                      latest->step, " (version ", latest->number,
-                     "): set Options::existing to kContinue to go on with its average, or to kNew "
+                     "): set Options::existing to kContinue to continue its average, or to kNew "
                      "to start a new average and keep the old checkpoints on the server's disk, or "
                      "set Options::resume to continue from the trainer's own checkpoint (in Python "
                      "existing= and resume=)"));

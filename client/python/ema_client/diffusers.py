@@ -282,7 +282,7 @@ class EMAModel:
             raise InvalidArgumentError(
                 f"the state at step {step} has no {_STATE!r}: it is of diffusers' own EMAModel. Make a "
                 "file of it by `python -m ema_client.convert`, a model of that by "
-                f"Client.import_weights(..., step={step}), and load no state: the first step goes on "
+                f"Client.import_weights(..., step={step}), and load no state: the first step continues "
                 "from there"
             )
         if self._attachment is not None:
@@ -301,7 +301,7 @@ class EMAModel:
             State.from_dict(average, model=self._model_name)  # Raises if it is malformed.
         if average is None and step != 0:
             _logger.warning(
-                "the state at step %d says nothing of the average, which goes on from its newest version",
+                "the state at step %d says nothing of the average, which continues from its newest version",
                 step,
             )
         for name, value in schedule.items():

@@ -197,7 +197,7 @@ def test_tracks_that_were_changed_since_are_named_once(
     client.update_model(model, tracks={"ema": "40ba", "new": "80ba"}, remove=["old"])
     assert attach(first) == [
         'track "ema": its schedule was changed to half_life=40ba on the server since the model was made; '
-        "it goes on with that",
+        "it continues with that",
         'track "old": was removed on the server since the model was made; nothing goes into it',
     ]
     assert attach({"ema": "40ba", "raw": "copy", "new": "80ba"}) == []

@@ -196,7 +196,7 @@ class Switch:
             if attachment._pusher.options.on_error != "skip":
                 raise
             _logger.warning(
-                'model "%s": step %d goes on with its own weights, not with their average: %s',
+                'model "%s": step %d continues with its own weights, not with their average: %s',
                 attachment._pusher.options.model_name,
                 attachment.step,
                 error,
