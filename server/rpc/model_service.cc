@@ -96,13 +96,13 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(DeleteModel, on(workers.saving));
   EMA_LISTEN(RecoverModel, on(workers.restoring));
   EMA_LISTEN(AttachFile);
-  EMA_LISTEN(GetAttachedFile, on(workers.quick));
+  EMA_LISTEN(GetAttachedFile, on(workers.disk));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
     return Placement{.worker = request.has_resume() ? workers.restoring : nullptr, .held = nullptr};
   });
   EMA_LISTEN(QueryPush);
   EMA_LISTEN(GetLane);
-  EMA_LISTEN(ListVersions, on(workers.quick));
+  EMA_LISTEN(ListVersions, on(workers.disk));
   EMA_LISTEN(GetStatistics, pinned_on(workers.computing));
   EMA_LISTEN(CreateCheckpoint, [this, workers](const v1::CreateCheckpointRequest& request) {
     // A call that does not wait for the save may take the last pin.
@@ -112,10 +112,10 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
     // A version that is only on the disk is labelled after the save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
-    return Placement{is_quick ? workers.quick : workers.saving, std::move(version)};
+    return Placement{is_quick ? workers.disk : workers.saving, std::move(version)};
   });
-  EMA_LISTEN(GetCheckpoint, on(workers.quick));
-  EMA_LISTEN(ListCheckpoints, on(workers.quick));
+  EMA_LISTEN(GetCheckpoint, on(workers.disk));
+  EMA_LISTEN(ListCheckpoints, on(workers.disk));
   EMA_LISTEN(DeleteCheckpoint, on(workers.saving));
   EMA_LISTEN(RestoreCheckpoint, on(workers.restoring));
   EMA_LISTEN(SetLabel, pinned_on(workers.saving));

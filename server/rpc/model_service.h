@@ -34,7 +34,7 @@ class ModelService {
     // Calls that make tables of very many tensors and tracks.
     Worker* creating;
     // Calls that read the disk, but wait for no save.
-    Worker* quick;
+    Worker* disk;
     // Calls that save, or wait for a save. While they are queued, the version that they name stays
     // pinned, if readers can still pin another.
     Worker* saving;

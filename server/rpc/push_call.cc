@@ -42,7 +42,7 @@ void PushCall::OnAccepted(bool ok) {
 }
 
 absl::Status PushCall::Start() {
-  // gRPC delivers a push before its first message, which names the model.
+  // gRPC reports a push before its first message, which names the model.
   EMA_ASSIGN_OR_RETURN(caller_, rpc_->admission.Admit(kPush, context_, /*model=*/std::nullopt));
   return rpc_->pushes.Enter(this, caller_.authorization, caller_.log.peer,
                             /*model=*/std::nullopt);

@@ -317,7 +317,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
   WatchCall::Listen(&context_, queue->get());
   models_.Listen(&context_, queue->get(),
                  {.creating = &creating_calls_,
-                  .quick = &disk_calls_,
+                  .disk = &disk_calls_,
                   .saving = &saving_calls_,
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});

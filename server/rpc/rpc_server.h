@@ -159,7 +159,7 @@ class RpcServer {
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
   static constexpr int64_t kLongBytes = int64_t{64} << 20;
   static_assert(3 * kShortBytes + 3 * kLongBytes == kWaitingBytes);
-  Worker disk_calls_{"quick-calls", kMaxWaitingCalls, kShortBytes};
+  Worker disk_calls_{"disk-calls", kMaxWaitingCalls, kShortBytes};
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes / 2};
   // Started in a group only.
