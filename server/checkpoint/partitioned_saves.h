@@ -65,7 +65,7 @@ class PartitionedSaves {
 
   // Takes a checkpoint off the registry before its files are removed; OK if it is not there. After
   // an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the model
-  // back to it, or it has a label.
+  // back to it.
   virtual absl::Status Remove(Model& home, const VersionId& id) = 0;
 
   // The manifest of the whole model.

@@ -77,13 +77,11 @@ void VisitFields(auto& io, MaybeConst<EarlierBase> auto& earlier) {
 void VisitFields(auto& io, MaybeConst<ModelRecord> auto& record) {
   io("state", record.state);
   io("incarnation", record.incarnation, 1, kMaxStoredCount);
-  io("tracks_revision", record.tracks_revision);
   io("base", record.base);
   io("earlier_bases", record.earlier_bases);
   io("fenced_run_epoch", record.fenced_run_epoch, 0, kMaxStoredCount);
   io("partitions", record.partitions);
   io("checkpoints", record.checkpoints);
-  io("labels", record.labels);
 }
 
 namespace {
@@ -158,31 +156,10 @@ std::string FindEarlierBasesProblem(const ModelRecord& record) {
   return "";
 }
 
-std::string FindLabelsProblem(const ModelRecord& record) {
-  for (size_t i = 0; i < record.labels.size(); ++i) {
-    const CheckpointLabel& label = record.labels[i];
-    const std::string place = absl::StrCat(".labels[", i, "]");
-    if (const absl::Status status = ValidateName("label", label.name); !status.ok()) {
-      return absl::StrCat(place, ": ", status.message());
-    }
-    if (i > 0 && label.name <= record.labels[i - 1].name) {
-      return absl::StrCat(place, ".label: \"", label.name, "\" comes after \"",
-                          record.labels[i - 1].name, "\"");
-    }
-    const GroupCheckpoint* const checkpoint = record.Find(label.id);
-    if (checkpoint == nullptr || checkpoint->step != label.step) {
-      return absl::StrCat(place, " is of ", NameOf(label.id), " at step ", label.step,
-                          ", which is not in .checkpoints");
-    }
-  }
-  return "";
-}
-
 std::string FindProblem(const ModelRecord& record) {
   std::string problem = FindPartitionsProblem(record.partitions);
   if (problem.empty()) problem = FindCheckpointsProblem(record);
   if (problem.empty()) problem = FindEarlierBasesProblem(record);
-  if (problem.empty()) problem = FindLabelsProblem(record);
   return problem;
 }
 
@@ -285,7 +262,6 @@ absl::StatusOr<std::optional<VersionId>> ChooseBase(const ModelRecord& record,
 }
 
 void ForgetCheckpoint(ModelRecord& record, const VersionId& id) {
-  std::erase_if(record.labels, [&](const CheckpointLabel& label) { return label.id == id; });
   std::erase_if(record.checkpoints, [&](const GroupCheckpoint& one) { return one.id == id; });
 }
 
@@ -311,10 +287,10 @@ absl::StatusOr<std::string> FormatModelRecord(std::string_view key, const ModelR
   }
   std::string text = Format(record);
   if (text.size() <= kMaxRecordBytes) return text;
-  return absl::ResourceExhaustedError(absl::StrCat(
-      std::string(key), ": the record would have ", text.size(), " bytes (limit ", kMaxRecordBytes,
-      ") with ", record.partitions.size(), " partitions, ", record.checkpoints.size(),
-      " checkpoints and ", record.labels.size(), " labels: delete checkpoints or labels"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat(std::string(key), ": the record would have ", text.size(), " bytes (limit ",
+                   kMaxRecordBytes, ") with ", record.partitions.size(), " partitions and ",
+                   record.checkpoints.size(), " checkpoints: delete checkpoints"));
 }
 
 absl::StatusOr<ModelRecord> ParseModelRecord(std::string_view key, std::string_view text) {
@@ -437,33 +413,13 @@ absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnatio
 
 absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id) {
   EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
-  const auto in_use = [&](std::string_view why) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
-                     absl::StrCat("checkpoint: ", NameOf(id), " ", std::string(why)));
-  };
-  for (const CheckpointLabel& label : record.labels) {
-    if (label.id == id) return in_use(absl::StrCat("has the label \"", label.name, "\""));
-  }
   const GroupCheckpoint* const durable = record.durable();
   if (durable != nullptr && durable->id == id) {
-    return in_use("is the one from which a restarted member would continue");
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
+                     absl::StrCat("checkpoint: ", NameOf(id),
+                                  " is the one from which a restarted member would continue"));
   }
-  std::erase_if(record.checkpoints, [&](const GroupCheckpoint& one) { return one.id == id; });
-  return record;
-}
-
-absl::StatusOr<ModelRecord> SetLabels(ModelRecord record, std::vector<CheckpointLabel> labels) {
-  EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
-  for (const CheckpointLabel& label : labels) {
-    if (record.Find(label.id) == nullptr) {
-      return MakeError(
-          absl::StatusCode::kOutOfRange, ErrorReason::kVersionNotKept,
-          absl::StrCat("label \"", label.name, "\": ", NameOf(label.id), " has no checkpoint"));
-    }
-  }
-  std::sort(labels.begin(), labels.end(),
-            [](const CheckpointLabel& a, const CheckpointLabel& b) { return a.name < b.name; });
-  record.labels = std::move(labels);
+  ForgetCheckpoint(record, id);
   return record;
 }
 

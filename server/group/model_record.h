@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "ema/checkpoint_info.h"
 #include "ema/version_id.h"
 
 namespace ema::group {
@@ -81,8 +80,6 @@ struct ModelRecord {
   };
   State state = State::kCreating;
   int64_t incarnation = 0;
-  // The changes of the model's tracks and settings so far.
-  int64_t tracks_revision = 0;
   // The checkpoint that all partitions load at the beginning of the incarnation; absent: none, the
   // model has no version then. Once the incarnation has a checkpoint of its own, it may be removed.
   std::optional<VersionId> base;
@@ -94,7 +91,6 @@ struct ModelRecord {
   // Together they have all tensors, in order. No member has two.
   std::vector<Partition> partitions;
   std::vector<GroupCheckpoint> checkpoints;  // In the order of their commits.
-  std::vector<CheckpointLabel> labels;       // Each of a checkpoint; sorted by name.
 
   // The checkpoint of that version; null: there is none.
   const GroupCheckpoint* Find(const VersionId& id) const;
@@ -164,11 +160,8 @@ absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& requ
 absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnation,
                                           const GroupCheckpoint& checkpoint);
 // OK if there is none. After this change its files can be removed. FAILED_PRECONDITION,
-// CHECKPOINT_IN_USE: it has a label, or is durable().
+// CHECKPOINT_IN_USE: it is durable().
 absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id);
-
-// Replaces all labels. OUT_OF_RANGE, VERSION_NOT_KEPT: a label's version has no checkpoint.
-absl::StatusOr<ModelRecord> SetLabels(ModelRecord record, std::vector<CheckpointLabel> labels);
 
 }  // namespace ema::group
 

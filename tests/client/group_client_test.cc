@@ -7,14 +7,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
 #include "client/cpp/push/group_part.h"
 #include "client/cpp/transport/interrupt.h"
@@ -497,10 +500,17 @@ TEST(SendTurnsTest, TheLowestPositionIsNext) {
   EXPECT_FALSE(turns.Acquire(1, SteadyNow(), &interrupt));
   std::vector<int64_t> order;
   absl::Mutex mu;
+  absl::BlockingCounter missing_waiters(3);
   std::vector<std::jthread> threads;
   for (const int64_t position : {5, 3, 4}) {
     threads.emplace_back([&, position] {
-      ASSERT_TRUE(turns.Acquire(position, SteadyTime::max(), &interrupt));
+      // Acquire() calls it while it waits.
+      const std::function<bool()> count_once = [&, is_counted = false]() mutable {
+        if (!std::exchange(is_counted, true)) missing_waiters.DecrementCount();
+        return false;
+      };
+      client_internal::Interrupt polled(&count_once);
+      ASSERT_TRUE(turns.Acquire(position, SteadyTime::max(), &polled));
       {
         absl::MutexLock lock(&mu);
         order.push_back(position);
@@ -508,7 +518,7 @@ TEST(SendTurnsTest, TheLowestPositionIsNext) {
       turns.Release();
     });
   }
-  while (turns.waiting_count() < 3) std::this_thread::yield();
+  missing_waiters.Wait();
   turns.Release();
   threads.clear();
   EXPECT_THAT(order, ElementsAre(3, 4, 5));

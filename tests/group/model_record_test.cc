@@ -31,11 +31,9 @@ GroupCheckpoint CheckpointOf(int64_t version, int64_t incarnation = kIncarnation
 ModelRecord SomeRecord() {
   return {.state = State::kActive,
           .incarnation = kIncarnation,
-          .tracks_revision = 3,
           .base = VersionId{5, 7},
           .partitions = {{"ema-1", "b1", 0, 4}, {"ema-2", "b2", 4, 1}, {"ema-0", "b0", 5, 3}},
-          .checkpoints = {CheckpointOf(4, 7), CheckpointOf(5, 7), CheckpointOf(6, 7)},
-          .labels = {{"best", {4, 7}, 40, -0.1, true}, {"stable", {6, 7}, 60}}};
+          .checkpoints = {CheckpointOf(4, 7), CheckpointOf(5, 7), CheckpointOf(6, 7)}};
 }
 
 MemberRecord SomeMember() {
@@ -141,13 +139,6 @@ TEST(RecordTest, BadFieldIsNamed) {
                     "base": {"incarnation": 7, "version": 4}}])",
                     "earlier_bases[0] is of incarnation 7, but its base is version 4 of "
                     "incarnation 7"},
-           BadField{"/labels/0/label", R"("../best")", "labels[0]: label \"../best\""},
-           BadField{"/labels/1/label", R"("best")",
-                    "labels[1].label: \"best\" comes after \"best\""},
-           BadField{"/labels/1/step", "61",
-                    "labels[1] is of version 6 of incarnation 7 at step 61, which is not in "
-                    ".checkpoints"},
-           BadField{"/labels/1/version", "3", "labels[1] is of version 3"},
        }) {
     Json json = good;
     json[Json::json_pointer(bad.pointer)] = Json::parse(bad.value);
@@ -181,10 +172,11 @@ TEST(RecordTest, RecordHasALimit) {
   for (int64_t version = 1001; version <= 20'000; ++version) {
     record.checkpoints.push_back(CheckpointOf(version));
   }
-  EXPECT_THAT(FormatModelRecord(kKey, record),
-              StatusIs(absl::StatusCode::kResourceExhausted,
-                       AllOf(HasSubstr("models/gpt: the record would have "),
-                             HasSubstr("(limit 1000000) with 256 partitions, 20003 checkpoints"))));
+  EXPECT_THAT(
+      FormatModelRecord(kKey, record),
+      StatusIs(absl::StatusCode::kResourceExhausted,
+               AllOf(HasSubstr("models/gpt: the record would have "),
+                     HasSubstr("(limit 1000000) with 256 partitions and 20003 checkpoints"))));
 }
 
 TEST(ModelRecordTest, ProcessHasAPlaceOnlyWithItsOwnBoot) {
@@ -206,7 +198,6 @@ TEST(ModelRecordTest, OtherStatesRefuseChanges) {
   EXPECT_THAT(Reform(creating, {.partitions = creating.partitions}), is_refused);
   EXPECT_THAT(AddCheckpoint(creating, kIncarnation, CheckpointOf(7)), is_refused);
   EXPECT_THAT(RemoveCheckpoint(creating, {4, 7}), is_refused);
-  EXPECT_THAT(SetLabels(creating, {}), is_refused);
 
   EMA_ASSERT_OK_AND_ASSIGN(const ModelRecord active, Activate(creating));
   EXPECT_EQ(active, SomeRecord());
@@ -369,7 +360,6 @@ TEST(ModelRecordTest, NeededCheckpointIsNotRemoved) {
                 AllOf(StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr(why)),
                       ReasonIs(ErrorReason::kCheckpointInUse)));
   };
-  expect_in_use({4, 7}, "version 4 of incarnation 7 has the label \"best\"");
   expect_in_use({5, 7}, "version 5 of incarnation 7 is the one from which a restarted member");
   EXPECT_THAT(RemoveCheckpoint(record, {9, 9}), IsOkAndHolds(record));
 
@@ -379,19 +369,6 @@ TEST(ModelRecordTest, NeededCheckpointIsNotRemoved) {
   EXPECT_EQ(record.Find({5, 7}), nullptr);
   expect_in_use({6, kIncarnation}, "restarted member");
   EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
-}
-
-TEST(ModelRecordTest, LabelsAreOfCheckpoints) {
-  const CheckpointLabel a{"a", {5, 7}, 50};
-  const CheckpointLabel b{"b", {4, 7}, 40, 0.5};
-  EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record, SetLabels(SomeRecord(), {b, a}));
-  EXPECT_EQ(record.labels, (std::vector<CheckpointLabel>{a, b}));
-  EXPECT_THAT(SetLabels(record, {a, {"c", {9, 7}, 90}}),
-              AllOf(StatusIs(absl::StatusCode::kOutOfRange,
-                             "label \"c\": version 9 of incarnation 7 has no checkpoint"),
-                    ReasonIs(ErrorReason::kVersionNotKept)));
-  EMA_ASSERT_OK_AND_ASSIGN(record, SetLabels(record, {}));
-  EXPECT_THAT(record.labels, IsEmpty());
 }
 
 }  // namespace

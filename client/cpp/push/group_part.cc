@@ -34,9 +34,4 @@ void SendSemaphore::Release() {
   wait_.WakeAll();
 }
 
-size_t SendSemaphore::waiting_count() const {
-  absl::MutexLock lock(&mu_);
-  return waiting_.size();
-}
-
 }  // namespace ema::client_internal

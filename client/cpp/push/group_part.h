@@ -6,7 +6,6 @@
 #define EMA_CLIENT_CPP_PUSH_GROUP_PART_H_
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <set>
@@ -48,10 +47,9 @@ class SendSemaphore {
   bool Acquire(int64_t position, SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   void Release() ABSL_LOCKS_EXCLUDED(mu_);
-  size_t waiting_count() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  mutable absl::Mutex mu_;
+  absl::Mutex mu_;
   SteadyWait wait_;  // Woken when a turn is free, or a waiter has left.
   int64_t free_ ABSL_GUARDED_BY(mu_);
   std::set<int64_t> waiting_ ABSL_GUARDED_BY(mu_);  // Positions.
