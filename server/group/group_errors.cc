@@ -39,7 +39,9 @@ absl::Status NoDataDirError() {
 }
 
 absl::Status RegistryError(const absl::Status& status) {
-  if (!absl::IsUnavailable(status)) return status;
+  // The caller would think that its own token was rejected.
+  const bool rejects_server = absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status);
+  if (!absl::IsUnavailable(status) && !rejects_server) return status;
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kRegistryAway,
                    std::string(status.message()), absl::Seconds(1));
 }

@@ -20,7 +20,8 @@ absl::Status FencedError(std::string_view model, std::string_view why);
 absl::Status NotMemberError();
 // FAILED_PRECONDITION, NO_DATA_DIR.
 absl::Status NoDataDirError();
-// `status`, an error of the registry. UNAVAILABLE gets the reason REGISTRY_AWAY.
+// `status`, an error of the registry. UNAVAILABLE, REGISTRY_AWAY: it has not answered, or it
+// rejects this server's user.
 absl::Status RegistryError(const absl::Status& status);
 
 }  // namespace ema::group

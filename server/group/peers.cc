@@ -13,6 +13,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/v1/group.grpc.pb.h"
 #include "server/base/quoted.h"
@@ -82,6 +83,10 @@ absl::StatusOr<Files> ReadFiles(const Peers::Options& options) {
   absl::StripAsciiWhitespace(&token);
   if (!token.empty()) files.authorization = absl::StrCat("Bearer ", token);
   return files;
+}
+
+absl::Status NoAnswerError(absl::StatusCode code, const std::string& message) {
+  return MakeError(code, ErrorReason::kGroupDegraded, message, absl::Seconds(1));
 }
 
 absl::Status StoppedError() { return absl::CancelledError("this server stops"); }
@@ -268,8 +273,9 @@ void Peers::AddCall(std::unique_ptr<Call> call, absl::Duration timeout) {
     // One late answer is no failure of the connection if other calls are answered.
     Connection& connection = *running->connection;
     if (connection.last_answer < running->start) connection.has_failed = true;
-    Cancel(*running, absl::DeadlineExceededError(absl::StrCat(running->place, "no answer within ",
-                                                              absl::FormatDuration(timeout))));
+    Cancel(*running, NoAnswerError(absl::StatusCode::kDeadlineExceeded,
+                                   absl::StrCat(running->place, "no answer within ",
+                                                absl::FormatDuration(timeout))));
   };
   call->timeout_timer = timers_.emplace(After(call->start, timeout), end_late);
   Call* const tag = call.get();
@@ -305,7 +311,9 @@ absl::Status Peers::ResultOf(const Call& call) {
   }
   const std::string message = absl::StrCat(call.place, call.status.error_message());
   // Not by us: the called server stops.
-  if (code == absl::StatusCode::kCancelled) return absl::UnavailableError(message);
+  if (code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kCancelled) {
+    return NoAnswerError(absl::StatusCode::kUnavailable, message);
+  }
   return absl::Status(code, message);
 }
 

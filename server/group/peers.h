@@ -51,10 +51,10 @@ class Peers {
   void PostAfter(absl::Duration delay, std::function<void()> work) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Each call runs `on_result` on the thread, once, unless it is made after Stop(). Errors of the
-  // called server have their ErrorReason. Other errors: DEADLINE_EXCEEDED: no answer within
-  // `timeout`. UNAVAILABLE: no connection, or the called server is stopping; the call fails at
-  // once, and a later one connects again. FAILED_PRECONDITION: a file of the options cannot be
-  // read. CANCELLED: Stop().
+  // called server have their ErrorReason. Other errors: DEADLINE_EXCEEDED, GROUP_DEGRADED: no
+  // answer within `timeout`. UNAVAILABLE, GROUP_DEGRADED: no connection, or the called server is
+  // stopping; the call fails at once, and a later one connects again. FAILED_PRECONDITION: a file
+  // of the options cannot be read. CANCELLED: Stop().
   template <typename Response>
   using OnResult = std::function<void(absl::StatusOr<Response>)>;
   void ReservePartition(const std::string& address, const v1::ReservePartitionRequest& request,

@@ -238,6 +238,46 @@ TEST_F(GroupCheckpointTest, ASaveWithoutAServerLeavesNothing) {
   EXPECT_THAT(stored->record.checkpoints, IsEmpty());
 }
 
+TEST_F(GroupCheckpointTest, ASaveThatTheRegistryDoesNotRecordIsNoCheckpoint) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  const auto saved = PushAndSave(group, *run, 1);
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  group.registry_.SetAway(true);
+  EXPECT_THAT(group.client().CreateCheckpoint("m", /*timeout=*/absl::Seconds(1)).status(),
+              ReasonIs(ErrorReason::kRegistryAway));
+  EXPECT_THAT(Folders(), SizeIs(2));
+  EXPECT_THAT(Latest(), HasSubstr(saved.checkpoint));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList list,
+                           group.client().ListCheckpoints("m", kPatience));
+  ASSERT_THAT(list.checkpoints, SizeIs(2));
+  EXPECT_NE(list.checkpoints[0].state, CheckpointInfo::State::kComplete);
+  EXPECT_EQ(list.checkpoints[1].name, saved.checkpoint);
+
+  for (const auto& server : group.servers_) server->Stop();
+  group.registry_.SetAway(false);
+  for (size_t i = 0; i < group.servers_.size(); ++i) group.Restart(*group.servers_[i]);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
+  EXPECT_EQ(found.info.version.id(), saved.version.id());
+}
+
+TEST_F(GroupCheckpointTest, AServerThatDoesNotAnswerIsNamedBySaves) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  const std::string home = group.Describe("m").partitions(0).address();
+  // Its key is still in the registry.
+  GroupServer& lost = ServerOf(group, 1);
+  lost.StopListening();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(home));
+  EXPECT_THAT(client->CreateCheckpoint("m", /*timeout=*/absl::Seconds(1)).status(),
+              testing::AllOf(StatusIs(absl::StatusCode::kUnavailable,
+                                      HasSubstr(absl::StrCat("\"", lost.name(), "\""))),
+                             ReasonIs(ErrorReason::kGroupDegraded)));
+}
+
 TEST_F(GroupCheckpointTest, AVersionThatWaitsForItsSaveIsKeptOnAllServers) {
   TrainedGroup group(3, /*tensor_count=*/6, directory_);
   const auto run = group.Open();

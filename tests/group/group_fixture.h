@@ -111,6 +111,9 @@ class GroupServer {
     checkpoints_ = nullptr;
   }
 
+  // Ends all calls, and accepts no others; the member remains in the registry.
+  void StopListening() { rpc_->Shutdown(SteadyNow()); }
+
   const std::string& address() const { return address_; }
   ModelStore& store() { return *store_; }
   Member& member() { return *member_; }

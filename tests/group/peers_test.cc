@@ -257,9 +257,11 @@ TEST(PeersTest, HeldCallEndsAtItsTimeoutWhileOthersAreAnswered) {
   member.AwaitHeld(1);
   Result<v1::GroupState> late;
   peers->Prepare(member.address(), {}, absl::Milliseconds(50), late.callback());
-  EXPECT_THAT(late.Await(),
-              StatusIs(absl::StatusCode::kDeadlineExceeded,
-                       absl::StrCat("Prepare at ", member.address(), ": no answer within 50ms")));
+  EXPECT_THAT(
+      late.Await(),
+      AllOf(StatusIs(absl::StatusCode::kDeadlineExceeded,
+                     absl::StrCat("Prepare at ", member.address(), ": no answer within 50ms")),
+            ReasonIs(ErrorReason::kGroupDegraded)));
   EXPECT_THAT(Sync(*peers, member.address()), IsOk());
   member.AwaitHeld(1);  // The late one was cancelled.
   member.Release();
@@ -276,8 +278,9 @@ TEST(PeersTest, CallWithoutAConnectionFailsAndALaterOneConnects) {
   do {
     result = Sync(*peers, address);
   } while (result.ok());
-  EXPECT_THAT(Sync(*peers, address),
-              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("Sync at " + address + ": ")));
+  EXPECT_THAT(Sync(*peers, address), AllOf(StatusIs(absl::StatusCode::kUnavailable,
+                                                    HasSubstr("Sync at " + address + ": ")),
+                                           ReasonIs(ErrorReason::kGroupDegraded)));
   member.emplace(address);
   do {
     result = Sync(*peers, address);
@@ -292,7 +295,8 @@ TEST(PeersTest, CallThatTheStoppingServerEndsIsUnavailable) {
   peers->Prepare(member->address(), {}, kLong, held.callback());
   member->AwaitHeld(1);
   member->Abort();
-  EXPECT_THAT(held.Await(), StatusIs(absl::StatusCode::kUnavailable, testing::_));
+  EXPECT_THAT(held.Await(), AllOf(StatusIs(absl::StatusCode::kUnavailable, testing::_),
+                                  ReasonIs(ErrorReason::kGroupDegraded)));
 }
 
 TEST(PeersTest, StopRunsPostedWorkAndCancelsCalls) {
