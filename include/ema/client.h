@@ -378,6 +378,9 @@ class Client {
     // Whether a push that the server fences rejoins the run. True: it does so once, in case a
     // restarted server has forgotten the run, and waits until the other ranks have rejoined too.
     // False: it fails with ABORTED, FENCED. Trainers use this: they must not wait for other ranks.
+    // On a group of servers the whole step is pushed again, so WaitReleased() must not have been
+    // called: after it, the push fails with ABORTED, STEP_ABANDONED, and the next one is of the
+    // rejoined run.
     bool rejoins = true;
     // Rolls the model back to the trainer's position before the run opens. The same on all ranks.
     // Ignored when the run rejoins. May take as long as reading the model from the disk; after

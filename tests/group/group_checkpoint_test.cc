@@ -647,6 +647,65 @@ TEST_F(GroupCheckpointTest, ATrainerContinuesByItselfAfterACrash) {
   EXPECT_EQ(value, static_cast<float>(step));
 }
 
+TEST_F(GroupCheckpointTest, APushJoinsTheRunAgainAfterACrash) {
+  TrainedGroup group(3, /*tensor_count=*/6, directory_);
+  const auto first = group.Open(0, 2);
+  const auto second = group.Open(1, 2);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  const auto push_both = [&](int64_t step) {
+    const Weights weights(*second, step);
+    auto pushed = second->StartPush(step, TrainingTime::AtBatch(step), weights.shards(), kPatience);
+    EXPECT_THAT(pushed, IsOk());
+    const absl::StatusOr<Version> version = Push(*first, step);
+    EXPECT_THAT((*pushed)->Wait(), IsOk());
+    return version;
+  };
+  ASSERT_THAT(push_both(1), IsOk());
+  ASSERT_THAT(group.client().CreateCheckpoint("m", kPatience), IsOk());
+  int64_t step = 2;
+  ASSERT_THAT(push_both(step), IsOk());
+  for (const int crashed : {1, 0}) {
+    SCOPED_TRACE(crashed);
+    Crash(group, crashed);
+    EMA_ASSERT_OK_AND_ASSIGN(const Version version, push_both(++step));
+    EXPECT_EQ(version.number, 2);
+    EXPECT_EQ(version.incarnation, group.Describe("m").incarnation());
+    EXPECT_EQ(first->latest()->id(), version.id());
+  }
+}
+
+TEST_F(GroupCheckpointTest, APushWhoseWeightsAreReleasedIsLostInACrashAndTheRunContinues) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  PushAndSave(group, *run, 1);
+  Crash(group, 1);
+  const Weights weights(*run, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto pushed, run->StartPush(2, TrainingTime::AtBatch(2), weights.shards(), kPatience));
+  pushed->WaitReleased(kPatience);
+  EXPECT_THAT(pushed->Wait(), testing::AllOf(StatusIs(absl::StatusCode::kAborted, testing::_),
+                                             ReasonIs(ErrorReason::kStepAbandoned)));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, 3));
+  EXPECT_EQ(version.number, 2);
+}
+
+TEST_F(GroupCheckpointTest, ARunThatANewerOneFencesDoesNotJoinAgain) {
+  TrainedGroup group(2, /*tensor_count=*/6, directory_);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  PushAndSave(group, *run, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto newer,
+                           group.client().OpenRun("m", {.launch_id = "next life"}, kPatience));
+  for (const bool has_crashed : {false, true}) {
+    SCOPED_TRACE(has_crashed);
+    if (has_crashed) Crash(group, 1);
+    const Weights weights(*run, 2);
+    EXPECT_THAT(run->Push(2, TrainingTime::AtBatch(2), weights.shards(), kPatience),
+                ReasonIs(ErrorReason::kFenced));
+  }
+}
+
 TEST_F(GroupCheckpointTest, OneServerLoadsTheGroupsFolder) {
   std::map<std::string, std::string> expected;
   {

@@ -8,10 +8,9 @@
 #include "client/cpp/client_impl.h"
 #include "client/cpp/gpu/pinned_ring.h"
 #include "client/cpp/group/group_run.h"
-#include "client/cpp/group/partition_map.h"
+#include "client/cpp/group/rejoining_run.h"
 #include "client/cpp/push/run_core.h"
 #include "client/cpp/transport/convert.h"
-#include "client/cpp/transport/retry.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -22,7 +21,7 @@ namespace ema {
 using client_internal::GroupRun;
 using client_internal::Interrupt;
 using client_internal::MakeRequest;
-using client_internal::PartitionMap;
+using client_internal::RejoiningRun;
 using client_internal::RunCore;
 using client_internal::Stub;
 
@@ -49,33 +48,22 @@ absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
   Interrupt interrupt(&impl_->options().is_interrupted);
   const SteadyTime deadline = impl_->Deadline(timeout);
   EMA_ASSIGN_OR_RETURN(const RunOptions checked, CheckRunOptions(options));
-  client_internal::Backoff backoff;
-  while (true) {
+  EMA_ASSIGN_OR_RETURN(v1::Model reply,
+                       impl_->Unary(&Stub::PrepareAsyncGetModel,
+                                    MakeRequest<v1::GetModelRequest>(model), deadline, &interrupt));
+  if (reply.partitions().empty()) {
+    EMA_ASSIGN_OR_RETURN(ModelInfo info, client_internal::FromProto(reply));
     EMA_ASSIGN_OR_RETURN(
-        const v1::Model reply,
-        impl_->Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model), deadline,
-                     &interrupt));
-    if (reply.partitions().empty()) {
-      EMA_ASSIGN_OR_RETURN(ModelInfo info, client_internal::FromProto(reply));
-      EMA_ASSIGN_OR_RETURN(const std::shared_ptr<RunCore> core,
-                           RunCore::Create(impl_, std::move(info), checked, /*group=*/nullptr,
-                                           deadline, &interrupt));
-      EMA_RETURN_IF_ERROR(core->Join(deadline, &interrupt).status());
-      return std::unique_ptr<Run>(new Run(core));
-    }
-    EMA_ASSIGN_OR_RETURN(PartitionMap map, PartitionMap::Create(reply));
-    const int64_t incarnation = map.incarnation();
-    absl::StatusOr<std::shared_ptr<GroupRun>> run =
-        GroupRun::Open(impl_, std::move(map), checked, deadline, &interrupt);
-    if (run.ok()) return std::unique_ptr<Run>(new Run(*std::move(run)));
-    // The model may have returned to a checkpoint meanwhile, perhaps because of `resume`.
-    if (GetGroupHint(run.status()).incarnation > incarnation) continue;
-    // A server that has just started is not among those that run yet.
-    if (!client_internal::IsRetryable(run.status())) return run.status();
-    const absl::Duration delay = backoff.Next(run.status());
-    if (After(SteadyNow(), delay) >= deadline) return run.status();
-    if (!interrupt.Sleep(delay)) return absl::CancelledError("interrupted");
+        const std::shared_ptr<RunCore> core,
+        RunCore::Create(impl_, std::move(info), checked, /*group=*/nullptr, deadline, &interrupt));
+    EMA_RETURN_IF_ERROR(core->Join(deadline, &interrupt).status());
+    return std::unique_ptr<Run>(new Run(core));
   }
+  EMA_ASSIGN_OR_RETURN(
+      std::shared_ptr<GroupRun> run,
+      GroupRun::OpenNewest(impl_, std::move(reply), checked, deadline, &interrupt));
+  if (!checked.rejoins) return std::unique_ptr<Run>(new Run(std::move(run)));
+  return std::unique_ptr<Run>(new Run(std::make_shared<RejoiningRun>(std::move(run), checked)));
 }
 
 }  // namespace ema

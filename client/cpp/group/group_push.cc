@@ -20,6 +20,8 @@ constexpr int64_t kMaxSenders = 8;
 // The same limits as for a push to one server (push.cc).
 constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 constexpr absl::Duration kHangLimit = absl::Seconds(10);
+// How long the message that this rank will never push a step may take.
+constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
 
 bool HasGpuWeights(const PushOptions& options) {
   const std::vector<int>& devices = options.gpu_weights.devices;
@@ -38,32 +40,34 @@ std::vector<T> Pick(const std::vector<T>& all, const std::vector<size_t>& places
 
 }  // namespace
 
-GroupPush::GroupPush(std::shared_ptr<GroupRun> run, const PushArguments& arguments)
+GroupPush::GroupPush(std::shared_ptr<GroupRun> run, PushArguments arguments, RejoinRun rejoin)
     : run_(std::move(run)),
-      step_(arguments.step),
-      deadline_(arguments.deadline),
-      has_gpu_weights_(HasGpuWeights(arguments.options)),
+      arguments_(std::move(arguments)),
+      rejoin_(std::move(rejoin)),
+      has_gpu_weights_(HasGpuWeights(arguments_.options)),
       turns_(kMaxSenders),
       round_(run_->round().incarnation()) {}
 
 absl::StatusOr<std::shared_ptr<GroupPush>> GroupPush::Create(std::shared_ptr<GroupRun> run,
-                                                             PushArguments arguments) {
-  std::shared_ptr<GroupPush> push(new GroupPush(std::move(run), arguments));
+                                                             PushArguments arguments,
+                                                             RejoinRun rejoin) {
+  std::shared_ptr<GroupPush> push(
+      new GroupPush(std::move(run), std::move(arguments), std::move(rejoin)));
   for (const GroupRun::PushingPart& part : push->run_->pushing_parts()) {
-    EMA_RETURN_IF_ERROR(push->AddPart(part, arguments));
+    EMA_RETURN_IF_ERROR(push->AddPart(part));
   }
   return push;
 }
 
-absl::Status GroupPush::AddPart(const GroupRun::PushingPart& part, const PushArguments& arguments) {
+absl::Status GroupPush::AddPart(const GroupRun::PushingPart& part) {
   const size_t index = parts_.size();
-  PushArguments of_part = {.step = arguments.step,
-                           .time = arguments.time,
-                           .shards = Pick(arguments.shards, part.places),
-                           .deadline = arguments.deadline,
-                           .options = arguments.options};
-  of_part.options.gpu_weights.devices = Pick(arguments.options.gpu_weights.devices, part.places);
-  of_part.options.strides = Pick(arguments.options.strides, part.places);
+  PushArguments of_part = {.step = arguments_.step,
+                           .time = arguments_.time,
+                           .shards = Pick(arguments_.shards, part.places),
+                           .deadline = arguments_.deadline,
+                           .options = arguments_.options};
+  of_part.options.gpu_weights.devices = Pick(arguments_.options.gpu_weights.devices, part.places);
+  of_part.options.strides = Pick(arguments_.options.strides, part.places);
   const GroupPart place = {.turns = &turns_,
                            .position = static_cast<int64_t>(index),
                            .round = &round_,
@@ -90,6 +94,9 @@ void GroupPush::RunThread() {
     AwaitParts();
   }
   absl::StatusOr<Version> result = pushed.ok() ? Committed() : DropStep(pushed);
+  if (rejoin_ != nullptr && GetErrorReason(result.status()) == ErrorReason::kFenced) {
+    result = PushAgain();
+  }
   absl::MutexLock lock(&mu_);
   result_ = std::move(result);
   wait_.WakeAll();
@@ -108,7 +115,7 @@ absl::Status GroupPush::Push() {
   // one the step would wait for them in vain, so it begins in the round that was known before.
   const int64_t run_epoch = run_->run_epoch();
   round_.Note(run_->round().get());
-  EMA_RETURN_IF_ERROR(run_->WaitReady(deadline_, &interrupt_));
+  EMA_RETURN_IF_ERROR(run_->WaitReady(arguments_.deadline, &interrupt_));
   if (run_->run_epoch() != run_epoch || round_.get() == 0) round_.Note(run_->round().get());
   try {
     for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
@@ -159,9 +166,10 @@ absl::StatusOr<Version> GroupPush::Committed() {
   for (size_t i = 1; i < parts_.size(); ++i) {
     EMA_ASSIGN_OR_RETURN(Version other, parts_[i]->Wait());
     if (!IsSameCommit(version, other)) {
-      return MalformedReply(absl::StrCat(
-          "servers of one group have committed step ", step_, " as version ", version.number,
-          " of step ", version.step, " and as version ", other.number, " of step ", other.step));
+      return MalformedReply(absl::StrCat("servers of one group have committed step ",
+                                         arguments_.step, " as version ", version.number,
+                                         " of step ", version.step, " and as version ",
+                                         other.number, " of step ", other.step));
     }
     if (pushing[i].run == &home) {
       version = std::move(other);
@@ -183,16 +191,59 @@ absl::StatusOr<Version> GroupPush::DropStep(const absl::Status& error) {
   int64_t begun_round = 0;
   for (const auto& part : parts_) begun_round = std::max(begun_round, part->begun_round());
   absl::StatusOr<PushProgress> progress = client_internal::DropStep(
-      run_->home(), {.step = step_,
+      run_->home(), {.step = arguments_.step,
                      .round = begun_round != 0 ? begun_round : round_.get(),
                      .error = error,
                      .has_begun = begun_round != 0,
                      .is_abandoned = interrupt_.fired(),
-                     .name = absl::StrCat("model \"", run_->model(), "\": push of step ", step_,
-                                          " by rank ", run_->rank())});
+                     .name = Name()});
   EMA_RETURN_IF_ERROR(progress.status());
   run_->home().OnCommit(run_->run_epoch(), *progress->version, std::move(progress->plan));
   return *std::move(progress->version);
+}
+
+absl::StatusOr<Version> GroupPush::PushAgain() {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<GroupRun> run,
+                       rejoin_(arguments_.deadline, &interrupt_));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<GroupPush> again, Create(run, arguments_));
+  bool may_be_released = false;
+  try {
+    absl::MutexLock lock(&mu_);
+    may_be_released = may_be_released_;
+    if (!may_be_released) {
+      again->Start();
+      repeated_ = again;
+    }
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot start a thread for the push: ", error.what()));
+  }
+  if (may_be_released) return GiveUpLostStep(*run);
+  again->AwaitDone(absl::InfiniteDuration());
+  return again->Wait();
+}
+
+absl::Status GroupPush::GiveUpLostStep(GroupRun& run) const {
+  Interrupt never;
+  run.QueryPush(arguments_.step, /*abandon_if_unfinished=*/true, After(SteadyNow(), kGiveUpTimeout),
+                &never, /*retry=*/false,
+                "a server has restarted, and the weights of the step had been released")
+      .status()
+      .IgnoreError();
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                   absl::StrCat(Name(),
+                                ": a server of the group has restarted, and the weights had been "
+                                "released; this rank has joined the run again"));
+}
+
+std::shared_ptr<GroupPush> GroupPush::repeated() const {
+  absl::MutexLock lock(&mu_);
+  return repeated_;
+}
+
+std::string GroupPush::Name() const {
+  return absl::StrCat("model \"", run_->model(), "\": push of step ", arguments_.step, " by rank ",
+                      run_->rank());
 }
 
 void GroupPush::ReleaseAndAbandon() {
@@ -236,6 +287,13 @@ bool GroupPush::AwaitWhileReachable(absl::Duration max_wait,
 }
 
 bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {
+  std::shared_ptr<GroupPush> again;
+  {
+    absl::MutexLock lock(&mu_);
+    may_be_released_ = true;
+    again = repeated_;
+  }
+  if (again != nullptr) return again->WaitReleased(max_wait, streams);
   const auto release = [this](absl::Duration most) {
     const SteadyTime until = After(SteadyNow(), most);
     return std::all_of(parts_.begin(), parts_.end(),
@@ -272,6 +330,13 @@ bool GroupPush::WaitDone(absl::Duration max_wait) {
 bool GroupPush::done() const { return AwaitDone(absl::ZeroDuration()); }
 
 bool GroupPush::Abandon() {
+  std::shared_ptr<GroupPush> again;
+  {
+    absl::MutexLock lock(&mu_);
+    may_be_released_ = true;
+    again = repeated_;
+  }
+  if (again != nullptr && !again->Abandon()) return false;
   if (!done()) interrupt_.Fire();
   ReleaseAndAbandon();
   if (!AwaitDone(has_gpu_weights_ ? kHangLimit : absl::InfiniteDuration())) return false;
@@ -280,6 +345,7 @@ bool GroupPush::Abandon() {
 }
 
 PendingPush::Stats GroupPush::stats() const {
+  if (const std::shared_ptr<GroupPush> again = repeated()) return again->stats();
   PendingPush::Stats total;
   for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
     const PendingPush::Stats stats = part->stats();

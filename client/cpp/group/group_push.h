@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,11 +37,19 @@ namespace ema::client_internal {
 // and the step is dropped at the home: it aborts the round in which the step was pushed, so that no
 // server keeps the step. Its answer says whether the step was committed or abandoned, for all
 // servers, and has the round of the next step.
+//
+// A push that is fenced because a restarted server has begun another incarnation is repeated there,
+// unless the weights may have changed since: then the other ranks are told that the step is lost.
 class GroupPush final : public RunningPush {
  public:
-  // Errors as OpenedRun::MakePush().
+  // Opens a run again that was fenced: RejoiningRun.
+  using RejoinRun =
+      std::function<absl::StatusOr<std::shared_ptr<GroupRun>>(SteadyTime, Interrupt*)>;
+
+  // `rejoin`: null: a push that is fenced fails. Errors as OpenedRun::MakePush().
   static absl::StatusOr<std::shared_ptr<GroupPush>> Create(std::shared_ptr<GroupRun> run,
-                                                           PushArguments arguments);
+                                                           PushArguments arguments,
+                                                           RejoinRun rejoin = nullptr);
   ~GroupPush() override;  // REQUIRES: done(), or never started.
 
   void Start() override;
@@ -53,8 +62,8 @@ class GroupPush final : public RunningPush {
   PendingPush::Stats stats() const override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  GroupPush(std::shared_ptr<GroupRun> run, const PushArguments& arguments);
-  absl::Status AddPart(const GroupRun::PushingPart& part, const PushArguments& arguments);
+  GroupPush(std::shared_ptr<GroupRun> run, PushArguments arguments, RejoinRun rejoin);
+  absl::Status AddPart(const GroupRun::PushingPart& part);
 
   void RunThread();
   // Starts the parts and waits until all have succeeded, or one has failed.
@@ -65,6 +74,13 @@ class GroupPush final : public RunningPush {
   void AwaitParts() ABSL_LOCKS_EXCLUDED(mu_);
   // The result of the push after an error. REQUIRES: AwaitParts() has returned.
   absl::StatusOr<Version> DropStep(const absl::Status& error);
+  // The result of the same push in the newest incarnation. REQUIRES: AwaitParts() has returned.
+  absl::StatusOr<Version> PushAgain() ABSL_LOCKS_EXCLUDED(mu_);
+  // Tells the other ranks that this rank will not push the step in `run`. Returns ABORTED,
+  // STEP_ABANDONED.
+  absl::Status GiveUpLostStep(GroupRun& run) const;
+  // Null: PushAgain() has not begun it.
+  std::shared_ptr<GroupPush> repeated() const ABSL_LOCKS_EXCLUDED(mu_);
   // The error of a part that has failed first.
   absl::Status FirstError() const ABSL_LOCKS_EXCLUDED(mu_);
   void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);
@@ -74,9 +90,11 @@ class GroupPush final : public RunningPush {
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   bool AwaitWhileReachable(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
 
+  std::string Name() const;
+
   const std::shared_ptr<GroupRun> run_;
-  const int64_t step_;
-  const SteadyTime deadline_;
+  const PushArguments arguments_;
+  const RejoinRun rejoin_;
   const bool has_gpu_weights_;
   Interrupt interrupt_;  // Ends the waits of this object's thread.
   SendSemaphore turns_;
@@ -88,6 +106,9 @@ class GroupPush final : public RunningPush {
   size_t started_count_ ABSL_GUARDED_BY(mu_) = 0;
   size_t ended_count_ ABSL_GUARDED_BY(mu_) = 0;
   std::optional<size_t> failed_part_ ABSL_GUARDED_BY(mu_);  // The first one.
+  // The weights may change: WaitReleased() or Abandon() was called.
+  bool may_be_released_ ABSL_GUARDED_BY(mu_) = false;
+  std::shared_ptr<GroupPush> repeated_ ABSL_GUARDED_BY(mu_);
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
 
   // Constant after Create(). They use the members above, so they are destroyed first.

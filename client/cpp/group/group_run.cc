@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/group/for_each_part.h"
 #include "client/cpp/group/group_push.h"
+#include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -44,6 +45,32 @@ absl::Status Degraded(const PartitionMap& map, size_t partition) {
 }
 
 }  // namespace
+
+absl::StatusOr<std::shared_ptr<GroupRun>> GroupRun::OpenNewest(std::shared_ptr<Client::Impl> client,
+                                                               v1::Model model,
+                                                               const Client::RunOptions& options,
+                                                               SteadyTime deadline,
+                                                               Interrupt* interrupt) {
+  Backoff backoff;
+  while (true) {
+    EMA_ASSIGN_OR_RETURN(PartitionMap map, PartitionMap::Create(model));
+    const int64_t incarnation = map.incarnation();
+    absl::StatusOr<std::shared_ptr<GroupRun>> run =
+        Open(client, std::move(map), options, deadline, interrupt);
+    if (run.ok()) return run;
+    // The model may have returned to a checkpoint meanwhile, perhaps because of `resume`.
+    if (GetGroupHint(run.status()).incarnation <= incarnation) {
+      // A server that has just started is not among those that run yet.
+      if (!IsRetryable(run.status())) return run;
+      const absl::Duration delay = backoff.Next(run.status());
+      if (After(SteadyNow(), delay) >= deadline) return run;
+      if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
+    }
+    EMA_ASSIGN_OR_RETURN(
+        model, client->Unary(&Stub::PrepareAsyncGetModel,
+                             MakeRequest<v1::GetModelRequest>(model.name()), deadline, interrupt));
+  }
+}
 
 absl::StatusOr<std::shared_ptr<GroupRun>> GroupRun::Open(std::shared_ptr<Client::Impl> client,
                                                          PartitionMap map,
@@ -98,6 +125,7 @@ absl::Status GroupRun::OpenPart(size_t partition, PartitionMap::RankPart shards,
       StagingBytes(options, client_->options().chunk_bytes, layout_, shards.places);
   options.shards = std::move(shards.shards);
   options.frozen_shard_count = shards.frozen_shard_count;
+  options.rejoins = false;  // In another incarnation all parts are opened again.
   const RunCore::Group group = {.round = round_,
                                 .home = partition == 0 ? nullptr : parts_.front().run};
   Part& part = parts_[partition];

@@ -26,9 +26,17 @@ namespace ema::client_internal {
 // One rank of a run on a group. For each partition it has a part: an ordinary run on that
 // partition's server, which it joins even if the rank has no shards there. The home's part opens
 // the run; the others join it. Thread-safe. It belongs to one incarnation of the model: in another
-// one, its pushes fail with FENCED, and another run has to be opened.
+// one, its pushes fail with FENCED, and another run has to be opened; RejoiningRun does that.
 class GroupRun final : public OpenedRun, public std::enable_shared_from_this<GroupRun> {
  public:
+  // Joins the run on all servers, in the newest incarnation of the model, with its resume point, if
+  // there is one. `model`: a reply to GetModel; it is called again if a newer incarnation has
+  // begun, or while a server does not run. Errors as Open().
+  static absl::StatusOr<std::shared_ptr<GroupRun>> OpenNewest(std::shared_ptr<Client::Impl> client,
+                                                              v1::Model model,
+                                                              const Client::RunOptions& options,
+                                                              SteadyTime deadline,
+                                                              Interrupt* interrupt);
   // Joins the run on all servers. `options` have a launch_id. Errors as Client::OpenRun(), and
   // UNAVAILABLE, GROUP_DEGRADED: a server does not run.
   static absl::StatusOr<std::shared_ptr<GroupRun>> Open(std::shared_ptr<Client::Impl> client,

@@ -263,7 +263,9 @@ def open_run(
 ) -> Run:
     """Joins a run: the ranks of one start of a trainer. A new launch_id fences the previous run.
 
-    If a push finds that the server was restarted, it rejoins, and waits for the other ranks.
+    If a push finds that the server, or one of a group of servers, was restarted, it rejoins, and waits
+    for the other ranks. On a group, a push whose weights have been released already
+    (`PendingPush.wait_released`) raises AbortedError, STEP_ABANDONED, instead; later pushes continue.
 
     Args:
         name: the model.

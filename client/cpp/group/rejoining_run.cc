@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/group/rejoining_run.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/group/group_push.h"
+#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/retry.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+
+namespace ema::client_internal {
+namespace {
+
+bool IsFenced(const absl::Status& status) { return GetErrorReason(status) == ErrorReason::kFenced; }
+
+}  // namespace
+
+RejoiningRun::RejoiningRun(std::shared_ptr<GroupRun> run, Client::RunOptions options)
+    : client_(run->client()),
+      model_(run->model()),
+      manifest_(run->manifest()),
+      layout_(run->layout()),
+      options_(std::move(options)),
+      newest_(std::move(run)) {}
+
+std::shared_ptr<GroupRun> RejoiningRun::newest() const {
+  absl::MutexLock lock(&mu_);
+  return newest_;
+}
+
+absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::OpenAgain(const GroupRun& fenced,
+                                                                  SteadyTime deadline,
+                                                                  Interrupt* interrupt) const {
+  Client::RunOptions options = options_;
+  options.resume.reset();  // The average continues from the server's state.
+  options.last_run_epoch = fenced.run_epoch();
+  Backoff backoff;
+  while (true) {
+    EMA_ASSIGN_OR_RETURN(v1::Model model, client_.Unary(&Stub::PrepareAsyncGetModel,
+                                                        MakeRequest<v1::GetModelRequest>(model_),
+                                                        deadline, interrupt));
+    absl::StatusOr<std::shared_ptr<GroupRun>> run = GroupRun::OpenNewest(
+        client_.shared_from_this(), std::move(model), options, deadline, interrupt);
+    // Servers learn of a new incarnation one after another. The error after a newer launch names no
+    // incarnation.
+    const bool is_late = IsFenced(run.status()) && GetGroupHint(run.status()).incarnation != 0;
+    if (run.ok() || !is_late) return run;
+    const absl::Duration delay = backoff.Next(run.status());
+    if (After(SteadyNow(), delay) >= deadline) return run;
+    if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
+  }
+}
+
+absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::Rejoin(const GroupRun& fenced,
+                                                               SteadyTime deadline,
+                                                               Interrupt* interrupt) {
+  {
+    absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(fenced_);
+    if (newest_.get() != &fenced) return newest_;
+  }
+  absl::StatusOr<std::shared_ptr<GroupRun>> run = OpenAgain(fenced, deadline, interrupt);
+  absl::MutexLock lock(&mu_);
+  if (IsFenced(run.status())) fenced_ = run.status();
+  EMA_RETURN_IF_ERROR(run.status());
+  if ((*run)->manifest() != manifest_) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
+        absl::StrCat("model \"", model_, "\": its tensors differ (here: this run, ",
+                     "there: the servers): ", manifest_.DifferenceFrom((*run)->manifest())));
+  }
+  newest_ = *run;
+  return run;
+}
+
+absl::Status RejoiningRun::RefreshPlan(SteadyTime deadline, Interrupt* interrupt) {
+  const std::shared_ptr<GroupRun> run = newest();
+  const absl::Status status = run->RefreshPlan(deadline, interrupt);
+  return IsFenced(status) ? Rejoin(*run, deadline, interrupt).status() : status;
+}
+
+absl::StatusOr<std::shared_ptr<RunningPush>> RejoiningRun::MakePush(PushArguments arguments) {
+  std::shared_ptr<GroupRun> run = newest();
+  const auto rejoin = [self = shared_from_this(), run](SteadyTime deadline, Interrupt* interrupt) {
+    return self->Rejoin(*run, deadline, interrupt);
+  };
+  return GroupPush::Create(run, std::move(arguments), rejoin);
+}
+
+}  // namespace ema::client_internal
