@@ -157,7 +157,7 @@ absl::Status ServerGroup::Join(int port) {
   LogTo(log_, LogLevel::kInfo, "joining group",
         {{"group", options_.group}, {"member", options_.member}, {"address", address}});
   EMA_ASSIGN_OR_RETURN(member_, group::Member::Join(std::move(member)));
-  if (checkpoints_ != nullptr) saves_.Start(models_.get(), peers_.get(), checkpoints_);
+  if (checkpoints_ != nullptr) saves_.Start(models_.get(), checkpoints_);
   models_->Start(member_.get());
   LogTo(log_, LogLevel::kInfo, "joined group",
         {{"group", options_.group}, {"member", options_.member}, {"address", address}});

@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/group_saves.h"
 
+#include <algorithm>
 #include <map>
+#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/steady_wait.h"
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/checkpoint/data_directory.h"
 #include "server/format/manifest_json.h"
+#include "server/group/fan_out.h"
 #include "server/group/group_errors.h"
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
@@ -19,9 +24,14 @@
 namespace ema::group {
 namespace {
 
-// The longest time in which a partition writes its files. A lost connection ends the call sooner.
-constexpr absl::Duration kSaveTimeout = absl::Hours(1);
-// The same for its tensors of a synthesized average.
+// How long the other partitions may write after the home has written its files, besides ten times
+// as long as the home would have needed for the bytes of the largest one: they share the disk.
+constexpr absl::Duration kSaveSlack = absl::Minutes(5);
+constexpr double kMaxSlowness = 10;
+// Of the calls to them, for which the home does not wait that long.
+constexpr absl::Duration kSaveTimeout = absl::Hours(24);
+// The longest time in which a partition builds its tensors of a synthesized average. A lost
+// connection ends the call sooner.
 constexpr absl::Duration kSynthesisTimeout = absl::Hours(1);
 
 // The options of each partition: those of the save, with the numbers of the partition's files.
@@ -43,6 +53,18 @@ absl::StatusOr<std::vector<WriteOptions>> NumberFiles(const GroupModels::Placeme
   return parts;
 }
 
+// How many times as many bytes as the home the largest partition has; 1 or more.
+absl::StatusOr<double> LargestShare(const GroupModels::Placement& placement) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(placement.config));
+  std::vector<double> part_bytes;
+  for (const Partition& partition : placement.partitions) {
+    const auto first = tensor_bytes.begin() + partition.first_tensor;
+    part_bytes.push_back(std::accumulate(first, first + partition.tensor_count, 0.0));
+  }
+  const double largest = *std::max_element(part_bytes.begin(), part_bytes.end());
+  return largest / std::max(part_bytes[0], 1.0);
+}
+
 v1::SavePartRequest RequestOf(const std::string& path, const Model& home, const Snapshot& snapshot,
                               const WriteOptions& options) {
   v1::SavePartRequest request;
@@ -57,19 +79,26 @@ v1::SavePartRequest RequestOf(const std::string& path, const Model& home, const 
   return request;
 }
 
+void SetFileNumbers(const WriteOptions& options, v1::SavePartRequest& request) {
+  request.clear_file_numbers();
+  for (const auto& [track, numbers] : options.file_numbers) {
+    v1::FileNumbers& proto = (*request.mutable_file_numbers())[track];
+    proto.set_first(static_cast<int64_t>(numbers.first));
+    proto.set_count(static_cast<int64_t>(numbers.count));
+  }
+}
+
 }  // namespace
 
-void GroupSaves::Start(GroupModels* models, Peers* peers, CheckpointStore* checkpoints) {
+void GroupSaves::Start(GroupModels* models, CheckpointStore* checkpoints) {
   absl::MutexLock lock(&mu_);
   models_ = models;
-  peers_ = peers;
   checkpoints_ = checkpoints;
 }
 
 void GroupSaves::Stop() {
   absl::MutexLock lock(&mu_);
   models_ = nullptr;
-  peers_ = nullptr;
 }
 
 absl::StatusOr<GroupModels*> GroupSaves::GetModels() const {
@@ -100,14 +129,22 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
   for (const TrackRef& track : tracks) placement.config.tracks.push_back(track->config());
   EMA_ASSIGN_OR_RETURN(const std::vector<WriteOptions> part_options,
                        NumberFiles(placement, options));
-  PartCalls calls(placement.partitions);
-  EMA_RETURN_IF_ERROR(
-      StartOtherParts(placement, RequestOf(path, home, snapshot, options), part_options, calls));
+  EMA_ASSIGN_OR_RETURN(const double largest_share, LargestShare(placement));
+  v1::SavePartRequest request = RequestOf(path, home, snapshot, options);
+  FanOut<v1::SavePartResponse> calls(placement.partitions);
+  EMA_RETURN_IF_ERROR(models->StartAtOthers(
+      placement, [&](Peers& peers, size_t partition, const std::string& address) {
+        request.set_boot(placement.partitions[partition].boot);
+        SetFileNumbers(part_options[partition], request);
+        peers.SavePart(address, request, kSaveTimeout, calls.EndOf(partition));
+      }));
+  const SteadyTime begin = SteadyNow();
   absl::StatusOr<CheckpointManifest> own =
       WriteVerifiedPart(*data, path, home, snapshot, part_options[0]);
-  // Also after an error: the folder is removed next, and the others must not write into it then.
+  // Also after an error: the folder is removed next, and the others should not write into it then.
   calls.EndOf(0)(v1::SavePartResponse());
-  absl::StatusOr<std::vector<v1::SavePartResponse>> others = calls.Wait();
+  absl::StatusOr<std::vector<v1::SavePartResponse>> others =
+      calls.Wait(After(SteadyNow(), kSaveSlack + kMaxSlowness * largest_share * Since(begin)));
   EMA_RETURN_IF_ERROR(own.status());
   EMA_RETURN_IF_ERROR(others.status());
   std::vector<CheckpointManifest> parts = {*std::move(own)};
@@ -121,34 +158,6 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
     parts.push_back(*std::move(part));
   }
   return MergeParts(data->file_system(), data->latch(), path, home, std::move(parts));
-}
-
-absl::Status GroupSaves::StartOtherParts(const GroupModels::Placement& placement,
-                                         v1::SavePartRequest request,
-                                         const std::vector<WriteOptions>& options,
-                                         PartCalls& calls) {
-  for (size_t i = 1; i < placement.partitions.size(); ++i) {
-    if (!placement.addresses[i].empty()) continue;
-    return MakeError(
-        absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
-        absl::StrCat("model \"", request.model(), "\": the process of partition ", i, ", member \"",
-                     placement.partitions[i].member, "\", is not in the registry"),
-        absl::Seconds(1));
-  }
-  // Peers must not be stopped before they have all calls, which would then never end.
-  absl::MutexLock lock(&mu_);
-  if (peers_ == nullptr) return NotMemberError();
-  for (size_t i = 1; i < placement.partitions.size(); ++i) {
-    request.set_boot(placement.partitions[i].boot);
-    request.clear_file_numbers();
-    for (const auto& [track, numbers] : options[i].file_numbers) {
-      v1::FileNumbers& proto = (*request.mutable_file_numbers())[track];
-      proto.set_first(static_cast<int64_t>(numbers.first));
-      proto.set_count(static_cast<int64_t>(numbers.count));
-    }
-    peers_->SavePart(placement.addresses[i], request, kSaveTimeout, calls.EndOf(i));
-  }
-  return absl::OkStatus();
 }
 
 absl::Status GroupSaves::Commit(Model& home, const Version& record, int64_t total_bytes,

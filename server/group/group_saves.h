@@ -14,9 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/partitioned_saves.h"
-#include "server/group/fan_out.h"
 #include "server/group/group_models.h"
-#include "server/group/peers.h"
 
 namespace ema::group {
 
@@ -25,9 +23,8 @@ namespace ema::group {
 class GroupSaves final : public PartitionedSaves {
  public:
   // Before Start() and after Stop(), calls fail with UNAVAILABLE, GROUP_DEGRADED. The arguments
-  // outlive this, `peers` runs until Stop() has returned.
-  void Start(GroupModels* models, Peers* peers, CheckpointStore* checkpoints)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  // outlive this.
+  void Start(GroupModels* models, CheckpointStore* checkpoints) ABSL_LOCKS_EXCLUDED(mu_);
   // Later calls fail. Running calls may continue until Peers::Stop(), so call that next.
   void Stop() ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -49,19 +46,12 @@ class GroupSaves final : public PartitionedSaves {
   absl::Status RollBack(Model& home, const VersionId& id) override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  using PartCalls = FanOut<v1::SavePartResponse>;
-
   absl::StatusOr<GroupModels*> GetModels() const ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<DataDirectory*> GetData() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Asks all partitions but the home's, which is the first.
-  absl::Status StartOtherParts(const GroupModels::Placement& placement, v1::SavePartRequest request,
-                               const std::vector<WriteOptions>& options, PartCalls& calls)
-      ABSL_LOCKS_EXCLUDED(mu_);
 
   mutable absl::Mutex mu_;
   // Null unless it has been started and not stopped.
   GroupModels* models_ ABSL_GUARDED_BY(mu_) = nullptr;
-  Peers* peers_ ABSL_GUARDED_BY(mu_) = nullptr;
   CheckpointStore* checkpoints_ ABSL_GUARDED_BY(mu_) = nullptr;
 };
 

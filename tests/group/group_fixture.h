@@ -93,7 +93,7 @@ class GroupServer {
                                         .program_version = "test",
                                         .protocol = 1},
                              .registry = options.registry});
-    if (stored != nullptr) saves_.Start(models_.get(), peers_.get(), stored);
+    if (stored != nullptr) saves_.Start(models_.get(), stored);
     models_->Start(member_.get());
   }
   ~GroupServer() { Stop(); }
