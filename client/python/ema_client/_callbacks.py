@@ -13,14 +13,14 @@ from ema_client._client.mode import is_disabled
 from ema_client._client.pull_arguments import only_average_of
 from ema_client._client.read import connect
 from ema_client._client.timeouts import CALL_TIMEOUT_S, TRANSFER_TIMEOUT_S
-from ema_client._client.types import Version, VersionLike
+from ema_client._client.types import Version, VersionLike, Weights
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
 from ema_client._evaluator.averaged import Average, OwnValues, read_average
 from ema_client._evaluator.reading import WhichAverage
 from ema_client._evaluator.started import awaited_start
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import write
+from ema_client._model.torch_model import half_of, named_tensors, unwrap, write
 from ema_client._tracks.preset_arguments import FURTHER_NAMES, RULE_NAMES
 from ema_client._tracks.track import Track
 from ema_client._tracks.typed_arguments import CallbackTrackArguments
@@ -294,6 +294,52 @@ def copy_average_or_own(
             raise
         _logger.warning("the model keeps its own weights, not their average: %s", error)
         return None
+
+
+def whole_average(
+    module: torch.nn.Module,
+    url: str,
+    attachment: Attachment,
+    options: Mapping[str, Any],
+    *,
+    track: str | None,
+) -> Weights | None:
+    """The whole average of the last push, on rank 0, of a model of which each rank has pieces, in the
+    dtype of its parameters if they are of one lower precision. None: this is another rank, or the average
+    has not started or cannot be read; a warning says so. Collective.
+
+    Raises:
+        EmaError: it cannot be read, and on_error is not "skip".
+    """
+    if is_disabled(url):
+        return None
+    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_timeout_s(options))
+    weights: Weights | None = None
+    try:
+        version, start = _newest(url, attachment, options, ranks, track)
+        if start is not None:
+            if ranks.rank == 0:
+                _warn_of_start(attachment, start, "saving")
+            return None
+        dtype = half_of(named_tensors(unwrap(module)).all())  # On all ranks: it may communicate.
+        failure: Exception | None = None
+        try:
+            if ranks.rank == 0:
+                address, model_name = split_url(url)
+                name = attachment._ema_model.average_name() if track is None else track
+                with connect(address, model_name, timeout_s=pull_timeout_s(options)) as client:
+                    weights = client.pull(
+                        model_name, track=name, version=version, dtype=dtype, framework="torch"
+                    )
+        except Exception as raised:  # No memory, for example.
+            failure = failure_of(raised)
+        ranks.gather_or_raise(failure, None)
+    except EmaError as error:
+        if raises(options):
+            raise
+        _logger.warning("the average is not saved: %s", error)
+        return None
+    return weights
 
 
 def _read(

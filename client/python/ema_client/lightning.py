@@ -93,8 +93,8 @@ class EMAWeightAveraging(_Callback):
     from there.
 
     Unlike Lightning's, the average takes no memory in the trainer, except while it is used or saved.
-    Needs exactly one optimizer. To save averages in checkpoints, the weights must be whole on every rank
-    (one process or DDP): with FSDPStrategy and DeepSpeedStrategy, give save_average=False.
+    Needs exactly one optimizer. With FSDPStrategy and DeepSpeedStrategy, give save_average=False: a
+    checkpoint can have averages only if the weights are whole on every rank (one process or DDP).
 
     Args:
         url: "ema://host:port/model".

@@ -34,8 +34,10 @@ from ema_client._callbacks import (
     pull_timeout_s,
     saved_state,
     statistics,
+    whole_average,
     with_copy_track,
 )
+from ema_client._client.arrays import some
 from ema_client._client.files import small_files
 from ema_client._client.state import State
 from ema_client._client.types import Version, VersionLike
@@ -43,7 +45,7 @@ from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues, averaged
 from ema_client._model.ranks import Ranks
-from ema_client._model.torch_model import check_savable, unwrap
+from ema_client._model.torch_model import engine_of, has_pieces, named_tensors, unwrap
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment
 
@@ -80,8 +82,10 @@ class EmaCallback(_TrainerCallback):
     checkpoints have the model's config and the tokenizer beside the weights, too.
 
     Times may be in batches ("200ba": optimizer steps), shares of the whole training ("0.1dur") and,
-    if the data has a length, epochs ("2ep"). The weights must be whole on every rank: one process
-    or DDP.
+    if the data has a length, epochs ("2ep").
+
+    With `deepspeed=` or `fsdp=`, each rank pushes and reads its own pieces. To save the average of a
+    sharded model, rank 0 pulls all of it into host memory.
 
     Args:
         url: "ema://host:port/model".
@@ -238,10 +242,13 @@ class EmaCallback(_TrainerCallback):
         if is_retry and options.get("existing") is None:
             # The trainer keeps the weights of the failed training, as auto_find_batch_size does.
             options["existing"] = "continue"
-        if self._saves_average:
-            check_savable(self._model, "save_average=False")
+        if self._saves_average and options.get("rename") is not None and has_pieces(self._model):
+            raise InvalidArgumentError(
+                "rename: the average of a sharded model is saved under the names on the server, and "
+                "from_pretrained needs the model's: give save_average=False, or no rename"
+            )
         self._attachment = attach(
-            self._model, kwargs["optimizer"], self._url, **{**defaults, **options}
+            _engine_or(self._model), kwargs["optimizer"], self._url, **{**defaults, **options}
         )
         if self._evaluates:
             self._has_evaluated = False
@@ -385,6 +392,9 @@ class EmaCallback(_TrainerCallback):
         self, attachment: Attachment, folder: pathlib.Path | None, processing_class: Any
     ) -> None:
         """Saves the average as `from_pretrained` reads it. Collective; only rank 0 has a folder."""
+        if has_pieces(self._model):
+            self._save_whole_average(attachment, folder, processing_class)
+            return
         with averaged_or_own(
             self._model,
             self._url,
@@ -397,6 +407,27 @@ class EmaCallback(_TrainerCallback):
                 return
             track = self._track or attachment._ema_model.average_name()
             _save_model(unwrap(self._model), processing_class, folder / TRACKS_FOLDER / track)
+
+    def _save_whole_average(
+        self, attachment: Attachment, folder: pathlib.Path | None, processing_class: Any
+    ) -> None:
+        """The same for a model of which each rank has pieces."""
+        weights = whole_average(
+            self._model, self._url, attachment, self._options, track=self._track
+        )
+        # On all ranks: it may communicate.
+        names = named_tensors(unwrap(self._model)).all().keys()
+        if weights is None or folder is None:
+            return
+        if lacking := sorted(names - weights.keys()):
+            _logger.warning(
+                "the saved average lacks tensors that the track ignores, of a sharded model: %s",
+                some(lacking),
+            )
+        track = self._track or attachment._ema_model.average_name()
+        _save_model(
+            unwrap(self._model), processing_class, folder / TRACKS_FOLDER / track, dict(weights)
+        )
 
     def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
         """The average's state in the trainer's checkpoint, as rank 0 reads it, on all ranks."""
@@ -434,6 +465,15 @@ class EmaCallback(_TrainerCallback):
         return None
 
 
+def _engine_or(model: Any) -> Any:
+    """DeepSpeed's engine, if the trainer that has called a callback uses one; else the model. The
+    trainer gives callbacks the model inside the engine."""
+    with contextlib.suppress(FailedPreconditionError):
+        wrapped = _trainer_that_calls().model_wrapped
+        return model if engine_of(wrapped) is None else wrapped
+    return model
+
+
 def _trainer_that_calls() -> Any:
     """The trainer that has called a callback. It passes itself to none of them, and those of
     TensorBoard and W&B come before others, which cannot add to what these log."""
@@ -466,7 +506,9 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__]
+            # FSDP1's wrapper has the model, and fully_shard puts "FSDP" before the name of its class.
+            inner = getattr(model, "_fsdp_wrapped_module", model)
+            config.architectures = [type(inner).__name__.removeprefix("FSDP")]
             config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
             try:
@@ -480,15 +522,21 @@ def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
         return small_files(folder)
 
 
-def _save_model(model: Any, processing_class: Any, folder: pathlib.Path) -> None:
-    """Writes what Trainer writes for a model into its checkpoints."""
+def _save_model(
+    model: Any,
+    processing_class: Any,
+    folder: pathlib.Path,
+    weights: dict[str, Any] | None = None,
+) -> None:
+    """Writes what Trainer writes for a model into its checkpoints. `weights`: None: the model's own."""
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
     else:
         from safetensors.torch import save_file
 
-        save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+        weights = model.state_dict() if weights is None else weights
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     if hasattr(processing_class, "save_pretrained"):
         processing_class.save_pretrained(folder)
 

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frameworks that shard a model by FSDP or DeepSpeed, on two ranks: the average is that of the gathered weights, bit by bit, and the
+frameworks' own evaluations and checkpoints have it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+import ema_client
+import numpy as np
+import pytest
+import torch
+from server_process import ServerProcess
+from sharded_framework_rank import STEPS, lines
+from testing import (
+    SUPPORT,
+    Weights,
+    assert_same_bits,
+    beside_python,
+    exit_codes,
+    replay,
+    started,
+)
+
+# Importing the frameworks takes long where much else runs.
+pytestmark = [pytest.mark.framework, pytest.mark.slow, pytest.mark.timeout(600)]
+
+# By the virtual environment: the kinds of sharded_framework_rank.py.
+KINDS = {
+    "": ["hf_fsdp1", "hf_fsdp2", "accelerate_fsdp1"],
+    "deepspeed": ["hf_zero3", "hf_zero2", "accelerate_zero3"],
+}
+# At the first step, and when an update is due.
+DUE = [1, *range(3, STEPS + 1, 3)]
+# The step after which the frameworks evaluate, and the Trainer saves.
+EVALUATED = 6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One that waits for ranks as long as it does by default: several of them share two processors."""
+    folder = tmp_path_factory.mktemp("server")
+    with ServerProcess(folder, data_dir=folder / "data") as process:
+        yield process
+        assert process.stop() == 0, process.log()
+
+
+@pytest.fixture(scope="module")
+def train(server, tmp_path_factory) -> Callable[[str], pathlib.Path]:
+    """Trains all kinds of a virtual environment, once, and returns where their logs are."""
+
+    @functools.cache
+    def run(library: str) -> pathlib.Path:
+        folder: pathlib.Path = tmp_path_factory.mktemp("ranks")
+        python = beside_python(library) if library else sys.executable
+        command = [python, SUPPORT / "example_rank.py", SUPPORT / "sharded_framework_rank.py"]
+        url = server.url("m")
+        commands = [[*command, rank, 2, folder, url, *KINDS[library]] for rank in range(2)]
+        path = [str(pathlib.Path(ema_client.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **{"PYTHONPATH": ":".join(filter(None, path)), "CUDA_VISIBLE_DEVICES": ""},
+            **({"DS_ACCELERATOR": "cpu"} if library else {}),
+        }
+        with started(*commands, env={**os.environ, **environment}) as ranks:
+            assert exit_codes(ranks, timeout_s=500) == [0, 0]
+        return folder
+
+    return run
+
+
+def logged(log: Weights, prefix: object) -> Weights:
+    return {
+        name.removeprefix(f"{prefix}/"): value
+        for name, value in log.items()
+        if name.startswith(f"{prefix}/")
+    }
+
+
+def rounded(weights: Weights, kind: str) -> Weights:
+    """As the model of this kind has them."""
+    if kind != "hf_zero2":
+        return weights
+    return {name: torch.from_numpy(one).bfloat16().float().numpy() for name, one in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("library", "kind"), [(library, kind) for library, kinds in KINDS.items() for kind in kinds]
+)
+def test_the_average_is_that_of_the_gathered_weights(client, train, library, kind):
+    for name in ("transformers", "accelerate"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    folder = train(library)
+    logs = [dict(np.load(folder / f"{kind}.{rank}.npz")) for rank in (0, 1)]
+    model = f"m-{kind}"
+    pushes = [
+        (entry.version, logged(logs[0], entry.version.step)) for entry in client.versions(model)
+    ]
+    assert [version.step for version, _ in pushes] == DUE
+    for step in DUE:
+        assert_same_bits(logged(logs[0], step), logged(logs[1], step))
+    moved = next(iter(pushes[0][1]))
+    assert not np.array_equal(pushes[0][1][moved], pushes[-1][1][moved])
+    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+
+    until = [push for push in pushes if push[0].step <= EVALUATED]
+    expected = rounded(replay(until, "ema"), kind)
+    if kind.startswith("accelerate"):
+        assert_same_bits(replay(pushes, "ema"), logged(logs[1], "averaged"))
+    else:
+        check_saved(folder / kind / f"checkpoint-{EVALUATED}", expected, logs[0])
+
+
+def check_saved(checkpoint: pathlib.Path, expected: Weights, log: Weights) -> None:
+    """A checkpoint of the Trainer has the average, which from_pretrained reads, and with which the Trainer has evaluated."""
+    import transformers
+
+    average, info = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint / "tracks/ema", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    assert isinstance(average, transformers.GPT2LMHeadModel)
+    saved = {name: value.float() for name, value in average.state_dict().items()}
+    assert_same_bits(expected, {name: saved[name] for name in expected})
+    state = json.loads((checkpoint / "ema_state.json").read_text())
+    assert (state["global_step"], state["average"]["step"]) == (EVALUATED, EVALUATED)
+    batch = {key: torch.stack([line[key] for line in lines(8)]) for key in lines(1)[0]}
+
+    def loss_of(model: torch.nn.Module) -> float:
+        with torch.no_grad():
+            return float(model.eval().float()(**batch).loss)
+
+    loss = loss_of(average)
+    tolerance = 0.02 if "zero2" in str(checkpoint) else 1e-4
+    assert float(log[f"evaluated {EVALUATED}"]) == pytest.approx(loss, rel=tolerance)
+    own = {name: torch.from_numpy(value) for name, value in logged(log, EVALUATED).items()}
+    average.load_state_dict(own, strict=False)  # Tied weights have one name in the log.
+    assert loss_of(average) != pytest.approx(loss, rel=2 * tolerance)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of trainings by frameworks that shard the model; test_sharded_frameworks.py runs two.
+
+Usage: sharded_framework_rank.py RANK WORLD_SIZE FOLDER URL KIND...
+KIND: a function of this file that starts with "train_". Each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz, by step and name,
+whole tensors, which the library that shards the model has gathered.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ema_client
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+STEPS = 9
+SCHEDULE: dict[str, Any] = {"half_life": "5ba", "update_interval": "3ba", "max_wait_s": 300}
+Log = dict[str, np.ndarray]
+
+
+def whole_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+
+
+def whole_zero(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of a model that DeepSpeed trains, the float32 masters in place of parameters in bfloat16."""
+    import deepspeed
+
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    tensors = {**parameters, **dict(module.named_buffers())}
+    for name, parameter in parameters.items():
+        if parameter.dtype == torch.bfloat16:
+            tensors[name] = deepspeed.utils.safe_get_full_fp32_param(parameter).view(
+                parameter.shape
+            )
+        elif hasattr(parameter, "ds_id"):
+            with deepspeed.zero.GatheredParameters([parameter]):
+                tensors[name] = parameter.detach().clone()
+    return tensors
+
+
+def log_model(log: Log, prefix: object, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        log[f"{prefix}/{name}"] = tensor.detach().float().clone().numpy()
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def lines(count: int) -> list[dict[str, torch.Tensor]]:
+    """Lines of text for a language model, which learns to count."""
+    ids = [(torch.arange(8) + 5 * index) % 32 for index in range(count)]
+    # The first token has no prediction. The Trainer would count it, and the model's own loss would not.
+    return [{"input_ids": line, "labels": line.where(torch.arange(8) > 0, -100)} for line in ids]
+
+
+def let_accelerate_shard_on_cpu() -> None:
+    """accelerate refuses FSDP, and runs DeepSpeed with one process, where there is no accelerator."""
+    import accelerate.state as state
+
+    state.PartialState._prepare_backend = lambda *_, **__: (
+        "gloo",
+        state.DistributedType.MULTI_GPU,
+    )
+    state.PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+
+
+def train_hf(
+    kind: str,
+    folder: pathlib.Path,
+    url: str,
+    log: Log,
+    whole: Callable[[Any], dict[str, torch.Tensor]],
+    **arguments: Any,
+) -> None:
+    let_accelerate_shard_on_cpu()
+    import transformers
+    from ema_client.transformers import EmaCallback
+
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+
+    source = arguments.pop("source", "parameters")
+
+    class Recorder(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            log_model(log, state.global_step, whole(model))
+
+        def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
+            log[f"evaluated {state.global_step}"] = np.array(metrics["eval_loss"])
+
+    config = transformers.GPT2Config(
+        **{"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32, "n_positions": 8},
+        **{"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0},
+    )
+    torch.manual_seed(0)
+    data = lines(8 * STEPS)
+    trainer = transformers.Trainer(
+        model=transformers.GPT2LMHeadModel(config),
+        args=transformers.TrainingArguments(
+            str(folder / kind),
+            **{"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 0.05},
+            **{"save_strategy": "steps", "save_steps": 6, "save_only_model": True},
+            **{"eval_strategy": "steps", "eval_steps": 6, "report_to": "none"},
+            **{"disable_tqdm": True, "dataloader_pin_memory": False, **arguments},
+        ),
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=[
+            Recorder(),
+            EmaCallback(url, evaluate_with_average=True, source=source, **SCHEDULE),
+        ],
+        data_collator=transformers.default_data_collator,
+    )
+    if "fsdp1" in kind:
+        # PyTorch crashes where accelerate gathers FSDP1's state_dict for rank 0 only, on a CPU.
+        trainer.accelerator.get_state_dict = lambda model, **_: whole_state(model)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+
+
+def train_hf_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    fsdp = {
+        **{"version": 1, "transformer_layer_cls_to_wrap": "GPT2Block"},
+        "sync_module_states": False,  # It asks for a GPU.
+    }
+    train_hf(kind, folder, url, log, whole_state, fsdp=True, fsdp_config=fsdp)
+
+
+def train_hf_fsdp2(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}
+    train_hf(kind, folder, url, log, whole_state, fsdp=True, fsdp_config=fsdp)
+
+
+def zero_config(stage: int, **options: Any) -> dict[str, Any]:
+    return {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        **options,
+    }
+
+
+def train_hf_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    train_hf(kind, folder, url, log, whole_zero, deepspeed=zero_config(3))
+
+
+def train_hf_zero2(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    """In bfloat16, with the masters averaged."""
+    config = zero_config(2, bf16={"enabled": True})
+    train_hf(kind, folder, url, log, whole_zero, deepspeed=config, bf16=True, source="master")
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 11)
+        self.down = torch.nn.Linear(11, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def train_accelerate(url: str, log: Log, whole: Any, **plugins: Any) -> None:
+    let_accelerate_shard_on_cpu()
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(**plugins)
+    assert accelerator.num_processes == dist.get_world_size()
+    torch.manual_seed(0)
+    net = Small()
+    if "fsdp_plugin" in plugins:  # FSDP1 makes other parameters.
+        prepared = accelerator.prepare(net)
+        optimizer = accelerator.prepare(torch.optim.Adam(prepared.parameters(), lr=0.05))
+    else:  # DeepSpeed gets both at once.
+        prepared, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.05))
+    with ema_client.attach(prepared, optimizer, url, **SCHEDULE) as ema:
+        for batch in range(2 * STEPS):
+            with accelerator.accumulate(prepared):
+                loss = prepared(batch_of(batch, accelerator.process_index)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert ema.step == (batch + 1) // 2
+            if batch % 2 == 1:
+                log_model(log, ema.step, whole(prepared))
+    with ema_client.averaged(prepared, url):
+        log_model(log, "averaged", whole(prepared))
+
+
+def train_accelerate_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    import accelerate
+
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=1, auto_wrap_policy="size_based_wrap", min_num_params=30
+    )
+    train_accelerate(url, log, whole_state, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+
+
+def train_accelerate_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    import accelerate
+
+    config = zero_config(3, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=2)
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    whole = lambda engine: whole_zero(engine.module)  # noqa: E731
+    train_accelerate(url, log, whole, deepspeed_plugin=plugin)
+    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+
+
+def main() -> None:
+    rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
+    url, kinds = sys.argv[4], sys.argv[5:]
+    os.environ.update(
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        # As torchrun sets them; the group below exists already.
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"},
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world_size
+    )
+    if any("zero" in kind for kind in kinds):
+        import deepspeed
+
+        # It would compile this.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for kind in kinds:
+        log: Log = {}
+        globals()[f"train_{kind}"](kind, folder, f"{url}-{kind}", log)
+        np.savez(folder / f"{kind}.{rank}.npz", **log)
+        print(f"{kind} done", flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
