@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ServerProcess
-from sharded_framework_rank import STEPS, lines
+from sharded_framework_rank import STEPS, Small, batch_of, lines
 from testing import (
     SUPPORT,
     Weights,
@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.framework, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # By the virtual environment: the kinds of sharded_framework_rank.py.
 KINDS = {
-    "": ["hf_fsdp1", "hf_fsdp2", "accelerate_fsdp1"],
-    "deepspeed": ["hf_zero3", "hf_zero2", "accelerate_zero3"],
+    "": ["hf_fsdp1", "hf_fsdp2", "accelerate_fsdp1", "lightning_fsdp1"],
+    "deepspeed": ["hf_zero3", "hf_zero2", "accelerate_zero3", "lightning_zero3"],
 }
 # At the first step, and when an update is due.
 DUE = [1, *range(3, STEPS + 1, 3)]
@@ -92,7 +92,7 @@ def rounded(weights: Weights, kind: str) -> Weights:
     ("library", "kind"), [(library, kind) for library, kinds in KINDS.items() for kind in kinds]
 )
 def test_the_average_is_that_of_the_gathered_weights(client, train, library, kind):
-    for name in ("transformers", "accelerate"):
+    for name in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     folder = train(library)
     logs = [dict(np.load(folder / f"{kind}.{rank}.npz")) for rank in (0, 1)]
@@ -105,12 +105,16 @@ def test_the_average_is_that_of_the_gathered_weights(client, train, library, kin
         assert_same_bits(logged(logs[0], step), logged(logs[1], step))
     moved = next(iter(pushes[0][1]))
     assert not np.array_equal(pushes[0][1][moved], pushes[-1][1][moved])
-    assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
+    newest = replay(pushes, "ema")
+    assert_same_bits(newest, client.pull(model, track="ema"))
 
     until = [push for push in pushes if push[0].step <= EVALUATED]
     expected = rounded(replay(until, "ema"), kind)
     if kind.startswith("accelerate"):
-        assert_same_bits(replay(pushes, "ema"), logged(logs[1], "averaged"))
+        assert_same_bits(newest, logged(logs[1], "averaged"))
+    elif kind.startswith("lightning"):
+        check_validated(expected, logs[1])
+        assert_same_bits(newest, logged(logs[1], "copied"))
     else:
         check_saved(folder / kind / f"checkpoint-{EVALUATED}", expected, logs[0])
 
@@ -140,3 +144,23 @@ def check_saved(checkpoint: pathlib.Path, expected: Weights, log: Weights) -> No
     own = {name: torch.from_numpy(value) for name, value in logged(log, EVALUATED).items()}
     average.load_state_dict(own, strict=False)  # Tied weights have one name in the log.
     assert loss_of(average) != pytest.approx(loss, rel=2 * tolerance)
+
+
+def check_validated(expected: Weights, log: Weights) -> None:
+    """Lightning has validated with the average."""
+
+    def score_of(weights: Weights) -> float:
+        net = Small()
+        net.load_state_dict(
+            {name.removeprefix("net."): torch.from_numpy(one) for name, one in weights.items()}
+        )
+        with torch.no_grad():
+            scores = [
+                net(batch_of(step, rank)).square().mean() for step in (0, 1) for rank in (0, 1)
+            ]
+        return float(torch.stack(scores).mean())
+
+    assert_same_bits(expected, logged(log, f"averaged {EVALUATED}"))
+    score = score_of(expected)
+    assert float(log["score"]) == pytest.approx(score, rel=1e-4)
+    assert score_of(logged(log, EVALUATED)) != pytest.approx(score, rel=1e-2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,108 @@ def train_accelerate_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) 
     whole = lambda engine: whole_zero(engine.module)  # noqa: E731
     train_accelerate(url, log, whole, deepspeed_plugin=plugin)
     del os.environ["ACCELERATE_USE_DEEPSPEED"]
+
+
+def train_lightning(folder: pathlib.Path, url: str, log: Log, whole: Any, strategy: Any) -> None:
+    import lightning
+    from ema_client.lightning import EMAWeightAveraging
+
+    class Module(lightning.LightningModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                torch.manual_seed(0)
+                self.net = Small()
+
+        def training_step(self, batch, index):
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch, index):
+            self.log("score", self.net(batch).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    class Recorder(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            log_model(log, trainer.global_step, whole(trainer.model))
+
+        def on_validation_epoch_end(self, trainer, *_):
+            if not trainer.sanity_checking:
+                log_model(log, f"averaged {trainer.global_step}", whole(trainer.model))
+
+        def on_validation_end(self, trainer, *_):
+            if not trainer.sanity_checking:
+                log["score"] = trainer.callback_metrics["score"].numpy()
+
+        def teardown(self, trainer, module, stage):  # After on_fit_end of all callbacks.
+            log_model(log, "copied", whole(trainer.model))
+
+    averaging = EMAWeightAveraging(url, save_average=False, **SCHEDULE)
+    batches = [batch_of(step, dist.get_rank()) for step in range(STEPS)]
+    trainer = lightning.Trainer(
+        **{"max_epochs": 1, "accelerator": "cpu", "devices": dist.get_world_size()},
+        **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
+        **{"use_distributed_sampler": False, "default_root_dir": folder / "lightning"},
+        strategy=strategy,
+        callbacks=[Recorder(), averaging],
+        val_check_interval=6,
+    )
+    trainer.fit(
+        Module(),
+        torch.utils.data.DataLoader(batches, batch_size=None),
+        torch.utils.data.DataLoader(batches[:2], batch_size=None),
+    )
+
+
+def train_lightning_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    from lightning.pytorch.strategies import FSDPStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    class OnCpu(FSDPStrategy):
+        """Lightning refuses FSDPStrategy itself without a GPU, and gives FSDP1 no device."""
+
+        def _setup_model(self, model):
+            with unittest.mock.patch.object(FullyShardedDataParallel, "__init__", init_on_cpu):
+                return super()._setup_model(model)
+
+    init = FullyShardedDataParallel.__init__
+
+    def init_on_cpu(self, *args, device_id=None, **options):
+        init(self, *args, device_id=torch.device("cpu"), **options)
+
+    strategy = OnCpu(
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        process_group_backend="gloo",
+        # PyTorch crashes where Lightning gathers a "full" one for rank 0 only, on a CPU.
+        state_dict_type="sharded",
+    )
+    train_lightning(folder, url, log, whole_state, strategy)
+
+
+def train_lightning_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    config = zero_config(3, train_micro_batch_size_per_gpu=8)
+    del config["gradient_accumulation_steps"]  # Lightning sets it.
+
+    class OnCpu(DeepSpeedStrategy):
+        """Lightning refuses DeepSpeedStrategy itself without a GPU."""
+
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", 0)  # DeepSpeed needs an index.
+
+        def setup_environment(self) -> None:
+            super(DeepSpeedStrategy, self).setup_environment()
+
+        def setup_distributed(self) -> None:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    strategy = OnCpu(config=config, process_group_backend="gloo")
+    whole = lambda engine: whole_zero(engine.module)  # noqa: E731
+    train_lightning(folder, url, log, whole, strategy)
 
 
 def main() -> None:
