@@ -7,6 +7,7 @@ import collections
 import copy
 import inspect
 import signal
+import types
 
 import ema_client
 import pytest
@@ -235,6 +236,30 @@ def test_a_step_ends_with_the_outermost_one(server, client, model, module, caplo
             assert ema.wait_pushed().step == ema.step == step
             assert_same_bits(module.state_dict(), client.pull(model, track="raw"))
     assert not caplog.records
+
+
+def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
+    """As torchtitan 0.3 does it before it loads or saves a checkpoint."""
+    (group,) = optimizer.param_groups
+    for parameter in group["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    lr, group["lr"] = group["lr"], 0.0
+    optimizer.step(closure=None)
+    group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+
+
+def test_the_step_that_creates_an_optimizers_state_for_torchtitan_does_not_count(
+    server, model, module
+):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    names = {"__name__": "torchtitan.components.optimizer.utils", "torch": torch}
+    with ema_client.attach(module, optimizer, server.url(model)) as ema:
+        types.FunctionType(init_optim_state.__code__, names)(optimizer)
+        assert optimizer.state and ema.step == 0
+        loss_of(module).backward()
+        optimizer.step()
+        assert ema.step == 1
 
 
 class Averager(ModelAverager):

@@ -28,11 +28,12 @@ _WRAPPERS = {
 }
 
 # Functions that make an optimizer without state create it, by a step that trains nothing: module and
-# function. torch.distributed.checkpoint sets gradients and learning rates to 0 (pytorch#164929). SGD without
-# momentum never has a state, so this may happen at each checkpoint.
+# function. torch.distributed.checkpoint and torchtitan set gradients and learning rates to 0 (pytorch#164929).
+# SGD without momentum never has a state, so this may happen at each checkpoint.
 _STATE_INITIALIZERS = {
     ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
     ("torch.distributed.optim.named_optimizer", "init_state"),
+    ("torchtitan.components.optimizer.utils", "init_optim_state"),
 }
 
 # What to do about an optimizer whose steps cannot be counted.
