@@ -8,49 +8,27 @@ import pathlib
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
-from server_process import ROOT, ServerProcess, server_binary
+from manifests import OVERLAYS, VERSIONS, build, build_with, environment, named, number_of_bytes
+from server_process import ServerProcess, server_binary
 
 pytestmark = pytest.mark.framework
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
-yaml = pytest.importorskip("yaml")
-
-FOLDER = ROOT / "deploy/kubernetes"
-# The oldest and the newest that the manifests are for.
-VERSIONS = ("1.31", "1.37")
-UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
-def build(folder: pathlib.Path) -> list[dict]:
-    """What `kubectl apply -k` would send; kubectl is a wheel of deploy/requirements-all.txt."""
-    kubectl = pathlib.Path(sys.executable).parent / "kubectl"
-    done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
-
-
-def build_with(folder: pathlib.Path, overlay: str, component: str) -> list[dict]:
-    """An overlay with a component, as somebody would add it. kustomize takes only paths relative to it."""
-    root = pathlib.Path(*[".."] * len(folder.parts[1:]), *FOLDER.parts[1:])
-    text = {
-        "resources": [str(root / "overlays" / overlay)],
-        "components": [str(root / "components" / component)],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
-    return build(folder)
-
-
-@pytest.fixture(scope="module", params=["cpu", "gpu", "cpu+tls"])
+@pytest.fixture(
+    scope="module", params=["cpu", "gpu", "cpu+tls", "group", "group-cpu", "group-cpu+tls"]
+)
 def objects(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, dict]:
-    """By kind; of Services the one for clients."""
+    """Those of the server, by kind; of Services the one for clients."""
     overlay, _, component = request.param.partition("+")
     if component:
         built = build_with(tmp_path_factory.mktemp("overlay"), overlay, component)
     else:
-        built = build(FOLDER / "overlays" / overlay)
-    return {item["kind"]: item for item in reversed(built)} | {"all": built}
+        built = build(OVERLAYS / overlay)
+    of_server = [item for item in built if item["metadata"]["name"].startswith("ema-server")]
+    return {item["kind"]: item for item in reversed(of_server)} | {"all": of_server}
 
 
 @pytest.fixture
@@ -62,14 +40,6 @@ def pod(objects) -> dict:
 def container(pod) -> dict:
     (only,) = pod["containers"]
     return only
-
-
-def environment(container: dict) -> dict[str, str]:
-    return {variable["name"]: variable["value"] for variable in container["env"]}
-
-
-def number_of_bytes(quantity: str) -> int:
-    return int(quantity[:-2]) * UNITS[quantity[-2:]]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -106,7 +76,7 @@ def test_what_selects_the_pod_does(objects):
 
 
 def test_clients_need_one_label_to_connect(objects):
-    clients, prometheus = objects["NetworkPolicy"]["spec"]["ingress"]
+    clients, prometheus, *_ = objects["NetworkPolicy"]["spec"]["ingress"]
     has_label = {"key": "ema.dev/client", "operator": "In", "values": ["true"]}
     assert clients["from"] == [{"podSelector": {"matchExpressions": [has_label]}}]
     assert [list(peer) for peer in prometheus["from"]] == [["namespaceSelector"]]
@@ -175,14 +145,15 @@ def test_there_is_time_to_drain(pod, container):
     assert pod["terminationGracePeriodSeconds"] > int(delay[1]) + int(grace[1]) + 60
 
 
-def test_the_claim_has_room_for_what_the_overlay_is_for(objects):
+@pytest.mark.parametrize(("overlay", "checkpoint_bytes"), [("cpu", 2.8e9), ("gpu", 24e9)])
+def test_the_claim_has_room_for_what_the_overlay_is_for(overlay, checkpoint_bytes):
     """Three checkpoints, one being written, and a label. The formula's models, without snapshots."""
-    (claim,) = objects["StatefulSet"]["spec"]["volumeClaimTemplates"]
-    checkpoint = 24e9 if "-cuda" in str(objects["StatefulSet"]) else 2.8e9
+    spec = named(build(OVERLAYS / overlay), "StatefulSet", "ema-server")["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
     storage = number_of_bytes(claim["spec"]["resources"]["requests"]["storage"])
-    assert storage > 1.1 * 5 * checkpoint
-    seconds = objects["StatefulSet"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert seconds > 30 + 2 * checkpoint / 125e6
+    assert storage > 1.1 * 5 * checkpoint_bytes
+    seconds = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert seconds > 30 + 2 * checkpoint_bytes / 125e6
 
 
 def write_gpu_server(folder: pathlib.Path, limit_bytes: int) -> pathlib.Path:
@@ -228,11 +199,6 @@ def test_the_limit_is_what_the_server_says_it_may_take(container, tmp_path, monk
 @pytest.fixture(scope="module")
 def with_edge(tmp_path_factory) -> list[dict]:
     return build_with(tmp_path_factory.mktemp("overlay"), "cpu", "edge")
-
-
-def named(items: list[dict], kind: str, name: str) -> dict:
-    (found,) = [i for i in items if (i["kind"], i["metadata"]["name"]) == (kind, name)]
-    return found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
