@@ -49,7 +49,8 @@ def promtool(*arguments: object) -> str:
 @pytest.mark.framework
 def test_promtool_accepts_rules_and_configuration():
     assert f"{len(rules())} rules found" in promtool("check", "rules", PROMETHEUS / "alerts.yml")
-    promtool("check", "config", PROMETHEUS / "prometheus.yml")
+    for name in ("prometheus.yml", "group.yml"):
+        promtool("check", "config", PROMETHEUS / name)
 
 
 @pytest.mark.framework

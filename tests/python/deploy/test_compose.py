@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deploy/compose.yaml as Docker Compose reads it, which a wheel of deploy/requirements-all.txt carries."""
+"""deploy/compose.yaml and compose.group.yaml as Docker Compose reads them, which is a wheel of
+deploy/requirements-all.txt."""
 
 from __future__ import annotations
 
@@ -11,9 +12,13 @@ import subprocess
 import sys
 
 import pytest
-from server_process import ROOT
+from server_process import ROOT, server_binary
 
 pytestmark = pytest.mark.framework
+yaml = pytest.importorskip("yaml")
+
+# The servers of each file.
+SERVERS = {"compose.yaml": ["server"], "compose.group.yaml": ["ema-0", "ema-1", "ema-2"]}
 
 
 def read_configuration(*files: str, **environment: str) -> dict:
@@ -30,14 +35,21 @@ def read_configuration(*files: str, **environment: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module", params=SERVERS)
+def file(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def configuration() -> dict:
-    return read_configuration("deploy/compose.yaml")
+def configuration(file: str) -> dict:
+    return read_configuration(f"deploy/{file}")
 
 
-def test_its_services(configuration):
+def test_its_services(file, configuration):
     services = configuration["services"]
-    assert set(services) == {"server", "trainer", "evaluator", "prometheus", "grafana"}
+    beside = {"trainer", "evaluator", "prometheus", "grafana"}
+    beside |= {"etcd"} if file == "compose.group.yaml" else set()
+    assert set(services) == {*SERVERS[file], *beside}
     targets = set(re.findall(r"^FROM .* AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.M))
     for name, service in services.items():
         assert re.search(r":v?\d+\.\d+\.\d+", service["image"]), f"{name}: no version"
@@ -59,19 +71,64 @@ def test_what_is_mounted_from_here_is_here(configuration):
     assert all(path.exists() for path in mounted), mounted
 
 
-def test_the_server_needs_little(configuration):
-    server = configuration["services"]["server"]
-    assert server["read_only"] and server["cap_drop"] == ["ALL"]
-    assert server["user"] == "65532:65532"
-    assert [volume["target"] for volume in server["volumes"]] == ["/data"]
+def test_the_server_needs_little(file, configuration):
+    for name in SERVERS[file]:
+        server = configuration["services"][name]
+        assert server["read_only"] and server["cap_drop"] == ["ALL"]
+        assert server["user"] == "65532:65532"
+        assert [volume["target"] for volume in server["volumes"]] == ["/data"]
 
 
-def test_programs_of_the_demo_are_where_it_says(configuration):
+def test_programs_of_the_demo_are_where_it_says(file, configuration):
     for name in ("trainer", "evaluator"):
         service = configuration["services"][name]
         (script,) = [word for word in service["command"] if word.endswith(".py")]
         assert (ROOT / script).is_file()
-        assert service["depends_on"]["server"]["condition"] == "service_healthy"
+        conditions = {other: each["condition"] for other, each in service["depends_on"].items()}
+        assert conditions == dict.fromkeys(SERVERS[file], "service_healthy")
+        (url,) = [word for word in service["command"] if word.startswith("ema://")]
+        assert url == f"ema://{','.join(f'{name}:50051' for name in SERVERS[file])}/digits"
+
+
+def test_prometheus_scrapes_the_servers(file, configuration):
+    (path,) = [
+        volume["source"]
+        for volume in configuration["services"]["prometheus"]["volumes"]
+        if volume["target"] == "/etc/prometheus/prometheus.yml"
+    ]
+    (job,) = yaml.safe_load(pathlib.Path(path).read_text())["scrape_configs"]
+    # alerts.yml expects this name.
+    assert job["job_name"] == "ema-server"
+    (static,) = job["static_configs"]
+    assert static["targets"] == [f"{name}:8080" for name in SERVERS[file]]
+
+
+def test_the_servers_of_the_group_are_its_members():
+    services = read_configuration("deploy/compose.group.yaml")["services"]
+    etcd = services["etcd"]["command"]
+    published = set()
+    for name in SERVERS["compose.group.yaml"]:
+        server = services[name]
+        variables = server["environment"]
+        # The container reaches the others by their names, and the volume is shared.
+        assert (variables["EMA_MEMBER"], variables["EMA_ADVERTISE"]) == (name, f"{name}:50051")
+        assert f"--advertise-client-urls={variables['EMA_ETCD']}" in etcd
+        assert server["depends_on"]["etcd"]["condition"] == "service_healthy"
+        assert [volume["source"] for volume in server["volumes"]] == ["data"]
+        # Clients outside cannot use the names, so only the status pages are published.
+        (port,) = server["ports"]
+        assert port["target"] == 8080
+        published.add(port["published"])
+        others = {name: text for name, text in os.environ.items() if not name.startswith("EMA")}
+        done = subprocess.run(
+            [server_binary(), "--print-config"],
+            env=others | {"EMA_DATA_DIR": "/data"} | variables,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert f'member = "{name}"' in done.stdout
+    assert len(published) == 3
 
 
 def test_with_the_edge_only_the_edge_is_reached_from_outside():
