@@ -54,6 +54,15 @@ def id_from(value: dict[str, Any] | None) -> Id:
     return (value["incarnation"], value["version"]) if value else (0, 0)
 
 
+def incarnations_of(records: Sequence[dict[str, Any]]) -> list[Incarnation]:
+    """In their order. `records`: all that the registry has had of the model."""
+    incarnations = [Incarnation(records[0]["incarnation"], (0, 0))]
+    for record in records:
+        if record["incarnation"] != incarnations[-1].number:
+            incarnations.append(Incarnation(record["incarnation"], id_from(record["base"])))
+    return incarnations
+
+
 @dataclasses.dataclass(frozen=True)
 class Read:
     """A pull, or the answer to a push."""
@@ -162,13 +171,23 @@ class GroupHistory:
         """What was wrong, at most 20 lines. `records`: all that the registry has had of the model."""
         with self._lock:
             self._check_durable(records)
-            incarnations = [Incarnation(records[0]["incarnation"], (0, 0))]
-            for record in records:
-                if record["incarnation"] != incarnations[-1].number:
-                    incarnations.append(Incarnation(record["incarnation"], id_from(record["base"])))
+            incarnations = incarnations_of(records)
             self._check_order(incarnations)
             self._check_values(incarnations)
             return self._violations[:20]
+
+    def lost_pushes(self, records: Sequence[dict[str, Any]]) -> list[str]:
+        """The pushes that were acknowledged, and whose versions the next incarnation discarded."""
+        incarnations = incarnations_of(records)
+        next_bases = {
+            before.number: after.base for before, after in zip(incarnations, incarnations[1:])
+        }
+        with self._lock:
+            return [
+                f"{read} came after {next_bases[read.id[0]]}"
+                for read in self._reads
+                if not read.track and read.id > next_bases.get(read.id[0], read.id)
+            ]
 
     def _check_durable(self, records: Sequence[dict[str, Any]]) -> None:
         """Each incarnation begins from the newest checkpoint, and all acknowledged ones have been recorded."""
