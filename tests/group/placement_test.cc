@@ -108,21 +108,80 @@ std::vector<int64_t> Llama(int64_t hidden, int64_t layer_count, int64_t intermed
   return elements;
 }
 
+// The same of DeepSeek-V3, without the module that predicts further tokens. `are_stacked`: the
+// experts of a layer are one tensor for each of their three matrices, as some trainers keep them.
+std::vector<int64_t> DeepSeekV3(bool are_stacked) {
+  const int64_t hidden = 7168;
+  const int64_t vocabulary = 129'280;
+  const int64_t head_count = 128;
+  const int64_t query_rank = 1536;
+  const int64_t key_value_rank = 512;
+  const int64_t position_size = 64;  // Of a head's queries and keys; their other part has 128.
+  const int64_t layer_count = 61;
+  const int64_t dense_layer_count = 3;
+  const int64_t expert_count = 256;  // Of a layer; and one that is always used.
+  const int64_t dense_matrix = 18'432 * hidden;
+  const int64_t expert_matrix = 2048 * hidden;
+  std::vector<int64_t> elements = {vocabulary * hidden};
+  for (int64_t i = 0; i < layer_count; ++i) {
+    elements.insert(
+        elements.end(),
+        {query_rank * hidden, query_rank, head_count * (128 + position_size) * query_rank,
+         (key_value_rank + position_size) * hidden, key_value_rank,
+         head_count * (128 + 128) * key_value_rank, hidden * head_count * 128});
+    if (i < dense_layer_count) {
+      elements.insert(elements.end(), 3, dense_matrix);
+    } else {
+      const int64_t tensor_count = are_stacked ? 3 : 3 * expert_count;
+      elements.insert(elements.end(), static_cast<size_t>(tensor_count),
+                      3 * expert_count / tensor_count * expert_matrix);
+      elements.insert(elements.end(), {expert_count * hidden, expert_count});  // The router.
+      elements.insert(elements.end(), 3, expert_matrix);
+    }
+    elements.insert(elements.end(), {hidden, hidden});
+  }
+  elements.insert(elements.end(), {hidden, vocabulary * hidden});
+  for (int64_t& count : elements) count *= 4;
+  return elements;
+}
+
+int64_t Sum(const std::vector<int64_t>& tensor_bytes) {
+  return std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0});
+}
+
+// The bytes of the largest run, divided by those of a mean run.
+double Imbalance(const std::vector<int64_t>& tensor_bytes, size_t member_count) {
+  return static_cast<double>(LargestRun(tensor_bytes, member_count)) *
+         static_cast<double>(member_count) / static_cast<double>(Sum(tensor_bytes));
+}
+
 TEST(PlacementTest, LlamaIsBalanced) {
   const std::vector<int64_t> llama_70b = Llama(8192, 80, 28'672);
   const std::vector<int64_t> llama_405b = Llama(16'384, 126, 53'248);
-  const auto largest_to_mean = [](const std::vector<int64_t>& tensor_bytes, size_t member_count) {
-    const int64_t total = std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0});
-    return static_cast<double>(LargestRun(tensor_bytes, member_count)) *
-           static_cast<double>(member_count) / static_cast<double>(total);
-  };
-  EXPECT_NEAR(largest_to_mean(llama_70b, 8), 1.005, 0.001);
-  EXPECT_NEAR(largest_to_mean(llama_70b, 16), 1.023, 0.001);
-  EXPECT_NEAR(largest_to_mean(llama_70b, 64), 1.058, 0.001);
-  EXPECT_NEAR(largest_to_mean(llama_70b, 128), 1.906, 0.001);  // The embedding.
+  ASSERT_EQ(Sum(llama_70b), 4 * int64_t{70'553'706'496});  // As published.
+  EXPECT_NEAR(Imbalance(llama_70b, 2), 1.000, 0.001);
+  EXPECT_NEAR(Imbalance(llama_70b, 8), 1.005, 0.001);
+  EXPECT_NEAR(Imbalance(llama_70b, 16), 1.023, 0.001);
+  EXPECT_NEAR(Imbalance(llama_70b, 64), 1.058, 0.001);
+  EXPECT_NEAR(Imbalance(llama_70b, 100), 1.489, 0.001);  // The embedding.
+  EXPECT_NEAR(Imbalance(llama_70b, 128), 1.906, 0.001);
   for (const size_t member_count : {8, 16, 32, 64, 128}) {
-    EXPECT_NEAR(largest_to_mean(llama_405b, member_count), 1.005, 0.001) << member_count;
+    EXPECT_NEAR(Imbalance(llama_405b, member_count), 1.005, 0.001) << member_count;
   }
+}
+
+TEST(PlacementTest, DeepSeekIsBalanced) {
+  const std::vector<int64_t> experts_apart = DeepSeekV3(/*are_stacked=*/false);
+  const std::vector<int64_t> experts_stacked = DeepSeekV3(/*are_stacked=*/true);
+  ASSERT_EQ(Sum(experts_apart), 4 * int64_t{671'026'419'200});  // As published: 671 billion.
+  ASSERT_EQ(Sum(experts_stacked), Sum(experts_apart));
+  for (const size_t member_count : {2, 8, 16, 100}) {
+    EXPECT_NEAR(Imbalance(experts_apart, member_count), 1.001, 0.001) << member_count;
+  }
+  EXPECT_NEAR(Imbalance(experts_stacked, 2), 1.003, 0.001);
+  EXPECT_NEAR(Imbalance(experts_stacked, 8), 1.007, 0.001);
+  EXPECT_NEAR(Imbalance(experts_stacked, 16), 1.008, 0.001);
+  EXPECT_NEAR(Imbalance(experts_stacked, 100), 1.155, 0.001);
 }
 
 TEST(PlacementTest, NameOfTheModelChoosesTheHome) {
