@@ -10,7 +10,16 @@ import shlex
 import subprocess
 
 import pytest
-from manifests import OVERLAYS, VERSIONS, build, build_with, environment, named, number_of_bytes
+from manifests import (
+    OVERLAYS,
+    VERSIONS,
+    build,
+    build_with,
+    environment,
+    named,
+    number_of_bytes,
+    print_config,
+)
 from server_process import ServerProcess, server_binary
 
 pytestmark = pytest.mark.framework
@@ -222,6 +231,12 @@ def test_the_edge_reaches_the_server_and_clients_reach_the_edge(with_edge):
     server, _, port = environment(container)["EMA_EDGE_SERVER"].partition(":")
     ports = named(with_edge, "Service", server)["spec"]["ports"]
     assert int(port) in [item["port"] for item in ports]
+
+
+def test_the_server_behind_the_edge_accepts_its_options(with_edge):
+    pod = named(with_edge, "StatefulSet", "ema-server")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "max-connections = 2048" in print_config(environment(container))
 
 
 def test_the_edge_has_no_rights_and_its_key_where_haproxy_looks(with_edge):

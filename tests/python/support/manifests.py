@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
-from server_process import ROOT
+from server_process import ROOT, server_binary
 
 yaml = pytest.importorskip("yaml")
 
@@ -48,6 +50,20 @@ def environment(container: dict) -> dict[str, str]:
     return {
         variable["name"]: variable["value"] for variable in container["env"] if "value" in variable
     }
+
+
+def print_config(variables: Mapping[str, str]) -> str:
+    """What the server's --print-config prints with these variables, which must all be options that it accepts."""
+    others = {name: text for name, text in os.environ.items() if not name.startswith("EMA")}
+    done = subprocess.run(
+        [server_binary(), "--print-config"],
+        env=others | dict(variables),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "unknown environment variable" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def number_of_bytes(quantity: str) -> int:
