@@ -81,6 +81,49 @@ def test_a_module_whose_state_is_a_copy(client, server, model):
     assert_same_bits(net.state_dict(), other.state_dict())
 
 
+class Hiding(Net):
+    """Lists only what is trained, as models do that are to have no other parameters in the optimizer."""
+
+    def named_parameters(self, *args, **kwargs):
+        return ((n, p) for n, p in super().named_parameters(*args, **kwargs) if p.requires_grad)
+
+    def named_buffers(self, *args, **kwargs):
+        return iter(())
+
+
+class Cloning(Net):
+    """Lists copies of its parameters."""
+
+    def named_parameters(self, *args, **kwargs):
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name, torch.nn.Parameter(parameter.detach().clone())
+
+
+class Renaming(Net):
+    def named_parameters(self, *args, **kwargs):
+        return ((f"my.{n}", p) for n, p in super().named_parameters(*args, **kwargs))
+
+
+@pytest.mark.parametrize("make", [Hiding, Cloning, Renaming], ids=lambda make: make.__name__)
+def test_a_module_that_lists_its_tensors_in_its_own_way(client, server, model, make):
+    """Nothing is missing that a checkpoint of it has."""
+    net, other, url = make(), make(), server.url(model)
+    with ema_client.attach(net, None, url, tracks=TRACKS) as ema:
+        ema.after_step()
+        with torch.no_grad():
+            for tensor in net.state_dict().values():
+                tensor.add_(1)
+        ema.after_step()
+    assert_same_bits(net.state_dict(), client.pull(model, track="raw"))
+    own = {name: value.clone() for name, value in other.state_dict().items()}
+    with ema_client.averaged(other, url, track="raw"):
+        assert_same_bits(net.state_dict(), other.state_dict())
+    assert_same_bits(own, other.state_dict())
+    loaded = ema_client.load_into(other, url, track="raw")
+    assert loaded.missing_keys == loaded.unexpected_keys == ()
+    assert_same_bits(net.state_dict(), other.state_dict())
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_meta_module_gets_memory(server, model, average, dtype, mode):

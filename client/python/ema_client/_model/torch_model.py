@@ -304,8 +304,9 @@ def named_tensors(
     """Collects the tensors of an unwrapped module, or of `as_module` for a list. `rename`: as for `attach`.
 
     Names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
-    overrides may clone, rename, add or remove entries of its result. Parameters that `fully_shard`,
-    FSDP1 or ZeRO-3 has gathered are sharded again.
+    overrides may clone, rename, add or remove entries of its result. Overrides of `named_parameters()` can
+    only add parameters that no module has registered. Parameters that `fully_shard`, FSDP1 or ZeRO-3 has
+    gathered are sharded again.
 
     Raises:
         InvalidArgumentError: part of the module is lazy without shapes; or FSDP1 or ZeRO-3 has a part
@@ -324,10 +325,11 @@ def named_tensors(
     is_list = hasattr(module, _IS_LIST)
     shard_again(module)
     ranges = {**fsdp1.ranges_in(module), **zero.ranges_in(module)}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    own_buffers = list(_plain_class().named_buffers(module))
+    for name, tensor in (*_all_parameters(module), *own_buffers):
         arrays.check_materialized(f'"{name}"', tensor, may_be_meta=True)
     parameters = [(clean_name(name), tensor) for name, tensor in _named_parameters(module, ranges)]
-    listed = {id(tensor): tensor for tensor in module.buffers()}
+    listed = {id(tensor) for _, tensor in own_buffers}
     first_names = {id(tensor): name for name, tensor in parameters}
     buffers: list[tuple[str, torch.Tensor]] = []
     aliases: dict[str, tuple[str, ...]] = {}
@@ -354,7 +356,7 @@ def named_tensors(
 def _named_parameters(module: torch.nn.Module, ranges: Ranges) -> Iterator[tuple[str, Any]]:
     """Each parameter once, under its first name."""
     if not ranges:
-        yield from module.named_parameters()
+        yield from _all_parameters(module)
         return
     import torch
 
@@ -364,6 +366,26 @@ def _named_parameters(module: torch.nn.Module, ranges: Ranges) -> Iterator[tuple
         if is_parameter and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
+
+
+def _plain_class() -> type[torch.nn.Module]:
+    """torch.nn.Module, whose methods see what the overrides in a module's class may hide."""
+    import torch
+
+    return torch.nn.Module
+
+
+def _all_parameters(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """The parameters that the modules register, and then those that only `named_parameters()` has."""
+    own = list(_plain_class().named_parameters(module))
+    names = {name for name, _ in own}
+    ids = {id(tensor) for _, tensor in own}
+    others = [
+        (name, tensor)
+        for name, tensor in module.named_parameters()
+        if name not in names and id(tensor) not in ids
+    ]
+    return own + others
 
 
 def _saved_tensors(
