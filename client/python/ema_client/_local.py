@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
 from ema_client._client import arrays
-from ema_client._client.out import writing
+from ema_client._client.out import check_fits, writing
 from ema_client._client.types import TimeLike, TrackVersion, time_dict
 from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
@@ -67,16 +67,14 @@ def compute_ema(
         smoothing: share of the old average that is kept, 0 to 1.
 
     Raises:
-        InvalidArgumentError: names, shapes or dtypes do not match, or smoothing is not 0 to 1.
-            Nothing was changed.
+        InvalidArgumentError: names, shapes or dtypes do not match, smoothing is not 0 to 1, or a finite
+            value is too large for the average's dtype. Nothing was changed.
 
     Example:
         >>> ema_model = copy.deepcopy(model)
         >>> ...
         >>> ema_client.compute_ema(model, ema_model, smoothing=0.999)
     """
-    import torch
-
     if isinstance(smoothing, (str, bool)) or not 0 <= smoothing <= 1:
         raise InvalidArgumentError(
             f"smoothing {smoothing!r}: must be 0 to 1, such as 0.99", reason="BAD_SCHEDULE"
@@ -100,28 +98,69 @@ def compute_ema(
         )
 
     wait_unread(target.values())
+    _move(source, target, smoothing)
+
+
+def _move(
+    source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], smoothing: float
+) -> None:
+    """`compute_ema` for tensors that match. Raises before it changes any."""
+    import torch
+
     # Keyed by the tensor, so that tied ones count once.
     pairs = {id(ema): (name, ema) for name, ema in target.items()}.values()
     # The kernel computes in float32, and makes NaN of an infinity that stays.
     not_float32 = {*non_finite(source), *(n for n, e in pairs if e.dtype == torch.float64)}
-    averaged = [
-        (ema, _on_host(source[name]))
-        for name, ema in pairs
-        if ema.is_floating_point() and name not in not_float32
-    ]
+    in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # New averages, which are checked before they are cast to the dtypes of the old ones.
+    values: dict[str, torch.Tensor] = {}
+
+    def wide_param(name: str, ema: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float64 if ema.dtype == torch.float64 else torch.float32
+        param = source[name].to(ema.device, dtype)
+        check_fits("model", name, source[name].detach(), param)
+        return param
+
+    def wide_average(name: str, ema: torch.Tensor) -> torch.Tensor:
+        param = wide_param(name, ema)
+        return ema.to(param.dtype) * smoothing + param * (1.0 - smoothing)
+
     with writing():
-        emas = [_on_host(ema).float() for ema, _ in averaged]
-        _ema.fold_many(emas, [param for _, param in averaged], 1.0 - smoothing)
-        for (ema, _), folded in zip(averaged, emas):
-            if folded.data_ptr() != ema.data_ptr():
-                ema.copy_(folded)
         for name, ema in pairs:
             if not ema.is_floating_point():
+                continue
+            if name in not_float32:
+                if ema.dtype.itemsize < 4:
+                    values[name] = wide_average(name, ema)
+                else:
+                    wide_param(name, ema)
+                continue
+            on_host = _on_host(ema).float()
+            fold = on_host, _on_host(source[name])
+            if on_host.data_ptr() == ema.data_ptr():
+                in_place.append(fold)
+            else:
+                copied.append(fold)
+                values[name] = on_host
+        _fold_all(copied, 1.0 - smoothing)
+        for name, ema in pairs:
+            if name in values:
+                check_fits("ema_model", name, values[name].detach(), ema)
+        # Nothing was changed before this line.
+        _fold_all(in_place, 1.0 - smoothing)
+        for name, ema in pairs:
+            if name in values:
+                ema.copy_(values[name])
+            elif not ema.is_floating_point():
                 ema.copy_(source[name])
             elif name in not_float32:
-                dtype = torch.float64 if ema.dtype == torch.float64 else torch.float32
-                param = source[name].to(ema.device, dtype)
-                ema.copy_(ema.to(dtype) * smoothing + param * (1.0 - smoothing))
+                ema.copy_(wide_average(name, ema))
+
+
+def _fold_all(pairs: list[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
+    """Moves the first tensor of each pair towards the second one."""
+    _ema.fold_many([ema for ema, _ in pairs], [param for _, param in pairs], weight)
 
 
 def _all_names(what: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -191,6 +230,15 @@ class _Track:
             for name, done in self.actions.items()
             if done == action and schedule in (None, self.schedules[name])
         ]
+
+    def check_fits(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """InvalidArgumentError: a finite weight becomes infinite in the track's dtype."""
+        import torch
+
+        wide = {n: one.detach() for n, one in weights.items() if one.dtype == torch.float64}
+        average = torch.empty(0, dtype=getattr(torch, self.track.dtype))
+        for name in non_finite(wide, self.track.dtype):
+            check_fits(f'LocalEMA: track "{self.track.name}"', name, wide[name], average)
 
     def absent(self, aliases: Mapping[str, str]) -> list[str]:
         """Tensors that the track ignores or has no value of yet, under all their names."""
@@ -323,18 +371,21 @@ class LocalEMA:
             The record of each track.
 
         Raises:
-            InvalidArgumentError: the time lacks a unit that a track needs, or went back; nothing was
-                changed.
+            InvalidArgumentError: the time lacks a unit that a track needs, or went back; or a finite
+                float64 weight is too large for a float32 average. Nothing was changed.
         """
         now = {"batch": self._batch + 1, **time_dict(time, step=self._batch + 1)}
         tracks = [track for track in self._tracks.values() if not track.track.paused]
         plans = [track.track.plan(track.state, now) for track in tracks]
-        self._batch = int(now.get("batch", self._batch + 1))
-        self._calls += 1
         host: dict[str, torch.Tensor] = {}
         if any(due and weight > 0 for plan in plans for due, weight, _, _ in plan):
             host = dict(self._named_tensors().all())
+            for track, plan in zip(tracks, plans):
+                due_now = [i for i, (due, weight, _, _) in enumerate(plan) if due and weight > 0]
+                track.check_fits({n: host[n] for i in due_now for n in track.names("average", i)})
             self._averaged_buffers.warn_of_changes(self._named_tensors())
+        self._batch = int(now.get("batch", self._batch + 1))
+        self._calls += 1
         for track, plan in zip(tracks, plans):
             for schedule, (due, weight, from_zero, _) in enumerate(plan):
                 if due and weight > 0:

@@ -560,6 +560,54 @@ def test_compute_ema_computes_in_float64_and_keeps_infinities():
     assert torch.equal(ema_model.mask.float(), model.mask)
 
 
+def test_compute_ema_names_a_value_that_is_too_large_and_changes_nothing():
+    for wide, narrow, value, ends in (
+        (torch.float32, torch.float16, -1e5, "-100000, and float16 ends at 65504"),
+        (torch.float64, torch.float32, 1e300, r"1e\+300, and float32 ends at 3.40282e\+38"),
+        (torch.float64, torch.float16, 1e300, r"1e\+300, and float32 ends at 3.40282e\+38"),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).to(wide)
+        ema_model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        ema_model[0].to(narrow)
+        before = copy.deepcopy(ema_model.state_dict())
+        with torch.no_grad():
+            model[0].weight[1, 2] = value
+            model[1].running_mean.fill_(7)
+        model[1].num_batches_tracked.fill_(7)
+        with pytest.raises(
+            ema_client.InvalidArgumentError, match=rf"model: 0.weight\[1, 2\] is {ends}"
+        ):
+            compute_ema(model, ema_model, smoothing=0.0)
+        for name, tensor in ema_model.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+
+
+def test_a_weight_that_is_too_large_for_the_average_is_named():
+    model = torch.nn.Linear(3, 2).double()
+    ema = LocalEMA(model, tracks={"ema": "5ba", "wide": Track(half_life="5ba", dtype="float64")})
+    ema.update()
+    before, wide = ema.weights("ema"), ema.weights("wide")
+    with torch.no_grad():
+        model.weight[1, 2] = 1e300
+    with pytest.raises(
+        ema_client.InvalidArgumentError,
+        match=r'LocalEMA: track "ema": weight\[1, 2\] is 1e\+300, and float32 ends at 3.40282e\+38',
+    ):
+        ema.update()
+    assert ema.batch == 1
+    assert_same_bits(before, ema.weights("ema"))
+    assert_same_bits(wide, ema.weights("wide"))
+    with torch.no_grad():
+        model.weight[1, 2] = torch.inf  # As documented, it goes into the averages.
+    ema.update()
+    assert ema.weights("ema")["weight"][1, 2].isinf()
+    other = LocalEMA(model, tracks={"wide": Track(half_life="5ba", dtype="float64")})
+    with torch.no_grad():
+        model.weight[1, 2] = 1e300
+    other.update()
+    assert other.weights("wide")["weight"][1, 2] == 1e300
+
+
 def test_compute_ema_counts_tied_tensors_once():
     model, ema_model = Net(), Net()
     torch.nn.init.zeros_(ema_model.head.weight)
