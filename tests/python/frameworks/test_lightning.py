@@ -508,6 +508,19 @@ def test_a_checkpoint_has_the_average_and_a_fit_resumes_with_raw_weights(
         assert ema_client.pull(url)["weight"].item() == counted(12)
 
 
+@pytest.mark.parametrize("path, step", [("best", 8), ("last", 16)])
+def test_a_fit_resumes_from_the_best_or_last_checkpoint(
+    server, client, model, tmp_path, path, step
+):
+    callback, trainer, module = fit_counter(server.url(model), tmp_path)
+    trainer.fit_loop.max_epochs = step // 4 + 1
+    trainer.fit(module, loader(4), loader(1), ckpt_path=path)
+    assert trainer.global_step == client.model(model).latest.step == step + 4
+    average = ema_client.pull(server.url(model))["weight"].item()
+    assert average == module.weight.item() == counted(step + 4)
+    assert client.model(model).latest.tracks["ema"].update_count == step + 4
+
+
 def test_a_checkpoint_that_is_saved_after_the_fit(server, model, tmp_path):
     callback, trainer, module = fit_counter(server.url(model), tmp_path, steps=8)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
