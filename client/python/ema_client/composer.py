@@ -29,6 +29,7 @@ from ema_client._callbacks import (
     warn_of_newest,
 )
 from ema_client._client import arrays
+from ema_client._client.mode import is_disabled
 from ema_client._client.read import connect
 from ema_client._client.types import TrainingTime, Version, VersionLike, Weights
 from ema_client._client.url import split_url
@@ -146,12 +147,12 @@ class EMA(Algorithm):
     @property
     def ema_model(self) -> EMAParameters | None:
         """The averages of the last push in a new object of Composer's class, pulled at each use; before
-        ema_start the training weights. Buffers that are not in the model's state_dict have the model's
-        values. None: no trainer has this algorithm yet."""
+        ema_start, and if EMA_MODE is "disabled", the training weights. Buffers that are not in the model's
+        state_dict have the model's values. None: no trainer has this algorithm yet."""
         if self._model is None:
             return None
         named = named_tensors(unwrap(self._model))
-        values = named.all() if not self.ema_started else self._pull_alone()
+        values = self._pull_alone() if self._has_average() else named.all()
         result = EMAParameters(None)
         result.named_parameters_dict = {
             name: values[name].detach().clone()
@@ -167,7 +168,7 @@ class EMA(Algorithm):
 
     def get_ema_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Writes the averages of the last push into a model of the same names, and returns it. Before
-        ema_start, the training weights.
+        ema_start, and if EMA_MODE is "disabled", the training weights.
 
         Raises:
             InvalidArgumentError: the trainer's model has the averages now; or the model does not
@@ -176,7 +177,7 @@ class EMA(Algorithm):
         """
         if self.ema_weights_active:
             raise InvalidArgumentError("get_ema_model: the trainer's model has the averages now")
-        if self.ema_started:
+        if self._has_average():
             weights = self._pull_alone()
             ignored = self._ignored(weights)
             write_average(model, "model", weights, weights.aliases, ignored=ignored)
@@ -349,6 +350,10 @@ class EMA(Algorithm):
             )
         )
 
+    def _has_average(self) -> bool:
+        """Whether there is an average to evaluate and save, in place of the training weights."""
+        return self.ema_started and not is_disabled(self._url)
+
     def _should_start(self, state: State) -> bool:
         if self._start.unit == TimeUnit.DURATION:
             elapsed = state.get_elapsed_duration()
@@ -359,7 +364,7 @@ class EMA(Algorithm):
         return self._attachment is None or raises(self._options)
 
     def _swap_in(self, state: State, *, doing: str = "evaluating") -> None:
-        if self.ema_weights_active or not self.ema_started:
+        if self.ema_weights_active or not self._has_average():
             return
         try:
             if self._pulled is None:

@@ -328,6 +328,20 @@ def test_models_with_the_average(server, client, model, train):
     assert_same_bits({n: expected[n] for n in ours["models"]["of"]}, ours["models"]["of"])
 
 
+def test_the_training_weights_during_an_evaluation(server, model, train):
+    job = {"eval_interval": "4ba", "reads_training_weights": True}
+    options = {"half_life": "4ba", "ema_start": "5ba"}
+    theirs = train("theirs", options=options, **job)
+    ours = train("ours", options={"url": server.url(model), **options}, **job)
+    assert "error" not in ours, ours["error"]
+    assert [batch for batch, _ in ours["training_models"]] == [8, 12]
+    for (batch, weights), (_, their_weights) in zip(
+        ours["training_models"], theirs["training_models"], strict=True
+    ):
+        assert_same_bits(ours["trained"][batch], weights)
+        assert_same_bits(their_weights, weights)
+
+
 def test_a_start_that_was_not_pushed_comes_with_the_next_push(server, client, model, train):
     options = {"half_life": "4ba", "update_interval": "3ba", "ema_start": "5ba"}
     ours = train(
@@ -374,6 +388,30 @@ def test_goes_on_without_the_server(model, train, tmp_path):
         for batch, weights in ours["evaluated"]
     ]
     assert averaged and not any(own)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "local"])
+def test_trains_without_a_server_where_EMA_MODE_says_so(tmp_path, mode):
+    job = {
+        "kind": "ours",
+        "options": {"url": "ema://127.0.0.1:1/m", "half_life": "4ba", "on_error": "raise"},
+        "eval_interval": "3ba",
+        "calls": ["fit", "models"],
+        "save_folder": str(tmp_path / "saved"),
+        "out": str(tmp_path / "out.pt"),
+    }
+    with start_training(EMA_MODE=mode) as process:
+        process.communicate(json.dumps(job) + "\n", timeout=250)
+        assert process.returncode == 0
+    ours = torch.load(tmp_path / "out.pt")
+    assert "error" not in ours, ours["error"]
+    name, is_disabled = "net.0.weight", mode == "disabled"
+    assert [batch for batch, _ in ours["evaluated"]] == [3, 6, 9, 12]
+    for batch, weights in ours["evaluated"]:
+        assert torch.equal(weights[name], ours["trained"][batch][name]) == is_disabled
+    saved = torch.load(tmp_path / "saved/ep1-ba6-rank0.pt", weights_only=False)["state"]["model"]
+    assert torch.equal(saved[name], ours["trained"][6][name]) == is_disabled
+    assert torch.equal(ours["models"]["ema"][name], ours["model"][name]) == is_disabled
 
 
 @pytest.mark.parametrize("other", ["SWA", "EMA"])

@@ -55,12 +55,17 @@ class Recorder(Callback):
     """The weights after each batch, and in each evaluation. Kills a process after a batch, and spoils what is
     pushed after another one."""
 
-    def __init__(self, kills: tuple[int, int] | None, spoils: int | None) -> None:
+    def __init__(
+        self, kills: tuple[int, int] | None, spoils: int | None, reads_training_weights: bool
+    ) -> None:
         self._kills = kills
         self._spoils = spoils
+        self._reads_training_weights = reads_training_weights
         self._mean = torch.zeros(0)
         self.trained: dict[int, dict[str, torch.Tensor]] = {}
         self.evaluated: list[tuple[int, dict[str, torch.Tensor]]] = []
+        # In evaluations with the average: what get_training_model() writes into another model.
+        self.training_models: list[tuple[int, dict[str, torch.Tensor]]] = []
 
     def before_forward(self, state, logger) -> None:
         # Composer counts a batch at its end.
@@ -78,6 +83,10 @@ class Recorder(Callback):
 
     def eval_start(self, state, logger) -> None:
         self.evaluated.append((state.timestamp.batch.value, weights_of(state.model)))
+        algorithm = state.algorithms[0]
+        if self._reads_training_weights and algorithm.ema_weights_active:
+            training_model = algorithm.get_training_model(Model())
+            self.training_models.append((state.timestamp.batch.value, weights_of(training_model)))
 
     def eval_end(self, state, logger) -> None:
         batch = state.timestamp.batch.value
@@ -114,7 +123,9 @@ def loader() -> DataLoader:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(1)
     model = Model()
-    recorder = Recorder(job.get("kills"), job.get("spoils"))
+    recorder = Recorder(
+        job.get("kills"), job.get("spoils"), job.get("reads_training_weights", False)
+    )
     algorithm = {"ours": EMA, "theirs": composer.algorithms.EMA}[job["kind"]](**job["options"])
     others = [getattr(composer.algorithms, name)() for name in job.get("others", ())]
     trainer = Trainer(
@@ -148,6 +159,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             else:
                 getattr(trainer, call)(*([loader()] if call == "eval" else []))
         result = {"trained": recorder.trained, "evaluated": recorder.evaluated}
+        result["training_models"] = recorder.training_models
         result["model"] = weights_of(model)
         result["models"] = {name: tensors_of(one) for name, one in models.items()}
         if job["kind"] == "ours":
