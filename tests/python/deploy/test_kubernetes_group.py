@@ -269,3 +269,32 @@ def test_probes_depend_on_neither_etcd_nor_the_other_servers(group):
     assert get(url_of(remaining), "/livez")[0] == 200
     assert subprocess.run([EMACTL, "--server", remaining.address, "health"]).returncode == 0
     group.etcd.start()  # The server leaves the group when it stops.
+
+
+@HAS_ETCD
+def test_the_secret_of_the_overlay_suffices_for_a_group(items, tmp_path):
+    """Its two files: the tokens, and the token that the servers present to each other."""
+    trainer, evaluator, own = (f"{name}-0d0f6f0c0b3a4a8c" for name in ("trainer", "some", "server"))
+    (tmp_path / "tokens").write_text(f"trainer {trainer}\nevaluator {evaluator}\nserver {own}\n")
+    (tmp_path / "group-token").write_text(f"{own}\n")
+    (container,) = pod_of(items)["containers"]
+    paths = {
+        option: str(tmp_path / pathlib.PurePath(environment(container)[variable]).name)
+        for option, variable in (
+            ("--auth-tokens", "EMA_AUTH_TOKENS"),
+            ("--group-token-file", "EMA_GROUP_TOKEN_FILE"),
+        )
+    }
+    flags = [word for option in paths.items() for word in option]
+    weights = {name: np.full(9, 2, np.float32) for name in "abc"}
+    with ServerGroup(tmp_path / "group", 3, *flags) as group:
+        with ema_client.Client(group.address, token=trainer, timeout_s=60) as client:
+            client.create_model("m", weights, tracks={"raw": "copy"})
+            with client.open_run("m", timeout_s=60) as run:
+                run.push(step=1, weights=weights)
+            client.create_checkpoint("m")
+        with ema_client.Client(group.address, token=evaluator, timeout_s=60) as client:
+            assert client.pull("m", track="raw", framework="numpy").version.step == 1
+        with ema_client.Client(group.address, token=own, timeout_s=60) as client:
+            with pytest.raises(ema_client.PermissionDeniedError):
+                client.pull("m", track="raw", framework="numpy")
