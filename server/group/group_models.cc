@@ -409,8 +409,15 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
       peers.ProposeTracks(address, proposal, kReserveTimeout, calls.EndOf(other));
     });
   };
+  const auto withdraw = [&](v1::ProposeTracksRequest withdrawal) {
+    for (size_t i = 1; i < placement.partitions.size(); ++i) {
+      if (placement.addresses[i].empty()) continue;  // Its memory has ended with it.
+      withdrawal.set_boot(placement.partitions[i].boot);
+      SendWithdrawal(placement.addresses[i], withdrawal);
+    }
+  };
   EMA_RETURN_IF_ERROR(
-      UpdateGroupTracks(*home, *partition, *placement.config.manifest, request, start));
+      UpdateGroupTracks(*home, *partition, *placement.config.manifest, request, start, withdraw));
   placement.config.tracks.clear();
   for (const TrackRef& track : home->tracks().after_next_commit()) {
     placement.config.tracks.push_back(track->config());
@@ -419,6 +426,21 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
   hosted_.SetReservedBytes(name, home->incarnation(),
                            std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0}));
   return absl::OkStatus();
+}
+
+void GroupModels::SendWithdrawal(const std::string& address,
+                                 const v1::ProposeTracksRequest& withdrawal) {
+  const auto on_result = [this, address, withdrawal](const auto& response) {
+    // Other errors: the process has ended the incarnation, or this server stops.
+    if (GetErrorReason(response.status()) != ErrorReason::kGroupDegraded) return;
+    peers_.PostAfter(kSyncInterval, [this, address, withdrawal] {
+      const auto hosted = hosted_.Find(withdrawal.model());
+      if (hosted == nullptr) return;
+      if (hosted->partition->id().incarnation != withdrawal.incarnation()) return;
+      SendWithdrawal(address, withdrawal);
+    });
+  };
+  peers_.ProposeTracks(address, withdrawal, kReserveTimeout, on_result);
 }
 
 absl::StatusOr<v1::ProposeTracksResponse> GroupModels::ProposeTracks(

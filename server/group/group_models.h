@@ -151,6 +151,9 @@ class GroupModels final : public ModelGroup {
   // OK: the model that exists, of which `record` is the record, is that of `config`, and this is
   // its home.
   absl::Status CheckIsSame(const ModelConfig& config, const ModelRecord& record) const;
+  // Sends a withdrawal to the process at `address`, and again until it has answered, or the
+  // incarnation has ended.
+  void SendWithdrawal(const std::string& address, const v1::ProposeTracksRequest& withdrawal);
   // The partition of the model that is here, as the answer to CreateModel().
   absl::StatusOr<v1::CreateModelResponse> DescribeCreated(const std::string& model) const;
 

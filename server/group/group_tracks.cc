@@ -22,7 +22,8 @@ absl::Status Validate(const TrackChanges& changes, const Manifest& whole) {
 absl::Status UpdateGroupTracks(
     Model& home, HostedPartition& partition, const Manifest& whole,
     const v1::UpdateModelRequest& request,
-    absl::FunctionRef<absl::Status(const v1::ProposeTracksRequest&, TracksCalls&)> start) {
+    absl::FunctionRef<absl::Status(const v1::ProposeTracksRequest&, TracksCalls&)> start,
+    absl::FunctionRef<void(const v1::ProposeTracksRequest&)> withdraw) {
   EMA_ASSIGN_OR_RETURN(const TrackChanges changes, ema::FromProto(request));
   EMA_RETURN_IF_ERROR(Validate(changes, whole));
   const TrackTable::State before = home.tracks().state();
@@ -47,9 +48,7 @@ absl::Status UpdateGroupTracks(
   }
   home.WithdrawTracks(proposal.revision());
   proposal.set_withdraw(true);
-  // If this is lost, the next change replaces the proposal.
-  TracksCalls withdrawals(partition.partitions());
-  start(proposal, withdrawals).IgnoreError();
+  withdraw(proposal);
   return result;
 }
 

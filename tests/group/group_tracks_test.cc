@@ -4,15 +4,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <future>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "tests/group/trained_group.h"
 #include "tests/testutil/status_matchers.h"
+#include "tests/testutil/tcp_proxy.h"
 
 namespace ema::group {
 namespace {
@@ -166,6 +170,64 @@ TEST_F(GroupTracksTest, ARefusalOfOneServerLeavesNothingOnAnyServer) {
   EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled late, group.Pull("late"));
   EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled raw, group.Pull("raw"));
   EXPECT_EQ(late.tensors, raw.tensors);
+}
+
+// Servers whose connections can be cut.
+class GroupTracksCutTest : public GroupFixture {
+ protected:
+  GroupTracksCutTest() {
+    for (int i = 0; i < 3; ++i) {
+      StartServer({.name = absl::StrCat("ema-", i), .advertise = [this](int port) {
+                     proxies_.push_back(std::make_unique<TcpProxy>(port));
+                     return proxies_.back()->address();
+                   }});
+    }
+    AwaitMembers();
+    model_ = Create();
+  }
+  TcpProxy& ProxyOf(int partition) {
+    for (const std::unique_ptr<TcpProxy>& proxy : proxies_) {
+      if (proxy->address() == model_.partitions(partition).address()) return *proxy;
+    }
+    ADD_FAILURE() << "partition " << partition << " has no proxy";
+    return *proxies_[0];
+  }
+  GroupServer& ServerOf(int partition) {
+    for (const std::unique_ptr<GroupServer>& server : servers_) {
+      if (server->name() == model_.partitions(partition).member()) return *server;
+    }
+    ADD_FAILURE() << "partition " << partition << " has no server";
+    return *servers_[0];
+  }
+
+  std::vector<std::unique_ptr<TcpProxy>> proxies_;
+  v1::Model model_;
+};
+
+TEST_F(GroupTracksCutTest, ALostWithdrawalIsRepeated) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(model_.partitions(0).address()));
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo before, client->GetModel("m", kPatience));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Model> accepting, ServerOf(1).store().Get("m"));
+  const int64_t reserved_bytes = accepting->tracks().reserved_bytes();
+  // Partition 2 refuses the change.
+  TrackConfig other_form = before.tracks[0];
+  other_form.tensor_rules.push_back({.pattern = "t5", .action = TensorAction::kCopy});
+  ProxyOf(2).HoldReplies(true);
+  std::future<absl::Status> update = std::async(std::launch::async, [&] {
+    return client->UpdateModel("m", {.put = {Track("late", "copy"), other_form}}, absl::Seconds(2))
+        .status();
+  });
+  Await([&] { return accepting->tracks().reserved_bytes() > reserved_bytes; });
+  ProxyOf(1).SetStalled(true);
+  ProxyOf(1).CutAll();
+  ProxyOf(1).AwaitCut();
+  ProxyOf(2).HoldReplies(false);
+  EXPECT_FALSE(update.get().ok());
+  ProxyOf(1).CutAll();
+  ProxyOf(1).AwaitCut();
+  EXPECT_GT(accepting->tracks().reserved_bytes(), reserved_bytes);
+  ProxyOf(1).SetStalled(false);
+  Await([&] { return accepting->tracks().reserved_bytes() == reserved_bytes; });
 }
 
 TEST_F(GroupTracksTest, ChangesInARowAreMadeInTheirOrder) {
