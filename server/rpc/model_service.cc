@@ -79,7 +79,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   };
   EMA_LISTEN(CreateModel, [this, workers](const v1::CreateModelRequest& request) {
     // In a group it waits for other servers, whose calls wait for the worker that creates.
-    if (group_ != nullptr) return Placement{.worker = workers.restoring, .held = nullptr};
+    if (group_ != nullptr) return Placement{.worker = workers.changing, .held = nullptr};
     return Placement{.worker = HasLargeTables(request) ? workers.creating : nullptr,
                      .held = nullptr};
   });
@@ -89,7 +89,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
               [this](const v1::ListModelsRequest&, const Access& access)
                   -> absl::StatusOr<v1::ListModelsResponse> { return ListModels(access); });
   EMA_LISTEN(UpdateModel, [this, workers](const v1::UpdateModelRequest& request) {
-    if (group_ != nullptr) return Placement{.worker = workers.restoring, .held = nullptr};
+    if (group_ != nullptr) return Placement{.worker = workers.changing, .held = nullptr};
     return Placement{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr,
                      .held = nullptr};
   });

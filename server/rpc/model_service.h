@@ -38,6 +38,8 @@ class ModelService {
     // Calls that save, or wait for a save. While they are queued, the version that they name stays
     // pinned, if readers can still pin another.
     Worker* saving;
+    // In a group, calls that make or change models, and wait for other servers.
+    Worker* changing;
     // Calls that make an earlier version the newest, for minutes.
     Worker* restoring;
     // Calls that compute over whole versions, for minutes.

@@ -142,7 +142,7 @@ void RpcServer::StartThreads() {
     worker->Start(options_.heartbeats->Add(worker->name(), need));
   }
   if (context_.group != nullptr) {
-    for (Worker* const worker : {&saving_parts_, &computing_parts_}) {
+    for (Worker* const worker : {&saving_parts_, &computing_parts_, &changing_calls_}) {
       worker->Start(options_.heartbeats->Add(worker->name(), Need::kNeither));
     }
   }
@@ -304,7 +304,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   }
   for (Worker* const worker :
        {&disk_calls_, &saving_calls_, &creating_calls_, &restoring_calls_, &computing_calls_,
-        &saving_parts_, &computing_parts_, &disk_reader_, &device_reader_}) {
+        &saving_parts_, &computing_parts_, &changing_calls_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
@@ -319,6 +319,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                  {.creating = &creating_calls_,
                   .disk = &disk_calls_,
                   .saving = &saving_calls_,
+                  .changing = &changing_calls_,
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
   operator_.Listen(&context_, queue->get());

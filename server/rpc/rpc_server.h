@@ -165,8 +165,10 @@ class RpcServer {
   // Started in a group only.
   Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 4};
   Worker computing_parts_{"computing-parts", kMaxWaitingCalls, kShortBytes / 4};
-  Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
+  Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes / 2};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
+  // Started in a group only.
+  Worker changing_calls_{"changing-calls", kMaxWaitingCalls, kLongBytes / 2};
   // A pull has at most one function queued or running in each of these.
   Worker disk_reader_;
   Worker device_reader_;

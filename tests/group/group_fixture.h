@@ -54,6 +54,8 @@ class GroupServer {
     int64_t reported_memory_bytes = 0;
     std::string listen_address = "127.0.0.1:0";
     std::string data_dir;  // Empty: no checkpoints.
+    // Without a data directory: what calls about checkpoints use. Outlives the server.
+    Checkpoints* checkpoints = nullptr;
     SavePolicy policy;
     // Makes the address that other processes connect to; null: the server's own.
     std::function<std::string(int port)> advertise;
@@ -77,7 +79,8 @@ class GroupServer {
     rpc.listen_addresses = {options.listen_address};
     rpc.group = models_.get();
     rpc.observer = options.observer;
-    Checkpoints* const served = checkpoints_ != nullptr ? checkpoints_.get() : &no_checkpoints_;
+    Checkpoints* served = options.checkpoints != nullptr ? options.checkpoints : &no_checkpoints_;
+    if (checkpoints_ != nullptr) served = checkpoints_.get();
     rpc_ = *RpcServer::Start(store_, served, rpc);
     address_ = absl::StrCat("127.0.0.1:", rpc_->port());
     const int64_t memory_bytes =

@@ -9,11 +9,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
+#include "server/core/checkpoints.h"
 #include "tests/group/trained_group.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/tcp_proxy.h"
@@ -228,6 +231,38 @@ TEST_F(GroupTracksCutTest, ALostWithdrawalIsRepeated) {
   EXPECT_GT(accepting->tracks().reserved_bytes(), reserved_bytes);
   ProxyOf(1).SetStalled(false);
   Await([&] { return accepting->tracks().reserved_bytes() == reserved_bytes; });
+}
+
+// A rollback that takes long.
+class LongRestore final : public Checkpoints {
+ public:
+  absl::StatusOr<Version> Restore(Model&, const VersionId&, std::string_view) override {
+    has_begun.Notify();
+    may_end.WaitForNotification();
+    return absl::OutOfRangeError("no such version");
+  }
+
+  absl::Notification has_begun;
+  absl::Notification may_end;
+};
+
+TEST(GroupTracksCallTest, AChangeDoesNotWaitForARollback) {
+  LongRestore checkpoints;
+  MemoryRegistry registry;
+  GroupServer server({.registry = &registry, .name = "ema-0", .checkpoints = &checkpoints});
+  v1::CreateModelResponse created;
+  ASSERT_TRUE(RetryBusy([&] {
+                return GroupTrainer::Create(server.address(), GroupTrainer::CreateRequest("m"),
+                                            &created);
+              }).ok());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(server.address()));
+  const std::future<absl::Status> rollback = std::async(std::launch::async, [&] {
+    return client->RestoreCheckpoint("m", VersionId{1, 1}, kPatience).status();
+  });
+  checkpoints.has_begun.WaitForNotification();
+  EXPECT_THAT(client->UpdateModel("m", {.put = {Track("late", "copy")}}, absl::Seconds(10)),
+              IsOk());
+  checkpoints.may_end.Notify();
 }
 
 TEST_F(GroupTracksTest, ChangesInARowAreMadeInTheirOrder) {
