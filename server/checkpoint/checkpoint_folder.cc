@@ -73,12 +73,15 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   if (must_delete_) EMA_RETURN_IF_ERROR(DeleteAllLocked());
   const CheckpointId id = IdOf(snapshot.record);
+  const auto remove = [&](const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return StartRemovingLocked(name, &model);
+  };
   const bool is_whole = options.tracks.empty();
   SaveResult result{.name = NameOf(snapshot, options.tracks)};
   // Asked for before the write, which may save later settings.
   const int64_t settings_revision = model.Describe().settings_revision;
   const bool has_old_settings =
-      options.with_new_settings && is_whole && options_.partitions == nullptr &&
+      options.with_new_settings && is_whole && !records_.is_in_group() &&
       model.durable().HasOtherSettings(snapshot.record.id(), settings_revision) &&
       HasTracksOf(model, snapshot);
   const bool is_latest = is_whole && latest_ == id && latest_bytes_ > 0 && !has_old_settings;
@@ -87,7 +90,7 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
     result.total_bytes = latest_bytes_;
   } else {
     EMA_RETURN_IF_ERROR(MakeDurableLocked());
-    EMA_RETURN_IF_ERROR(RemoveUncommittedLocked(model, id));
+    EMA_RETURN_IF_ERROR(records_.RemoveUnrecorded(/*saved=*/id, remove));
     EMA_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, FindCompleteLocked(result.name));
     if (bytes.has_value() && !has_old_settings) {
       result.total_bytes = *bytes;
@@ -104,7 +107,8 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::SaveLocked(
     }
   }
   if (is_whole && (!is_latest || options.keep)) {
-    EMA_RETURN_IF_ERROR(CommitLocked(model, snapshot.record, result, options.keep));
+    EMA_RETURN_IF_ERROR(records_.Record(model, snapshot.record, result.total_bytes, options.keep,
+                                        /*was_recorded=*/id == latest_, remove));
   }
   if (is_whole && id >= latest_) {
     if (id != latest_) EMA_RETURN_IF_ERROR(files_.WriteLatest(id));
@@ -240,36 +244,6 @@ absl::Status CheckpointFolder::CannotReplaceError(std::string_view name,
                    "\": ", std::string(why),
                    ", so it cannot be replaced by one with the model's current settings"),
       absl::Seconds(1));
-}
-
-absl::Status CheckpointFolder::CommitLocked(Model& model, const Version& record,
-                                            const SaveResult& saved, bool keep) {
-  if (options_.partitions == nullptr) return absl::OkStatus();
-  absl::Status status = options_.partitions->Commit(model, record, saved.total_bytes, keep);
-  const CheckpointId id = IdOf(record);
-  if (status.ok()) {
-    if (uncommitted_ == id) uncommitted_.reset();
-    return status;
-  }
-  if (id == latest_) return status;  // It was committed before.
-  uncommitted_ = id;
-  // Its incarnation has ended, or the model was deleted: no later call commits it. If an earlier
-  // Commit() has reached the registry without an answer, the new incarnation may load it: then
-  // Remove() keeps the files.
-  if (absl::IsAborted(status) || absl::IsNotFound(status)) {
-    RemoveUncommittedLocked(model, std::nullopt).IgnoreError();
-  }
-  return status;
-}
-
-absl::Status CheckpointFolder::RemoveUncommittedLocked(Model& model,
-                                                       const std::optional<CheckpointId>& saved) {
-  if (!uncommitted_.has_value() || uncommitted_ == saved) return absl::OkStatus();
-  const absl::Status status = StartRemovingLocked(CheckpointName(*uncommitted_), &model).status();
-  // In use: the registry has it after all.
-  if (!status.ok() && GetErrorReason(status) != ErrorReason::kCheckpointInUse) return status;
-  uncommitted_.reset();  // If it is held, retention removes it later.
-  return absl::OkStatus();
 }
 
 absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(Model& model, std::string_view saved_name) {
@@ -458,9 +432,7 @@ absl::StatusOr<bool> CheckpointFolder::NoteRead(std::string_view name, const abs
 absl::StatusOr<bool> CheckpointFolder::StartRemovingLocked(const std::string& name, Model* model) {
   if (index_.is_held(name)) return false;
   const std::optional<CheckpointId> id = ParseCheckpointName(name);
-  if (options_.partitions != nullptr && id.has_value()) {
-    EMA_RETURN_IF_ERROR(options_.partitions->Remove(*model, id->version_id()));
-  }
+  if (id.has_value()) EMA_RETURN_IF_ERROR(records_.Erase(model, id->version_id()));
   if (!index_.EraseUnlessHeld(name)) return false;
   const absl::Status status = files_.RenameToTemporary(name);
   if (status.ok() || absl::IsNotFound(status)) return true;
@@ -518,7 +490,7 @@ absl::Status CheckpointFolder::DeleteAll() {
 
 absl::Status CheckpointFolder::DeleteAllLocked() {
   ForgetLocked();
-  uncommitted_.reset();
+  records_.ForgetUnrecorded();
   index_.Clear();
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   EMA_RETURN_IF_ERROR(data_.SetAsideModel(model_name_));
@@ -568,11 +540,7 @@ absl::Status CheckpointFolder::PutLabel(const CheckpointLabel& label) {
 }
 
 absl::StatusOr<bool> CheckpointFolder::IsDurableLocked(const CheckpointId& id) {
-  if (options_.partitions != nullptr) {
-    EMA_ASSIGN_OR_RETURN(const RecordedCheckpoints recorded,
-                         options_.partitions->Recorded(model_name_));
-    return recorded.Has(id.version_id());
-  }
+  if (records_.is_in_group()) return records_.Has(id.version_id());
   // A later one is there if its save failed before LATEST: a restart sets it aside.
   if (is_durable_) return id <= latest_;
   EMA_ASSIGN_OR_RETURN(const CheckpointId latest, files_.FindLatest());
@@ -662,7 +630,7 @@ absl::StatusOr<std::vector<std::string>> CheckpointFolder::BeginIncarnation(
     const CheckpointId& base, const std::vector<VersionId>& recorded) {
   absl::MutexLock lock(&mu_);
   ForgetLocked();
-  uncommitted_.reset();
+  records_.ForgetUnrecorded();
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, files_.FindCheckpoints());
   if (ids.empty()) return std::vector<std::string>();

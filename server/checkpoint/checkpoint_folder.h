@@ -18,6 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/base/log_event.h"
 #include "server/checkpoint/checkpoint_index.h"
+#include "server/checkpoint/checkpoint_records.h"
 #include "server/checkpoint/data_directory.h"
 #include "server/checkpoint/folder_files.h"
 #include "server/checkpoint/partitioned_saves.h"
@@ -62,7 +63,8 @@ class CheckpointFolder {
         options_(options),
         model_name_(model_name),
         files_(data, model_name),
-        index_(model_name) {}
+        index_(model_name),
+        records_(options.partitions, model_name) {}
   CheckpointFolder(const CheckpointFolder&) = delete;
   CheckpointFolder& operator=(const CheckpointFolder&) = delete;
 
@@ -239,13 +241,6 @@ class CheckpointFolder {
   absl::Status ReplaceLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // UNAVAILABLE, CHECKPOINT_IN_USE: a checkpoint with new settings cannot replace it now.
   absl::Status CannotReplaceError(std::string_view name, std::string_view why) const;
-  // In a group: records a checkpoint in the registry. REQUIRES: the checkpoint has its final name.
-  absl::Status CommitLocked(Model& model, const Version& record, const SaveResult& saved, bool keep)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Starts to remove the checkpoint uncommitted_, if there is one other than `saved`, so that saves
-  // do not fill the disk while the registry is away.
-  absl::Status RemoveUncommittedLocked(Model& model, const std::optional<CheckpointId>& saved)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Removes the checkpoints that retention does not keep, but never `saved_name`. Returns whether
   // any was removed.
   absl::StatusOr<bool> RemoveOldLocked(Model& model, std::string_view saved_name)
@@ -302,10 +297,8 @@ class CheckpointFolder {
   bool must_delete_ ABSL_GUARDED_BY(mu_) = false;  // DeleteAll() has failed.
   // The checkpoint that a restart would load; all zero: none.
   CheckpointId latest_ ABSL_GUARDED_BY(mu_);
-  int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // 0: unknown.
-  // In a group, the checkpoint whose last PartitionedSaves::Commit() failed: its folder has the
-  // final name, but the registry may not have it.
-  std::optional<CheckpointId> uncommitted_ ABSL_GUARDED_BY(mu_);
+  int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // 0: unknown.
+  CheckpointRecords records_ ABSL_GUARDED_BY(mu_);  // Of a group.
 };
 
 }  // namespace ema
