@@ -127,7 +127,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
 void ModelService::OfferLane(const std::string& socket_name) {
   lane_.set_host_id(HostId());
   lane_.set_socket_name(socket_name);
-  lane_.set_protocol(2);
+  lane_.set_protocol(3);
 }
 
 absl::StatusOr<std::shared_ptr<Model>> ModelService::FindModel(const std::string& name) const {

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
@@ -23,10 +24,14 @@ constexpr int64_t kMemoryBytes = 2 * SharedRing::kBytes;
 // frames flow: asking may be dear, as of Python. Both together are what the header promises.
 constexpr absl::Duration kPollInterval = absl::Milliseconds(25);
 // What a label's kind says.
-enum Kind : int32_t { kMessage = 1, kMessagePart = 2, kChunk = 3 };
+enum Kind : int32_t { kMessage = 1, kMessagePart = 2, kChunk = 3, kWindowChunk = 4 };
 
 absl::Status SystemError(const char* what) {
   return absl::UnavailableError(absl::StrCat("same-host lane: ", what, ": ", std::strerror(errno)));
+}
+
+absl::Status ProtocolViolation() {
+  return absl::UnavailableError("same-host lane: the peer has violated the protocol");
 }
 
 absl::Status WaitEnded() { return absl::CancelledError("same-host lane: the wait was ended"); }
@@ -53,57 +58,65 @@ bool IsOwnUser(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-// One byte, and with it room for one descriptor and no more.
+// The most descriptors that a client passes: the lane's memory, and a window.
+constexpr size_t kMaxDescriptors = 2;
+
+// One byte, and with it room for `count` descriptors.
 struct DescriptorMessage {
-  DescriptorMessage() {
+  explicit DescriptorMessage(size_t count) {
     header.msg_iov = &data;
     header.msg_iovlen = 1;
     header.msg_control = control;
-    header.msg_controllen = CMSG_LEN(sizeof(int));
+    header.msg_controllen = CMSG_LEN(count * sizeof(int));
   }
   DescriptorMessage(const DescriptorMessage&) = delete;
   DescriptorMessage& operator=(const DescriptorMessage&) = delete;
 
   char byte = 0;
   iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))] = {};
   msghdr header{};
 };
 
-absl::Status SendDescriptor(int socket, int descriptor) {
-  DescriptorMessage message;
+absl::Status SendDescriptors(int socket, const std::vector<int>& descriptors) {
+  DescriptorMessage message(descriptors.size());
   cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &descriptor, sizeof(descriptor));
+  header->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
+  std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
   if (sendmsg(socket, &message.header, MSG_NOSIGNAL) != 1) return SystemError("sendmsg");
   return absl::OkStatus();
 }
 
-absl::StatusOr<int> ReceiveDescriptor(int socket, const LanePipe::Stop& stop) {
+// Returns one or two descriptors, which the caller closes.
+absl::StatusOr<std::vector<int>> ReceiveDescriptors(int socket, const LanePipe::Stop& stop) {
   pollfd polled{socket, POLLIN, 0};
   while (poll(&polled, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) == 0) {
     if (stop && stop()) {
       return absl::CancelledError("same-host lane: the peer sent no memory descriptor");
     }
   }
-  DescriptorMessage message;
+  DescriptorMessage message(kMaxDescriptors);
   if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) != 1) {
     return SystemError("recvmsg");
   }
+  std::vector<int> descriptors;
   const cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
-  if (header == nullptr || header->cmsg_type != SCM_RIGHTS ||
-      header->cmsg_len != CMSG_LEN(sizeof(int))) {
-    return absl::InvalidArgumentError("same-host lane: expected one descriptor");
+  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+    descriptors.resize((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    std::memcpy(descriptors.data(), CMSG_DATA(header), descriptors.size() * sizeof(int));
   }
-  int descriptor = -1;
-  std::memcpy(&descriptor, CMSG_DATA(header), sizeof(descriptor));
-  return descriptor;
+  if (descriptors.empty() || (message.header.msg_flags & MSG_CTRUNC) != 0) {
+    for (const int descriptor : descriptors) close(descriptor);
+    return absl::InvalidArgumentError("same-host lane: expected one or two descriptors");
+  }
+  return descriptors;
 }
 
-// Connects `fd` and passes memory that both will share.
-absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::string& socket_name) {
+// Connects `fd` and passes memory that both will share, and the window if there is one.
+absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::string& socket_name,
+                                                          const SharedMemory* window) {
   const auto [address, size] = AbstractAddress(socket_name);
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
     return SystemError("connect");
@@ -112,16 +125,34 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::str
     return absl::FailedPreconditionError("same-host lane: the server runs as another user");
   }
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> memory, SharedMemory::Create(kMemoryBytes));
-  EMA_RETURN_IF_ERROR(SendDescriptor(fd, memory->fd()));
+  std::vector<int> descriptors = {memory->fd()};
+  if (window != nullptr) descriptors.push_back(window->fd());
+  EMA_RETURN_IF_ERROR(SendDescriptors(fd, descriptors));
   return memory;
 }
 
-absl::StatusOr<std::unique_ptr<SharedMemory>> TakeMemory(int fd, const LanePipe::Stop& stop) {
+struct OfferedMemory {
+  std::unique_ptr<SharedMemory> lane;
+  std::unique_ptr<SharedMemory> window;  // Null: there is none, or it was not admitted.
+  bool has_offered_window = false;
+};
+
+absl::StatusOr<OfferedMemory> MapOfferedMemory(int fd, const LanePipe::Stop& stop,
+                                               const SharedMemory::Admit& admit_window) {
   if (!IsOwnUser(fd)) {
     return absl::PermissionDeniedError("same-host lane: the client runs as another user");
   }
-  EMA_ASSIGN_OR_RETURN(const int descriptor, ReceiveDescriptor(fd, stop));
-  return SharedMemory::Map(descriptor, kMemoryBytes);
+  EMA_ASSIGN_OR_RETURN(const std::vector<int> descriptors, ReceiveDescriptors(fd, stop));
+  OfferedMemory offered;
+  offered.has_offered_window = descriptors.size() > 1;
+  // Both take ownership, so both are called, whatever the first returns.
+  absl::StatusOr<std::unique_ptr<SharedMemory>> lane =
+      SharedMemory::Map(descriptors[0], kMemoryBytes);
+  if (offered.has_offered_window) {
+    EMA_ASSIGN_OR_RETURN(offered.window, SharedMemory::MapWindow(descriptors[1], admit_window));
+  }
+  EMA_ASSIGN_OR_RETURN(offered.lane, std::move(lane));
+  return offered;
 }
 
 }  // namespace
@@ -143,24 +174,31 @@ absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
   return fd;
 }
 
-absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Connect(const std::string& socket_name) {
+absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Connect(const std::string& socket_name,
+                                                            const SharedMemory* window) {
   // A server that hangs accepts nobody, and connect() would wait for it.
   EMA_ASSIGN_OR_RETURN(const int fd, NewSocket(SOCK_NONBLOCK));
-  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = OfferMemory(fd, socket_name);
+  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = OfferMemory(fd, socket_name, window);
   if (!memory.ok()) {
     close(fd);
     return memory.status();
   }
-  return std::unique_ptr<LanePipe>(new LanePipe(fd, *std::move(memory), /*is_client=*/true));
+  std::unique_ptr<LanePipe> pipe(new LanePipe(fd, *std::move(memory), /*is_client=*/true));
+  if (window != nullptr) pipe->window_begin_ = window->data();
+  return pipe;
 }
 
-absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Accept(int fd, const Stop& stop) {
-  absl::StatusOr<std::unique_ptr<SharedMemory>> memory = TakeMemory(fd, stop);
-  if (!memory.ok()) {
+absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Accept(
+    int fd, const Stop& stop, const SharedMemory::Admit& admit_window) {
+  absl::StatusOr<OfferedMemory> offered = MapOfferedMemory(fd, stop, admit_window);
+  if (!offered.ok()) {
     close(fd);
-    return memory.status();
+    return offered.status();
   }
-  return std::unique_ptr<LanePipe>(new LanePipe(fd, *std::move(memory), /*is_client=*/false));
+  std::unique_ptr<LanePipe> pipe(new LanePipe(fd, std::move(offered->lane), /*is_client=*/false));
+  pipe->window_ = std::move(offered->window);
+  pipe->has_offered_window_ = offered->has_offered_window;
+  return pipe;
 }
 
 LanePipe::~LanePipe() { close(fd_); }
@@ -237,6 +275,36 @@ void LanePipe::SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c) 
                 .crc32c = crc32c});
 }
 
+absl::Status LanePipe::AwaitPlace(const Stop& stop) { return ReserveChunk(stop).status(); }
+
+void LanePipe::SendWindowChunk(int64_t offset, std::span<const std::byte> bytes, uint32_t crc32c) {
+  out_.Publish({.kind = kWindowChunk,
+                .length_bytes = static_cast<int32_t>(bytes.size()),
+                .offset = offset,
+                .crc32c = crc32c,
+                .window_offset = bytes.data() - window_begin_});
+}
+
+bool LanePipe::AwaitPeerEnd(SteadyTime deadline) {
+  shutdown(fd_, SHUT_WR);
+  pollfd polled{fd_, POLLIN | POLLRDHUP, 0};
+  while (true) {
+    const auto left = absl::ToInt64Milliseconds(std::max(Until(deadline), absl::ZeroDuration()));
+    if (poll(&polled, 1, static_cast<int>(std::min<int64_t>(left, 1000))) > 0) return true;
+    if (SteadyNow() >= deadline) return false;
+  }
+}
+
+absl::StatusOr<std::span<const std::byte>> LanePipe::FindInWindow(
+    const SharedRing::Label& label) const {
+  if (window_ == nullptr || label.window_offset < 0 ||
+      label.window_offset > window_->size_bytes() - label.length_bytes) {
+    return ProtocolViolation();
+  }
+  return std::span<const std::byte>(window_->data() + label.window_offset,
+                                    static_cast<size_t>(label.length_bytes));
+}
+
 absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
   Frame frame;
   bool has_part = false;
@@ -244,18 +312,22 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
     ReleaseIncoming();
     EMA_ASSIGN_OR_RETURN(const SharedRing::Filled filled, WaitForFilled(stop));
     const auto& [label, bytes] = filled;
-    if (label.kind == kChunk && frame.message.empty()) {
-      return Frame{.is_chunk = true,
-                   .message = {},
-                   .offset = label.offset,
-                   .crc32c = label.crc32c,
-                   .bytes = bytes};
+    if ((label.kind == kChunk || label.kind == kWindowChunk) && frame.message.empty()) {
+      frame = {.is_chunk = true,
+               .message = {},
+               .offset = label.offset,
+               .crc32c = label.crc32c,
+               .bytes = bytes};
+      if (label.kind == kWindowChunk) {
+        EMA_ASSIGN_OR_RETURN(frame.bytes, FindInWindow(label));
+      }
+      return frame;
     }
     // Of empty parts there could be any number.
     const bool is_part = label.kind == kMessagePart && !bytes.empty();
     if ((label.kind != kMessage && !is_part) ||
         frame.message.size() + bytes.size() > static_cast<size_t>(kMaxMessageBytes)) {
-      return absl::UnavailableError("same-host lane: the peer has violated the protocol");
+      return ProtocolViolation();
     }
     frame.message.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     if (label.kind == kMessage) {

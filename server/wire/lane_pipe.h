@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/base/steady_wait.h"
+#include "server/wire/shared_memory.h"
 #include "server/wire/shared_ring.h"
 
 namespace ema {
@@ -25,21 +26,27 @@ std::string HostId();
 // ends with its process. Returns its descriptor. UNAVAILABLE: the system refuses.
 absl::StatusOr<int> ListenForLanes(const std::string& socket_name);
 
-// One end of a lane. For one thread at a time. Functions that wait call `stop` at least every 50
-// ms, and fail with CANCELLED once it returns true: ReserveChunk() and Receive() also while frames
-// flow, SendMessage() only while it waits, so that the reason for ending a call can still be sent.
-// UNAVAILABLE: the peer has closed the lane or broken its protocol.
+// One end of a lane. A chunk is in a slot of the lane's own memory, or in a window: memory of the
+// client that the server maps, for chunks that a GPU has written there. For one thread at a time.
+// Functions that wait call `stop` at least every 50 ms, and fail with CANCELLED once it returns
+// true: ReserveChunk() and Receive() also while frames flow, SendMessage() only while it waits, so
+// that the reason for ending a call can still be sent. UNAVAILABLE: the peer has closed the lane or
+// broken its protocol.
 class LanePipe {
  public:
   using Stop = std::function<bool()>;
 
   // The client's end. FAILED_PRECONDITION: another user runs the server. UNAVAILABLE: there is no
-  // such socket here (it may be in another container).
-  static absl::StatusOr<std::unique_ptr<LanePipe>> Connect(const std::string& socket_name);
-  // The server's end, for an accepted connection. Takes ownership of `fd`. PERMISSION_DENIED:
-  // another user runs the client. INVALID_ARGUMENT: the client passes something other than lane
-  // memory.
-  static absl::StatusOr<std::unique_ptr<LanePipe>> Accept(int fd, const Stop& stop);
+  // such socket here (it may be in another container). `window`: made by
+  // SharedMemory::CreateWindow(); null: the lane has none. It must outlive the SendWindowChunk()
+  // calls.
+  static absl::StatusOr<std::unique_ptr<LanePipe>> Connect(const std::string& socket_name,
+                                                           const SharedMemory* window = nullptr);
+  // The server's end, for an accepted connection. Takes ownership of `fd`. Maps the client's window
+  // if `admit_window` returns true for its size. PERMISSION_DENIED: another user runs the client.
+  // INVALID_ARGUMENT: the client passes something other than lane memory and a window.
+  static absl::StatusOr<std::unique_ptr<LanePipe>> Accept(
+      int fd, const Stop& stop, const SharedMemory::Admit& admit_window = nullptr);
   ~LanePipe();
   LanePipe(const LanePipe&) = delete;
   LanePipe& operator=(const LanePipe&) = delete;
@@ -52,12 +59,30 @@ class LanePipe {
   // Sends the data written there. The receiver gets the checksum unverified.
   void SendChunk(int64_t offset, int64_t length_bytes, uint32_t crc32c);
 
+  // Waits until a frame can be sent.
+  absl::Status AwaitPlace(const Stop& stop);
+  // The client's end: sends a chunk of at most kMaxChunkBytes that is in the window. Its bytes must
+  // not change until the server has read it: until unread_frame_count() is at most the number of
+  // frames that were sent after it, or AwaitPeerEnd() has returned true. REQUIRES: AwaitPlace() has
+  // succeeded since the last frame was sent.
+  void SendWindowChunk(int64_t offset, std::span<const std::byte> bytes, uint32_t crc32c);
+  // The number of frames that this end has sent, and the peer has not finished reading.
+  int64_t unread_frame_count() const { return out_.unreleased_count(); }
+  // Ends the lane, and waits until the peer has closed its end; then it reads neither lane nor
+  // window any more. False: it has not by `deadline`.
+  bool AwaitPeerEnd(SteadyTime deadline);
+
+  // The server's end: true if the client has passed a window, and if it is mapped.
+  bool has_offered_window() const { return has_offered_window_; }
+  bool has_window() const { return window_ != nullptr; }
+
   struct Frame {
     bool is_chunk = false;
     std::string message;  // If it is not a chunk.
     int64_t offset = 0;
     uint32_t crc32c = 0;
-    // In the shared memory; valid until the next call of Receive() or HasIncoming().
+    // In the lane's memory or in the window; valid until the next call of Receive() or
+    // HasIncoming().
     std::span<const std::byte> bytes;
   };
   absl::StatusOr<Frame> Receive(const Stop& stop);
@@ -82,10 +107,16 @@ class LanePipe {
   absl::StatusOr<std::span<std::byte>> WaitForFree(const Stop& stop);
   absl::StatusOr<SharedRing::Filled> WaitForFilled(const Stop& stop);
   void ReleaseIncoming();
+  // The bytes of a chunk in the window. UNAVAILABLE: they are not inside it.
+  absl::StatusOr<std::span<const std::byte>> FindInWindow(const SharedRing::Label& label) const;
   bool IsPeerClosed() const;
 
   const int fd_;
   const std::unique_ptr<SharedMemory> memory_;
+  // The server's end. Set by Accept().
+  std::unique_ptr<SharedMemory> window_;
+  bool has_offered_window_ = false;
+  const std::byte* window_begin_ = nullptr;  // The client's end. Set by Connect().
   SharedRing out_;
   SharedRing in_;
   bool holds_incoming_ = false;

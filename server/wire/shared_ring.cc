@@ -1,33 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/wire/shared_ring.h"
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <climits>
-#include <cstring>
-#include <utility>
-
-#include "absl/strings/str_cat.h"
 
 namespace ema {
 namespace {
 
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Some 250 us: longer than the peer needs for a slot, if it runs, and than a virtual machine's idle
 // processor needs to wake (50 to 250 us), which is what sleeping costs.
 constexpr int kSpins = 10'000;
-
-absl::Status SystemError(const char* what) {
-  return absl::InternalError(absl::StrCat(what, ": ", std::strerror(errno)));
-}
 
 void Pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -62,49 +48,6 @@ void LeaveProcessor(int32_t processor) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t size_bytes) {
-  // Where files may not be so long, ftruncate() ends a process that does not ignore SIGXFSZ.
-  rlimit files{};
-  if (getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < static_cast<rlim_t>(size_bytes)) {
-    return absl::InternalError(absl::StrCat("shared memory: the process may write files of ",
-                                            files.rlim_cur, " bytes, expected at least ",
-                                            size_bytes));
-  }
-  const int fd = memfd_create("ema-lane", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) return SystemError("memfd_create");
-  if (ftruncate(fd, size_bytes) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0) {
-    absl::Status status = SystemError("setting the size of a memfd");
-    close(fd);
-    return status;
-  }
-  return Map(fd, size_bytes);
-}
-
-absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Map(int fd, int64_t size_bytes) {
-  struct stat about {};
-  const int seals = fcntl(fd, F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals || fstat(fd, &about) != 0 ||
-      about.st_size != size_bytes) {
-    close(fd);
-    return absl::InvalidArgumentError(absl::StrCat("shared memory: expected a memfd of ",
-                                                   size_bytes, " bytes with a sealed size"));
-  }
-  void* const data =
-      mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
-  if (data == MAP_FAILED) {
-    absl::Status status = SystemError("mmap");
-    close(fd);
-    return status;
-  }
-  return std::unique_ptr<SharedMemory>(
-      new SharedMemory(fd, static_cast<std::byte*>(data), size_bytes));
-}
-
-SharedMemory::~SharedMemory() {
-  munmap(data_, size_bytes_);
-  close(fd_);
-}
-
 // What one end writes and the other one reads; each counter on a cache line of its own. An end that
 // is about to sleep says so and looks again; the other one looks for sleepers after it has moved
 // its counter: all four sequentially consistent, so that one of the two sees the other.
@@ -123,6 +66,7 @@ struct SharedRing::Control {
     std::atomic<int32_t> length_bytes;
     std::atomic<int64_t> offset;
     std::atomic<uint32_t> crc32c;
+    std::atomic<int64_t> window_offset;
   };
 
   End writer;
@@ -168,8 +112,7 @@ void SharedRing::Advance(End& own, const End& peer) {
 std::span<std::byte> SharedRing::WaitForFree(absl::Duration max_wait) {
   const uint32_t full_at = position_ - kSlotCount;
   if (broken_ || !Await(control_.writer, control_.reader, max_wait, full_at)) return {};
-  const uint32_t in_use = position_ - control_.reader.count.load(std::memory_order_acquire);
-  if (in_use >= kSlotCount) {
+  if (unreleased_count() >= kSlotCount) {
     broken_ = true;
     return {};
   }
@@ -182,7 +125,12 @@ void SharedRing::Publish(const Label& label) {
   shared.length_bytes.store(label.length_bytes, std::memory_order_relaxed);
   shared.offset.store(label.offset, std::memory_order_relaxed);
   shared.crc32c.store(label.crc32c, std::memory_order_relaxed);
+  shared.window_offset.store(label.window_offset, std::memory_order_relaxed);
   Advance(control_.writer, control_.reader);
+}
+
+uint32_t SharedRing::unreleased_count() const {
+  return position_ - control_.reader.count.load(std::memory_order_acquire);
 }
 
 std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_wait) {
@@ -193,7 +141,8 @@ std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_w
   const Label label{.kind = shared.kind.load(std::memory_order_relaxed),
                     .length_bytes = shared.length_bytes.load(std::memory_order_relaxed),
                     .offset = shared.offset.load(std::memory_order_relaxed),
-                    .crc32c = shared.crc32c.load(std::memory_order_relaxed)};
+                    .crc32c = shared.crc32c.load(std::memory_order_relaxed),
+                    .window_offset = shared.window_offset.load(std::memory_order_relaxed)};
   if (filled > kSlotCount || label.length_bytes < 0 || label.length_bytes > kSlotBytes) {
     broken_ = true;
     return std::nullopt;

@@ -1,44 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory that two processes of one host share, and a ring of slots in it.
+// A ring of slots in memory that two processes share (shared_memory.h).
 #ifndef EMA_SERVER_WIRE_SHARED_RING_H_
 #define EMA_SERVER_WIRE_SHARED_RING_H_
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <span>
 
-#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
 namespace ema {
-
-// A mapped memfd. Its size is sealed, so that a peer cannot truncate it while it is read.
-class SharedMemory {
- public:
-  // Makes zeroed memory. INTERNAL: the system refuses, or RLIMIT_FSIZE is too small.
-  static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t size_bytes);
-  // Maps memory that Create() has made in another process. Takes ownership of `fd`.
-  // INVALID_ARGUMENT: it has another size, or is not sealed.
-  static absl::StatusOr<std::unique_ptr<SharedMemory>> Map(int fd, int64_t size_bytes);
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
-
-  int fd() const { return fd_; }
-  std::byte* data() const { return data_; }
-
- private:
-  SharedMemory(int fd, std::byte* data, int64_t size_bytes)
-      : fd_(fd), data_(data), size_bytes_(size_bytes) {}
-
-  const int fd_;
-  std::byte* const data_;
-  const int64_t size_bytes_;
-};
 
 // One end of a ring with one writer and one reader, each a thread at a time, in two processes or
 // one. A waiting end spins for some microseconds, then sleeps; after a sleep that timed out it does
@@ -61,6 +35,7 @@ class SharedRing {
     int32_t length_bytes = 0;
     int64_t offset = 0;
     uint32_t crc32c = 0;
+    int64_t window_offset = 0;
   };
   struct Filled {
     Label label;
@@ -77,6 +52,8 @@ class SharedRing {
   std::span<std::byte> WaitForFree(absl::Duration max_wait);
   // Passes that slot to the reader. REQUIRES: label.length_bytes <= kSlotBytes.
   void Publish(const Label& label);
+  // The number of published slots that the reader has not released.
+  uint32_t unreleased_count() const;
 
   // --- The reader. ---
 

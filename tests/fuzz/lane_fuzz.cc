@@ -21,11 +21,13 @@ namespace {
 // The control words of a ring, as shared_ring.cc places them.
 constexpr int64_t kReaderCount = 128;
 constexpr int64_t kLabels = 256;
-constexpr int64_t kLabelBytes = 24;
+constexpr int64_t kLabelBytes = 32;
 // The kinds of lane_pipe.cc.
 constexpr int32_t kMessage = 1;
 constexpr int32_t kMessagePart = 2;
 constexpr int32_t kChunk = 3;
+constexpr int32_t kWindowChunk = 4;
+constexpr int64_t kWindowBytes = int64_t{1} << 20;
 
 // A client, and the server's pipe to it. Made once and used until the server finds that the client
 // has broken the protocol, because mapping the memory takes longer than all else.
@@ -35,19 +37,21 @@ struct Lane {
     EMA_FUZZ_CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
     client = sockets[0];
     memory = *SharedMemory::Create(2 * SharedRing::kBytes);
+    window = *SharedMemory::CreateWindow(kWindowBytes);
+    const int descriptors[] = {memory->fd(), window->fd()};
     char byte = 0;
     iovec data{&byte, 1};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(descriptors))] = {};
     msghdr message{.msg_iov = &data, .msg_iovlen = 1, .msg_control = control};
     message.msg_controllen = sizeof(control);
     cmsghdr* const header = CMSG_FIRSTHDR(&message);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int));
-    const int descriptor = memory->fd();
-    std::memcpy(CMSG_DATA(header), &descriptor, sizeof(descriptor));
+    header->cmsg_len = CMSG_LEN(sizeof(descriptors));
+    std::memcpy(CMSG_DATA(header), descriptors, sizeof(descriptors));
     EMA_FUZZ_CHECK(sendmsg(client, &message, 0) == 1);
-    server = *LanePipe::Accept(sockets[1], nullptr);
+    server = *LanePipe::Accept(sockets[1], nullptr, [](int64_t) { return true; });
+    EMA_FUZZ_CHECK(server->has_window());
   }
   ~Lane() { close(client); }
 
@@ -59,6 +63,7 @@ struct Lane {
 
   int client = -1;
   std::unique_ptr<SharedMemory> memory;
+  std::unique_ptr<SharedMemory> window;
   std::unique_ptr<LanePipe> server;
 };
 
@@ -69,12 +74,15 @@ void SendFrames(FuzzInput& input, Lane& lane) {
   for (int32_t i = 0; i < count; ++i) {
     const int64_t slot = static_cast<uint32_t>(position + i) % SharedRing::kSlotCount;
     const int64_t label = kLabels + slot * kLabelBytes;
-    int32_t kind = input.Byte() % 5;
+    int32_t kind = input.Byte() % 6;
     if (kind == kMessagePart && i + 1 == count) kind = kMessage;
     lane.Word(true, label) = kind;
     // Three bytes are more than a slot; the fourth one makes negative lengths.
     lane.Word(true, label + 4) = static_cast<int32_t>(input.Number(input.Byte() % 5));
     lane.Word(true, label + 8) = static_cast<int32_t>(input.Number(2));
+    // Of 64 bits, the upper half of which makes negative and huge offsets.
+    lane.Word(true, label + 24) = static_cast<int32_t>(input.Number(input.Byte() % 5));
+    lane.Word(true, label + 28) = static_cast<int32_t>(input.Byte() % 4 == 0 ? input.Number(4) : 0);
   }
   lane.Word(true, 0) = position + count;
 }
@@ -92,7 +100,8 @@ bool ReceiveFrames(Lane& lane) {
       return lane.server->CheckPeer(nullptr).ok();
     }
     if (frame->is_chunk) {
-      EMA_FUZZ_CHECK(lane.Word(true, label) == kChunk);
+      const int32_t kind = lane.Word(true, label);
+      EMA_FUZZ_CHECK(kind == kChunk || kind == kWindowChunk);
       EMA_FUZZ_CHECK(static_cast<int32_t>(frame->bytes.size()) == lane.Word(true, label + 4));
       if (!frame->bytes.empty()) {  // Both are in the mapping, or the process ends.
         (void)*const_cast<const volatile std::byte*>(&frame->bytes.front());

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <thread>
 #include <vector>
 
@@ -18,6 +20,11 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
+
+int64_t CountDescriptors() {
+  const std::filesystem::directory_iterator open_files("/proc/self/fd");
+  return std::distance(begin(open_files), end(open_files));
+}
 
 class LanePipeTest : public testing::Test {
  protected:
@@ -165,6 +172,119 @@ TEST_F(LanePipeTest, WhoPassesNoMemoryIsRefused) {
   EXPECT_EQ(LanePipe::Accept(ends[0], [] { return true; }).status().code(),
             absl::StatusCode::kCancelled);
   close(ends[1]);
+}
+
+TEST_F(LanePipeTest, OtherNumbersOfDescriptorsAreRefused) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto memory, SharedMemory::Create(2 * SharedRing::kBytes));
+  const int descriptors[] = {memory->fd(), memory->fd(), memory->fd()};
+  const int64_t before = CountDescriptors();
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  char byte = 0;
+  iovec data{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(descriptors))] = {};
+  msghdr message{.msg_iov = &data, .msg_iovlen = 1, .msg_control = control};
+  message.msg_controllen = CMSG_LEN(sizeof(descriptors));
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(descriptors));
+  std::memcpy(CMSG_DATA(header), descriptors, sizeof(descriptors));
+  ASSERT_EQ(sendmsg(ends[1], &message, 0), 1);
+  EXPECT_THAT(LanePipe::Accept(ends[0], nullptr),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("one or two descriptors")));
+  close(ends[1]);
+  EXPECT_EQ(CountDescriptors(), before);
+}
+
+// A lane with a window, both ends of which are in this process.
+class WindowPipeTest : public LanePipeTest {
+ protected:
+  static constexpr int64_t kWindowBytes = int64_t{1} << 20;
+
+  void SetUp() override {
+    name_ = absl::StrCat("ema-window-pipe-test-", getpid());
+    EMA_ASSERT_OK_AND_ASSIGN(listening_, ListenForLanes(name_));
+    Connect([](int64_t) { return true; });
+  }
+  void Connect(const SharedMemory::Admit& admit) {
+    EMA_ASSERT_OK_AND_ASSIGN(window_, SharedMemory::CreateWindow(kWindowBytes));
+    std::thread connecting([this] { client_ = *LanePipe::Connect(name_, window_.get()); });
+    auto accepted = LanePipe::Accept(accept(listening_, nullptr, nullptr), nullptr, admit);
+    connecting.join();
+    EMA_ASSERT_OK_AND_ASSIGN(server_, std::move(accepted));
+  }
+  absl::Status Send(int64_t window_offset, int64_t length_bytes) {
+    const absl::Status status = client_->AwaitPlace(nullptr);
+    if (!status.ok()) return status;
+    client_->SendWindowChunk(
+        77, {window_->data() + window_offset, static_cast<size_t>(length_bytes)}, 7);
+    return absl::OkStatus();
+  }
+
+  std::unique_ptr<SharedMemory> window_;
+};
+
+TEST_F(WindowPipeTest, ChunksAreReadWhereTheClientHasWrittenThem) {
+  ASSERT_TRUE(server_->has_window());
+  std::memcpy(window_->data() + 4096, "bytes", 5);
+  ASSERT_THAT(Send(4096, 5), IsOk());
+  ASSERT_THAT(Send(kWindowBytes - LanePipe::kMaxChunkBytes, LanePipe::kMaxChunkBytes), IsOk());
+  ASSERT_THAT(client_->SendMessage("between", nullptr), IsOk());
+  EXPECT_EQ(client_->unread_frame_count(), 3);
+  auto frame = server_->Receive(nullptr);
+  ASSERT_THAT(frame, IsOk());
+  EXPECT_TRUE(frame->is_chunk);
+  EXPECT_EQ(frame->offset, 77);
+  EXPECT_EQ(frame->crc32c, 7u);
+  ASSERT_EQ(frame->bytes.size(), 5u);
+  EXPECT_EQ(std::memcmp(frame->bytes.data(), "bytes", 5), 0);
+  window_->data()[4096] = std::byte{'B'};
+  EXPECT_EQ(frame->bytes[0], std::byte{'B'});
+  // The chunk is the receiver's until it asks for the next frame.
+  EXPECT_EQ(client_->unread_frame_count(), 3);
+  frame = server_->Receive(nullptr);
+  ASSERT_THAT(frame, IsOk());
+  EXPECT_EQ(static_cast<int64_t>(frame->bytes.size()), LanePipe::kMaxChunkBytes);
+  EXPECT_EQ(client_->unread_frame_count(), 2);
+  EXPECT_EQ(server_->Receive(nullptr)->message, "between");
+  EXPECT_EQ(client_->unread_frame_count(), 0);
+}
+
+TEST_F(WindowPipeTest, ChunksOutsideTheWindowEndTheLane) {
+  struct Case {
+    int64_t window_offset;
+    int64_t length_bytes;
+  };
+  for (const auto [window_offset, length_bytes] :
+       {Case{-1, 1}, Case{kWindowBytes, 1}, Case{kWindowBytes - 7, 8}, Case{int64_t{1} << 40, 8},
+        Case{-(int64_t{1} << 40), 8}, Case{kWindowBytes - 1, LanePipe::kMaxChunkBytes}}) {
+    SCOPED_TRACE(window_offset);
+    ASSERT_THAT(Send(window_offset, length_bytes), IsOk());
+    EXPECT_THAT(server_->Receive(nullptr),
+                StatusIs(absl::StatusCode::kUnavailable, HasSubstr("violated the protocol")));
+    Connect([](int64_t) { return true; });
+  }
+}
+
+TEST_F(WindowPipeTest, WithoutAWindowItsChunksEndTheLane) {
+  Connect([](int64_t size_bytes) { return size_bytes < kWindowBytes; });
+  EXPECT_TRUE(server_->has_offered_window());
+  ASSERT_FALSE(server_->has_window());
+  ASSERT_THAT(Send(0, 0), IsOk());
+  EXPECT_THAT(server_->Receive(nullptr),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("violated the protocol")));
+}
+
+TEST_F(WindowPipeTest, TheClientLearnsWhenTheServerReadsNoMore) {
+  ASSERT_THAT(Send(0, 8), IsOk());
+  EXPECT_FALSE(client_->AwaitPeerEnd(After(SteadyNow(), absl::Milliseconds(20))));
+  // The server finds what was sent, and then the end.
+  EXPECT_THAT(server_->Receive(nullptr), IsOk());
+  EXPECT_THAT(server_->Receive(nullptr), StatusIs(absl::StatusCode::kUnavailable, HasSubstr("")));
+  std::thread ending([&] { server_.reset(); });
+  EXPECT_TRUE(client_->AwaitPeerEnd(After(SteadyNow(), absl::Seconds(20))));
+  ending.join();
 }
 
 TEST_F(LanePipeTest, NobodyListensElsewhere) {

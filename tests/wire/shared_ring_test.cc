@@ -1,22 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/wire/shared_ring.h"
 
-#include <fcntl.h>
 #include <sched.h>
-#include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "server/wire/shared_memory.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr absl::Duration kLong = absl::Seconds(20);
 constexpr absl::Duration kShort = absl::Milliseconds(5);
@@ -144,47 +140,6 @@ TEST_F(SharedRingTest, ALengthThatIsNoneIsNoticed) {
   }
   EXPECT_FALSE(reader_->WaitForFilled(kShort).has_value());
   EXPECT_TRUE(reader_->broken());
-}
-
-TEST(SharedMemoryTest, OnlyASealedMemfdOfTheRightSizeIsMapped) {
-  const auto refuses = [](int fd) {
-    EXPECT_THAT(SharedMemory::Map(fd, 8192),
-                StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("8192 bytes")));
-    EXPECT_EQ(fcntl(fd, F_GETFD), -1);  // Closed.
-  };
-  const int unsealed = memfd_create("test", MFD_ALLOW_SEALING);
-  ASSERT_EQ(ftruncate(unsealed, 8192), 0);
-  refuses(unsealed);
-  const int half_sealed = memfd_create("test", MFD_ALLOW_SEALING);
-  ASSERT_EQ(ftruncate(half_sealed, 8192), 0);
-  ASSERT_EQ(fcntl(half_sealed, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
-  refuses(half_sealed);
-  refuses(dup((*SharedMemory::Create(4096))->fd()));
-  refuses(open("/dev/null", O_RDWR));
-  int ends[2];
-  ASSERT_EQ(pipe(ends), 0);
-  close(ends[1]);
-  refuses(ends[0]);
-
-  const auto memory = SharedMemory::Create(8192);
-  ASSERT_THAT(memory, IsOk());
-  EXPECT_NE(ftruncate((*memory)->fd(), 0), 0);
-  EXPECT_NE(ftruncate((*memory)->fd(), 1 << 20), 0);
-}
-
-// Its ftruncate() would end the process.
-TEST(SharedMemoryTest, IsRefusedWhereFilesMayNotBeSoLong) {
-  rlimit before{};
-  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
-  rlimit low = before;
-  low.rlim_cur = SharedRing::kBytes - 1;
-  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
-  const absl::Status status = SharedMemory::Create(SharedRing::kBytes).status();
-  low.rlim_cur = SharedRing::kBytes;
-  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &low), 0);
-  EXPECT_THAT(SharedMemory::Create(SharedRing::kBytes), IsOk());
-  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  EXPECT_THAT(status, StatusIs(absl::StatusCode::kInternal, HasSubstr("may write files of")));
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 namespace ema::client_internal {
 namespace {
 
-constexpr int64_t kProtocol = 2;
+constexpr int64_t kProtocol = 3;
 
 }  // namespace
 
