@@ -27,6 +27,10 @@ void WarnOfMemory(const char* whose, int64_t at_most_bytes, int64_t available_by
 
 }  // namespace
 
+int64_t MaxWindowBytes(const ServerOptions& options) {
+  return options.max_window_bytes > 0 ? options.max_window_bytes : HostMemoryBytes() / 16;
+}
+
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device) {
   // A chunk that is being made, one that is being sent, and gRPC's buffers.
   constexpr int64_t kPullBytes = (int64_t{4} << 20) + Reading::kUnbudgetedBytes;
@@ -90,7 +94,9 @@ void LogMemoryFormula(const ServerOptions& options, const MemoryFormula& formula
        {"waiting", formula.waiting_bytes},
        {"max_models", options.max_models},
        {"records", Model::kUnbudgetedBytes},
-       {"freed", formula.kept_bytes}});
+       {"freed", formula.kept_bytes},
+       // The trainers allocate these.
+       {"shared_windows", options.same_host_lane == "on" ? MaxWindowBytes(options) : 0}});
   WarnOfMemory("host", at_most_bytes, HostMemoryBytes());
   if (device.is_host()) return;
   const Device::Overhead overhead = device.overhead(options.block_bytes);

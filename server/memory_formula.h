@@ -12,6 +12,9 @@
 
 namespace ema {
 
+// The limit of all windows together that clients on this host share with the server.
+int64_t MaxWindowBytes(const ServerOptions& options);
+
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device);
 
 // The default of --memory-bytes.

@@ -320,6 +320,9 @@ void AddDevice(Table& table, ServerOptions& o) {
   table.Bytes("memory-bytes", o.memory_bytes, 0,
               "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's memory "
               "that is left after the server's other parts");
+  table.Bytes("max-window-bytes", o.max_window_bytes, 0,
+              "Memory of all windows together: trainers on this host whose weights are on a GPU "
+              "share theirs with the server, 64 MiB each by default. 0: 1/16 of the host's memory");
   table.Count("threads", o.thread_count, 0,
               "Threads that serve RPCs. 0: half of the processors, at least 1", 1024);
   table.Group("");  // Not in --help.

@@ -62,14 +62,29 @@ std::string PeerName(int fd) {
   return absl::StrCat("lane:pid=", peer.pid);
 }
 
-void LaneConnection::Run(int fd) {
+bool LaneConnection::Accept(int fd) {
   peer_ = PeerName(fd);
   // A client has to pass its memory soon.
   const SteadyTime deadline = After(SteadyNow(), absl::Seconds(5));
   const auto is_late = [&] { return is_stopping_.load() || SteadyNow() > deadline; };
-  absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late);
-  if (!pipe.ok()) return;
+  const auto admit_window = [&](int64_t size_bytes) {
+    absl::StatusOr<std::unique_ptr<MemoryBudget::Reservation>> reserved =
+        windows_->Reserve("a window", size_bytes);
+    if (!reserved.ok()) return false;
+    window_memory_ = *std::move(reserved);
+    return true;
+  };
+  absl::StatusOr<std::unique_ptr<LanePipe>> pipe = LanePipe::Accept(fd, is_late, admit_window);
+  if (!pipe.ok()) return false;
   pipe_ = *std::move(pipe);
+  if (!pipe_->has_offered_window()) return true;
+  v1::LaneResponse response;
+  response.mutable_window()->set_is_mapped(pipe_->has_window());
+  return pipe_->SendMessage(response.SerializeAsString(), is_late).ok();
+}
+
+void LaneConnection::Run(int fd) {
+  if (!Accept(fd)) return;
   while (!is_stopping_.load() && !has_lost_step_) {
     absl::StatusOr<v1::LaneRequest> request = CatchExceptions([this] { return ReceiveRequest(); });
     absl::Status status = request.status();

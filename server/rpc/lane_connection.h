@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/v1/lane.pb.h"
+#include "server/core/memory_budget.h"
 #include "server/rpc/pull_handler.h"
 #include "server/rpc/rpc_context.h"
 #include "server/wire/lane_pipe.h"
@@ -25,9 +26,9 @@ std::string PeerName(int fd);
 // fails, or `is_stopping`. Chunks are folded where the client has written them.
 class LaneConnection final : public StreamCall {
  public:
-  // `rpc` and `is_stopping` outlive it.
-  LaneConnection(RpcContext* rpc, const std::atomic<bool>* is_stopping)
-      : rpc_(rpc), is_stopping_(*is_stopping) {}
+  // `windows`: for the client's window. All three outlive it.
+  LaneConnection(RpcContext* rpc, MemoryBudget* windows, const std::atomic<bool>* is_stopping)
+      : rpc_(rpc), windows_(windows), is_stopping_(*is_stopping) {}
 
   // Takes ownership of `fd`, a connection to the lanes' socket.
   void Run(int fd);
@@ -37,6 +38,8 @@ class LaneConnection final : public StreamCall {
     (why == StreamEnd::kRevoked ? is_revoked_ : is_stalled_).store(true, std::memory_order_relaxed);
   }
 
+  // Accepts the lane, and maps its window if there is memory for it. False: the lane has ended.
+  bool Accept(int fd);
   // Receives the message that begins a call. INVALID_ARGUMENT, BAD_REQUEST: it is another message.
   // Other errors: the lane has ended.
   absl::StatusOr<v1::LaneRequest> ReceiveRequest();
@@ -55,7 +58,9 @@ class LaneConnection final : public StreamCall {
   absl::Status WhyEnded(const absl::Status& status) const;
 
   RpcContext* const rpc_;
+  MemoryBudget* const windows_;
   const std::atomic<bool>& is_stopping_;
+  std::unique_ptr<MemoryBudget::Reservation> window_memory_;  // Null: there is no window.
   std::unique_ptr<LanePipe> pipe_;
   std::string peer_;            // Constant once connected.
   bool has_lost_step_ = false;  // The client's messages may belong to a call that has ended.

@@ -21,10 +21,11 @@ constexpr int kPollMs = 100;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<LaneServer>> LaneServer::Start(RpcContext* rpc, int64_t max_lanes) {
+absl::StatusOr<std::unique_ptr<LaneServer>> LaneServer::Start(RpcContext* rpc,
+                                                              const Limits& limits) {
   std::string name = "ema-lane-" + RandomHex(4);
   EMA_ASSIGN_OR_RETURN(const int fd, ListenForLanes(name));
-  std::unique_ptr<LaneServer> server(new LaneServer(rpc, max_lanes, std::move(name), fd));
+  std::unique_ptr<LaneServer> server(new LaneServer(rpc, limits, std::move(name), fd));
   server->accepting_ = std::thread([server = server.get()] { server->Accept(); });
   return server;
 }
@@ -64,7 +65,7 @@ void LaneServer::Accept() {
     Lane& lane = lanes_.emplace_back();
     try {
       lane.thread = std::thread([this, fd, &lane] {
-        LaneConnection(rpc_, &is_stopping_).Run(fd);
+        LaneConnection(rpc_, &windows_, &is_stopping_).Run(fd);
         lane.has_ended.store(true);
       });
     } catch (const std::system_error&) {  // Out of threads.

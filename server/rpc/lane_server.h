@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/listen_socket.h"
 #include "server/base/log_throttle.h"
+#include "server/core/memory_budget.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
@@ -21,9 +22,12 @@ namespace ema {
 // Each lane has a thread. Stop() and the destructor are for one thread; the rest is thread-safe.
 class LaneServer {
  public:
-  // Listens on a socket with a random name. Lanes beyond `max_lanes` are closed, and their clients
-  // use gRPC. `rpc` outlives it. UNAVAILABLE: the system refuses.
-  static absl::StatusOr<std::unique_ptr<LaneServer>> Start(RpcContext* rpc, int64_t max_lanes);
+  struct Limits {
+    int64_t max_lanes = 0;         // Further lanes are closed, and their clients use gRPC.
+    int64_t max_window_bytes = 0;  // Of all lanes. Further windows are not mapped.
+  };
+  // Listens on a socket with a random name. `rpc` outlives it. UNAVAILABLE: the system refuses.
+  static absl::StatusOr<std::unique_ptr<LaneServer>> Start(RpcContext* rpc, const Limits& limits);
   ~LaneServer() { Stop(); }
 
   const std::string& socket_name() const { return socket_name_; }
@@ -32,9 +36,10 @@ class LaneServer {
   void Stop();
 
  private:
-  LaneServer(RpcContext* rpc, int64_t max_lanes, std::string socket_name, int fd)
+  LaneServer(RpcContext* rpc, const Limits& limits, std::string socket_name, int fd)
       : rpc_(rpc),
-        max_lanes_(max_lanes),
+        max_lanes_(limits.max_lanes),
+        windows_(limits.max_window_bytes),
         socket_name_(std::move(socket_name)),
         fd_(fd),
         acceptor_(fd, kReservedFiles) {}
@@ -43,6 +48,7 @@ class LaneServer {
 
   RpcContext* const rpc_;
   const int64_t max_lanes_;
+  MemoryBudget windows_;
   const std::string socket_name_;
   const int fd_;
   ConnectionAcceptor acceptor_;  // Only for the accepting thread.

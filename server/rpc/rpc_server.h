@@ -53,6 +53,8 @@ class RpcServer {
     int thread_count = 1;
     // Clients of this host and user may push and pull through shared memory.
     bool same_host_lane = true;
+    // Limit of all windows together that these clients share with the server.
+    int64_t max_window_bytes = int64_t{1} << 30;
     // Outlives the server. Null: every caller may do everything.
     Authenticator* authenticator = nullptr;
     // A thread without progress for this time counts as stuck: `worker_timeout` for threads that

@@ -189,6 +189,8 @@ TEST(OptionsTest, FlagsAreRead) {
                                       "7",
                                       "--same-host-lane",
                                       "off",
+                                      "--max-window-bytes",
+                                      "5M",
                                       "--session-timeout",
                                       "1m30s",
                                       "--stream-timeout",
@@ -213,6 +215,7 @@ TEST(OptionsTest, FlagsAreRead) {
   EXPECT_EQ(o.limits.max_pull_streams, 6);
   EXPECT_EQ(o.limits.max_connections, 7);
   EXPECT_EQ(o.same_host_lane, "off");
+  EXPECT_EQ(o.max_window_bytes, 5 << 20);
   EXPECT_EQ(o.limits.session_timeout, absl::Seconds(90));
   EXPECT_EQ(o.limits.stream_timeout, absl::Milliseconds(500));
   EXPECT_EQ(o.drain_grace, absl::ZeroDuration());
@@ -290,6 +293,7 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "--port-file FILE (Env:EMA_PORT_FILE)",
                            "(Env:EMA_DEVICE)",
                            "--memory-bytes BYTES=0 (Env:EMA_MEMORY_BYTES)",
+                           "=0 (Env:EMA_MAX_WINDOW_BYTES)",
                            "(Env:EMA_DATA_DIR)",
                            "(Env:EMA_THREADS)",
                            "=32 (Env:EMA_MAX_PUSH_STREAMS)",

@@ -6,6 +6,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstring>
@@ -70,11 +71,11 @@ class LaneTest : public RpcFixture {
   }
 
   // A lane of a client that keeps to no rules.
-  std::unique_ptr<LanePipe> RawLane() {
+  std::unique_ptr<LanePipe> RawLane(const SharedMemory* window = nullptr) {
     v1::GetLaneResponse offer;
     grpc::ClientContext context;
     EXPECT_TRUE(stub_->GetLane(&context, v1::GetLaneRequest(), &offer).ok());
-    absl::StatusOr<std::unique_ptr<LanePipe>> lane = LanePipe::Connect(offer.socket_name());
+    absl::StatusOr<std::unique_ptr<LanePipe>> lane = LanePipe::Connect(offer.socket_name(), window);
     EXPECT_THAT(lane, IsOk());
     return lane.ok() ? *std::move(lane) : nullptr;
   }
@@ -94,6 +95,14 @@ class LaneTest : public RpcFixture {
     header.set_step(step);
     header.mutable_time()->set_batch(step);
     return request;
+  }
+  // Sends a chunk of the window, as it is, at its own offset.
+  static void SendFromWindow(LanePipe& lane, const SharedMemory& window, int64_t offset,
+                             int64_t length_bytes) {
+    ASSERT_THAT(lane.AwaitPlace(nullptr), IsOk());
+    const std::span<const std::byte> bytes(window.data() + offset,
+                                           static_cast<size_t>(length_bytes));
+    lane.SendWindowChunk(offset, bytes, Crc32c(0, bytes));
   }
   static bool IsClosed(LanePipe& lane) { return !lane.Receive(nullptr).ok(); }
 
@@ -366,6 +375,98 @@ TEST_F(LaneTest, MoreLanesThanAllowedAreClosedAndToldOf) {
   }
   EXPECT_EQ(observer.refused_lanes, 1);
   server_.reset();
+}
+
+TEST_F(LaneTest, ChunksAreFoldedInTheClientsWindow) {
+  Start();
+  OpenRun();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto window, SharedMemory::CreateWindow(kCount * 4));
+  std::fill_n(reinterpret_cast<float*>(window->data()), kCount, 8.0f);
+  const std::unique_ptr<LanePipe> lane = RawLane(window.get());
+  EXPECT_TRUE(Answer(*lane).window().is_mapped());
+  ASSERT_THAT(lane->SendMessage(PushRequest(1).SerializeAsString(), nullptr), IsOk());
+  int64_t chunk_count = 0;
+  for (int64_t offset = 0; offset < kCount * 4; ++chunk_count) {
+    const int64_t length_bytes = std::min(LanePipe::kMaxChunkBytes, kCount * 4 - offset);
+    SendFromWindow(*lane, *window, offset, length_bytes);
+    offset += length_bytes;
+  }
+  v1::LaneRequest commit;
+  commit.mutable_commit()->set_chunk_count(chunk_count);
+  commit.mutable_commit()->set_total_bytes(kCount * 4);
+  commit.mutable_commit()->set_digest(Crc32c(0, {window->data(), static_cast<size_t>(kCount * 4)}));
+  ASSERT_THAT(lane->SendMessage(commit.SerializeAsString(), nullptr), IsOk());
+  EXPECT_EQ(Answer(*lane).pushed().version().version(), 1);
+  EXPECT_THAT(Pull(), IsOkAndHolds(8));
+}
+
+TEST_F(LaneTest, WindowsBeyondTheLimitAreNotMapped) {
+  RpcServer::Options options;
+  options.max_window_bytes = 3 << 20;
+  Start(options);
+  OpenRun();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto window, SharedMemory::CreateWindow(2 << 20));
+  std::unique_ptr<LanePipe> first = RawLane(window.get());
+  EXPECT_TRUE(Answer(*first).window().is_mapped());
+  const std::unique_ptr<LanePipe> second = RawLane(window.get());
+  const v1::LaneResponse refused = Answer(*second);
+  EXPECT_TRUE(refused.has_window());
+  EXPECT_FALSE(refused.window().is_mapped());
+  // The lane works, and a chunk of the window ends it.
+  ASSERT_THAT(second->SendMessage(PushRequest(1).SerializeAsString(), nullptr), IsOk());
+  SendFromWindow(*second, *window, 0, 4096);
+  const absl::StatusOr<LanePipe::Frame> ended = second->Receive(nullptr);
+  v1::LaneResponse error;
+  EXPECT_TRUE(!ended.ok() || (error.ParseFromString(ended->message) && error.has_error()));
+  // The end of a lane returns its memory.
+  EXPECT_TRUE(first->AwaitPeerEnd(After(SteadyNow(), absl::Seconds(20))));
+  bool is_mapped = false;
+  for (int i = 0; i < 1000 && !is_mapped; ++i) {
+    is_mapped = Answer(*RawLane(window.get())).window().is_mapped();
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_TRUE(is_mapped);
+}
+
+// The server reads from the memory while the client writes there: what it computes is right or
+// wrong for that model alone.
+TEST_F(LaneTest, AWindowThatChangesWhileItIsReadHarmsOnlyItsModel) {
+  Start();
+  OpenRun();
+  ASSERT_THAT(Push(1, 8), IsOk());
+  const Manifest manifest = *Manifest::Create({{"w", Dtype::kFloat32, {kCount}}});
+  ASSERT_THAT(client_->CreateModel("other", manifest,
+                                   {{.name = "ema", .schedule = *Schedule::Parse("1ba")}}),
+              IsOk());
+  const std::unique_ptr<ema::Run> other = *client_->OpenRun("other", {});
+  EMA_ASSERT_OK_AND_ASSIGN(const auto window, SharedMemory::CreateWindow(kCount * 4));
+  std::atomic<bool> is_done = false;
+  std::thread writing([&] {
+    while (!is_done) {
+      for (const int value : {0xff, 0x7f, 0x80, 0}) {
+        std::memset(window->data(), value, static_cast<size_t>(kCount * 4));
+      }
+    }
+  });
+  for (int64_t step = 2; step < 12; ++step) {
+    const std::unique_ptr<LanePipe> lane = RawLane(window.get());
+    EXPECT_TRUE(Answer(*lane).window().is_mapped());
+    ASSERT_THAT(lane->SendMessage(PushRequest(step).SerializeAsString(), nullptr), IsOk());
+    for (int64_t offset = 0; offset + LanePipe::kMaxChunkBytes <= kCount * 4;
+         offset += LanePipe::kMaxChunkBytes) {
+      if (!lane->AwaitPlace(nullptr).ok()) break;  // Values that are not finite end the step.
+      SendFromWindow(*lane, *window, offset, LanePipe::kMaxChunkBytes);
+    }
+    weights_.assign(kCount, 4);
+    const auto push = other->StartPush(step, TrainingTime::AtBatch(step),
+                                       {std::as_bytes(std::span(weights_))}, absl::Seconds(30));
+    ASSERT_THAT(push, IsOk());
+    EXPECT_THAT((*push)->Wait(), IsOk());
+  }
+  is_done = true;
+  writing.join();
+  ASSERT_THAT(Push(12, 8), IsOk());
+  EXPECT_THAT(Pull(), IsOkAndHolds(8));
 }
 
 TEST_F(LaneTest, WhoeverStallsIsEnded) {

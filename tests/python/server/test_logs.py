@@ -71,6 +71,7 @@ def test_json_has_one_line_an_event_with_its_fields(tmp_path):
         + memory["max_models"] * memory["records"]
         + memory["freed"]
     )
+    assert memory["shared_windows"] > 0
     serving = only(lines, "serving")
     assert serving["listen"] == server.address
     assert isinstance(serving["seconds"], float) and serving["seconds"] > 0
