@@ -15,6 +15,10 @@
 namespace ema {
 namespace {
 
+// How long a server may take to answer whether it offers a lane, or maps a window. Waiting longer
+// costs more than the lane gains.
+constexpr absl::Duration kMaxLaneWait = absl::Seconds(2);
+
 std::string NameOf(const std::vector<client_internal::Address>& addresses) {
   return absl::StrJoin(addresses, ",", [](std::string* out, const client_internal::Address& one) {
     out->append(one.ToString());
@@ -161,7 +165,6 @@ int64_t Client::Impl::max_connections() const {
 }
 
 bool Client::Impl::HasLane(SteadyTime deadline, Interrupt* interrupt) {
-  constexpr absl::Duration kMaxWait = absl::Seconds(2);
   if (!options_.same_host_lane) return false;
   const absl::StatusOr<std::shared_ptr<Connection>> connection = Connect(deadline, interrupt);
   if (!connection.ok()) return false;
@@ -170,7 +173,7 @@ bool Client::Impl::HasLane(SteadyTime deadline, Interrupt* interrupt) {
     if (lanes_of_.lock() == *connection) return lanes_.has_offer();
     if (SteadyNow() < no_lane_until_) return false;
   }
-  Call call(*connection, std::min(deadline, After(SteadyNow(), kMaxWait)), interrupt);
+  Call call(*connection, std::min(deadline, After(SteadyNow(), kMaxLaneWait)), interrupt);
   const absl::StatusOr<v1::GetLaneResponse> offer =
       UnaryOn(call, &client_internal::Stub::PrepareAsyncGetLane, v1::GetLaneRequest());
   // An old server does not know the call; one that does not answer is asked again.
@@ -197,6 +200,15 @@ std::unique_ptr<LanePipe> Client::Impl::TakeLane(SteadyTime deadline, Interrupt*
   no_lane_until_ = After(SteadyNow(), lane_pause_);
   lane_pause_ = std::min(2 * lane_pause_, kMaxPause);
   return nullptr;
+}
+
+absl::StatusOr<std::unique_ptr<LanePipe>> Client::Impl::OpenWindowLane(const SharedMemory& window,
+                                                                       SteadyTime deadline,
+                                                                       Interrupt* interrupt) {
+  if (!HasLane(deadline, interrupt)) return absl::UnavailableError("no same-host lane is offered");
+  const SteadyTime give_up = std::min(deadline, After(SteadyNow(), kMaxLaneWait));
+  return lanes_.OpenWithWindow(window,
+                               [&] { return interrupt->fired() || SteadyNow() >= give_up; });
 }
 
 absl::Status Client::Impl::TryAtHome(SteadyTime deadline, Interrupt* interrupt,

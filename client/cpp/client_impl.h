@@ -104,6 +104,11 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   // Null: there is none, or it cannot be found in time; use gRPC.
   std::unique_ptr<LanePipe> TakeLane(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // LanePool::OpenWithWindow(), if the server offers lanes to this host.
+  absl::StatusOr<std::unique_ptr<LanePipe>> OpenWindowLane(const SharedMemory& window,
+                                                           SteadyTime deadline,
+                                                           Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
   void ReturnLane(std::unique_ptr<LanePipe> lane) { lanes_.Return(std::move(lane)); }
   // True if the server offers lanes to this host.
   bool HasLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/client/fake_cuda.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -33,6 +36,7 @@ using CUstreamCaptureMode = int;
 using CUcontext = struct CUctx_st*;
 using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
+#define cuMemHostRegister cuMemHostRegister_v2
 #define cuDevicePrimaryCtxRelease cuDevicePrimaryCtxRelease_v2
 #define cuCtxPushCurrent cuCtxPushCurrent_v2
 #define cuCtxPopCurrent cuCtxPopCurrent_v2
@@ -75,7 +79,9 @@ struct State {
   std::map<Stream*, std::unique_ptr<Stream>> streams;
   // Shared with what is queued: an event may be destroyed before it is reached.
   std::map<Event*, std::shared_ptr<Event>> events;
-  std::map<std::byte*, size_t> pinned;
+  std::map<std::byte*, size_t> pinned;  // Allocated and registered memory.
+  std::map<std::byte*, size_t> registered;
+  int registration_failure = 0;
   int contexts[kDevices] = {};
   bool holds = false;
   bool captures = false;
@@ -259,8 +265,41 @@ CUresult cuMemFreeHost(void* memory) {
   NeedContext();
   NeedNoCapture();
   const Lock lock(state().mu);
-  if (state().pinned.erase(static_cast<std::byte*>(memory)) == 0) Die("not pinned memory");
+  auto* const place = static_cast<std::byte*>(memory);
+  if (state().registered.count(place) != 0) Die("registered memory is freed");
+  if (state().pinned.erase(place) == 0) Die("not pinned memory");
   std::free(memory);
+  return Result(0);
+}
+
+CUresult cuMemHostRegister(void* memory, size_t size_bytes, unsigned int flags) {
+  NeedContext();
+  NeedNoCapture();
+  if (flags != 1) Die("registered memory that not every GPU reaches");
+  const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  auto* const place = static_cast<std::byte*>(memory);
+  if (reinterpret_cast<uintptr_t>(place) % page_bytes != 0 || size_bytes % page_bytes != 0) {
+    Die("registered memory that is not whole pages");
+  }
+  // It fails for pages that are not mapped.
+  if (msync(memory, size_bytes, MS_ASYNC) != 0) Die("registered memory that is not mapped");
+  if (const int failure = Count()) return Result(failure);
+  const Lock lock(state().mu);
+  if (state().registration_failure != 0) return Result(state().registration_failure);
+  const auto next = state().pinned.lower_bound(place);
+  if ((next != state().pinned.end() && next->first < place + size_bytes) || IsPinned(place, 1)) {
+    Die("memory is registered twice");
+  }
+  state().pinned[place] = state().registered[place] = size_bytes;
+  return Result(0);
+}
+
+CUresult cuMemHostUnregister(void* memory) {
+  NeedContext();
+  NeedNoCapture();
+  const Lock lock(state().mu);
+  if (state().registered.erase(static_cast<std::byte*>(memory)) == 0) Die("not registered memory");
+  state().pinned.erase(static_cast<std::byte*>(memory));
   return Result(0);
 }
 
@@ -421,6 +460,11 @@ void ema_fake_cuda_limit_pinned(int64_t size_bytes) {
   state().max_pinned_bytes = static_cast<size_t>(size_bytes);
 }
 
+void ema_fake_cuda_refuse_registration(int result) {
+  const Lock lock(state().mu);
+  state().registration_failure = result;
+}
+
 void ema_fake_cuda_delay_pinned(int64_t milliseconds) {
   const Lock lock(state().mu);
   state().pinned_delay_ms = milliseconds;
@@ -440,6 +484,15 @@ int64_t ema_fake_cuda_pinned_bytes() {
   const Lock lock(state().mu);
   int64_t total_bytes = 0;
   for (const auto& [memory, size_bytes] : state().pinned) {
+    total_bytes += static_cast<int64_t>(size_bytes);
+  }
+  return total_bytes;
+}
+
+int64_t ema_fake_cuda_registered_bytes() {
+  const Lock lock(state().mu);
+  int64_t total_bytes = 0;
+  for (const auto& [memory, size_bytes] : state().registered) {
     total_bytes += static_cast<int64_t>(size_bytes);
   }
   return total_bytes;

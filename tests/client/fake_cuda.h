@@ -21,6 +21,8 @@ void ema_fake_cuda_release();
 void ema_fake_cuda_fail(int64_t n, int result);
 // There is no memory for a piece of pinned memory that is larger. 0: no limit.
 void ema_fake_cuda_limit_pinned(int64_t size_bytes);
+// Registering existing memory fails with this result. 0: it succeeds.
+void ema_fake_cuda_refuse_registration(int result);
 // To pin memory takes so long.
 void ema_fake_cuda_delay_pinned(int64_t milliseconds);
 // Calls so far that could have failed.
@@ -28,8 +30,10 @@ int64_t ema_fake_cuda_calls();
 // Copies that have been queued, and those that have been made.
 int64_t ema_fake_cuda_queued_copies();
 int64_t ema_fake_cuda_made_copies();
-// What there is now: bytes of pinned memory, streams and events, contexts that are retained.
+// What there is now: bytes of pinned memory (also of registered memory), streams and events,
+// contexts that are retained.
 int64_t ema_fake_cuda_pinned_bytes();
+int64_t ema_fake_cuda_registered_bytes();  // The part of these that was registered.
 int64_t ema_fake_cuda_objects();
 int64_t ema_fake_cuda_contexts();
 // Another thread captures in the global mode, or has ended that.

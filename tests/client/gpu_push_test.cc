@@ -18,6 +18,7 @@
 #include "tests/client/fake_cuda.h"
 #include "tests/client/fake_group.h"
 #include "tests/client/fake_server.h"
+#include "tests/client/trainer_stream.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/tcp_proxy.h"
 
@@ -50,32 +51,6 @@ Manifest SmallManifest() {
 Manifest LargeManifest() {
   return *Manifest::Create({{.name = "large", .dtype = Dtype::kUInt8, .shape = {128 << 20}}});
 }
-
-// What a trainer has queued on a stream; kept until the end of the test.
-class TrainerStream {
- public:
-  ~TrainerStream() { ema_fake_cuda_end_stream(stream_); }
-
-  GpuStream on(int device) const { return {.device = device, .handle = stream_}; }
-  void Queue(std::function<void()> work) {
-    auto* const queued = new std::function<void()>(std::move(work));
-    const auto run = [](void* argument) {
-      const std::unique_ptr<std::function<void()>> function(
-          static_cast<std::function<void()>*>(argument));
-      (*function)();
-    };
-    ema_fake_cuda_queue(stream_, run, queued);
-  }
-  // Until what is queued now has run.
-  void Await() {
-    absl::Notification done;
-    Queue([&] { done.Notify(); });
-    done.WaitForNotification();
-  }
-
- private:
-  void* const stream_ = ema_fake_cuda_new_stream();
-};
 
 // A trainer whose weights are on GPU 0, or on what `devices` says.
 class GpuPushTest : public testing::Test {

@@ -50,6 +50,42 @@ TEST(PinnedRingTest, WhereThereIsLessMemoryItTakesHalfAndHalfOfThat) {
   ema_fake_cuda_limit_pinned(0);
 }
 
+TEST(PinnedRingTest, IsInAWindowIfItIsSharedAndLargeEnough) {
+  struct Case {
+    bool is_shared;
+    int64_t slot_count;
+    int refusal;
+    bool has_window;
+  };
+  for (const auto [is_shared, slot_count, refusal, has_window] :
+       {Case{true, 8, 0, true}, Case{false, 8, 0, false}, Case{true, 7, 0, false},
+        Case{true, 8, 801, false}}) {
+    SCOPED_TRACE(refusal);
+    PinnedRing ring(PinnedRing::kMinRingBytes);
+    EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
+    ema_fake_cuda_refuse_registration(refusal);
+    EXPECT_THAT(ring.Allocate(*gpu, 1000, slot_count, is_shared), IsOk());
+    EXPECT_EQ(ring.slot_count(), slot_count);
+    EXPECT_EQ(ring.window() != nullptr, has_window);
+    EXPECT_EQ(ema_fake_cuda_registered_bytes(), has_window ? 8192 : 0);
+  }
+  ema_fake_cuda_refuse_registration(0);
+  EXPECT_EQ(ema_fake_cuda_pinned_bytes(), 0);
+}
+
+TEST(PinnedRingTest, ADiscardedWindowIsReplacedWithAllItsBuffers) {
+  PinnedRing ring(PinnedRing::kMinRingBytes);
+  EMA_ASSERT_OK_AND_ASSIGN(client_internal::Gpu* const gpu, ring.Open(0));
+  ASSERT_THAT(ring.Allocate(*gpu, 4096, 8, /*is_shared=*/true), IsOk());
+  ASSERT_TRUE(ring.TryTake().has_value());
+  ring.DiscardWindow();
+  ASSERT_THAT(ring.Allocate(*gpu, 4096, 8, /*is_shared=*/true), IsOk());
+  EXPECT_NE(ring.window(), nullptr);
+  EXPECT_EQ(ema_fake_cuda_registered_bytes(), 8 * 4096);
+  for (int i = 0; i < 8; ++i) EXPECT_TRUE(ring.TryTake().has_value());
+  EXPECT_FALSE(ring.TryTake().has_value());
+}
+
 // As gRPC has them, each sender keeps its messages for a while.
 TEST(StagedChunksTest, SendersUpToTheMaximumAlwaysFindABuffer) {
   const Manifest manifest = *Manifest::Create({{.name = "w", .shape = {100'000}}});
@@ -122,6 +158,7 @@ class SmallRing {
     ring_.Return(*slot);
     return first;
   }
+  void AwaitCopies() { EXPECT_TRUE(gpus_[0]->AwaitIdle(After(SteadyNow(), absl::Seconds(60)))); }
   void Overwrite() { std::fill(weights_.begin(), weights_.end(), -1.0f); }
 
  private:
@@ -178,6 +215,31 @@ TEST(StagedChunksTest, ATryThatHasSentNothingCopiesNothingAgain) {
   ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
   EXPECT_EQ(ema_fake_cuda_queued_copies(), queued);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
+}
+
+// As a lane lends them to the server.
+TEST(StagedChunksTest, ALentChunkStaysUntilItHasBeenRead) {
+  SmallRing small(3);
+  ASSERT_THAT(small.staged().Stage({0, 1, 2, 3}), IsOk());
+  const std::optional<int> first = small.staged().Borrow(0);
+  const std::optional<int> second = small.staged().Borrow(1);
+  ASSERT_TRUE(first.has_value() && second.has_value());
+  EXPECT_FALSE(small.gate().TryRelease(absl::ZeroDuration()));
+  small.staged().EndLoan(0, *first, /*is_read=*/true);
+  // All copies have been started, so the weights may change.
+  ASSERT_TRUE(small.gate().TryRelease(absl::ZeroDuration()));
+  EXPECT_FALSE(small.staged().Holds({0, 1}));
+  // A lane that breaks now needs what it has not read.
+  ASSERT_TRUE(small.staged().Holds({1, 2, 3}));
+  small.staged().EndLoan(1, *second, /*is_read=*/false);
+  ASSERT_TRUE(small.staged().Holds({1, 2, 3}));
+  small.AwaitCopies();
+  small.Overwrite();
+  ASSERT_THAT(small.staged().Stage({1, 2, 3}), IsOk());
+  for (int i = 1; i < 4; ++i) EXPECT_EQ(small.TakeAndReturn(i), 250.0f * i);
+  small.staged().Drop();
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(small.ring().TryTake().has_value());
+  EXPECT_FALSE(small.ring().TryTake().has_value());
 }
 
 // gRPC may still have a buffer of the push before.

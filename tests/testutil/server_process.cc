@@ -106,6 +106,15 @@ int64_t ServerProcess::resident_bytes() const {
   return resident_pages * sysconf(_SC_PAGESIZE);
 }
 
+int64_t ServerProcess::CountMappings(const std::string& name) const {
+  std::ifstream maps(absl::StrCat("/proc/", process_->pid(), "/maps"));
+  int64_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find(name) != std::string::npos ? 1 : 0;
+  }
+  return count;
+}
+
 int64_t ServerProcess::socket_count() const {
   std::error_code error;
   int64_t count = 0;

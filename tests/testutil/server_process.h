@@ -51,6 +51,9 @@ class ServerProcess {
   int port() const { return port_; }
   std::string address() const;
   bool is_running() { return process_->is_running(); }
+  void Signal(int signal) const { process_->Signal(signal); }
+  // The number of its mappings of files whose names contain `name`.
+  int64_t CountMappings(const std::string& name) const;
   // What of its memory is resident.
   int64_t resident_bytes() const;
   // Its open sockets.

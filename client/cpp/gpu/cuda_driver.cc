@@ -34,6 +34,8 @@ absl::StatusOr<CudaDriver> CudaDriver::Load() {
   find("cuCtxPopCurrent_v2", driver.CtxPopCurrent);
   find("cuMemHostAlloc", driver.MemHostAlloc);
   find("cuMemFreeHost", driver.MemFreeHost);
+  find("cuMemHostRegister_v2", driver.MemHostRegister);
+  find("cuMemHostUnregister", driver.MemHostUnregister);
   find("cuMemcpyDtoHAsync_v2", driver.MemcpyDtoHAsync);
   find("cuStreamCreate", driver.StreamCreate);
   find("cuStreamDestroy_v2", driver.StreamDestroy);

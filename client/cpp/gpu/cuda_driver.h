@@ -27,6 +27,7 @@ struct CudaDriver {
   static constexpr unsigned kStreamNonBlocking = 1;
   static constexpr unsigned kEventDisableTiming = 2;
   static constexpr unsigned kHostAllocPortable = 1;
+  static constexpr unsigned kHostRegisterPortable = 1;
   static constexpr int kCaptureModeRelaxed = 2;
 
   // The instance of this process. FAILED_PRECONDITION: the library is not installed, or lacks a
@@ -48,6 +49,8 @@ struct CudaDriver {
   int (*CtxPopCurrent)(CUctx_st** context);
   int (*MemHostAlloc)(void** memory, size_t size_bytes, unsigned flags);
   int (*MemFreeHost)(void* memory);
+  int (*MemHostRegister)(void* memory, size_t size_bytes, unsigned flags);
+  int (*MemHostUnregister)(void* memory);
   int (*MemcpyDtoHAsync)(void* to, unsigned long long from, size_t size_bytes, CUstream_st* stream);
   int (*StreamCreate)(CUstream_st** stream, unsigned flags);
   int (*StreamDestroy)(CUstream_st* stream);

@@ -122,6 +122,19 @@ void Gpu::FreePinned(std::byte* memory) {
   driver_->MemFreeHost(memory);
 }
 
+absl::Status Gpu::RegisterPinned(std::byte* memory, int64_t size_bytes) {
+  const Current current(*this);
+  return Check(driver_->MemHostRegister(memory, static_cast<size_t>(size_bytes),
+                                        CudaDriver::kHostRegisterPortable),
+               absl::StrCat("cannot pin ", size_bytes, " bytes of shared memory"));
+}
+
+void Gpu::UnregisterPinned(std::byte* memory) {
+  const Current current(*this);
+  // An error cannot be reported to any caller.
+  driver_->MemHostUnregister(memory);
+}
+
 absl::Status Gpu::WaitFor(void* stream) {
   const Current current(*this);
   absl::MutexLock lock(&mu_);

@@ -50,6 +50,10 @@ class Gpu {
   // Host memory that every GPU can access. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> AllocatePinned(int64_t size_bytes);
   void FreePinned(std::byte* memory);
+  // Makes existing pages pinned memory that every GPU can access, until UnregisterPinned(). Errors
+  // that are not permanent mean that the system does not allow it, as in confidential computing.
+  absl::Status RegisterPinned(std::byte* memory, int64_t size_bytes);
+  void UnregisterPinned(std::byte* memory);
 
   // Makes later work of the side stream wait for the work that is queued on `stream`, a CUstream,
   // now.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/gpu/pinned_ring.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -22,9 +24,10 @@ PinnedRing::~PinnedRing() {
   if (!TryRecover(Gpu::kIdleGrace)) {
     absl::MutexLock lock(&gpus_mu_);
     for (auto& [index, gpu] : gpus_) LeakForever(std::move(gpu));
+    LeakForever(std::move(window_));
     return;
   }
-  if (memory_ != nullptr) owner_->FreePinned(memory_);
+  Free();
 }
 
 absl::StatusOr<Gpu*> PinnedRing::Open(int index) {
@@ -61,23 +64,52 @@ absl::StatusOr<std::vector<Gpu*>> PinnedRing::Follow(const GpuWeights& weights) 
   return gpus;
 }
 
-absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots) {
+absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots, bool is_shared) {
+  if (std::exchange(is_discarded_, false)) Free();
   if (memory_ != nullptr) return absl::OkStatus();
-  int64_t count = std::min(max_bytes_ / slot_bytes, max_slots);
-  absl::StatusOr<std::byte*> memory = gpu.AllocatePinned(count * slot_bytes);
-  while (absl::IsResourceExhausted(memory.status()) && count > kMinRingBytes / slot_bytes) {
-    count = std::max(count / 2, kMinRingBytes / slot_bytes);
-    memory = gpu.AllocatePinned(count * slot_bytes);
-  }
-  EMA_ASSIGN_OR_RETURN(memory_, memory);
   owner_ = &gpu;
   slot_bytes_ = slot_bytes;
+  int64_t count = std::min(max_bytes_ / slot_bytes, max_slots);
+  if (is_shared && count >= kMinWindowSlots) AllocateWindow(count * slot_bytes);
+  if (window_ == nullptr) {
+    absl::StatusOr<std::byte*> memory = gpu.AllocatePinned(count * slot_bytes);
+    while (absl::IsResourceExhausted(memory.status()) && count > kMinRingBytes / slot_bytes) {
+      count = std::max(count / 2, kMinRingBytes / slot_bytes);
+      memory = gpu.AllocatePinned(count * slot_bytes);
+    }
+    EMA_ASSIGN_OR_RETURN(memory_, memory);
+  }
   for (int i = 0; i < count; ++i) slots_.push_back({this, i});
   absl::MutexLock lock(&mu_);
   holder_counts_.resize(count);
   free_.resize(count);
   std::iota(free_.begin(), free_.end(), 0);
   return absl::OkStatus();
+}
+
+void PinnedRing::AllocateWindow(int64_t size_bytes) {
+  // The driver pins whole pages.
+  const int64_t page_bytes = sysconf(_SC_PAGESIZE);
+  const int64_t window_bytes = (size_bytes + page_bytes - 1) / page_bytes * page_bytes;
+  absl::StatusOr<std::unique_ptr<SharedMemory>> window = SharedMemory::CreateWindow(window_bytes);
+  if (!window.ok() || !owner_->RegisterPinned((*window)->data(), window_bytes).ok()) return;
+  window_ = *std::move(window);
+  memory_ = window_->data();
+}
+
+void PinnedRing::Free() {
+  if (memory_ == nullptr) return;
+  if (window_ != nullptr) {
+    owner_->UnregisterPinned(memory_);
+    window_.reset();
+  } else {
+    owner_->FreePinned(memory_);
+  }
+  memory_ = nullptr;
+  slots_.clear();
+  absl::MutexLock lock(&mu_);
+  holder_counts_.clear();
+  free_.clear();
 }
 
 std::optional<int> PinnedRing::TryTake() {

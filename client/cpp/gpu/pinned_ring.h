@@ -19,15 +19,19 @@
 #include "absl/time/time.h"
 #include "client/cpp/gpu/gpu.h"
 #include "ema/run.h"
+#include "server/wire/shared_memory.h"
 
 namespace ema::client_internal {
 
-// Pinned buffers, each for one chunk, and the GPUs that fill them. Belongs to one run, and is kept
+// Pinned buffers, each for one chunk, and the GPUs that fill them. They may be in a window, from
+// which a server on this host reads (server/wire/lane_pipe.h). Belongs to one run, and is kept
 // from push to push. Thread-safe. gRPC may drop slices inside any of its functions, so never call
 // gRPC with a lock held that is also held during calls of this class.
 class PinnedRing {
  public:
   static constexpr int64_t kMinRingBytes = int64_t{64} << 20;
+  // The fewest buffers for which a window is worth its memory.
+  static constexpr int64_t kMinWindowSlots = 8;
 
   // INVALID_ARGUMENT: `max_staging_bytes` is less than kMinRingBytes.
   static absl::Status CheckMaxStagingBytes(int64_t max_staging_bytes);
@@ -50,10 +54,16 @@ class PinnedRing {
 
   // Allocates the buffers: as many of `slot_bytes` as fit into `max_bytes`, at most `max_slots`. If
   // there is no memory for them, tries half as many, and so on, down to the number that fits into
-  // kMinRingBytes. To be called before buffers are taken; later calls do nothing. REQUIRES: 0 <
-  // slot_bytes <= kMinRingBytes, max_slots > 0. Errors as Gpu::AllocatePinned(); after an error it
-  // may be called again.
-  absl::Status Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots);
+  // kMinRingBytes. With `is_shared` the buffers are in a window if the system allows that and there
+  // are at least kMinWindowSlots. To be called before a push takes buffers; later calls do nothing,
+  // except after DiscardWindow(). REQUIRES: 0 < slot_bytes <= kMinRingBytes, max_slots > 0. Errors
+  // as Gpu::AllocatePinned(); after an error it may be called again.
+  absl::Status Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots, bool is_shared = false);
+  // Null: the buffers are not in a window.
+  const SharedMemory* window() const { return window_.get(); }
+  // Lets the next Allocate() replace the window, because a server that hangs may still read from
+  // it. Its buffers that a server may be reading must not be given back.
+  void DiscardWindow() { is_discarded_ = true; }
   int slot_count() const { return static_cast<int>(slots_.size()); }
   std::byte* slot(int index) const { return memory_ + index * slot_bytes_; }
 
@@ -83,6 +93,8 @@ class PinnedRing {
     int index;
   };
   static void DropSlice(void* slot);
+  void AllocateWindow(int64_t size_bytes);
+  void Free() ABSL_LOCKS_EXCLUDED(mu_);
   void ReturnLocked(int slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   absl::Mutex gpus_mu_;  // Held across calls of the driver.
@@ -91,9 +103,11 @@ class PinnedRing {
   const int64_t max_bytes_;
   // Set by Allocate().
   Gpu* owner_ = nullptr;
+  std::unique_ptr<SharedMemory> window_;
   std::byte* memory_ = nullptr;
   int64_t slot_bytes_ = 0;
   std::vector<Slot> slots_;
+  bool is_discarded_ = false;
 
   mutable absl::Mutex mu_;
   std::vector<int> holder_counts_ ABSL_GUARDED_BY(mu_);  // One for each slot.

@@ -214,6 +214,15 @@ std::optional<uint32_t> ChunkWriter::Copy(int64_t chunk, std::byte* to) {
   return crcs_[chunk].value;
 }
 
+std::optional<ChunkWriter::Loan> ChunkWriter::Borrow(int64_t chunk) {
+  const std::optional<int> slot = staged_->Borrow(chunk);
+  if (!slot.has_value()) return std::nullopt;
+  const std::span<const std::byte> bytes(staged_->ring().slot(*slot),
+                                         static_cast<size_t>(plan_->length_bytes(chunk)));
+  crcs_[chunk] = {.value = Crc32c(0, bytes), .known = true};
+  return Loan{.slot = *slot, .bytes = bytes, .crc32c = crcs_[chunk].value};
+}
+
 std::optional<std::vector<uint32_t>> ChunkWriter::Checksums() {
   std::vector<uint32_t> result(crcs_.size());
   for (int64_t chunk = 0; chunk < std::ssize(crcs_); ++chunk) {

@@ -90,6 +90,16 @@ class ChunkWriter {
   // Copies a chunk into shared memory, and returns its checksum. Absent: as Write().
   std::optional<uint32_t> Copy(int64_t chunk, std::byte* to);
 
+  // A staged chunk as it is sent from the memory where it is staged.
+  struct Loan {
+    int slot = 0;  // Of the ring.
+    std::span<const std::byte> bytes;
+    uint32_t crc32c = 0;
+  };
+  // Borrows a staged chunk; the caller ends the loan (StagedChunks::EndLoan()). REQUIRES: weights
+  // are not rounded for the wire. Absent: as Write().
+  std::optional<Loan> Borrow(int64_t chunk);
+
   // CRC32C of each chunk. Absent: as Digest().
   std::optional<std::vector<uint32_t>> Checksums();
 

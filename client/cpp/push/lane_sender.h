@@ -4,21 +4,22 @@
 #ifndef EMA_CLIENT_CPP_PUSH_LANE_SENDER_H_
 #define EMA_CLIENT_CPP_PUSH_LANE_SENDER_H_
 
-#include <memory>
-
 #include "absl/status/statusor.h"
 #include "client/cpp/client_impl.h"
 #include "client/cpp/push/push_messages.h"
+#include "client/cpp/push/staged_chunks.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/wire/lane_pipe.h"
 
 namespace ema::client_internal {
 
-// Sends `messages`, waits for the reply, and returns the lane to `client`. Blocks. CANCELLED: the
-// interrupt fired, or the weights were released or cannot be read. DEADLINE_EXCEEDED. Other errors
-// with a reason are the server's; an error without one means that the lane broke.
+// Sends `messages` and waits for the reply; then the lane may be used for the next call. Blocks.
+// `window`: the chunks, if the lane was connected with the window of their ring; null: the chunks
+// are copied into the lane. CANCELLED: the interrupt fired, or the weights were released or cannot
+// be read. DEADLINE_EXCEEDED. Other errors with a reason are the server's; an error without one
+// means that the lane broke. After an error the lane has ended.
 absl::StatusOr<v1::PushResponse> SendByLane(const PushMessages& messages, Client::Impl& client,
-                                            std::unique_ptr<LanePipe> lane);
+                                            LanePipe& lane, StagedChunks* window);
 
 }  // namespace ema::client_internal
 

@@ -21,7 +21,6 @@
 namespace ema {
 
 using client_internal::Gpu;
-using client_internal::PinnedRing;
 using client_internal::StagedChunks;
 
 namespace {
@@ -167,7 +166,8 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Push() {
   }
 }
 
-// Time that is spent on staging, or on waiting for a turn, does not count as time without a server.
+// Time that is spent on staging, on opening a lane, or on waiting for a turn, does not count as
+// time without a server.
 class PendingPush::Impl::PauseBeforeReconnecting {
  public:
   explicit PauseBeforeReconnecting(Impl* push) : push_(push) {
@@ -244,17 +244,10 @@ absl::Status PendingPush::Impl::PrepareStaging() {
     return absl::OkStatus();
   }
   const PauseBeforeReconnecting pause(this);
-  PinnedRing& ring = run_->ring();
   const auto any = [](Gpu* gpu) { return gpu != nullptr; };
-  const int64_t slot_bytes = StagedChunks::SlotBytes(run_->layout(), run_->chunks());
-  // Frozen tensors are seldom pushed: more than the minimum is allocated for the others only.
-  const int64_t max_slots =
-      std::max(run_->chunks().ChunksBefore(run_->layout().trained_bytes()),
-               std::min(run_->chunks().chunk_count(), PinnedRing::kMinRingBytes / slot_bytes));
-  EMA_RETURN_IF_ERROR(
-      ring.Allocate(**std::find_if(gpus_.begin(), gpus_.end(), any), slot_bytes, max_slots));
-  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, gpus_, &ring, &gate_, options_.strides,
-                  deadline_, &interrupt_);
+  EMA_RETURN_IF_ERROR(run_->AllocateRing(**std::find_if(gpus_.begin(), gpus_.end(), any)));
+  staged_.emplace(&run_->layout(), &run_->chunks(), shards_, gpus_, &run_->ring(), &gate_,
+                  options_.strides, deadline_, &interrupt_);
   return absl::OkStatus();
 }
 
@@ -357,11 +350,12 @@ PendingPush::Impl::QueryMissingChunks() {
 }
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send(SendTurn& turn) {
-  std::unique_ptr<LanePipe> lane;
-  if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes) {
-    lane = run_->client().TakeLane(deadline_, &interrupt_);
+  client_internal::RunCore::PushLane lane;
+  if (!avoids_lanes_ && run_->client().HasLane(deadline_, &interrupt_)) {
+    const PauseBeforeReconnecting pause(this);  // The server may have to map the window.
+    lane = run_->TakeLane(staged_.has_value(), deadline_, &interrupt_);
   }
-  const bool is_by_lane = lane != nullptr;
+  const bool is_by_lane = lane.pipe != nullptr;
   const client_internal::PushMessages messages = {
       .begin = [&] { return BeginStream(is_by_lane ? Lane::kSharedMemory : Lane::kGrpc); },
       .chunks = chunks_to_send_,
@@ -379,7 +373,9 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send(SendTurn& t
       .interrupt = &interrupt_};
   absl::StatusOr<v1::PushResponse> response;
   if (is_by_lane) {
-    response = client_internal::SendByLane(messages, run_->client(), std::move(lane));
+    response = client_internal::SendByLane(messages, run_->client(), *lane.pipe,
+                                           lane.has_window ? &*staged_ : nullptr);
+    if (response.ok()) run_->ReturnLane(std::move(lane));
     // A broken lane is not tried again; an error with a reason is the server's.
     avoids_lanes_ = !response.ok() && !absl::IsCancelled(response.status()) &&
                     !absl::IsDeadlineExceeded(response.status()) &&

@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "client/cpp/push/due_tracks.h"
 #include "client/cpp/push/push.h"
+#include "client/cpp/push/staged_chunks.h"
 #include "client/cpp/transport/convert.h"
 #include "client/cpp/transport/fork_guard.h"
 #include "client/cpp/transport/retry.h"
@@ -48,17 +49,19 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Create(std::shared_ptr<Client:
   int64_t chunk_bytes = client->options().chunk_bytes;
   // Chunks have the same bounds over a lane and over gRPC. An offered lane may be out of reach, in
   // another container of this host.
-  if (std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt)) {
+  std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt);
+  const bool has_lane = lane != nullptr;
+  if (has_lane) {
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
     client->ReturnLane(std::move(lane));
   }
   return std::shared_ptr<RunCore>(
       new RunCore(std::move(client), std::move(info), std::move(options),
-                  group != nullptr ? *group : Group(), std::move(layout), chunk_bytes));
+                  group != nullptr ? *group : Group(), std::move(layout), chunk_bytes, has_lane));
 }
 
 RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-                 Group group, RankLayout layout, int64_t chunk_bytes)
+                 Group group, RankLayout layout, int64_t chunk_bytes, bool has_lane)
     : client_(std::move(client)),
       info_(std::move(info)),
       options_(std::move(options)),
@@ -66,6 +69,7 @@ RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::R
       layout_(std::move(layout)),
       chunks_(layout_, chunk_bytes),
       ring_(options_.max_staging_bytes),
+      has_lane_(has_lane),
       connection_count_(
           std::min(client_->max_connections(), layout_.total_bytes() / kMinBytesOfConnection)) {}
 
@@ -240,6 +244,49 @@ absl::StatusOr<std::shared_ptr<PendingPush::Impl>> RunCore::MakePush(PushArgumen
                                                   std::move(gpus), part);
   if (check) push->CheckContent();
   return push;
+}
+
+absl::Status RunCore::AllocateRing(Gpu& gpu) {
+  const int64_t slot_bytes = StagedChunks::SlotBytes(layout_, chunks_);
+  // Frozen tensors are seldom pushed: more than the minimum is allocated for the others only.
+  const int64_t max_slots =
+      std::max(chunks_.ChunksBefore(layout_.trained_bytes()),
+               std::min(chunks_.chunk_count(), PinnedRing::kMinRingBytes / slot_bytes));
+  // The server reads the window as it is, so the GPU must have written the bytes that are sent.
+  const bool is_shared = has_lane_ && layout_.wire_dtype() == WireDtype::kAsPushed;
+  return ring_.Allocate(gpu, slot_bytes, max_slots, is_shared);
+}
+
+RunCore::PushLane RunCore::TakeLane(bool is_staged, SteadyTime deadline, Interrupt* interrupt) {
+  if (chunks_.max_chunk_bytes() > LanePipe::kMaxChunkBytes) return {};
+  if (is_staged && ring_.window() != nullptr) {
+    std::unique_ptr<LanePipe> pipe = TakeWindowLane(deadline, interrupt);
+    if (pipe != nullptr) return {.pipe = std::move(pipe), .has_window = true};
+  }
+  return {.pipe = client_->TakeLane(deadline, interrupt)};
+}
+
+void RunCore::ReturnLane(PushLane lane) {
+  if (!lane.has_window) return client_->ReturnLane(std::move(lane.pipe));
+  absl::MutexLock lock(&mu_);
+  window_lane_ = std::move(lane.pipe);
+}
+
+std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt* interrupt) {
+  std::unique_ptr<LanePipe> idle;
+  {
+    absl::MutexLock lock(&mu_);
+    if (is_window_refused_) return nullptr;
+    idle = std::move(window_lane_);
+  }
+  // The server may have ended it meanwhile.
+  if (idle != nullptr && !idle->HasIncoming()) return idle;
+  absl::StatusOr<std::unique_ptr<LanePipe>> lane =
+      client_->OpenWindowLane(*ring_.window(), deadline, interrupt);
+  if (lane.ok()) return *std::move(lane);
+  absl::MutexLock lock(&mu_);
+  is_window_refused_ = absl::IsResourceExhausted(lane.status());
+  return nullptr;
 }
 
 int64_t RunCore::connection_count() const {

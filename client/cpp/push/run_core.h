@@ -55,6 +55,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   const ChunkPlan& chunks() const { return chunks_; }
   // Buffers for weights on GPUs; empty until a push has such weights.
   PinnedRing& ring() { return ring_; }
+  // Allocates them, in a window if the server may read from it. Errors as PinnedRing::Allocate().
+  absl::Status AllocateRing(Gpu& gpu);
   int64_t rank() const override { return options_.rank; }
   bool rejoins() const { return options_.rejoins; }
   int64_t imported_updates() const { return options_.imported_updates; }
@@ -98,6 +100,17 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
     if (group_.round != nullptr) group_.round->Note(round);
   }
 
+  // A same-host lane for one push.
+  struct PushLane {
+    std::unique_ptr<LanePipe> pipe;  // Null: there is none; use gRPC.
+    bool has_window = false;         // The server has mapped the window of ring().
+  };
+  // `is_staged`: the chunks are in ring(), so a lane with its window is preferred.
+  PushLane TakeLane(bool is_staged, SteadyTime deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // To be called after a successful push. After a failed one drop the lane instead.
+  void ReturnLane(PushLane lane) ABSL_LOCKS_EXCLUDED(mu_);
+
   // The number of connections that the next push over gRPC should use. After the push, NoteSpeed()
   // records its speed, or NoteFewerConnections() that not all of them could be opened.
   int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -110,11 +123,14 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
 
  private:
   RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-          Group group, RankLayout layout, int64_t chunk_bytes);
+          Group group, RankLayout layout, int64_t chunk_bytes, bool has_lane);
 
   v1::QueryPushRequest MakeQuery(int64_t step, bool abandon_if_unfinished) const;
   absl::StatusOr<PushProgress> FromResponse(const v1::QueryPushResponse& response);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Null: the server does not map the window.
+  std::unique_ptr<LanePipe> TakeWindowLane(SteadyTime deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // Adopts the content of a reply, unless a newer one has been adopted: one with a later version,
   // or with the same version and a later plan revision.
   void TakeLocked(std::optional<Version> latest, RunPlan plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -126,6 +142,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   const RankLayout layout_;
   const ChunkPlan chunks_;
   PinnedRing ring_;
+  const bool has_lane_;  // When the run was opened, the server had a same-host lane.
 
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
@@ -138,6 +155,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   std::optional<Version> latest_ ABSL_GUARDED_BY(mu_);
   RunPlan plan_ ABSL_GUARDED_BY(mu_);
   ConnectionCount connection_count_ ABSL_GUARDED_BY(mu_);
+  std::unique_ptr<LanePipe> window_lane_ ABSL_GUARDED_BY(mu_);  // Null: none is idle.
+  bool is_window_refused_ ABSL_GUARDED_BY(mu_) = false;         // The server has no memory for it.
 };
 
 }  // namespace ema::client_internal

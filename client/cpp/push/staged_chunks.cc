@@ -51,13 +51,27 @@ bool StagedChunks::Holds(absl::Span<const int64_t> chunks) const {
 }
 
 bool StagedChunks::HoldsLocked(absl::Span<const int64_t> chunks) const {
-  return keeps_ && status_.ok() &&
+  return started_count_ == order_.size() && status_.ok() &&
          absl::c_all_of(chunks, [this](int64_t chunk) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
            return staged_.contains(chunk);
          });
 }
 
-std::optional<int> StagedChunks::Take(int64_t chunk) {
+std::optional<int> StagedChunks::Take(int64_t chunk) { return Await(chunk, /*stays=*/false); }
+
+std::optional<int> StagedChunks::Borrow(int64_t chunk) { return Await(chunk, /*stays=*/true); }
+
+void StagedChunks::EndLoan(int64_t chunk, int slot, bool is_read) {
+  absl::MutexLock lock(&mu_);
+  ring_->Return(slot);
+  const auto found = staged_.find(chunk);
+  if (!is_read || keeps_ || found == staged_.end() || found->second.slot != slot) return;
+  ring_->Return(slot);
+  staged_.erase(found);
+  StartMoreLocked();
+}
+
+std::optional<int> StagedChunks::Await(int64_t chunk, bool stays) {
   Staged staged;
   bool is_kept = false;
   {
@@ -66,7 +80,7 @@ std::optional<int> StagedChunks::Take(int64_t chunk) {
     const auto found = staged_.find(chunk);
     if (found == staged_.end()) return std::nullopt;
     staged = found->second;
-    is_kept = keeps_;
+    is_kept = stays || keeps_;
     if (is_kept) {
       ring_->Share(staged.slot);
     } else {

@@ -56,14 +56,20 @@ class StagedChunks {
   // errors are a GPU's, and end the push.
   absl::Status Stage(absl::Span<const int64_t> chunks) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // True: all of these chunks are in pinned memory or being copied there, so they can be sent even
-  // after the release.
+  // True: all of these chunks are in pinned memory or being copied there, and no other chunk is
+  // still to be copied, so they can be sent even after the release.
   bool Holds(absl::Span<const int64_t> chunks) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Waits until a chunk's bytes are in its buffer, and returns the buffer; the caller must give it
   // back or lend it. Absent: the copy failed; see status(). REQUIRES: the chunk was staged and has
   // not been taken since, unless Holds() is true for it.
   std::optional<int> Take(int64_t chunk) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same, but the chunk stays staged, so that it can be sent again. The caller must end the
+  // loan instead of giving the buffer back.
+  std::optional<int> Borrow(int64_t chunk) ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends a loan. With `is_read`, because the receiver has read the bytes, the chunk's buffer is
+  // used for another chunk, unless there is room for all.
+  void EndLoan(int64_t chunk, int slot, bool is_read) ABSL_LOCKS_EXCLUDED(mu_);
   PinnedRing& ring() const { return *ring_; }
 
   // Drops all staged chunks, and waits until no copy is running. Buffers whose copies do not end,
@@ -80,6 +86,8 @@ class StagedChunks {
     int slot = 0;
     absl::InlinedVector<Gpu*, 1> gpus;
   };
+  // Take(), or Borrow() if `stays`.
+  std::optional<int> Await(int64_t chunk, bool stays) ABSL_LOCKS_EXCLUDED(mu_);
   bool HoldsLocked(absl::Span<const int64_t> chunks) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void StartMoreLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartCopies(int64_t chunk, Staged& staged) const;

@@ -50,6 +50,22 @@ std::unique_ptr<LanePipe> LanePool::Take() {
   return nullptr;
 }
 
+absl::StatusOr<std::unique_ptr<LanePipe>> LanePool::OpenWithWindow(const SharedMemory& window,
+                                                                   const LanePipe::Stop& stop) {
+  std::string socket_name;
+  {
+    absl::MutexLock lock(&mu_);
+    socket_name = socket_name_;
+  }
+  if (socket_name.empty()) return absl::UnavailableError("the server offers no same-host lane");
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<LanePipe> lane, LanePipe::Connect(socket_name, &window));
+  const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);
+  if (!frame.ok()) return absl::UnavailableError(frame.status().message());
+  EMA_ASSIGN_OR_RETURN(const v1::LaneResponse response, ParseResponse(*frame));
+  if (response.window().is_mapped()) return lane;
+  return absl::ResourceExhaustedError("the server's memory for windows is used up");
+}
+
 void LanePool::Return(std::unique_ptr<LanePipe> lane) {
   absl::MutexLock lock(&mu_);
   if (!socket_name_.empty()) idle_.push_back(std::move(lane));

@@ -26,6 +26,11 @@ class LanePool {
 
   // A lane for one call. Null: there is none; use gRPC.
   std::unique_ptr<LanePipe> Take() ABSL_LOCKS_EXCLUDED(mu_);
+  // Opens a lane for which the server maps `window`. RESOURCE_EXHAUSTED: the server has no memory
+  // for it. UNAVAILABLE: there is no lane, or the server does not answer until `stop` returns true.
+  absl::StatusOr<std::unique_ptr<LanePipe>> OpenWithWindow(const SharedMemory& window,
+                                                           const LanePipe::Stop& stop)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // To be called after a successful call. After a failed call drop the lane instead.
   void Return(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
   // False: as far as is known, the server offers no lane to this host.

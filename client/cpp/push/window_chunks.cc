@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cpp/push/window_chunks.h"
+
+#include <iterator>
+#include <optional>
+
+#include "ema/internal/status_macros.h"
+#include "server/base/steady_wait.h"
+
+namespace ema::client_internal {
+namespace {
+
+// How long the server may take to notice the end of a lane. It polls at least every 50 ms.
+constexpr absl::Duration kPeerEndGrace = absl::Seconds(1);
+
+}  // namespace
+
+WindowChunks::~WindowChunks() {
+  if (sent_.empty()) return;
+  if (lane_->AwaitPeerEnd(After(SteadyNow(), kPeerEndGrace))) {
+    EndLoans(0, /*is_read=*/false);
+  } else {
+    staged_->ring().DiscardWindow();
+  }
+}
+
+absl::Status WindowChunks::Send(int64_t chunk, const LanePipe::Stop& stop) {
+  // The ring has several times more buffers than the lane has places for chunks, so a place means
+  // that there is a buffer, too.
+  EMA_RETURN_IF_ERROR(lane_->AwaitPlace(stop));
+  EndLoans(lane_->unread_frame_count(), /*is_read=*/true);
+  const std::optional<ChunkWriter::Loan> loan = writer_->Borrow(chunk);
+  if (!loan.has_value()) {
+    return absl::CancelledError("the weights were released, or cannot be read");
+  }
+  sent_.push_back({.chunk = chunk, .slot = loan->slot});
+  lane_->SendWindowChunk(plan_->offset(chunk), loan->bytes, loan->crc32c);
+  return absl::OkStatus();
+}
+
+void WindowChunks::EndLoans(int64_t remaining, bool is_read) {
+  for (; std::ssize(sent_) > remaining; sent_.pop_front()) {
+    staged_->EndLoan(sent_.front().chunk, sent_.front().slot, is_read);
+  }
+}
+
+}  // namespace ema::client_internal
