@@ -201,7 +201,11 @@ absl::StatusOr<std::unique_ptr<LanePipe>> LanePipe::Accept(
   return pipe;
 }
 
-LanePipe::~LanePipe() { close(fd_); }
+LanePipe::~LanePipe() {
+  window_.reset();           // Before the peer sees the end, and offers the memory for another one.
+  shutdown(fd_, SHUT_RDWR);  // A child process may have the socket, too.
+  close(fd_);
+}
 
 bool LanePipe::IsPeerClosed() const {
   // Nothing is written to the socket any more: what can be read is its end.

@@ -2,9 +2,11 @@
 #include "server/wire/shared_memory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -19,8 +21,6 @@ namespace {
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Later mappings are read-only, and no process can punch holes. The maker's mapping stays writable.
 constexpr int kWindowSeals = kSizeSeals | F_SEAL_FUTURE_WRITE;
-// The unit of stat's st_blocks.
-constexpr int64_t kBlockBytes = 512;
 
 absl::Status SystemError(const char* what, int error = errno) {
   return absl::InternalError(absl::StrCat("shared memory: ", what, ": ", std::strerror(error)));
@@ -70,8 +70,10 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Map(int fd, int64_t 
 
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::CreateWindow(int64_t size_bytes) {
   EMA_ASSIGN_OR_RETURN(const int fd, MakeFile("ema-window", size_bytes));
-  // A lack of memory is an error here; later it would be a signal.
-  if (const int error = posix_fallocate(fd, 0, size_bytes); error != 0) {
+  // A lack of shared memory is an error here; later it would be a signal.
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(fd, 0, size_bytes);
+  if (error != 0) {
     close(fd);
     return SystemError("allocating a window", error);
   }
@@ -86,8 +88,12 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::CreateWindow(int64_t
 
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::MapWindow(int fd, const Admit& admit) {
   struct stat about {};
+  struct statfs system {};
+  // A hole would be filled with this process's memory. In a file of huge pages, it could end this
+  // process with a signal.
   if (!HasSeals(fd, kWindowSeals) || fstat(fd, &about) != 0 || about.st_size <= 0 ||
-      about.st_blocks < about.st_size / kBlockBytes) {
+      fstatfs(fd, &system) != 0 || system.f_type != TMPFS_MAGIC ||
+      lseek(fd, 0, SEEK_HOLE) != about.st_size) {
     close(fd);
     return absl::InvalidArgumentError(
         "shared memory: expected a memfd that is allocated completely, and is sealed against other "

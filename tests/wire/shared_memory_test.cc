@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <string>
 
 #include "tests/testutil/status_matchers.h"
 
@@ -98,18 +99,25 @@ TEST(SharedWindowTest, OnlyAllocatedAndSealedMemfdsAreMapped) {
                 StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("allocated completely")));
     EXPECT_EQ(fcntl(fd, F_GETFD), -1);  // Closed.
   };
-  const auto make = [](int64_t size_bytes, bool is_allocated, int seals) {
+  const auto make = [](int64_t size_bytes, bool is_written, int seals) {
     const int fd = memfd_create("test", MFD_ALLOW_SEALING);
-    EXPECT_EQ(is_allocated ? posix_fallocate(fd, 0, size_bytes) : ftruncate(fd, size_bytes), 0);
+    EXPECT_EQ(ftruncate(fd, size_bytes), 0);
+    if (is_written) {
+      const std::string bytes(size_bytes, 'x');
+      EXPECT_EQ(pwrite(fd, bytes.data(), bytes.size(), 0), size_bytes);
+    } else if (size_bytes == kBytes) {
+      // As many blocks as a complete file has, but beyond the end.
+      EXPECT_EQ(fallocate(fd, FALLOC_FL_KEEP_SIZE, kBytes, kBytes), 0);
+    }
     EXPECT_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
     return fd;
   };
   for (const int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE, F_SEAL_SEAL}) {
-    refuses(make(kBytes, /*is_allocated=*/true, kWindowSeals & ~missing));
+    refuses(make(kBytes, /*is_written=*/true, kWindowSeals & ~missing));
   }
-  refuses(make(kBytes, /*is_allocated=*/false, kWindowSeals));
-  refuses(make(int64_t{1} << 50, /*is_allocated=*/false, kWindowSeals));
-  refuses(make(0, /*is_allocated=*/false, kWindowSeals));
+  refuses(make(kBytes, /*is_written=*/false, kWindowSeals));
+  refuses(make(int64_t{1} << 50, /*is_written=*/false, kWindowSeals));
+  refuses(make(0, /*is_written=*/false, kWindowSeals));
   EMA_ASSERT_OK_AND_ASSIGN(const auto lane_memory, SharedMemory::Create(kBytes));
   refuses(dup(lane_memory->fd()));
   refuses(open("/dev/zero", O_RDWR));

@@ -351,7 +351,8 @@ PendingPush::Impl::QueryMissingChunks() {
 
 absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send(SendTurn& turn) {
   client_internal::RunCore::PushLane lane;
-  if (!avoids_lanes_ && run_->client().HasLane(deadline_, &interrupt_)) {
+  if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes &&
+      run_->client().HasLane(deadline_, &interrupt_)) {
     const PauseBeforeReconnecting pause(this);  // The server may have to map the window.
     lane = run_->TakeLane(staged_.has_value(), deadline_, &interrupt_);
   }

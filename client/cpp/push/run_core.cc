@@ -18,6 +18,8 @@
 namespace ema::client_internal {
 namespace {
 
+// After the server had no memory for the window.
+constexpr absl::Duration kWindowRetryInterval = absl::Minutes(1);
 // Less is not worth a connection.
 constexpr int64_t kMinBytesOfConnection = int64_t{16} << 20;
 
@@ -258,7 +260,6 @@ absl::Status RunCore::AllocateRing(Gpu& gpu) {
 }
 
 RunCore::PushLane RunCore::TakeLane(bool is_staged, SteadyTime deadline, Interrupt* interrupt) {
-  if (chunks_.max_chunk_bytes() > LanePipe::kMaxChunkBytes) return {};
   if (is_staged && ring_.window() != nullptr) {
     std::unique_ptr<LanePipe> pipe = TakeWindowLane(deadline, interrupt);
     if (pipe != nullptr) return {.pipe = std::move(pipe), .has_window = true};
@@ -276,7 +277,7 @@ std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt
   std::unique_ptr<LanePipe> idle;
   {
     absl::MutexLock lock(&mu_);
-    if (is_window_refused_) return nullptr;
+    if (SteadyNow() < next_window_try_) return nullptr;
     idle = std::move(window_lane_);
   }
   // The server may have ended it meanwhile.
@@ -285,7 +286,9 @@ std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt
       client_->OpenWindowLane(*ring_.window(), deadline, interrupt);
   if (lane.ok()) return *std::move(lane);
   absl::MutexLock lock(&mu_);
-  is_window_refused_ = absl::IsResourceExhausted(lane.status());
+  if (absl::IsResourceExhausted(lane.status())) {
+    next_window_try_ = After(SteadyNow(), kWindowRetryInterval);
+  }
   return nullptr;
 }
 

@@ -156,7 +156,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   RunPlan plan_ ABSL_GUARDED_BY(mu_);
   ConnectionCount connection_count_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<LanePipe> window_lane_ ABSL_GUARDED_BY(mu_);  // Null: none is idle.
-  bool is_window_refused_ ABSL_GUARDED_BY(mu_) = false;         // The server has no memory for it.
+  // The server had no memory for the window; it is asked again at this time.
+  SteadyTime next_window_try_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
 };
 
 }  // namespace ema::client_internal
