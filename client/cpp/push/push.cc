@@ -83,7 +83,6 @@ PendingPush::Impl::Impl(std::shared_ptr<client_internal::RunCore> run,
       options_(std::move(arguments.options)),
       gpus_(std::move(gpus)),
       part_(part != nullptr ? std::optional(*part) : std::nullopt),
-      plan_revision_(run_->plan_revision()),
       start_(SteadyNow()),
       sender_(run_.get()) {}
 
@@ -405,8 +404,9 @@ v1::PushHeader PendingPush::Impl::BeginStream(Lane lane) {
   header.set_layout_digest(run_->layout().digest());
   header.set_step(step_);
   ToProto(time_, header.mutable_time());
-  // A server that was restarted has a plan of its own.
-  header.set_plan_revision(has_rejoined_ ? 0 : plan_revision_);
+  // The newest one: joining again, before this push began, may have given it. A server that was
+  // restarted has a plan of its own.
+  header.set_plan_revision(has_rejoined_ ? 0 : run_->plan_revision());
   header.set_omits_frozen(omits_frozen_);
   header.set_stream_group(NextStreamGroup());
   header.set_stream_count(1);

@@ -155,7 +155,6 @@ class PendingPush::Impl final : public client_internal::RunningPush {
   const PushOptions options_;
   const std::vector<client_internal::Gpu*> gpus_;
   const std::optional<client_internal::GroupPart> part_;
-  const int64_t plan_revision_;
   const SteadyTime start_;
   client_internal::WeightsGate gate_;
   client_internal::Interrupt interrupt_;
