@@ -35,10 +35,6 @@ KINDS = {
     "": ["hf_fsdp1", "hf_fsdp2", "accelerate_fsdp1", "lightning_fsdp1"],
     "deepspeed": ["hf_zero3", "hf_zero2", "accelerate_zero3", "lightning_zero3"],
 }
-# At the first step, and when an update is due.
-DUE = [1, *range(3, STEPS + 1, 3)]
-# The step after which the frameworks evaluate, and the Trainer saves.
-EVALUATED = 6
 
 
 @pytest.fixture(scope="module")
@@ -95,31 +91,36 @@ def test_the_average_is_that_of_the_gathered_weights(client, train, library, kin
     for name in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(name, reason=f"{name} is not installed")
     folder = train(library)
+    steps = 2 * STEPS if kind.startswith("lightning") else STEPS
+    # At the first step, and when an update is due.
+    due = [1, *range(3, steps + 1, 3)]
+    # The step after which the frameworks evaluate, and the Trainer saves.
+    evaluated = steps - 3
     logs = [dict(np.load(folder / f"{kind}.{rank}.npz")) for rank in (0, 1)]
     model = f"m-{kind}"
     pushes = [
         (entry.version, logged(logs[0], entry.version.step)) for entry in client.versions(model)
     ]
-    assert [version.step for version, _ in pushes] == DUE
-    for step in DUE:
+    assert [version.step for version, _ in pushes] == due
+    for step in due:
         assert_same_bits(logged(logs[0], step), logged(logs[1], step))
     moved = next(iter(pushes[0][1]))
     assert not np.array_equal(pushes[0][1][moved], pushes[-1][1][moved])
     newest = replay(pushes, "ema")
     assert_same_bits(newest, client.pull(model, track="ema"))
 
-    until = [push for push in pushes if push[0].step <= EVALUATED]
+    until = [push for push in pushes if push[0].step <= evaluated]
     expected = rounded(replay(until, "ema"), kind)
     if kind.startswith("accelerate"):
         assert_same_bits(newest, logged(logs[1], "averaged"))
     elif kind.startswith("lightning"):
-        check_validated(expected, logs[1])
+        check_validated(evaluated, expected, logs[1])
         assert_same_bits(newest, logged(logs[1], "copied"))
     else:
-        check_saved(folder / kind / f"checkpoint-{EVALUATED}", expected, logs[0])
+        check_saved(folder / kind / f"checkpoint-{evaluated}", evaluated, expected, logs[0])
 
 
-def check_saved(checkpoint: pathlib.Path, expected: Weights, log: Weights) -> None:
+def check_saved(checkpoint: pathlib.Path, step: int, expected: Weights, log: Weights) -> None:
     """A checkpoint of the Trainer has the average, which from_pretrained reads, and with which the Trainer has evaluated."""
     import transformers
 
@@ -131,7 +132,7 @@ def check_saved(checkpoint: pathlib.Path, expected: Weights, log: Weights) -> No
     saved = {name: value.float() for name, value in average.state_dict().items()}
     assert_same_bits(expected, {name: saved[name] for name in expected})
     state = json.loads((checkpoint / "ema_state.json").read_text())
-    assert (state["global_step"], state["average"]["step"]) == (EVALUATED, EVALUATED)
+    assert (state["global_step"], state["average"]["step"]) == (step, step)
     batch = {key: torch.stack([line[key] for line in lines(8)]) for key in lines(1)[0]}
 
     def loss_of(model: torch.nn.Module) -> float:
@@ -140,13 +141,13 @@ def check_saved(checkpoint: pathlib.Path, expected: Weights, log: Weights) -> No
 
     loss = loss_of(average)
     tolerance = 0.02 if "zero2" in str(checkpoint) else 1e-4
-    assert float(log[f"evaluated {EVALUATED}"]) == pytest.approx(loss, rel=tolerance)
-    own = {name: torch.from_numpy(value) for name, value in logged(log, EVALUATED).items()}
+    assert float(log[f"evaluated {step}"]) == pytest.approx(loss, rel=tolerance)
+    own = {name: torch.from_numpy(value) for name, value in logged(log, step).items()}
     average.load_state_dict(own, strict=False)  # Tied weights have one name in the log.
     assert loss_of(average) != pytest.approx(loss, rel=2 * tolerance)
 
 
-def check_validated(expected: Weights, log: Weights) -> None:
+def check_validated(step: int, expected: Weights, log: Weights) -> None:
     """Lightning has validated with the average."""
 
     def score_of(weights: Weights) -> float:
@@ -156,11 +157,11 @@ def check_validated(expected: Weights, log: Weights) -> None:
         )
         with torch.no_grad():
             scores = [
-                net(batch_of(step, rank)).square().mean() for step in (0, 1) for rank in (0, 1)
+                net(batch_of(index, rank)).square().mean() for index in (0, 1) for rank in (0, 1)
             ]
         return float(torch.stack(scores).mean())
 
-    assert_same_bits(expected, logged(log, f"averaged {EVALUATED}"))
+    assert_same_bits(expected, logged(log, f"averaged {step}"))
     score = score_of(expected)
     assert float(log["score"]) == pytest.approx(score, rel=1e-4)
-    assert score_of(logged(log, EVALUATED)) != pytest.approx(score, rel=1e-2)
+    assert score_of(logged(log, step)) != pytest.approx(score, rel=1e-2)

@@ -220,7 +220,10 @@ def train_accelerate_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) 
     del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 
-def train_lightning(folder: pathlib.Path, url: str, log: Log, whole: Any, strategy: Any) -> None:
+def train_lightning(
+    folder: pathlib.Path, url: str, log: Log, whole: Any, make_strategy: Callable[[], Any]
+) -> None:
+    """Two fits of an epoch each: the second one resumes from the checkpoint of the first one."""
     import lightning
     from ema_client.lightning import EMAWeightAveraging
 
@@ -254,21 +257,25 @@ def train_lightning(folder: pathlib.Path, url: str, log: Log, whole: Any, strate
         def teardown(self, trainer, module, stage):  # After on_fit_end of all callbacks.
             log_model(log, "copied", whole(trainer.model))
 
-    averaging = EMAWeightAveraging(url, save_average=False, **SCHEDULE)
     batches = [batch_of(step, dist.get_rank()) for step in range(STEPS)]
-    trainer = lightning.Trainer(
-        **{"max_epochs": 1, "accelerator": "cpu", "devices": dist.get_world_size()},
-        **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
-        **{"use_distributed_sampler": False, "default_root_dir": folder / "lightning"},
-        strategy=strategy,
-        callbacks=[Recorder(), averaging],
-        val_check_interval=6,
-    )
-    trainer.fit(
-        Module(),
-        torch.utils.data.DataLoader(batches, batch_size=None),
-        torch.utils.data.DataLoader(batches[:2], batch_size=None),
-    )
+    checkpoint: str | None = None
+    for epochs in (1, 2):
+        saver = lightning.pytorch.callbacks.ModelCheckpoint(folder, save_on_train_epoch_end=True)
+        trainer = lightning.Trainer(
+            **{"max_epochs": epochs, "accelerator": "cpu", "devices": dist.get_world_size()},
+            **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
+            **{"use_distributed_sampler": False, "val_check_interval": 6},
+            strategy=make_strategy(),
+            callbacks=[Recorder(), EMAWeightAveraging(url, save_average=False, **SCHEDULE), saver],
+        )
+        trainer.fit(
+            Module(),
+            torch.utils.data.DataLoader(batches, batch_size=None),
+            torch.utils.data.DataLoader(batches[:2], batch_size=None),
+            ckpt_path=checkpoint,
+        )
+        assert trainer.global_step == epochs * STEPS
+        checkpoint = saver.best_model_path
 
 
 def train_lightning_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
@@ -288,20 +295,19 @@ def train_lightning_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -
     def init_on_cpu(self, *args, device_id=None, **options):
         init(self, *args, device_id=torch.device("cpu"), **options)
 
-    strategy = OnCpu(
-        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
-        process_group_backend="gloo",
-        # PyTorch crashes where Lightning gathers a "full" one for rank 0 only, on a CPU.
-        state_dict_type="sharded",
-    )
-    train_lightning(folder, url, log, whole_state, strategy)
+    def make_strategy() -> FSDPStrategy:
+        return OnCpu(
+            auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+            process_group_backend="gloo",
+            # PyTorch crashes where Lightning gathers a "full" one for rank 0 only, on a CPU.
+            state_dict_type="sharded",
+        )
+
+    train_lightning(folder / kind, url, log, whole_state, make_strategy)
 
 
 def train_lightning_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
     from lightning.pytorch.strategies import DeepSpeedStrategy
-
-    config = zero_config(3, train_micro_batch_size_per_gpu=8)
-    del config["gradient_accumulation_steps"]  # Lightning sets it.
 
     class OnCpu(DeepSpeedStrategy):
         """Lightning refuses DeepSpeedStrategy itself without a GPU."""
@@ -317,9 +323,13 @@ def train_lightning_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -
             self.set_world_ranks()
             self._init_deepspeed_distributed()
 
-    strategy = OnCpu(config=config, process_group_backend="gloo")
+    def make_strategy() -> DeepSpeedStrategy:
+        config = zero_config(3, train_micro_batch_size_per_gpu=8)
+        del config["gradient_accumulation_steps"]  # Lightning sets it.
+        return OnCpu(config=config, process_group_backend="gloo")
+
     whole = lambda engine: whole_zero(engine.module)  # noqa: E731
-    train_lightning(folder, url, log, whole, strategy)
+    train_lightning(folder / kind, url, log, whole, make_strategy)
 
 
 def main() -> None:
