@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 
 import ema_client
@@ -138,3 +139,37 @@ def test_averages_are_those_of_what_deepspeed_gathers(client, train, world_size,
         assert_same_bits(rounded, logged(log, "averaged"))
         for loaded in ("loaded", "pulled"):
             assert_same_bits(fast if not kind.startswith("3-") else rounded, logged(log, loaded))
+
+
+@pytest.mark.timeout(1500)  # Six trainings.
+def test_a_run_continues_with_other_libraries_on_other_ranks(tmp_path, model):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    steps = 4
+    runs = [("fsdp1", 2), ("zero3", 3), ("fsdp", 2), ("ddp", 2), ("zero3", 2), ("plain", 1)]
+    with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
+        url = server.url(model)
+        weights: Weights = {}
+        for kind, world_size in runs:
+            (folder / "init").unlink(missing_ok=True)
+            if kind == "zero3":
+                run_ranks("zero_rank.py", world_size, folder, url, steps, "resumed")
+            else:
+                command = [
+                    sys.executable,
+                    SUPPORT / "example_rank.py",
+                    SUPPORT / "sharded_rank.py",
+                    kind,
+                ]
+                rest = [world_size, folder, url, steps]
+                with started(*([*command, rank, *rest] for rank in range(world_size))) as ranks:
+                    assert exit_codes(ranks, timeout_s=300) == [0] * world_size
+            weights |= dict(np.load(folder / "0.npz"))
+        with ema_client.Client(server.address) as client:
+            pushes = [
+                (entry.version, logged(weights, str(entry.version.step)))
+                for entry in client.versions(model)
+            ]
+            made = len(runs) * steps
+            assert [version.step for version, _ in pushes] == [1, *range(3, made + 1, 3)]
+            assert_same_bits(replay(pushes, "fast"), client.pull(model, track="fast"))

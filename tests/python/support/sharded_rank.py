@@ -67,6 +67,10 @@ def make_plain(world_size: int) -> tuple[torch.nn.Module, Rename]:
     return Net(), None
 
 
+def make_ddp(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    return torch.nn.parallel.DistributedDataParallel(Net()), None
+
+
 def make_fsdp1(
     world_size: int, net: Net | None = None, **options
 ) -> tuple[torch.nn.Module, Rename]:
@@ -231,6 +235,7 @@ def main() -> None:
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.02)
     log: dict[str, np.ndarray] = {}
     generator = torch.Generator().manual_seed(100 + rank)
+    inner = model.module if kind == "ddp" else model
     if steps > 0:
         with ema_client.attach(
             model,
@@ -250,8 +255,8 @@ def main() -> None:
                 x = x if "tensor" in kind else torch.randn(16, 9, generator=generator)
                 model(x).square().mean().backward()
                 optimizer.step()
-                log_model(log, str(ema.step), model, rename)
-            if kind in ("fsdp", "fsdp1", "fsdp1_flat", "plain"):
+                log_model(log, str(ema.step), inner, rename)
+            if kind in ("fsdp", "fsdp1", "fsdp1_flat", "plain", "ddp"):
                 ema_state = ema.state_dict()
                 model_state = get_model_state_dict(model, options=options)
                 if rank == 0:
@@ -267,11 +272,11 @@ def main() -> None:
         model.eval()
         model(torch.randn(16, 9))  # Gathers what is in pieces.
         model.train()
-        log_model(log, "averaged", model, rename)
+        log_model(log, "averaged", inner, rename)
         log["averaged_step"] = np.array(version.step)
     for name, tensor in model.state_dict().items():
         assert np.array_equal(before[name], whole(tensor)), name
-    if rename is None and kind != "pipeline":
+    if rename is None and kind not in ("pipeline", "ddp"):
         check_evaluation(model, url, kind == "fsdp1_mixed")
         log_loaded(log, kind, world_size, url)
     np.savez(folder / f"{rank}.npz", **log)

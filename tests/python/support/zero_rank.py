@@ -5,6 +5,7 @@ Usage: zero_rank.py RANK WORLD_SIZE FOLDER URL STEPS KIND...
 KIND: the ZeRO stage, and perhaps a dtype and what is averaged: "3", "2-bf16", "2-bf16-master". With "fp32grad" DeepSpeed uses its
 bfloat16 optimizer. A training of each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz, by step and name, whole tensors, which
 DeepSpeed has gathered; under "averaged", "loaded" and "pulled" what modules have with the track "fast" in them.
+"resumed" is ZeRO-3 that continues the run of FOLDER/state.pt, and writes this file and FOLDER/RANK.npz, as sharded_rank.py does.
 """
 
 from __future__ import annotations
@@ -165,6 +166,38 @@ def run(kind: str, steps: int, url: str) -> dict[str, np.ndarray]:
     return log
 
 
+def resumed(folder: pathlib.Path, steps: int, url: str) -> dict[str, np.ndarray]:
+    state = torch.load(folder / "state.pt")
+    net = Net()
+    net.load_state_dict(state["model"])
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.02)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of("3"))
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    log: dict[str, np.ndarray] = {}
+    with ema_client.attach(
+        engine,
+        None,
+        url,
+        update_interval="3ba",
+        tracks=TRACKS,
+        max_pinned_versions=4,
+        max_wait_s=300,
+        resume=state["ema"],
+    ) as ema:
+        for _ in range(steps):
+            for _ in range(ACCUMULATED):
+                engine.backward(engine(torch.randn(8, 9, generator=generator)).square().mean())
+                engine.step()
+            log_model(log, str(ema.step), net)
+        ema_state = ema.state_dict()
+    weights = {name: whole(tensor) for name, tensor in tensors_of(net).items()}
+    if dist.get_rank() == 0:
+        model = {name: torch.tensor(value) for name, value in weights.items()}
+        torch.save({"model": model, "ema": ema_state}, folder / "state.pt")
+    return log
+
+
 def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
     url, steps, kinds = sys.argv[4], int(sys.argv[5]), sys.argv[6:]
@@ -176,7 +209,10 @@ def main() -> None:
     # It would compile this.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for kind in kinds:
-        np.savez(folder / f"{kind}.{rank}.npz", **run(kind, steps, f"{url}-{kind}"))
+        if kind == "resumed":
+            np.savez(folder / f"{rank}.npz", **resumed(folder, steps, url))
+        else:
+            np.savez(folder / f"{kind}.{rank}.npz", **run(kind, steps, f"{url}-{kind}"))
     dist.barrier()
 
 
