@@ -183,8 +183,9 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     const SnapshotRef newest_version = history_.newest();
     EMA_RETURN_IF_ERROR(closing_);
     EMA_RETURN_IF_ERROR(runs_.CheckNotRollingBack());
-    EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
+    // First: the launch's incarnation may have ended, and its error then says so.
     if (is_partition()) EMA_RETURN_IF_ERROR(options_.gate->CheckLaunch(launch));
+    EMA_RETURN_IF_ERROR(runs_.CheckLaunch(launch));
     if (runs_.IsOpen(launch)) {
       const TrainerRun& run = *runs_.run();
       // A new process of the rank does not know the run's epoch yet.

@@ -431,8 +431,10 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
 void GroupModels::SendWithdrawal(const std::string& address,
                                  const v1::ProposeTracksRequest& withdrawal) {
   const auto on_result = [this, address, withdrawal](const auto& response) {
-    // Other errors: the process has ended the incarnation, or this server stops.
-    if (GetErrorReason(response.status()) != ErrorReason::kGroupDegraded) return;
+    const absl::Status& status = response.status();
+    // FENCED: the process has ended the incarnation. CANCELLED: this server stops.
+    if (status.ok() || absl::IsCancelled(status)) return;
+    if (GetErrorReason(status) == ErrorReason::kFenced) return;
     peers_.PostAfter(kSyncInterval, [this, address, withdrawal] {
       const auto hosted = hosted_.Find(withdrawal.model());
       if (hosted == nullptr) return;

@@ -25,10 +25,11 @@ namespace ema::group {
 namespace {
 
 // How long the other partitions may write after the home has written its files, besides ten times
-// as long as the home would have needed for the bytes of the largest one: they share the disk.
-constexpr absl::Duration kSaveSlack = absl::Minutes(5);
+// as long as the home would have needed for the bytes of the largest one: they share the disk. A
+// server writes its partitions of several models one after another.
+constexpr absl::Duration kSaveSlack = absl::Minutes(30);
 constexpr double kMaxSlowness = 10;
-// Of the calls to them, for which the home does not wait that long.
+// The timeout of those calls; the home stops waiting earlier.
 constexpr absl::Duration kSaveTimeout = absl::Hours(24);
 // The longest time in which a partition builds its tensors of a synthesized average. A lost
 // connection ends the call sooner.

@@ -77,7 +77,7 @@ class RpcServer {
   // Unary calls that may wait for each of their workers.
   static constexpr int64_t kMaxWaitingCalls = 64;
   // Memory of the requests that wait for all workers together.
-  static constexpr int64_t kWaitingBytes = int64_t{204} << 20;
+  static constexpr int64_t kWaitingBytes = int64_t{268} << 20;
 
   // Bytes that gRPC may hold for one push stream: its window, or a message that has arrived in
   // part.
@@ -160,17 +160,17 @@ class RpcServer {
   // a long list of tensors.
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
   static constexpr int64_t kLongBytes = int64_t{64} << 20;
-  static_assert(3 * kShortBytes + 3 * kLongBytes == kWaitingBytes);
+  static_assert(3 * kShortBytes + 4 * kLongBytes == kWaitingBytes);
   Worker disk_calls_{"disk-calls", kMaxWaitingCalls, kShortBytes};
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes / 2};
   // Started in a group only.
   Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 4};
   Worker computing_parts_{"computing-parts", kMaxWaitingCalls, kShortBytes / 4};
-  Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes / 2};
+  Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // Started in a group only.
-  Worker changing_calls_{"changing-calls", kMaxWaitingCalls, kLongBytes / 2};
+  Worker changing_calls_{"changing-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function queued or running in each of these.
   Worker disk_reader_;
   Worker device_reader_;

@@ -314,6 +314,12 @@ TEST_F(CommitGateTest, ARunMayHaveTheEpochThatAnotherPartitionHasAssigned) {
   EXPECT_THAT(model_->JoinRun(launch, 0, 1, layout), IsOk());
   EXPECT_THAT(model_->JoinRun({.id = "late", .run_epoch = epoch - 1}, 0, 1, layout),
               ReasonIs(ErrorReason::kFenced));
+  // The error names the newer incarnation, so that the rank opens the run there.
+  gate_->check_launch = MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "has ended");
+  SetGroupHint(gate_->check_launch, {.incarnation = 9});
+  const absl::Status late =
+      model_->JoinRun({.id = "late", .run_epoch = epoch - 1}, 0, 1, layout).status();
+  EXPECT_EQ(GetGroupHint(late).incarnation, 9) << late;
 }
 
 TEST_F(CommitGateTest, TheEndOfTheModelEndsAPreparedStep) {

@@ -59,13 +59,17 @@ absl::StatusOr<std::shared_ptr<GroupRun>> GroupRun::OpenNewest(std::shared_ptr<C
         Open(client, std::move(map), options, deadline, interrupt);
     if (run.ok()) return run;
     // The model may have returned to a checkpoint meanwhile, perhaps because of `resume`.
-    if (GetGroupHint(run.status()).incarnation <= incarnation) {
-      // A server that has just started is not among those that run yet.
-      if (!IsRetryable(run.status())) return run;
-      const absl::Duration delay = backoff.Next(run.status());
-      if (After(SteadyNow(), delay) >= deadline) return run;
-      if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
+    const bool has_ended = GetGroupHint(run.status()).incarnation > incarnation;
+    // A server that has just started is not among those that run yet.
+    if (!has_ended && !IsRetryable(run.status())) return run;
+    const absl::Duration delay = backoff.Next(run.status());
+    if (After(SteadyNow(), delay) >= deadline) {
+      if (!has_ended) return run;
+      // Not FENCED: the asked server does not know the new incarnation yet.
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                       std::string(run.status().message()));
     }
+    if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
     EMA_ASSIGN_OR_RETURN(
         model, client->Unary(&Stub::PrepareAsyncGetModel,
                              MakeRequest<v1::GetModelRequest>(model.name()), deadline, interrupt));

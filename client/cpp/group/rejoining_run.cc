@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/group/group_push.h"
 #include "client/cpp/transport/convert.h"
-#include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -36,21 +35,11 @@ absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::OpenAgain(const GroupRun
   Client::RunOptions options = options_;
   options.resume.reset();  // The average continues from the server's state.
   options.last_run_epoch = fenced.run_epoch();
-  Backoff backoff;
-  while (true) {
-    EMA_ASSIGN_OR_RETURN(v1::Model model, client_.Unary(&Stub::PrepareAsyncGetModel,
-                                                        MakeRequest<v1::GetModelRequest>(model_),
-                                                        deadline, interrupt));
-    absl::StatusOr<std::shared_ptr<GroupRun>> run = GroupRun::OpenNewest(
-        client_.shared_from_this(), std::move(model), options, deadline, interrupt);
-    // Servers learn of a new incarnation one after another. The error after a newer launch names no
-    // incarnation.
-    const bool is_late = IsFenced(run.status()) && GetGroupHint(run.status()).incarnation != 0;
-    if (run.ok() || !is_late) return run;
-    const absl::Duration delay = backoff.Next(run.status());
-    if (After(SteadyNow(), delay) >= deadline) return run;
-    if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
-  }
+  EMA_ASSIGN_OR_RETURN(v1::Model model, client_.Unary(&Stub::PrepareAsyncGetModel,
+                                                      MakeRequest<v1::GetModelRequest>(model_),
+                                                      deadline, interrupt));
+  return GroupRun::OpenNewest(client_.shared_from_this(), std::move(model), options, deadline,
+                              interrupt);
 }
 
 absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::Rejoin(const GroupRun& fenced,

@@ -304,8 +304,8 @@ def whole_average(
     *,
     track: str | None,
 ) -> Weights | None:
-    """The whole average of the last push, on rank 0, of a model of which each rank has pieces, in the
-    dtype of its parameters if they are of one lower precision. None: this is another rank, or the average
+    """Pulls the whole average of the last push, on rank 0, for a model of which each rank has only pieces,
+    in the dtype of its parameters if they are of one lower precision. None: this is another rank, or the average
     has not started or cannot be read; a warning says so. Collective.
 
     Raises:
