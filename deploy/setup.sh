@@ -74,8 +74,7 @@ install_python_packages() {
 
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$(python3 --version) is too old: put Python 3.11 or newer first on PATH (Debian 12: /usr/bin)"
-  # Otherwise venv would empty the folder that the link names, perhaps one of another checkout.
-  [[ ! -L build/venv ]] || fail "build/venv is a link, expected a folder: remove the link"
+  refuse_link build/venv
   # One that was moved here with the checkout, or is of another Python, cannot be mended.
   [[ -z $installed || $installed == "$root $(python3 --version) "* ]] || clear=(--clear)
   step "make the virtual environment build/venv" "$log" python3 -m venv "${clear[@]}" build/venv ||
@@ -86,6 +85,11 @@ install_python_packages() {
   # The other sets of the same lists are still there.
   installed=$(grep --fixed-strings -- "$base" <<<"$installed") || true
   printf '%s\n' ${installed:+"$installed"} "$state" >"$stamp"
+}
+
+# refuse_link FOLDER: venv would empty the folder that a link names, perhaps one of another checkout.
+refuse_link() {
+  [[ ! -L $1 ]] || fail "$1 is a link, expected a folder: remove the link"
 }
 
 # pip_install PYTHON ARGUMENT...: pip repeats connections that fail, but not downloads that break off.
@@ -105,6 +109,7 @@ install_beside() {
   local list=deploy/requirements-$1.txt venv=build/venv-$1 state
   state="$root $(python3 --version) $(sha256sum <"$list")"
   [[ $state != "$(cat "$venv/.installed" 2>/dev/null)" ]] || return 0
+  refuse_link "$venv"
   step "make the virtual environment $venv" "$log" python3 -m venv --clear "$venv"
   local site='import sysconfig; print(sysconfig.get_path("purelib"))'
   build/venv/bin/python -c "$site" >"$("$venv/bin/python" -c "$site")/build-venv.pth"
