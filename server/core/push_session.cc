@@ -292,13 +292,13 @@ absl::Status PushSession::AwaitDevice(int64_t rank, std::optional<int64_t> strea
   }
   Memory unused;
   absl::MutexLock lock(&mu_);
-  unused = EndWorkLocked(rank);
   RankState& state = ranks_[rank];
   for (const NonFiniteElement& told : non_finite) {
     const auto [tensor, element] = memory_.next->Locate(told);
     int64_t& first = state.non_finite.try_emplace(tensor, element).first->second;
     first = std::min(first, element);
   }
+  unused = EndWorkLocked(rank);  // Last: if the step has ended, this removes memory_.
   state.device_status.Update(status);
   return state.device_status;
 }
