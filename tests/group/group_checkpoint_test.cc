@@ -548,6 +548,8 @@ TEST_F(GroupCheckpointTest, AModelThatTheRegistryHasLostIsNotCreatedAnewButRecov
   EXPECT_EQ(recovered.step, 2);
   EXPECT_EQ(recovered.checkpoint_count, 2);
   EXPECT_THAT(recovered.members, SizeIs(3));
+  // The home learns of the record by its watch of the registry.
+  TrainedGroup::Await([&] { return group.Pull("ema").ok(); });
   EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
   EXPECT_EQ(found.info.version.id(), newest.version.id());
   EXPECT_EQ(found.tensors, expected.tensors);

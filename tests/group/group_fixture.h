@@ -446,10 +446,12 @@ class GroupFixture : public testing::Test {
   }
   static void Await(const std::function<bool()>& is_true) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    while (!is_true() && std::chrono::steady_clock::now() < deadline) {
+    bool was_true = is_true();
+    while (!was_true && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      was_true = is_true();
     }
-    EXPECT_TRUE(is_true());
+    EXPECT_TRUE(was_true);
   }
   // Waits until a partition has received the whole step.
   static void AwaitReceived(const GroupTrainer& trainer, size_t partition, int64_t step) {
