@@ -50,8 +50,8 @@ class Gpu {
   // Host memory that every GPU can access. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> AllocatePinned(int64_t size_bytes);
   void FreePinned(std::byte* memory);
-  // Makes existing pages pinned memory that every GPU can access, until UnregisterPinned(). Errors
-  // that are not permanent mean that the system does not allow it, as in confidential computing.
+  // Makes existing pages pinned memory that every GPU can access, until UnregisterPinned(). If the
+  // GPU stays usable after an error, the system does not allow it, as in confidential computing.
   absl::Status RegisterPinned(std::byte* memory, int64_t size_bytes);
   void UnregisterPinned(std::byte* memory);
 

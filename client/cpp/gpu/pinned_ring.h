@@ -57,7 +57,7 @@ class PinnedRing {
   // kMinRingBytes. With `is_shared` the buffers are in a window if the system allows that and there
   // are at least kMinWindowSlots. To be called before a push takes buffers; later calls do nothing,
   // except after DiscardWindow(). REQUIRES: 0 < slot_bytes <= kMinRingBytes, max_slots > 0. Errors
-  // as Gpu::AllocatePinned(); after an error it may be called again.
+  // as Gpu::AllocatePinned(); after an error the caller may try again.
   absl::Status Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots, bool is_shared = false);
   // Null: the buffers are not in a window.
   const SharedMemory* window() const { return window_.get(); }

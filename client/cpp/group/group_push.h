@@ -39,7 +39,7 @@ namespace ema::client_internal {
 // servers, and has the round of the next step.
 //
 // A push that is fenced because a restarted server has begun another incarnation is repeated there,
-// unless the weights may have changed since: then the other ranks are told that the step is lost.
+// unless the weights may have changed. In that case it tells the other ranks that the step is lost.
 class GroupPush final : public RunningPush {
  public:
   // Opens a run again that was fenced: RejoiningRun.

@@ -64,7 +64,7 @@ class RejoiningRun final : public OpenedRun, public std::enable_shared_from_this
   absl::StatusOr<std::shared_ptr<GroupRun>> Rejoin(const GroupRun& fenced, SteadyTime deadline,
                                                    Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
-  Client::Impl& client_;  // Of `newest_`.
+  Client::Impl& client_;  // `newest_` keeps it alive.
   const std::string model_;
   const Manifest manifest_;
   const RankLayout layout_;

@@ -92,7 +92,7 @@ class ChunkWriter {
 
   // A staged chunk as it is sent from the memory where it is staged.
   struct Loan {
-    int slot = 0;  // Of the ring.
+    int slot = 0;  // The number of the ring's buffer.
     std::span<const std::byte> bytes;
     uint32_t crc32c = 0;
   };

@@ -25,8 +25,8 @@ WindowChunks::~WindowChunks() {
 }
 
 absl::Status WindowChunks::Send(int64_t chunk, const LanePipe::Stop& stop) {
-  // The ring has several times more buffers than the lane has places for chunks, so a place means
-  // that there is a buffer, too.
+  // The ring has at least twice as many buffers as the lane has places for chunks, so if there is a
+  // place, there is a buffer.
   EMA_RETURN_IF_ERROR(lane_->AwaitPlace(stop));
   EndLoans(lane_->unread_frame_count(), /*is_read=*/true);
   const std::optional<ChunkWriter::Loan> loan = writer_->Borrow(chunk);
