@@ -33,28 +33,12 @@ absl::StatusOr<Caller> Admission::Admit(std::string_view method, std::string_vie
   Caller caller{.access = *access,
                 .authorization = {},
                 .log = {.peer = std::move(peer), .role = {}},
-                .active_call = CountCall()};
+                .active_call = admitted_.Add()};
   if (authenticator_ != nullptr) {
     caller.authorization = authorization;
     caller.log.role = RoleName(access->role);
   }
   return caller;
-}
-
-std::shared_ptr<const void> Admission::CountCall() {
-  absl::MutexLock lock(&mu_);
-  ++call_count_;
-  return std::shared_ptr<const void>(nullptr, [this](const void*) {
-    absl::MutexLock lock_at_end(&mu_);
-    --call_count_;
-    call_ended_.WakeAll();
-  });
-}
-
-void Admission::AwaitNoCalls(SteadyTime deadline) {
-  absl::MutexLock lock(&mu_);
-  const auto none = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return call_count_ == 0; };
-  call_ended_.AwaitUntil(mu_, deadline, none);
 }
 
 }  // namespace ema

@@ -7,20 +7,18 @@
 #include <grpcpp/server_context.h>
 
 #include <atomic>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "server/base/authenticator.h"
 #include "server/base/log_event.h"
 #include "server/base/log_throttle.h"
 #include "server/base/steady_wait.h"
+#include "server/rpc/call_count.h"
 
 namespace ema {
 
@@ -45,28 +43,22 @@ class Admission {
   // call that has waited, or that learns of its model later, is admitted again. UNAVAILABLE,
   // DRAINING; other errors as Authorize().
   absl::StatusOr<Caller> Admit(std::string_view method, const grpc::ServerContext& context,
-                               std::optional<std::string_view> model) ABSL_LOCKS_EXCLUDED(mu_);
+                               std::optional<std::string_view> model);
   // The same with the value of the header "authorization" and the name of the peer.
   absl::StatusOr<Caller> Admit(std::string_view method, std::string_view authorization,
-                               std::string peer, std::optional<std::string_view> model)
-      ABSL_LOCKS_EXCLUDED(mu_);
+                               std::string peer, std::optional<std::string_view> model);
 
   // From now on calls for which IsRejectedWhileDraining() are rejected.
   void StartDraining() { is_draining_.store(true, std::memory_order_relaxed); }
   // Returns when no admitted call is under way, or at `deadline`.
-  void AwaitNoCalls(SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
+  void AwaitNoCalls(SteadyTime deadline) { admitted_.AwaitNone(deadline); }
 
  private:
-  std::shared_ptr<const void> CountCall() ABSL_LOCKS_EXCLUDED(mu_);
-
   const Authenticator* const authenticator_;
   const LogSink log_;
   LogThrottle refusals_;
   std::atomic<bool> is_draining_ = false;  // Relaxed: a call may begin just before it is seen.
-
-  absl::Mutex mu_;
-  int64_t call_count_ ABSL_GUARDED_BY(mu_) = 0;
-  SteadyWait call_ended_;  // Woken when call_count_ sinks.
+  CallCount admitted_;
 };
 
 }  // namespace ema

@@ -14,6 +14,7 @@
 #include "server/core/checkpoints.h"
 #include "server/core/model_store.h"
 #include "server/rpc/admission.h"
+#include "server/rpc/call_count.h"
 #include "server/rpc/model_group.h"
 #include "server/rpc/stream_slots.h"
 #include "server/rpc/worker.h"
@@ -32,6 +33,10 @@ struct RpcContext {
   grpc::health::v1::Health::AsyncService health;
   std::shared_ptr<ModelStore> store;
   Admission admission;
+  // The objects that gRPC may still call: calls of all kinds, also those that wait for a client,
+  // were refused, or are sending their status. While one lives, its completion queue must not be
+  // shut down.
+  CallCount live_calls;
   StreamSlots pushes;
   StreamSlots pulls;
   StreamSlots watches;

@@ -292,7 +292,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   if (lanes_ != nullptr) lanes_->Stop();
   // Cancelled calls end by themselves, on the queues' threads.
   constexpr absl::Duration kCancelGrace = absl::Seconds(5);
-  context_.admission.AwaitNoCalls(After(SteadyNow(), kCancelGrace));
+  context_.live_calls.AwaitNone(After(SteadyNow(), kCancelGrace));
   {
     // Not before: calls that run until the deadline need these threads.
     absl::MutexLock lock(&mu_);

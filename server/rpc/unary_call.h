@@ -160,6 +160,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   }
 
   RpcContext* const rpc_;
+  const std::shared_ptr<const void> live_ = rpc_->live_calls.Add();  // The last to be destroyed.
   grpc::ServerCompletionQueue* const queue_;
   const std::shared_ptr<const Method> method_;
   grpc::ServerContext context_;

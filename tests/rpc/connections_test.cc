@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The ways to a server: IPv4, IPv6, unix sockets, and how many may take them.
+#include <grpcpp/generic/generic_stub.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "absl/strings/str_split.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "ema/client.h"
 #include "server/rpc/open_connections.h"
@@ -338,6 +340,68 @@ TEST_F(ConnectionsTest, AServerThatIsStoppedUnderReadingTrafficEndsInOrder) {
     server_->Shutdown(SteadyNow());
     stopped.store(true);
     readers.clear();
+    server_.reset();
+  }
+}
+
+// Keeps the server's thread busy at the first pull that ends.
+class SlowObserver final : public ServerObserver {
+ public:
+  void OnRpcEnded(std::string_view rpc, const absl::Status&) override {
+    if (rpc != "Pull" || begun.HasBeenNotified()) return;
+    begun.Notify();
+    release.WaitForNotification();
+  }
+  absl::Notification begun;
+  absl::Notification release;
+};
+
+// An operation on a completion queue that has been shut down would end the process.
+TEST_F(ConnectionsTest, AServerThatStopsEndsACallWhoseStartItHasNotYetSeen) {
+  // A queue does deferred work, such as its shutdown, after every eighth completion. Each round
+  // begins with another number of completions.
+  for (int round = 0; round < 8; ++round) {
+    SlowObserver observer;
+    RpcServer::Options options{.same_host_lane = false};
+    options.observer = &observer;
+    StartServer(options);
+    CreateAndOpen();
+    v1::PushResponse response;
+    ASSERT_TRUE(PushFilled(1, 1, &response).status.ok());
+    v1::GetModelRequest request;
+    request.set_model("m");
+    for (int i = 0; i < round; ++i) {
+      grpc::ClientContext context;
+      v1::Model model;
+      ASSERT_TRUE(stub_->GetModel(&context, request, &model).ok());
+    }
+
+    // A malformed request is never counted as admitted, but keeps the server's only thread busy
+    // while another pull arrives and the server stops.
+    std::jthread malformed([&] {
+      grpc::CompletionQueue queue;
+      grpc::ClientContext context;
+      const grpc::Slice garbage("\xff");
+      const auto call = grpc::GenericStub(channel_).PrepareUnaryCall(
+          &context, "/ema.v1.EmaService/Pull", grpc::ByteBuffer(&garbage, 1), &queue);
+      call->StartCall();
+      grpc::ByteBuffer reply;
+      grpc::Status status;
+      call->Finish(&reply, &status, nullptr);
+      void* tag = nullptr;
+      bool ok = false;
+      queue.Next(&tag, &ok);
+      EXPECT_FALSE(status.ok());
+    });
+    observer.begun.WaitForNotification();
+    std::jthread reader([&] { Pull("ema"); });
+    absl::SleepFor(absl::Milliseconds(100));
+    std::jthread stopper([&] { server_->Shutdown(SteadyNow()); });
+    absl::SleepFor(absl::Milliseconds(300));
+    observer.release.Notify();
+    stopper.join();
+    reader.join();
+    malformed.join();
     server_.reset();
   }
 }
