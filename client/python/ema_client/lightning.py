@@ -41,7 +41,7 @@ from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues
 from ema_client._model.torch_model import check_savable, engine_of
-from ema_client._tracks.presets import check_count, refuse
+from ema_client._tracks.rule_checks import check_count, refuse
 from ema_client._tracks.track import SCHEDULE_NAMES, WHOLE_TRACK, Track
 from ema_client._trainer.attach import attach
 from ema_client._trainer.attachment import Attachment

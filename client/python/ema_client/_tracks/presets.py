@@ -13,10 +13,19 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from ema_client._errors import InvalidArgumentError
 from ema_client._argument_checks import nearest_name
+from ema_client._tracks.rule_checks import (
+    check_above_zero,
+    check_count,
+    check_default,
+    check_flag,
+    check_no_functions,
+    check_number,
+    refuse,
+)
 
 # Returns the arguments of the Track.
 _Preset = Callable[..., dict[str, Any]]
@@ -118,7 +127,7 @@ def ema_pytorch(
     `attach` handles the arguments that are not about the average; here they must have their
     defaults.
     """
-    _at_default(
+    check_default(
         ema_model=(ema_model, None),
         include_online_model=(include_online_model, True),
         allow_different_devices=(allow_different_devices, False),
@@ -144,8 +153,8 @@ def ema_pytorch(
             tensor_rules=rules,
         )
     return dict(
-        inv_gamma=_above_zero("inv_gamma", inv_gamma, "1.0"),
-        power=_above_zero("power", power, "0.75"),
+        inv_gamma=check_above_zero("inv_gamma", inv_gamma, "1.0"),
+        power=check_above_zero("power", power, "0.75"),
         # As torch.clamp: if the limits cross, the upper one is used.
         min_decay=min(check_number("min_value", min_value, "0.0"), beta),
         max_decay=beta,
@@ -193,7 +202,7 @@ def _karras(
     As in ema_pytorch, the decay at call n is the profile's at step n + 1, with e as the time since
     the previous update: (1 - e / (batch + 1))^(gamma + 1).
     """
-    _at_default(
+    check_default(
         ema_model=(ema_model, None),
         frozen=(frozen, False),
         allow_different_devices=(allow_different_devices, False),
@@ -205,7 +214,7 @@ def _karras(
         exponent = check_number("gamma", gamma, "6.94", most=math.inf)
         sigma_rel = math.sqrt((exponent + 1) / ((exponent + 2) ** 2 * (exponent + 3)))
     return dict(
-        sigma_rel=_above_zero("sigma_rel", sigma_rel, "0.05"),
+        sigma_rel=check_above_zero("sigma_rel", sigma_rel, "0.05"),
         age_offset=1,
         update_interval=f"{check_count('update_every', update_every, '100')}ba",
         interval_phase=1,
@@ -231,7 +240,7 @@ def _diffusers(
     device: Any = None,
 ) -> dict[str, Any]:
     """diffusers.training_utils.EMAModel: decay (1 + s) / (10 + s), or the warm-up by inv_gamma and power."""
-    _at_default(
+    check_default(
         foreach=(foreach, False),
         model_cls=(model_cls, None),
         model_config=(model_config, None),
@@ -251,8 +260,8 @@ def _inverse_gamma(
     gamma_name: str, inv_gamma: float, power_name: str, power: float
 ) -> dict[str, float]:
     return {
-        "inv_gamma": _above_zero(gamma_name, inv_gamma, "1.0"),
-        "power": _above_zero(power_name, power, "0.75"),
+        "inv_gamma": check_above_zero(gamma_name, inv_gamma, "1.0"),
+        "power": check_above_zero(power_name, power, "0.75"),
     }
 
 
@@ -273,7 +282,7 @@ def _warmed_up(
 
 def _timm_v2(*, decay: float = 0.9999, device: Any = None) -> dict[str, Any]:
     """timm.utils.ModelEmaV2: a constant decay."""
-    _at_default(device=(device, None))
+    check_default(device=(device, None))
     return dict(smoothing=check_number("decay", decay, "0.9999", below=1), update_interval="1ba")
 
 
@@ -298,7 +307,7 @@ def _timm_v3(
     With step=False it is updated as `update(model)`: a constant decay from the start, whatever the
     warm-up.
     """
-    _at_default(
+    check_default(
         device=(device, None),
         stochastic_rounding=(stochastic_rounding, True),
         stochastic_rounding_seed=(stochastic_rounding_seed, 0),
@@ -335,8 +344,8 @@ def _torch_ema(
     multi_avg_fn: Any = None,
 ) -> dict[str, Any]:
     """torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay)."""
-    _at_default(device=(device, None))
-    _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
+    check_default(device=(device, None))
+    check_no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
     return dict(
         smoothing=check_number("decay", decay, "0.999", below=1),
         update_interval="1ba",
@@ -352,8 +361,8 @@ def _torch_swa(
     multi_avg_fn: Any = None,
 ) -> dict[str, Any]:
     """torch.optim.swa_utils.AveragedModel as it is: the mean of all updates."""
-    _at_default(device=(device, None))
-    _no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
+    check_default(device=(device, None))
+    check_no_functions(avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
     return dict(
         uniform=True,
         update_interval="1ba",
@@ -377,7 +386,7 @@ def _optax(
             f"{' and '.join(names) or 'no argument'} given: give one of decay (ema), step_size "
             "(incremental_update) and update_period (periodic_update), such as decay=0.999"
         )
-    _at_default(accumulator_dtype=(accumulator_dtype, None))
+    check_default(accumulator_dtype=(accumulator_dtype, None))
     if decay is None and debias is not True:
         refuse(f"debias {debias!r}: belongs to decay, such as decay=0.999, debias=False")
     if decay is not None:
@@ -388,7 +397,9 @@ def _optax(
         )
     if step_size is not None:
         size = check_number("step_size", step_size, "0.001")
-        return dict(smoothing=1 - _above_zero("step_size", size, "0.001"), update_interval="1ba")
+        return dict(
+            smoothing=1 - check_above_zero("step_size", size, "0.001"), update_interval="1ba"
+        )
     return dict(
         copy=True, update_interval=f"{check_count('update_period', update_period, '100')}ba"
     )
@@ -404,7 +415,7 @@ def _edm2_power(*, std: float | None = None, stds: Iterable[float] | None = None
             f"stds: {len(values)} given; a track has one, such as std=0.05: make a track for each"
         )
     return dict(
-        sigma_rel=_above_zero("std", values[0], "0.05"), update_interval="1sp", buffers="copy"
+        sigma_rel=check_above_zero("std", values[0], "0.05"), update_interval="1sp", buffers="copy"
     )
 
 
@@ -414,7 +425,7 @@ def _edm2_traditional(
     """EDM2's TraditionalEMA: a half-life in millions of images (the samples, sp), ramped up."""
     half_life = None
     if halflife_Mimg != math.inf:
-        images = _above_zero("halflife_Mimg", halflife_Mimg, "0.5") * 1e6
+        images = check_above_zero("halflife_Mimg", halflife_Mimg, "0.5") * 1e6
         if abs(images - round(images)) > 1e-9 * images:
             refuse(f"halflife_Mimg {halflife_Mimg!r}: must be whole images, such as 0.5")
         half_life = f"{round(images)}sp"
@@ -423,7 +434,7 @@ def _edm2_traditional(
     return dict(
         half_life=half_life,
         ramp_ratio=(
-            None if rampup_ratio is None else _above_zero("rampup_ratio", rampup_ratio, "0.09")
+            None if rampup_ratio is None else check_above_zero("rampup_ratio", rampup_ratio, "0.09")
         ),
         update_interval="1sp",
         buffers="copy",
@@ -433,7 +444,7 @@ def _edm2_traditional(
 def _ultralytics(*, decay: float = 0.9999, tau: float = 2000, updates: int = 0) -> dict[str, Any]:
     """ultralytics.utils.torch_utils.ModelEMA: decay * (1 - exp(-n / tau))."""
     return dict(
-        exp_ramp=_above_zero("tau", tau, "2000"),
+        exp_ramp=check_above_zero("tau", tau, "2000"),
         max_decay=check_number("decay", decay, "0.9999"),
         count_offset=1 + check_count("updates", updates, "0", least=0),
         update_interval="1ba",
@@ -458,7 +469,7 @@ def _mmengine(
 ) -> dict[str, Any]:
     """MMDetection's ExpMomentumEMA: 1 - momentum at the end, by (1 - exp(-n / gamma))."""
     return dict(
-        exp_ramp=_above_zero("gamma", gamma, "2000"),
+        exp_ramp=check_above_zero("gamma", gamma, "2000"),
         max_decay=1 - check_number("momentum", momentum, "0.0002"),
         count_offset=1,
         **_mmengine_updates(interval, device, update_buffers),
@@ -475,13 +486,13 @@ def _mmengine_constant(
     """mmengine.model.ExponentialMovingAverage: a constant decay of 1 - momentum."""
     return dict(
         smoothing=1
-        - _above_zero("momentum", check_number("momentum", momentum, "0.0002"), "0.0002"),
+        - check_above_zero("momentum", check_number("momentum", momentum, "0.0002"), "0.0002"),
         **_mmengine_updates(interval, device, update_buffers),
     )
 
 
 def _mmengine_updates(interval: int, device: Any, update_buffers: bool) -> dict[str, Any]:
-    _at_default(device=(device, None))
+    check_default(device=(device, None))
     return dict(
         update_interval=f"{check_count('interval', interval, '1')}ba",
         interval_phase=1,
@@ -573,71 +584,3 @@ def _check_names(function: _Preset, arguments: Mapping[str, Any]) -> None:
         problems.append(f'unknown argument "{unknown}"' + (f", {hint}" if hint else ""))
     if problems:
         refuse(f"{'; '.join(problems)} There are {', '.join(names)}")
-
-
-def refuse(message: str) -> NoReturn:
-    raise InvalidArgumentError(message, reason="BAD_SCHEDULE")
-
-
-def _at_default(**arguments: tuple[object, object]) -> None:
-    for name, (value, default) in arguments.items():
-        if value != default:
-            refuse(
-                f"{name} {value!r}: does nothing here; leave it out, or at its default {default!r}"
-            )
-
-
-def _no_functions(**functions: object) -> None:
-    for name, value in functions.items():
-        if value is not None:
-            refuse(
-                f"{name}: a function cannot be sent to a server; give the decay that it has, such as "
-                'decay=0.999, or kind="swa" for the mean of all updates, or, without a preset, another '
-                'rule, such as half_life="1000ba"'
-            )
-
-
-def check_number(
-    name: str, value: object, example: str, *, most: float = 1.0, below: float = math.inf
-) -> float:
-    """A number of 0 to `most`, and less than `below`."""
-    number = _any_number(name, value, example)
-    if not 0 <= number <= most or number >= below:
-        if most == math.inf:
-            limits = "0 or more and finite"
-        else:
-            limits = "0 or more and below 1" if below <= most else "0 to 1"
-        refuse(f"{name} {value!r}: must be {limits}, such as {example}")
-    return number
-
-
-def _above_zero(name: str, value: object, example: str) -> float:
-    number = _any_number(name, value, example)
-    if not 0 < number < math.inf:
-        refuse(f"{name} {value!r}: must be finite and above 0, such as {example}")
-    return number
-
-
-def _any_number(name: str, value: Any, example: str) -> float:
-    if not isinstance(value, (str, bool)):
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    refuse(f"{name} {value!r}: must be a number, such as {example}")
-
-
-def check_count(name: str, value: Any, example: str, *, least: int = 1) -> int:
-    if not isinstance(value, (str, bool)):
-        try:
-            if int(value) == value and value >= least:
-                return int(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    refuse(f"{name} {value!r}: must be a whole number, {least} or more, such as {example}")
-
-
-def check_flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        refuse(f"{name} {value!r}: must be True or False")
-    return value

@@ -14,7 +14,7 @@ from ema_client._client.out import writing
 from ema_client._errors import EmaError, InvalidArgumentError, failure_of
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import check_whole
-from ema_client._tracks import presets
+from ema_client._tracks import presets, rule_checks
 from ema_client._trainer.attachment import Attachment
 from ema_client._trainer.same_version import pull_on_all_ranks
 
@@ -64,13 +64,13 @@ class PresetOptions:
         try:
             for name in _WITHOUT_EFFECT:
                 if name in rest:
-                    presets.check_flag(name, rest.pop(name))
+                    rule_checks.check_flag(name, rest.pop(name))
             ema_model = rest.pop("ema_model", None)
             if ema_model is not None and not callable(ema_model):
-                presets.refuse(f"ema_model {ema_model!r}: must be a module, or what makes one")
+                rule_checks.refuse(f"ema_model {ema_model!r}: must be a module, or what makes one")
             names = rest.pop("forward_method_names", ())
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-                presets.refuse(f"forward_method_names {names!r}: must be names of methods")
+                rule_checks.refuse(f"forward_method_names {names!r}: must be names of methods")
             every = rest.pop("update_model_with_ema_every", None)
             beta = rest.pop("update_model_with_ema_beta", 0.0)
             rule = None if every is None else SwitchRule.of(every, beta, rest)
@@ -129,11 +129,11 @@ class SwitchRule:
             return arguments.get(name, parameters[name].default)
 
         return cls(
-            presets.check_count("update_model_with_ema_every", every, "1000"),
-            presets.check_number("update_model_with_ema_beta", beta, "0.5"),
+            rule_checks.check_count("update_model_with_ema_every", every, "1000"),
+            rule_checks.check_number("update_model_with_ema_beta", beta, "0.5"),
             frozenset(get("param_or_buffer_names_no_ema")),
-            presets.check_count("update_every", get("update_every"), "10"),
-            presets.check_count("update_after_step", get("update_after_step"), "100", least=0),
+            rule_checks.check_count("update_every", get("update_every"), "10"),
+            rule_checks.check_count("update_after_step", get("update_after_step"), "100", least=0),
             get("beta") == 1,
         )
 
