@@ -59,7 +59,7 @@ Model::Model(ModelConfig config, DeviceMemory memory, const Options& options)
       history_({config_.name, options.incarnation, config_.max_pinned_versions,
                 options.has_data_dir, keep_alive()}),
       tracks_({config_.name, config_.manifest, memory_, host_budget_, options.block_bytes,
-               options.incarnation, options.has_data_dir, keep_alive()},
+               options.incarnation, options.has_data_dir, keep_alive(), options.gate != nullptr},
               &history_),
       readings_(&history_, &tracks_, config_.manifest.get(), memory_.device.get(),
                 host_budget_.get(), keep_alive()),
@@ -166,7 +166,7 @@ TrackTable::Replaced Model::ApplyPendingLocked() {
 PushPlan Model::PlanLocked(const Snapshot* newest) const {
   PushPlan plan = tracks_.Plan(newest, runs_);
   // Another partition may still need them.
-  if (is_partition()) plan.may_omit_frozen = false;
+  if (is_partition()) plan.may_omit_frozen &= options_.gate->may_omit_frozen();
   return plan;
 }
 

@@ -121,6 +121,7 @@ v1::GroupState ToProto(const GroupState& state) {
     proto.mutable_failed_step()->set_step(state.failed_step->step);
     ToProto(state.failed_step->why, proto.mutable_failed_step()->mutable_why());
   }
+  proto.set_may_omit_frozen(state.may_omit_frozen);
   return proto;
 }
 
@@ -131,7 +132,8 @@ GroupState FromProto(const v1::GroupState& proto) {
                    .run_epoch = proto.run_epoch(),
                    .launch_id = proto.launch_id(),
                    .settings_revision = proto.settings_revision(),
-                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()}};
+                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()},
+                   .may_omit_frozen = proto.may_omit_frozen()};
   if (proto.has_last_commit()) {
     const v1::GroupState::Commit& commit = proto.last_commit();
     state.last_commit = GroupCommit{.round = commit.round(),

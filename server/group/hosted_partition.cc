@@ -440,6 +440,11 @@ int64_t HostedPartition::settings_revision() const {
   return state_.settings_revision;
 }
 
+bool HostedPartition::may_omit_frozen() const {
+  absl::MutexLock lock(&mu_);
+  return state_.may_omit_frozen;
+}
+
 absl::Status HostedPartition::CheckLaunch(const Launch& launch) {
   absl::MutexLock lock(&mu_);
   if (launch.run_epoch == 0) return is_home() ? absl::OkStatus() : NotHomeErrorLocked();

@@ -112,6 +112,7 @@ class HostedPartition final : public CommitGate,
   bool is_home() const override { return options_.id.partition == 0; }
   int64_t round() const override ABSL_LOCKS_EXCLUDED(mu_);
   int64_t settings_revision() const override ABSL_LOCKS_EXCLUDED(mu_);
+  bool may_omit_frozen() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckPush(const PushStart& start) override ABSL_LOCKS_EXCLUDED(mu_);

@@ -185,6 +185,9 @@ void Rounds::Commit(absl::Time commit_time) {
       all.skipped_tensors.push_back(std::move(name));
     }
   }
+  // Tracks that come into force now may have other values of the frozen tensors.
+  state_.may_omit_frozen =
+      all.may_omit_frozen && state_.settings_revision == next_settings_revision_;
   state_.last_commit = GroupCommit{state_.round, ++version_, std::move(all), commit_time};
   state_.settings_revision = next_settings_revision_;
   BeginNextRound();
@@ -250,6 +253,7 @@ bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
 bool Rounds::AbortForSettings(const absl::Status& why) {
   if (state_.round == 0) return false;  // They come into force when all partitions have joined.
   state_.settings_revision = next_settings_revision_;
+  state_.may_omit_frozen = false;
   return Abort(state_.round, why);
 }
 

@@ -41,6 +41,7 @@ class RecordingGate final : public CommitGate {
   bool is_home() const override { return true; }
   int64_t round() const override { return present_round; }
   int64_t settings_revision() const override { return present_settings; }
+  bool may_omit_frozen() const override { return partitions_may_omit_frozen; }
   absl::Status CheckLaunch(const Launch&) override { return check_launch; }
   void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
   absl::Status CheckPush(const PushStart&) override { return check_push; }
@@ -57,6 +58,7 @@ class RecordingGate final : public CommitGate {
 
   int64_t present_round = 1;
   int64_t present_settings = 0;
+  bool partitions_may_omit_frozen = true;
   absl::Status check_launch;
   absl::Status check_push;
   int64_t opened_run = 0;

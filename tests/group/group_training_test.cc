@@ -63,6 +63,74 @@ TEST(GroupTrainingTest, RanksReadersAndWatchersSeeOneModel) {
   EXPECT_TRUE(none.info.not_newer);
 }
 
+// Two ranks that push together. The frozen tensors are on the first and on the last server.
+class FrozenGroup {
+ public:
+  FrozenGroup() {
+    const bool frozen[] = {true, false, false, false, false, true};
+    for (int64_t rank = 0; rank < 2; ++rank) runs_.push_back(group_.Open(rank, 2, frozen));
+  }
+  // Returns the bytes that both ranks have sent: less than 0 if the push failed. `frozen`: the
+  // value of all elements of the frozen tensors.
+  int64_t Push(int64_t step, float frozen = 0.5f, bool frozen_changed = false) {
+    std::vector<Weights> weights;
+    std::vector<std::unique_ptr<PendingPush>> pushes;
+    for (const auto& run : runs_) {
+      std::vector<float>& values = weights.emplace_back(*run, step).values();
+      std::fill(values.begin() + run->layout().trained_bytes() / 4, values.end(), frozen);
+      auto push = run->StartPush(step, TrainingTime::AtBatch(step), weights.back().shards(),
+                                 kPatience, {.frozen_changed = frozen_changed});
+      EXPECT_THAT(push, IsOk());
+      if (push.ok()) pushes.push_back(*std::move(push));
+    }
+    int64_t bytes = 0;
+    for (const std::unique_ptr<PendingPush>& push : pushes) {
+      const absl::StatusOr<Version> version = push->Wait();
+      EXPECT_THAT(version, IsOk());
+      bytes += push->stats().sent_bytes;
+    }
+    return bytes;
+  }
+  int64_t all_bytes() const { return Sum(&RankLayout::total_bytes); }
+  int64_t trained_bytes() const { return Sum(&RankLayout::trained_bytes); }
+  TrainedGroup& group() { return group_; }
+
+ private:
+  int64_t Sum(int64_t (RankLayout::*bytes)() const) const {
+    int64_t sum = 0;
+    for (const auto& run : runs_) sum += (run->layout().*bytes)();
+    return sum;
+  }
+
+  TrainedGroup group_{3, /*tensor_count=*/6};
+  std::vector<std::unique_ptr<ema::Run>> runs_;
+};
+
+TEST(GroupTrainingTest, FrozenTensorsAreOmittedOnceAllServersHaveThem) {
+  FrozenGroup ranks;
+  ASSERT_LT(ranks.trained_bytes(), ranks.all_bytes());
+  EXPECT_EQ(ranks.Push(1), ranks.all_bytes());
+  EXPECT_EQ(ranks.Push(2), ranks.trained_bytes());
+  EXPECT_EQ(ranks.Push(3), ranks.trained_bytes());
+  // A new track has none of them.
+  const TrackConfig late{.name = "late", .schedule = *Schedule::Parse("half_life=1ba")};
+  ASSERT_THAT(ranks.group().client().UpdateModel("m", {.put = {late}}, kPatience), IsOk());
+  EXPECT_EQ(ranks.Push(4), ranks.trained_bytes());
+  EXPECT_EQ(ranks.Push(5), ranks.all_bytes());
+  EXPECT_EQ(ranks.Push(6), ranks.trained_bytes());
+  // Changed ones are pushed, and then always, as averages of them differ.
+  EXPECT_EQ(ranks.Push(7, 0.75f, /*frozen_changed=*/true), ranks.all_bytes());
+  EXPECT_EQ(ranks.Push(8, 0.75f), ranks.all_bytes());
+  for (const char* const tensor : {"t0", "t5"}) {
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled raw,
+                             ranks.group().Pull("raw", {.selection = {.tensors = {tensor}}}));
+    const std::string& bytes = raw.tensors.at(tensor);
+    std::vector<float> values(bytes.size() / sizeof(float));
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+    EXPECT_THAT(values, testing::Each(0.75f)) << tensor;
+  }
+}
+
 TEST(GroupTrainingTest, ANanOnOneServerDropsTheStepOnAll) {
   TrainedGroup group(3, /*tensor_count=*/6);
   const auto run = group.Open();

@@ -203,6 +203,32 @@ TEST_F(RoundsTest, CommitMergesWhatPartitionsHaveSkipped) {
   EXPECT_FALSE(all.may_omit_frozen);
 }
 
+TEST_F(RoundsTest, FrozenTensorsMayBeOmittedWhileAllPartitionsHaveThem) {
+  const auto commit = [&](bool last_has_them) {
+    PreparedStep step = StepOf(100);
+    Prepare(0, step);
+    Prepare(1, step);
+    step.may_omit_frozen = last_has_them;
+    Prepare(2, step);
+    return rounds_.state().may_omit_frozen;
+  };
+  EXPECT_FALSE(rounds_.state().may_omit_frozen);
+  EXPECT_FALSE(commit(false));
+  EXPECT_TRUE(commit(true));
+  rounds_.Abort(round(), absl::UnavailableError("cut"));
+  EXPECT_TRUE(rounds_.state().may_omit_frozen);
+  // Other tracks have other averages: with the next commit, at once, and in another run.
+  rounds_.SetSettings(1, /*is_urgent=*/false);
+  EXPECT_TRUE(rounds_.state().may_omit_frozen);
+  EXPECT_FALSE(commit(true));
+  EXPECT_TRUE(commit(true));
+  rounds_.SetSettings(2, /*is_urgent=*/true);
+  EXPECT_FALSE(rounds_.state().may_omit_frozen);
+  EXPECT_TRUE(commit(true));
+  rounds_.OpenRun(kEpoch + 1, "next");
+  EXPECT_FALSE(rounds_.state().may_omit_frozen);
+}
+
 TEST_F(RoundsTest, RefusalAborts) {
   Prepare(0);
   const absl::Status why =

@@ -44,14 +44,18 @@ class TrainedGroup : public GroupFixture {
   using GroupFixture::servers_;
 
   Client& client() { return *client_; }
-  std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1) {
+  std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1, TensorSet frozen = {}) {
     const absl::StatusOr<ModelInfo> info = client_->GetModel("m");
     EXPECT_THAT(info, IsOk());
-    const absl::StatusOr<RankShare> share = EvenShare(info->manifest, {}, {}, rank, world_size);
+    const absl::StatusOr<RankShare> share = EvenShare(info->manifest, {}, frozen, rank, world_size);
     EXPECT_THAT(share, IsOk());
-    auto run = client_->OpenRun(
-        "m", {.launch_id = "life", .rank = rank, .world_size = world_size, .shards = share->shards},
-        kPatience);
+    auto run = client_->OpenRun("m",
+                                {.launch_id = "life",
+                                 .rank = rank,
+                                 .world_size = world_size,
+                                 .shards = share->shards,
+                                 .frozen_shard_count = share->frozen_shard_count},
+                                kPatience);
     EXPECT_THAT(run, IsOk());
     return run.ok() ? *std::move(run) : nullptr;
   }

@@ -66,6 +66,8 @@ absl::Status GroupPush::AddPart(const GroupRun::PushingPart& part) {
                            .shards = Pick(arguments_.shards, part.places),
                            .deadline = arguments_.deadline,
                            .options = arguments_.options};
+  // All parts push the frozen tensors, or none does.
+  of_part.options.frozen_changed |= !run_->may_omit_frozen();
   of_part.options.gpu_weights.devices = Pick(arguments_.options.gpu_weights.devices, part.places);
   of_part.options.strides = Pick(arguments_.options.strides, part.places);
   const GroupPart place = {.turns = &turns_,
