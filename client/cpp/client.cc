@@ -28,7 +28,15 @@ constexpr int64_t kMaxConnections = 16;  // Streams of one rank that a server ta
 }  // namespace
 
 std::string_view LaneName(Lane lane) {
-  return lane == Lane::kSharedMemory ? "shared memory" : "grpc";
+  switch (lane) {
+    case Lane::kGrpc:
+      break;
+    case Lane::kSharedMemory:
+      return "shared memory";
+    case Lane::kSharedWindow:
+      return "shared window";
+  }
+  return "grpc";
 }
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Create(std::string_view address) {

@@ -32,9 +32,12 @@ class RunningPush;
 // The transport of the bytes of a push or a pull.
 enum class Lane {
   kGrpc,
-  kSharedMemory,  // Shared by a client and a server on one host.
+  kSharedMemory,  // Shared by a client and a server on one host, which both copy.
+  kSharedWindow,  // The same for the weights of a GPU, which the server reads where the GPU has
+                  // copied them. kSharedMemory, if the driver cannot pin such memory, or the server
+                  // has no memory for it, or the weights are rounded.
 };
-// "grpc", "shared memory".
+// "grpc", "shared memory", "shared window".
 std::string_view LaneName(Lane lane);
 
 // The progress of a step, as QueryPush reports it.

@@ -128,6 +128,7 @@ class WindowTest : public testing::Test {
     AwaitStreams();
     ASSERT_THAT(push->Wait(), IsOk());
     EXPECT_EQ(push->stats().stream_count, 1);
+    EXPECT_EQ(push->stats().lane, lane_);
   }
   void QueueOverwrite() {
     first_->Queue([this] { std::fill(FirstTensor().begin(), FirstTensor().end(), -1.0f); });
@@ -186,6 +187,7 @@ class WindowTest : public testing::Test {
   }
 
   std::vector<int64_t> counts_ = {500'000, 400'001};
+  Lane lane_ = Lane::kSharedWindow;  // Of the pushes of TrainStep().
   std::unique_ptr<ServerProcess> server_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<Client> host_client_;
@@ -222,6 +224,7 @@ TEST_F(LargeWindowTest, BuffersAreUsedAgainForWeightsThatAreLargerThanTheRing) {
 }
 
 TEST_F(WindowTest, WhereMemoryCannotBeRegisteredPinnedMemoryIsUsed) {
+  lane_ = Lane::kSharedMemory;
   Start();
   int64_t step = 1;
   // NOT_SUPPORTED (confidential computing), OPERATING_SYSTEM, OUT_OF_MEMORY.
@@ -238,6 +241,7 @@ TEST_F(WindowTest, WhereMemoryCannotBeRegisteredPinnedMemoryIsUsed) {
 }
 
 TEST_F(WindowTest, AServerWithoutMemoryForWindowsTakesCopies) {
+  lane_ = Lane::kSharedMemory;
   Start({"--max-window-bytes", "1M"});
   for (int64_t step = 1; step <= 3; ++step) TrainStep(step);
   EXPECT_EQ(server_->CountMappings(kWindow), 0);
@@ -245,6 +249,7 @@ TEST_F(WindowTest, AServerWithoutMemoryForWindowsTakesCopies) {
 }
 
 TEST_F(WindowTest, AServerWithoutLanesGetsTheWeightsOverGrpc) {
+  lane_ = Lane::kGrpc;
   Start({"--same-host-lane", "off"});
   for (int64_t step = 1; step <= 3; ++step) TrainStep(step);
   EXPECT_EQ(ema_fake_cuda_registered_bytes(), 0);
@@ -252,6 +257,7 @@ TEST_F(WindowTest, AServerWithoutLanesGetsTheWeightsOverGrpc) {
 }
 
 TEST_F(WindowTest, WeightsThatAreRoundedForTheWireAreCopied) {
+  lane_ = Lane::kSharedMemory;
   StartServer();
   OpenRuns({.wire_dtype = WireDtype::kBFloat16});
   for (int64_t step = 1; step <= 3; ++step) TrainStep(step);

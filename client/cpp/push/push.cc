@@ -356,21 +356,23 @@ absl::StatusOr<PendingPush::Impl::Committed> PendingPush::Impl::Send(SendTurn& t
     lane = run_->TakeLane(staged_.has_value(), deadline_, &interrupt_);
   }
   const bool is_by_lane = lane.pipe != nullptr;
-  const client_internal::PushMessages messages = {
-      .begin = [&] { return BeginStream(is_by_lane ? Lane::kSharedMemory : Lane::kGrpc); },
-      .chunks = chunks_to_send_,
-      .plan = &run_->chunks(),
-      .writer = &*writer_,
-      .digest =
-          [&] {
-            const std::optional<uint32_t> digest = CheckedDigest();
-            turn.End();
-            return digest;
-          },
-      .gate = &gate_,
-      .sent_bytes = &sent_bytes_,
-      .deadline = deadline_,
-      .interrupt = &interrupt_};
+  Lane kind = Lane::kGrpc;
+  if (is_by_lane) kind = lane.has_window ? Lane::kSharedWindow : Lane::kSharedMemory;
+  const client_internal::PushMessages messages = {.begin = [&] { return BeginStream(kind); },
+                                                  .chunks = chunks_to_send_,
+                                                  .plan = &run_->chunks(),
+                                                  .writer = &*writer_,
+                                                  .digest =
+                                                      [&] {
+                                                        const std::optional<uint32_t> digest =
+                                                            CheckedDigest();
+                                                        turn.End();
+                                                        return digest;
+                                                      },
+                                                  .gate = &gate_,
+                                                  .sent_bytes = &sent_bytes_,
+                                                  .deadline = deadline_,
+                                                  .interrupt = &interrupt_};
   absl::StatusOr<v1::PushResponse> response;
   if (is_by_lane) {
     response = client_internal::SendByLane(messages, run_->client(), *lane.pipe,

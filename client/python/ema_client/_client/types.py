@@ -471,7 +471,8 @@ class PushStats:
         connection_count: connections that the last try over gRPC used.
         send_seconds: from the start until the last byte left; for weights on a GPU, until the last
             copy started.
-        lane: transport of the last stream: "grpc" or "shared memory".
+        lane: transport of the last stream: "grpc", "shared memory", or "shared window" (the server
+            read the weights of a GPU without a copy).
         server_seconds: after the reply: how long the server spent in each phase: "receive" (waiting
             for bytes), "fold", "wait" (for its device and other ranks), "commit". None if the reply
             was lost.
