@@ -351,6 +351,21 @@ TEST_F(GroupClientTest, ATrainerDoesNotWaitForAServerThatIsAway) {
   EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
 }
 
+absl::Status Fenced() {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "the incarnation has ended");
+}
+
+TEST_F(GroupClientTest, ATrainerDoesNotWaitForAServerThatIsAwayWhenThePushIsRepeated) {
+  Open({.rejoins = true});
+  group_.server(1).push_scripts = {{.refuse = Fenced()}, {.hold_reply = true}};
+  const auto push = Start(10);
+  ASSERT_TRUE(group_.server(1).AwaitPushes(2));
+  group_.server(1).Stop();
+  // True only when the push has timed out.
+  EXPECT_FALSE(push->WaitDone(absl::InfiniteDuration()));
+  push->Abandon();
+}
+
 TEST_F(GroupClientTest, DifferentRecordsOfOneStepAreAnError) {
   Open();
   group_.set_diverging_partition(1);

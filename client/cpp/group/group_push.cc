@@ -267,25 +267,33 @@ bool GroupPush::AwaitWhileReachable(absl::Duration max_wait,
                                     absl::FunctionRef<bool(absl::Duration)> await) {
   Interrupt interrupt(&run_->client().options().is_interrupted);
   const PushHealth health = {
-      .progress_count =
-          [this] {
-            int64_t total = 0;
-            for (const auto& part : parts_) total += part->progress_count();
-            return total;
-          },
-      .is_cut_off =
-          [this] {
-            return std::any_of(parts_.begin(), parts_.end(), [](const auto& part) {
-              return !part->done() && part->IsDisconnected();
-            });
-          },
-      .server_responds =
-          [this](SteadyTime deadline, Interrupt* asker) {
-            return std::all_of(parts_.begin(), parts_.end(), [&](const auto& part) {
-              return part->done() || part->ServerResponds(deadline, asker);
-            });
-          }};
+      .progress_count = [this] { return ProgressCount(); },
+      .is_cut_off = [this] { return IsCutOff(); },
+      .server_responds = [this](SteadyTime deadline,
+                                Interrupt* asker) { return ServersRespond(deadline, asker); }};
   return client_internal::AwaitWhileReachable(max_wait, health, &interrupt, await);
+}
+
+int64_t GroupPush::ProgressCount() const {
+  if (const std::shared_ptr<GroupPush> again = repeated()) return again->ProgressCount();
+  int64_t total = 0;
+  for (const auto& part : parts_) total += part->progress_count();
+  return total;
+}
+
+bool GroupPush::IsCutOff() const {
+  if (const std::shared_ptr<GroupPush> again = repeated()) return again->IsCutOff();
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [](const auto& part) { return !part->done() && part->IsDisconnected(); });
+}
+
+bool GroupPush::ServersRespond(SteadyTime deadline, Interrupt* interrupt) const {
+  if (const std::shared_ptr<GroupPush> again = repeated()) {
+    return again->ServersRespond(deadline, interrupt);
+  }
+  return std::all_of(parts_.begin(), parts_.end(), [&](const auto& part) {
+    return part->done() || part->ServerResponds(deadline, interrupt);
+  });
 }
 
 bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams) {

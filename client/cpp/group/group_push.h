@@ -89,6 +89,10 @@ class GroupPush final : public RunningPush {
   void MakeStreamsWait(absl::Span<const GpuStream> streams);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   bool AwaitWhileReachable(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
+  // For AwaitWhileReachable(). Once the push is repeated, they are those of the repetition.
+  int64_t ProgressCount() const;
+  bool IsCutOff() const;
+  bool ServersRespond(SteadyTime deadline, Interrupt* interrupt) const;
 
   std::string Name() const;
 
