@@ -259,9 +259,11 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
       RankLayout::Create(manifest_, std::move(shards), request->layout().frozen_shard_count(),
                          static_cast<WireDtype>(request->layout().wire_dtype()));
   if (!layout.ok()) return WithDetail(context, layout.status());
+  const absl::Status checked = check_open_run ? check_open_run(*request) : absl::OkStatus();
   {
     absl::MutexLock lock(&mu_);
     open_runs_.push_back(*request);
+    if (!checked.ok()) return WithDetail(context, checked);
     if (fenced) {
       return WithDetail(context, MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                                            "launch_id has been fenced"));

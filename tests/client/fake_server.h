@@ -90,8 +90,9 @@ class FakeServer final : public v1::EmaService::Service {
   bool hold_join = false;                         // OpenRun's reply waits for Release().
   std::optional<uint32_t> committed_digest = {};  // What QueryPush says of it.
   std::function<void(v1::Model&)> edit_model;
-  // A server of a group. The first two end a call with their result, unless OK. The step of a push
-  // is committed by Publish() only.
+  // A server of a group. The first three end a call with their result, unless OK. The step of a
+  // push is committed by Publish() only.
+  std::function<absl::Status(const v1::OpenRunRequest&)> check_open_run;
   std::function<absl::Status(const v1::PushHeader&)> check_push;
   std::function<absl::Status(const v1::PullRequest&)> check_pull;
   std::function<void(v1::OpenRunResponse&)> edit_open_run;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -364,6 +365,41 @@ TEST_F(GroupClientTest, ATrainerDoesNotWaitForAServerThatIsAwayWhenThePushIsRepe
   // True only when the push has timed out.
   EXPECT_FALSE(push->WaitDone(absl::InfiniteDuration()));
   push->Abandon();
+}
+
+// A second one would abort the step that the first one has begun.
+TEST_F(GroupClientTest, ConcurrentRejoinsOfARankOpenTheRunOnce) {
+  std::atomic<int> poll_count = 0;  // Of the thread that refreshes the plan.
+  client_ =
+      *Client::Create(group_.address(), {.chunk_bytes = 4096, .is_interrupted = [&poll_count] {
+                                           ++poll_count;
+                                           return false;
+                                         }});
+  Open({.rejoins = true});
+  FakeServer& home = group_.server(0);
+  std::atomic<bool> is_fenced = false;
+  std::atomic<int> polls_when_fenced = INT_MAX;
+  home.check_open_run = [&](const v1::OpenRunRequest&) {
+    if (!is_fenced) return absl::OkStatus();
+    polls_when_fenced = poll_count.load();
+    return Fenced();
+  };
+  std::atomic<int> describe_count = 0;
+  home.edit_model = [&, describe = home.edit_model](v1::Model& model) {
+    describe(model);
+    if (++describe_count > 1) return;
+    is_fenced = true;
+    // The push rejoins. It continues when the other call rejoins, too, or waits.
+    while (describe_count == 1 && poll_count - 5 < polls_when_fenced) std::this_thread::yield();
+    is_fenced = false;
+  };
+  group_.server(1).push_scripts = {{.refuse = Fenced()}};
+  const auto push = Start(10);
+  while (!is_fenced) std::this_thread::yield();
+  EXPECT_THAT(run_->RefreshPlan(kPatience), IsOk());
+  EXPECT_THAT(push->Wait(), IsOk());
+  // The first call, the refreshed plan, and the rejoined run.
+  EXPECT_EQ(home.open_run_count(), 3);
 }
 
 TEST_F(GroupClientTest, DifferentRecordsOfOneStepAreAnError) {

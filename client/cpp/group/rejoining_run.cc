@@ -45,13 +45,28 @@ absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::OpenAgain(const GroupRun
 absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::Rejoin(const GroupRun& fenced,
                                                                SteadyTime deadline,
                                                                Interrupt* interrupt) {
+  const auto can_rejoin = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_rejoining_; };
   {
     absl::MutexLock lock(&mu_);
+    while (!wait_.AwaitUntil(mu_, After(SteadyNow(), Interrupt::kPollInterval), can_rejoin)) {
+      // Not under the lock: asking may run the user's code.
+      mu_.Unlock();
+      const bool is_interrupted = interrupt->fired();
+      mu_.Lock();
+      if (is_interrupted) return absl::CancelledError("interrupted");
+      if (SteadyNow() >= deadline) {
+        return absl::DeadlineExceededError(absl::StrCat(
+            "model \"", model_, "\": timed out while another call was opening the run again"));
+      }
+    }
     EMA_RETURN_IF_ERROR(fenced_);
     if (newest_.get() != &fenced) return newest_;
+    is_rejoining_ = true;
   }
   absl::StatusOr<std::shared_ptr<GroupRun>> run = OpenAgain(fenced, deadline, interrupt);
   absl::MutexLock lock(&mu_);
+  is_rejoining_ = false;
+  wait_.WakeAll();
   if (IsFenced(run.status())) fenced_ = run.status();
   EMA_RETURN_IF_ERROR(run.status());
   if ((*run)->manifest() != manifest_) {

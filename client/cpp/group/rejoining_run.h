@@ -17,6 +17,7 @@
 #include "client/cpp/group/group_run.h"
 #include "client/cpp/push/opened_run.h"
 #include "ema/client.h"
+#include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
@@ -60,7 +61,8 @@ class RejoiningRun final : public OpenedRun, public std::enable_shared_from_this
   // Returns the run in the newest incarnation, which it opens if that has not been done since
   // `fenced` was opened. Does not wait for the other ranks. ABORTED, FENCED: a newer launch has
   // taken over. INVALID_ARGUMENT, BAD_LAYOUT: the model has been created again, with other tensors.
-  // Other errors as GroupRun::OpenNewest().
+  // DEADLINE_EXCEEDED: another call was opening the run, for which this one waits. Other errors as
+  // GroupRun::OpenNewest().
   absl::StatusOr<std::shared_ptr<GroupRun>> Rejoin(const GroupRun& fenced, SteadyTime deadline,
                                                    Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -71,6 +73,10 @@ class RejoiningRun final : public OpenedRun, public std::enable_shared_from_this
   const Client::RunOptions options_;
 
   mutable absl::Mutex mu_;
+  SteadyWait wait_;  // Woken when `is_rejoining_` becomes false.
+  // A call of Rejoin() opens the run. It is the only one: a server aborts the open round when a
+  // rank joins the run again.
+  bool is_rejoining_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<GroupRun> newest_ ABSL_GUARDED_BY(mu_);
   // Not OK: a newer launch took over. Permanent, because a later incarnation would not know that.
   absl::Status fenced_ ABSL_GUARDED_BY(mu_);
