@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/group/check_incarnation.h"
 #include "client/cpp/group/same_commit.h"
 #include "client/cpp/pull/puller.h"
 #include "client/cpp/transport/convert.h"
@@ -91,7 +92,7 @@ absl::StatusOr<PullInfo> GroupPull::Attempt(SteadyTime deadline, Interrupt* inte
   bool is_wanted = false;
   {
     absl::MutexLock lock(&mu_);
-    AwaitUntil(interrupt, &inner, [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    AwaitHeaders(interrupt, &inner, [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
       return std::all_of(parts_.begin(), parts_.end(), has_header) ||
              std::all_of(parts_.begin(), parts_.end(), has_ended);
     });
@@ -103,7 +104,7 @@ absl::StatusOr<PullInfo> GroupPull::Attempt(SteadyTime deadline, Interrupt* inte
   PullInfo info;
   {
     absl::MutexLock lock(&mu_);
-    AwaitUntil(interrupt, &inner, [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    AwaitUntil(SteadyTime::max(), interrupt, &inner, [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
       return std::all_of(parts_.begin(), parts_.end(), has_ended);
     });
     EMA_RETURN_IF_ERROR(called);
@@ -258,15 +259,30 @@ absl::StatusOr<PullInfo> GroupPull::JoinHeaders() const {
   return whole;
 }
 
-void GroupPull::AwaitUntil(Interrupt* interrupt, Interrupt* inner,
+void GroupPull::AwaitHeaders(Interrupt* interrupt, Interrupt* inner,
+                             absl::FunctionRef<bool()> is_reached) {
+  while (!AwaitUntil(After(SteadyNow(), kIncarnationCheckInterval), interrupt, inner, is_reached)) {
+    mu_.Unlock();
+    const absl::Status current =
+        CheckIncarnation(*client_, request_.model(), map_->incarnation(), interrupt);
+    if (!current.ok()) inner->Fire();
+    mu_.Lock();
+    first_error_.Update(current);
+  }
+}
+
+bool GroupPull::AwaitUntil(SteadyTime until, Interrupt* interrupt, Interrupt* inner,
                            absl::FunctionRef<bool()> is_reached) {
-  while (!wait_.AwaitUntil(mu_, After(SteadyNow(), Interrupt::kPollInterval), is_reached)) {
+  while (!wait_.AwaitUntil(mu_, std::min(until, After(SteadyNow(), Interrupt::kPollInterval)),
+                           is_reached)) {
     // Not under the lock: these may run the user's code.
     mu_.Unlock();
     if (interrupt->fired()) inner->Fire();
     ReportProgress();
     mu_.Lock();
+    if (SteadyNow() >= until) return false;
   }
+  return true;
 }
 
 void GroupPull::ReportProgress() {

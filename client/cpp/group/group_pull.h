@@ -65,7 +65,11 @@ class GroupPull {
   absl::StatusOr<PullInfo> JoinHeaders() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Waits until `is_reached`, while it polls `interrupt` and reports progress. `inner` is fired
   // when `interrupt` is.
-  void AwaitUntil(Interrupt* interrupt, Interrupt* inner, absl::FunctionRef<bool()> is_reached)
+  // Returns false if it is still false at `until`.
+  bool AwaitUntil(SteadyTime until, Interrupt* interrupt, Interrupt* inner,
+                  absl::FunctionRef<bool()> is_reached) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The same without a limit. If the model has moved meanwhile, fires `inner`, and sets the error.
+  void AwaitHeaders(Interrupt* interrupt, Interrupt* inner, absl::FunctionRef<bool()> is_reached)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Calls `on_progress_` if more bytes have come.
   void ReportProgress();

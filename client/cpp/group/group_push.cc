@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/group/check_incarnation.h"
 #include "client/cpp/group/same_commit.h"
 #include "client/cpp/push/await_push.h"
 #include "client/cpp/push/drop_step.h"
@@ -133,14 +134,19 @@ absl::Status GroupPush::Push() {
     return absl::UnavailableError(
         absl::StrCat("cannot start a thread for the push: ", error.what()));
   }
-  {
-    absl::MutexLock lock(&mu_);
-    const auto is_decided = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
-      return failed_part_.has_value() || ended_count_ == started_count_;
-    };
-    wait_.AwaitUntil(mu_, SteadyTime::max(), is_decided);
+  while (!AwaitDecided(kIncarnationCheckInterval)) {
+    EMA_RETURN_IF_ERROR(
+        CheckIncarnation(run_->client(), run_->model(), run_->round().incarnation(), &interrupt_));
   }
   return FirstError();
+}
+
+bool GroupPush::AwaitDecided(absl::Duration max_wait) const {
+  absl::MutexLock lock(&mu_);
+  const auto is_decided = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return failed_part_.has_value() || ended_count_ == started_count_;
+  };
+  return wait_.AwaitUntil(mu_, After(SteadyNow(), max_wait), is_decided);
 }
 
 absl::Status GroupPush::FirstError() const {

@@ -81,6 +81,8 @@ class GroupPush final : public RunningPush {
   absl::Status GiveUpLostStep(GroupRun& run) const;
   // Null: PushAgain() has not begun it.
   std::shared_ptr<GroupPush> repeated() const ABSL_LOCKS_EXCLUDED(mu_);
+  // True: a part has failed, or all have ended. Waits for that.
+  bool AwaitDecided(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
   // The error of a part that has failed first.
   absl::Status FirstError() const ABSL_LOCKS_EXCLUDED(mu_);
   void OnEnd(size_t part) ABSL_LOCKS_EXCLUDED(mu_);
