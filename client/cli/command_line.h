@@ -54,6 +54,8 @@ struct Options {
   std::string label;
   VersionId labelled;
   Client::Metric metric;
+  std::vector<std::string> without;  // For `group rebalance`.
+  std::string member;
   std::string service;
   std::string log_level;
   BenchOptions bench;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cli/group_commands.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/output.h"
@@ -172,6 +174,49 @@ absl::Status ShowGroup(const Session& session) {
   if (info.problems.empty()) return absl::OkStatus();
   return absl::UnavailableError(
       absl::StrCat("group \"", info.group, "\" has problems: ", info.problems.size()));
+}
+
+absl::Status RebalanceModel(const Session& session, const std::string& model,
+                            const std::vector<std::string>& without) {
+  EMA_ASSIGN_OR_RETURN(const Client::RebalancedModel moved,
+                       session.client->RebalanceModel(model, without, session.disk_timeout()));
+  const Json json = {{"model", model},
+                     {"has_changed", moved.has_changed},
+                     {"incarnation", moved.incarnation},
+                     {"version", moved.base.version},
+                     {"base_incarnation", moved.base.incarnation},
+                     {"step", moved.step},
+                     {"members", moved.members}};
+  const std::string members = absl::StrJoin(moved.members, ", ");
+  return PrintResult(
+      session.json, json,
+      moved.has_changed
+          ? absl::StrCat("model ", model, " continues from version ", moved.base.version, ", step ",
+                         moved.step, ", on ", members, "\n")
+          : absl::StrCat("model ", model, " stays on ", members, "\n"));
+}
+
+absl::Status ReplaceMember(const Session& session, const std::string& member) {
+  EMA_ASSIGN_OR_RETURN(const GroupInfo info, session.client->GetGroup(session.timeout));
+  for (const GroupInfo::Member& other : info.members) {
+    if (other.name != member || other.missing.has_value()) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("member \"", member,
+                     "\" runs; to move its parts of a model, use `emactl group "
+                     "rebalance MODEL --without ",
+                     member, "`"));
+  }
+  absl::Status result;
+  bool has_part = false;
+  for (const GroupInfo::Model& model : info.models) {
+    if (std::find(model.members.begin(), model.members.end(), member) == model.members.end()) {
+      continue;
+    }
+    has_part = true;
+    result.Update(RebalanceModel(session, model.name, {member}));
+  }
+  if (has_part) return result;
+  return absl::NotFoundError(absl::StrCat("member \"", member, "\" has no part of any model"));
 }
 
 }  // namespace ema::cli

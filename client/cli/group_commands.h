@@ -5,6 +5,7 @@
 #define EMA_CLIENT_CLI_GROUP_COMMANDS_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "client/cli/commands.h"
@@ -17,6 +18,13 @@ namespace ema::cli {
 absl::Status ShowGroup(const Session& session);
 // The text that `group` prints.
 std::string DescribeGroup(const GroupInfo& info);
+
+// Spreads the tensors of a model evenly over the servers that run, but `without`.
+absl::Status RebalanceModel(const Session& session, const std::string& model,
+                            const std::vector<std::string>& without);
+// Moves the parts of all models from a server that will not come back to the others.
+// FAILED_PRECONDITION: the server runs. Goes on after an error, and returns the first.
+absl::Status ReplaceMember(const Session& session, const std::string& member);
 
 }  // namespace ema::cli
 

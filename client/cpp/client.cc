@@ -155,6 +155,19 @@ absl::StatusOr<Client::RecoveredModel> Client::RecoverModel(std::string_view mod
                         .members = {response.members().begin(), response.members().end()}};
 }
 
+absl::StatusOr<Client::RebalancedModel> Client::RebalanceModel(
+    std::string_view model, const std::vector<std::string>& without, absl::Duration timeout) {
+  auto request = MakeRequest<v1::RebalanceModelRequest>(model);
+  request.mutable_without()->Assign(without.begin(), without.end());
+  EMA_ASSIGN_OR_RETURN(const v1::RebalanceModelResponse response,
+                       impl_->Unary(&Stub::PrepareAsyncRebalanceModel, request, timeout));
+  return RebalancedModel{.has_changed = response.has_changed(),
+                         .incarnation = response.incarnation(),
+                         .base = {response.base().version(), response.base().incarnation()},
+                         .step = response.step(),
+                         .members = {response.members().begin(), response.members().end()}};
+}
+
 absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::string_view model,
                                                                         int64_t after_version,
                                                                         absl::Duration timeout) {

@@ -218,6 +218,22 @@ class Client {
   absl::StatusOr<RecoveredModel> RecoverModel(std::string_view model,
                                               absl::Duration timeout = absl::ZeroDuration());
 
+  struct RebalancedModel {
+    bool has_changed = false;          // False: the tensors were there already.
+    int64_t incarnation = 0;           // The current one of the model.
+    VersionId base;                    // The checkpoint from which it continues.
+    int64_t step = 0;                  // Of the base.
+    std::vector<std::string> members;  // The servers that have a part of it; the first is its home.
+  };
+  // For a group of servers: spreads the tensors of a model evenly over the servers that run now,
+  // but those in `without`. The newest version is saved first, and trainers skip some steps. If a
+  // server in `without` has a part of the model and does not run, the model returns to its newest
+  // checkpoint instead. After an error nothing has moved. FAILED_PRECONDITION: another server
+  // that has a part does not run. RESOURCE_EXHAUSTED, MEMORY_BUDGET: it does not fit.
+  absl::StatusOr<RebalancedModel> RebalanceModel(std::string_view model,
+                                                 const std::vector<std::string>& without = {},
+                                                 absl::Duration timeout = absl::ZeroDuration());
+
   // Attaches a small file, such as config.json, to the model: from the next checkpoint on, each
   // track's folder has a copy. Replaces a file of the same name. At most 64 MiB per file, and 64
   // files. INVALID_ARGUMENT: BAD_NAME, a name like those of weight files; too large; or another

@@ -18,6 +18,7 @@
 #include "server/group/group_tracks.h"
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
+#include "server/group/rebalance.h"
 #include "server/group/reform.h"
 #include "server/group/synthesis_order.h"
 #include "server/rpc/convert.h"
@@ -108,7 +109,13 @@ absl::Status GroupModels::CheckLoaded(std::string_view model) const {
     return hosted->partition->CheckHasBase();
   }
   EMA_ASSIGN_OR_RETURN(const Member* const member, hosted_.GetMember());
-  return CheckNothingToLoad(model, *member);
+  EMA_RETURN_IF_ERROR(CheckNothingToLoad(model, *member));
+  const std::optional<ModelRecord> record = member->model(model);
+  if (!record.has_value() || record->state != ModelRecord::State::kActive) return absl::OkStatus();
+  absl::Status error = FencedError(
+      model, absl::StrCat("incarnation ", record->incarnation, " has no part on this server"));
+  SetGroupHint(error, {.incarnation = record->incarnation});
+  return error;
 }
 
 absl::Status GroupModels::CheckNothingToLoad(std::string_view model, const Member& member) const {
@@ -228,6 +235,11 @@ absl::StatusOr<v1::RecoverModelResponse> GroupModels::RecoverModel(const std::st
   return lifecycle_.Recover(model);
 }
 
+absl::StatusOr<v1::RebalanceModelResponse> GroupModels::RebalanceModel(
+    const v1::RebalanceModelRequest& request, absl::FunctionRef<absl::Status()> save) {
+  return group::RebalanceModel(*this, hosted_, options_.checkpoints, request, save, options_.log);
+}
+
 absl::StatusOr<v1::ReservePartitionResponse> GroupModels::ReservePartition(
     const v1::ReservePartitionRequest& request) {
   return lifecycle_.ReservePartition(request);
@@ -247,6 +259,16 @@ absl::StatusOr<GroupModels::Placement> GroupModels::PlacementOf(const std::strin
     placement.addresses.push_back(hosted_.AddressOf(partition));
   }
   return placement;
+}
+
+absl::StatusOr<ModelConfig> GroupModels::CurrentConfig(const std::string& model) const {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> home, store_.Get(model));
+  EMA_ASSIGN_OR_RETURN(Placement placement, PlacementOf(model, home->incarnation()));
+  placement.config.tracks.clear();
+  for (const TrackRef& track : home->tracks().after_next_commit()) {
+    placement.config.tracks.push_back(track->config());
+  }
+  return std::move(placement.config);
 }
 
 absl::StatusOr<ModelRecord> GroupModels::RecordOf(const std::string& model) const {
@@ -402,7 +424,7 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
   const std::string& name = request.model();
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition, FindForMessage(name));
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> home, store_.Get(name));
-  EMA_ASSIGN_OR_RETURN(Placement placement, PlacementOf(name, home->incarnation()));
+  EMA_ASSIGN_OR_RETURN(const Placement placement, PlacementOf(name, home->incarnation()));
   const auto start = [&](v1::ProposeTracksRequest proposal, TracksCalls& calls) {
     return StartAtOthers(placement, [&](Peers& peers, size_t other, const std::string& address) {
       proposal.set_boot(placement.partitions[other].boot);
@@ -418,11 +440,8 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
   };
   EMA_RETURN_IF_ERROR(
       UpdateGroupTracks(*home, *partition, *placement.config.manifest, request, start, withdraw));
-  placement.config.tracks.clear();
-  for (const TrackRef& track : home->tracks().after_next_commit()) {
-    placement.config.tracks.push_back(track->config());
-  }
-  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(placement.config));
+  EMA_ASSIGN_OR_RETURN(const ModelConfig config, CurrentConfig(name));
+  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
   hosted_.SetReservedBytes(name, home->incarnation(),
                            std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0}));
   return absl::OkStatus();

@@ -63,6 +63,9 @@ class GroupModels final : public ModelGroup {
   };
   // ABORTED, FENCED: this server does not have that incarnation.
   absl::StatusOr<Placement> PlacementOf(const std::string& model, int64_t incarnation) const;
+  // The configuration of a whole model after the next commit. Errors as PlacementOf(), and
+  // NOT_FOUND, MODEL_NOT_FOUND. REQUIRES: this is the home.
+  absl::StatusOr<ModelConfig> CurrentConfig(const std::string& model) const;
   // The record of a model, from the cache of the registry if it is there. NOT_FOUND,
   // MODEL_NOT_FOUND. UNAVAILABLE, REGISTRY_AWAY.
   absl::StatusOr<ModelRecord> RecordOf(const std::string& model) const;
@@ -109,6 +112,8 @@ class GroupModels final : public ModelGroup {
       ABSL_LOCKS_EXCLUDED(update_mu_);
   absl::Status DeleteModel(const std::string& model, bool purge) override;
   absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) override;
+  absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(
+      const v1::RebalanceModelRequest& request, absl::FunctionRef<absl::Status()> save) override;
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request) override;
   absl::StatusOr<v1::ProposeTracksResponse> ProposeTracks(

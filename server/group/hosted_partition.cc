@@ -332,6 +332,22 @@ absl::Status HostedPartition::FreezeForStop(const PartId& stopping) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<SteadyTime> HostedPartition::FreezeForMove() {
+  const SteadyTime until = After(SteadyNow(), kMaxStopTime);
+  {
+    absl::MutexLock lock(&mu_);
+    if (is_stopped_ || !rounds_.has_value()) return FencedErrorLocked("this is not the home");
+    if (rounds_->Freeze(BusyError("its tensors move to other servers"), until)) EndRoundLocked();
+  }
+  options_.peers->AwaitPosted();
+  return until;
+}
+
+void HostedPartition::EndFreeze(SteadyTime until) {
+  absl::MutexLock lock(&mu_);
+  if (!is_stopped_ && rounds_.has_value() && rounds_->EndFreeze(until)) EndRoundLocked();
+}
+
 void HostedPartition::ReleaseHeldCalls() {
   std::map<int64_t, Reply> held;
   GroupState state;

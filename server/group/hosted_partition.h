@@ -95,6 +95,11 @@ class HostedPartition final : public CommitGate,
   // pushes until that server has left, or for 20 minutes. When it returns, the last commit has been
   // published here. ABORTED, FENCED. REQUIRES: is_home(). Not on the thread of Peers.
   absl::Status FreezeForStop(const PartId& stopping) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same while the model's tensors are moved to other servers: until EndFreeze() is called with
+  // the returned time, which is 20 minutes from now, or that time.
+  absl::StatusOr<SteadyTime> FreezeForMove() ABSL_LOCKS_EXCLUDED(mu_);
+  // Permits pushes again, unless another freeze lasts longer.
+  void EndFreeze(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the open round, and permits no pushes in later ones: a partition that has prepared a step
   // would wait for this home for ever. Answers held calls before it returns, and later ones at
   // once. May be repeated.

@@ -204,10 +204,7 @@ bool Rounds::Abort(int64_t round, const absl::Status& why) {
 
 bool Rounds::Expire(SteadyTime now) {
   constexpr size_t kNamedPartitions = 4;
-  if (frozen_until_.has_value() && now >= *frozen_until_) {
-    frozen_until_.reset();
-    return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
-  }
+  if (frozen_until_.has_value() && now >= *frozen_until_) return EndFreeze(*frozen_until_);
   if (!last_progress_.has_value()) return false;
   const absl::Duration idle = absl::FromChrono(now - *last_progress_);
   if (idle < options_.session_timeout) return false;
@@ -241,6 +238,12 @@ bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {
   const bool was_frozen = frozen_until_.has_value();
   frozen_until_ = was_frozen ? std::max(*frozen_until_, until) : until;
   return !was_frozen && Abort(state_.round, why);
+}
+
+bool Rounds::EndFreeze(SteadyTime until) {
+  if (frozen_until_ != until) return false;
+  frozen_until_.reset();
+  return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
 }
 
 bool Rounds::SetSettings(int64_t revision, bool is_urgent) {

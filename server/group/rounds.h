@@ -103,6 +103,9 @@ class Rounds {
   // Permits no pushes until Expire() is called at `until` or later. Ends the open round with `why`,
   // unless pushes are frozen already: then they remain so until the later of the two times.
   bool Freeze(const absl::Status& why, SteadyTime until);
+  // Ends the freeze whose time ends at `until`, if no other lasts longer. Returns whether the round
+  // has ended.
+  bool EndFreeze(SteadyTime until);
   // Every partition has the settings of that revision ready. They come into force with the next
   // commit, or the next run; `is_urgent`: now, and the round ends. An aborted round changes
   // nothing, so that trainers learn the new plan from the reply to a push.

@@ -50,6 +50,7 @@ constexpr Rule kRules[] = {
     {"/ema.v1.EmaService/UpdateModel", Role::kAdmin},
     {"/ema.v1.EmaService/DeleteModel", Role::kAdmin},
     {"/ema.v1.EmaService/RecoverModel", Role::kAdmin, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.EmaService/RebalanceModel", Role::kAdmin, /*is_rejected_while_draining=*/true},
     {"/ema.v1.EmaService/DeleteCheckpoint", Role::kAdmin},
     {"/ema.v1.EmaService/RestoreCheckpoint", Role::kAdmin, /*is_rejected_while_draining=*/true},
     {"/ema.v1.EmaService/SetLogLevel", Role::kAdmin, /*is_rejected_while_draining=*/false,

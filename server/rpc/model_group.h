@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -37,8 +38,9 @@ class ModelGroup {
   // OK: the servers of all partitions run. UNAVAILABLE, GROUP_DEGRADED: the message names a missing
   // member and says since when. REQUIRES: CheckHome() is OK.
   virtual absl::Status CheckAllServersRun(std::string_view model) const = 0;
-  // OK: this server has its partition of the model in memory, or has none. UNAVAILABLE,
-  // GROUP_DEGRADED: the partition is being loaded, or this server has not joined its group.
+  // OK: this server has its partition of the model in memory, or there is no such model.
+  // UNAVAILABLE, GROUP_DEGRADED: the partition is being loaded, or this server has not joined its
+  // group. ABORTED, FENCED: the model is on other servers.
   virtual absl::Status CheckLoaded(std::string_view model) const = 0;
   // All models of the group, sorted by name.
   virtual std::vector<std::string> ModelNames() const = 0;
@@ -66,6 +68,10 @@ class ModelGroup {
 
   // Handles RecoverModel of ema_service.proto, on any server. Blocks on the registry and the disk.
   virtual absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) = 0;
+  // Handles RebalanceModel of ema_service.proto, on any server. `save` makes the newest version of
+  // the model durable, if this is its home. Blocks on the registry, the disk and the save.
+  virtual absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(
+      const v1::RebalanceModelRequest& request, absl::FunctionRef<absl::Status()> save) = 0;
   // Describes the group for GetGroup of ema_service.proto, with all models. Calls `reply` once,
   // from any thread, after at most about a second. UNAVAILABLE, GROUP_DEGRADED: this server has not
   // joined its group.

@@ -52,6 +52,11 @@ bool HasLargeTables(const v1::CreateModelRequest& request) {
 
 constexpr char kDefaultMetricLabel[] = "best";
 
+absl::Status NotInGroupError() {
+  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
+                   "this server does not belong to a group");
+}
+
 absl::StatusOr<VersionId> ReadVersion(int64_t version, int64_t incarnation) {
   if (version >= 0 && incarnation >= 0) return VersionId{version, incarnation};
   return BadRequest(absl::StrCat("version: ", version, " of incarnation ", incarnation,
@@ -95,6 +100,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   });
   EMA_LISTEN(DeleteModel, on(workers.saving));
   EMA_LISTEN(RecoverModel, on(workers.restoring));
+  EMA_LISTEN(RebalanceModel, on(workers.restoring));
   EMA_LISTEN(AttachFile);
   EMA_LISTEN(GetAttachedFile, on(workers.disk));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
@@ -207,9 +213,24 @@ absl::StatusOr<v1::Model> ModelService::UpdateModel(const v1::UpdateModelRequest
 
 absl::StatusOr<v1::RecoverModelResponse> ModelService::RecoverModel(
     const v1::RecoverModelRequest& request) {
-  if (group_ != nullptr) return group_->RecoverModel(request.model());
-  return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kBadRequest,
-                   "this server does not belong to a group");
+  if (group_ == nullptr) return NotInGroupError();
+  return group_->RecoverModel(request.model());
+}
+
+absl::StatusOr<v1::RebalanceModelResponse> ModelService::RebalanceModel(
+    const v1::RebalanceModelRequest& request) {
+  if (group_ == nullptr) return NotInGroupError();
+  EMA_RETURN_IF_ERROR(ValidateName("model", request.model()));
+  return group_->RebalanceModel(request, [&]() -> absl::Status {
+    EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> home, store_->Get(request.model()));
+    if (!home->history().latest().has_value()) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+                       absl::StrCat("model \"", request.model(),
+                                    "\" has no version yet, so there is nothing to move; delete it "
+                                    "and create it again"));
+    }
+    return checkpoints_.Save(*home, {}).status();
+  });
 }
 
 absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest& request) {

@@ -63,6 +63,8 @@ class ModelService {
   absl::StatusOr<v1::Model> UpdateModel(const v1::UpdateModelRequest& request);
   absl::StatusOr<v1::Empty> DeleteModel(const v1::DeleteModelRequest& request);
   absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const v1::RecoverModelRequest& request);
+  absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(
+      const v1::RebalanceModelRequest& request);
   absl::StatusOr<v1::Empty> AttachFile(const v1::AttachFileRequest& request);
   absl::StatusOr<v1::GetAttachedFileResponse> GetAttachedFile(
       const v1::GetAttachedFileRequest& request);

@@ -348,6 +348,18 @@ TEST_F(RoundsTest, FrozenRoundsFollowFreezeUntilItsTimeIsOver) {
   EXPECT_EQ(round(), 4);
 }
 
+TEST_F(RoundsTest, AFreezeCanEndEarlyUnlessAnotherLastsLonger) {
+  const absl::Status why = absl::UnavailableError("moves");
+  rounds_.Freeze(why, now_ + minutes(2));
+  EXPECT_TRUE(rounds_.EndFreeze(now_ + minutes(2)));
+  EXPECT_FALSE(rounds_.state().frozen);
+  EXPECT_FALSE(rounds_.EndFreeze(now_ + minutes(2)));
+  rounds_.Freeze(why, now_ + minutes(2));
+  rounds_.Freeze(absl::UnavailableError("stops"), now_ + minutes(3));
+  EXPECT_FALSE(rounds_.EndFreeze(now_ + minutes(2)));
+  EXPECT_TRUE(rounds_.state().frozen);
+}
+
 TEST_F(RoundsTest, SettingsComeIntoForceWithACommitOrARun) {
   EXPECT_FALSE(rounds_.SetSettings(1, false));
   EXPECT_TRUE(rounds_.Abort(round(), absl::AbortedError("abandoned")));

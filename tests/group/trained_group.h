@@ -35,12 +35,14 @@ class TrainedGroup : public GroupFixture {
   }
   void TestBody() override {}
   using GroupFixture::Await;
+  using GroupFixture::AwaitMembers;
   using GroupFixture::AwaitReceived;
   using GroupFixture::Create;
   using GroupFixture::Describe;
   using GroupFixture::registry_;
   using GroupFixture::Restart;
   using GroupFixture::ServerAt;
+  using GroupFixture::StartServer;
   using GroupFixture::servers_;
 
   Client& client() { return *client_; }

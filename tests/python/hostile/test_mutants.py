@@ -41,7 +41,7 @@ OWNER = "owner-0d0f6f0c0b3a4a8c"
 # Only an admin of all models may call these.
 SERVER_RPCS = {"SetLogLevel", "Drain"}
 # Only a server of a group can answer these.
-GROUP_RPCS = {"GetGroup", "RecoverModel"}
+GROUP_RPCS = {"GetGroup", "RecoverModel", "RebalanceModel"}
 
 # With a small budget, so that the formula is small, too.
 OPTIONS = ("--memory-bytes", "256M", "--max-push-streams", "8", "--max-pull-streams", "8")

@@ -209,6 +209,12 @@ def call_recover(stub, model, run):
     assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
 
 
+def call_rebalance(stub, model, run):
+    with pytest.raises(grpc.RpcError) as error:
+        stub.RebalanceModel(ema.RebalanceModelRequest(model=model))
+    assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
 def call_log_level(stub, model, run):
     reply = stub.SetLogLevel(ema.SetLogLevelRequest(level="info"))
     assert (reply.old_level, reply.level) == ("info", "info")
@@ -257,6 +263,7 @@ CALLS = {
     "GetServerInfo": call_server_info,
     "GetGroup": call_group,
     "RecoverModel": call_recover,
+    "RebalanceModel": call_rebalance,
     "SetLogLevel": call_log_level,
     "Drain": call_drain,
 }

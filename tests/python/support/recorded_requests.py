@@ -185,6 +185,7 @@ RECORDINGS: dict[str, Callable[[Recording], Any]] = {
     "GetServerInfo": lambda made: ema.GetServerInfoRequest(),
     "GetGroup": lambda made: ema.GetGroupRequest(),
     "RecoverModel": lambda made: ema.RecoverModelRequest(model=made.model),
+    "RebalanceModel": lambda made: ema.RebalanceModelRequest(model=made.model, without=["ema-1"]),
     "RestoreCheckpoint": lambda made: ema.RestoreCheckpointRequest(model=made.model, label="kept"),
     "DeleteModel": lambda made: ema.DeleteModelRequest(
         model=made.model + "-new", confirm_model=made.model + "-new", purge=True

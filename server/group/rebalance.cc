@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/group/rebalance.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
+#include "server/base/steady_wait.h"
+#include "server/format/verify.h"
+#include "server/group/group_errors.h"
+#include "server/group/hosted_partition.h"
+#include "server/group/member.h"
+#include "server/group/model_record.h"
+#include "server/group/part_files.h"
+#include "server/group/partition_config.h"
+#include "server/group/placement.h"
+#include "server/group/reform.h"
+
+namespace ema::group {
+namespace {
+
+using Names = google::protobuf::RepeatedPtrField<std::string>;
+using Members = std::map<std::string, MemberRecord>;
+
+bool Contains(const Names& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+absl::StatusOr<ModelRecord> ReadActive(Member& member, const std::string& model) {
+  const auto stored = member.Read(model);
+  if (!stored.ok()) return RegistryError(stored.status());
+  if (!stored->has_value()) return ModelNotFoundError(model);
+  if ((*stored)->record.state != ModelRecord::State::kActive) {
+    return ModelBusyError(model, "is being created or deleted");
+  }
+  return (*stored)->record;
+}
+
+absl::Status CheckNames(const Names& without, const Members& members, const ModelRecord& record) {
+  for (const std::string& name : without) {
+    const bool has_part =
+        std::any_of(record.partitions.begin(), record.partitions.end(),
+                    [&](const Partition& partition) { return partition.member == name; });
+    if (has_part || members.contains(name)) continue;
+    return BadRequest(absl::StrCat("without: ", Quoted(name),
+                                   " given, expected a server of the group that has a part of the "
+                                   "model, or runs"));
+  }
+  return absl::OkStatus();
+}
+
+// Whether the processes of all partitions run. FAILED_PRECONDITION: one that does not may come
+// back, as it is not in `without`.
+absl::StatusOr<bool> AllRun(const std::string& model, const ModelRecord& record,
+                            const Member& member, const Names& without) {
+  bool all_run = true;
+  for (const Partition& partition : record.partitions) {
+    if (member.AddressOf(partition.member, partition.boot).has_value()) continue;
+    all_run = false;
+    if (Contains(without, partition.member)) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("model \"", model, "\": member \"", partition.member,
+                     "\" does not run. Start it, and the model continues from its newest "
+                     "checkpoint; or name it in `without`, if it will not come back"));
+  }
+  return all_run;
+}
+
+// The configuration of the whole model, from the checkpoint to which it returns.
+absl::StatusOr<ModelConfig> StoredConfig(CheckpointStore& checkpoints, const std::string& model,
+                                         const ModelRecord& record) {
+  const GroupCheckpoint* const durable = record.durable();
+  if (durable == nullptr) {
+    return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
+                     absl::StrCat("model \"", model,
+                                  "\": it has no checkpoint, so it ended with the server that does "
+                                  "not run; delete it and create it again"));
+  }
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
+                       ReadGroupCheckpoint(checkpoints, model, *durable));
+  return ConfigOf(manifest);
+}
+
+// The members but `without`. INVALID_ARGUMENT: there are none. The memory that the model has on
+// them now counts as free: it is freed before the new part is loaded.
+absl::StatusOr<Members> Candidates(const Members& members, const Names& without,
+                                   const ModelRecord& record,
+                                   const std::vector<int64_t>& tensor_bytes) {
+  Members candidates;
+  for (const auto& [name, member] : members) {
+    if (!Contains(without, name)) candidates.emplace(name, member);
+  }
+  if (candidates.empty()) {
+    return BadRequest(absl::StrCat("without: all ", members.size(), " servers that run given"));
+  }
+  for (const Partition& partition : record.partitions) {
+    const auto found = candidates.find(partition.member);
+    if (found == candidates.end() || found->second.boot != partition.boot) continue;
+    const auto first = tensor_bytes.begin() + partition.first_tensor;
+    MemberRecord& member = found->second;
+    member.free_memory_bytes =
+        std::min(member.memory_budget_bytes,
+                 std::accumulate(first, first + partition.tensor_count, member.free_memory_bytes));
+  }
+  return candidates;
+}
+
+v1::RebalanceModelResponse ResponseOf(const ModelRecord& record, bool has_changed) {
+  v1::RebalanceModelResponse response;
+  response.set_has_changed(has_changed);
+  response.set_incarnation(record.incarnation);
+  if (const GroupCheckpoint* const base = record.durable(); base != nullptr) {
+    response.mutable_base()->set_version(base->id.version);
+    response.mutable_base()->set_incarnation(base->id.incarnation);
+    response.set_step(base->step);
+  }
+  for (const Partition& partition : record.partitions) response.add_members(partition.member);
+  return response;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, HostedModels& hosted,
+                                                          CheckpointStore* checkpoints,
+                                                          const v1::RebalanceModelRequest& request,
+                                                          absl::FunctionRef<absl::Status()> save,
+                                                          const LogSink& log) {
+  const std::string& model = request.model();
+  if (checkpoints == nullptr) return NoDataDirError();
+  EMA_ASSIGN_OR_RETURN(Member* const member, hosted.GetMember());
+  EMA_ASSIGN_OR_RETURN(const ModelRecord before, ReadActive(*member, model));
+  EMA_RETURN_IF_ERROR(CheckNames(request.without(), member->members(), before));
+  EMA_ASSIGN_OR_RETURN(const bool all_run, AllRun(model, before, *member, request.without()));
+  if (all_run) EMA_RETURN_IF_ERROR(models.CheckHome(model));
+
+  const std::shared_ptr<const HostedModel> home = all_run ? hosted.Find(model) : nullptr;
+  absl::StatusOr<ModelConfig> config =
+      home != nullptr ? models.CurrentConfig(model) : StoredConfig(*checkpoints, model, before);
+  EMA_RETURN_IF_ERROR(config.status());
+  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(*config));
+  EMA_ASSIGN_OR_RETURN(const Members candidates,
+                       Candidates(member->members(), request.without(), before, tensor_bytes));
+  EMA_ASSIGN_OR_RETURN(const std::vector<Partition> partitions,
+                       PlaceTensors(model, tensor_bytes, candidates));
+  if (partitions == before.partitions) return ResponseOf(before, /*has_changed=*/false);
+
+  SteadyTime frozen_until;
+  if (home != nullptr) {
+    EMA_ASSIGN_OR_RETURN(frozen_until, home->partition->FreezeForMove());
+  }
+  const absl::Cleanup end_freeze = [&] {
+    if (home != nullptr) home->partition->EndFreeze(frozen_until);
+  };
+  if (home != nullptr) EMA_RETURN_IF_ERROR(save());
+  EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(checkpoints, model));
+  ModelRecord after;
+  EMA_RETURN_IF_ERROR(models.ChangeRecord(
+      model, before.incarnation, [&](const ModelRecord& record) -> absl::StatusOr<ModelRecord> {
+        EMA_ASSIGN_OR_RETURN(after, Reform(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
+                                                    .newest_stored_incarnation = stored,
+                                                    .partitions = partitions}));
+        return after;
+      }));
+  {
+    absl::MutexLock lock(&hosted.change_mu());
+    hosted.Drop(model, before.incarnation, /*why_deleted=*/"");
+  }
+  const v1::RebalanceModelResponse response = ResponseOf(after, /*has_changed=*/true);
+  LogTo(log, LogLevel::kWarning, "model moves to other servers",
+        {{"model", model},
+         {"incarnation", after.incarnation},
+         {"version", response.base().version()},
+         {"step", response.step()},
+         {"members", absl::StrJoin(response.members(), ",")}});
+  return response;
+}
+
+}  // namespace ema::group

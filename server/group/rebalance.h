@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Moves the tensors of a model to other members of the group.
+#ifndef EMA_SERVER_GROUP_REBALANCE_H_
+#define EMA_SERVER_GROUP_REBALANCE_H_
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "ema/v1/ema_service.pb.h"
+#include "server/base/log_event.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/group/group_models.h"
+#include "server/group/hosted_models.h"
+
+namespace ema::group {
+
+// Handles RebalanceModel of ema_service.proto. `save` makes the newest version of the model
+// durable, if this server is its home; meanwhile no step is committed. After an error the placement
+// is the old one. Blocks on the registry, the disk and the save.
+absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, HostedModels& hosted,
+                                                          CheckpointStore* checkpoints,
+                                                          const v1::RebalanceModelRequest& request,
+                                                          absl::FunctionRef<absl::Status()> save,
+                                                          const LogSink& log);
+
+}  // namespace ema::group
+
+#endif  // EMA_SERVER_GROUP_REBALANCE_H_

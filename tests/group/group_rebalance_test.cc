@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The tensors of a model move to other servers of a group of real servers, while it is trained.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "ema/client.h"
+#include "ema/error_reason.h"
+#include "server/format/file_system.h"
+#include "tests/group/trained_group.h"
+#include "tests/testutil/status_matchers.h"
+
+namespace ema::group {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
+
+constexpr int kTensors = 12;
+
+class GroupRebalanceTest : public testing::Test {
+ protected:
+  GroupRebalanceTest() : directory_(testing::TempDir() + "/ema_group_XXXXXX") {
+    EXPECT_NE(mkdtemp(directory_.data()), nullptr);
+    group_.emplace(3, kTensors, directory_);
+  }
+  ~GroupRebalanceTest() override {
+    group_.reset();
+    PosixFileSystem().RemoveTree(directory_).IgnoreError();
+  }
+
+  void AddServer() {
+    const std::string name = absl::StrCat("ema-", group_->servers_.size());
+    group_->StartServer({.name = name, .data_dir = directory_});
+    group_->AwaitMembers();
+  }
+  absl::StatusOr<Client::RebalancedModel> Rebalance(const std::vector<std::string>& without = {}) {
+    return group_->client().RebalanceModel("m", without, kPatience);
+  }
+  std::map<std::string, std::string> Averages() {
+    absl::StatusOr<TrainedGroup::Pulled> pulled;
+    // A server that has lost its part learns of it by its watch of the registry.
+    TrainedGroup::Await([&] {
+      pulled = group_->Pull("ema");
+      return pulled.ok();
+    });
+    return pulled.ok() ? pulled->tensors : std::map<std::string, std::string>();
+  }
+  GroupServer& ServerOf(int partition) {
+    return group_->ServerAt(group_->Describe("m").partitions(partition).address());
+  }
+
+  std::string directory_;
+  std::optional<TrainedGroup> group_;
+};
+
+TEST_F(GroupRebalanceTest, ARunContinuesOnMoreAndOnFewerServersWithoutALostVersion) {
+  std::map<std::string, std::string> expected;
+  {
+    TrainedGroup undisturbed(1, kTensors);
+    const auto run = undisturbed.Open();
+    ASSERT_NE(run, nullptr);
+    for (int64_t step = 1; step <= 6; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+    EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, undisturbed.Pull("ema"));
+    expected = pulled.tensors;
+  }
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  for (int64_t step = 1; step <= 2; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  AddServer();
+  AddServer();
+  EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel five, Rebalance());
+  EXPECT_TRUE(five.has_changed);
+  EXPECT_EQ(five.step, 2);
+  EXPECT_THAT(five.members, UnorderedElementsAre("ema-0", "ema-1", "ema-2", "ema-3", "ema-4"));
+  for (int64_t step = 3; step <= 4; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, step));
+    EXPECT_EQ(version.id(), (VersionId{step, five.incarnation}));
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel two,
+                           Rebalance({"ema-0", "ema-2", "ema-4"}));
+  EXPECT_EQ(two.step, 4);
+  EXPECT_THAT(two.members, UnorderedElementsAre("ema-1", "ema-3"));
+  for (int64_t step = 5; step <= 6; ++step) {
+    EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, step));
+    EXPECT_EQ(version.number, step);
+  }
+  EXPECT_EQ(Averages(), expected);
+  EXPECT_THAT(group_->Describe("m").partitions(), SizeIs(2));
+}
+
+TEST_F(GroupRebalanceTest, NothingChangesWhereTheTensorsAreSpreadEvenly) {
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version first, Push(*run, 1));
+  EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel same, Rebalance());
+  EXPECT_FALSE(same.has_changed);
+  EXPECT_EQ(same.incarnation, first.incarnation);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version second, Push(*run, 2));
+  EXPECT_EQ(second.incarnation, first.incarnation);
+}
+
+TEST_F(GroupRebalanceTest, ALostServerIsReplaced) {
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  const std::map<std::string, std::string> expected = Averages();
+  ASSERT_THAT(Push(*run, 2), IsOk());
+
+  std::vector<GroupServer*> stopped;
+  for (const int lost : {1, 0}) {
+    SCOPED_TRACE(lost);
+    GroupServer& server = ServerOf(lost);
+    // The client calls it first.
+    if (&server == group_->servers_.back().get()) continue;
+    const std::string name = server.name();
+    server.Stop();
+    stopped.push_back(&server);
+    TrainedGroup::Await(
+        [&] { return !group_->servers_.back()->member().members().contains(name); });
+    // It may come back by itself.
+    EXPECT_THAT(Rebalance(), StatusIs(absl::StatusCode::kFailedPrecondition,
+                                      HasSubstr(absl::StrCat("\"", name, "\" does not run"))));
+    EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel moved, Rebalance({name}));
+    EXPECT_EQ(moved.step, 1);
+    EXPECT_THAT(moved.members, Not(testing::Contains(name)));
+    EXPECT_EQ(Averages(), expected);
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, 3));
+  EXPECT_EQ(version.number, 2);
+  // Servers that are back have nothing of the model, and can be used again.
+  for (GroupServer* const server : stopped) group_->Restart(*server);
+  group_->AwaitMembers();
+  EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel spread, Rebalance());
+  EXPECT_EQ(spread.step, 3);
+  EXPECT_THAT(spread.members, SizeIs(3));
+}
+
+TEST_F(GroupRebalanceTest, AfterAnErrorTheModelIsTrainedWhereItIs) {
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  // Pushes were frozen by then.
+  EXPECT_THAT(Rebalance({"ema-1"}), ReasonIs(ErrorReason::kNoVersion));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version first, Push(*run, 1));
+  EXPECT_THAT(Rebalance({"ema-9"}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("without: \"ema-9\" given")));
+  EXPECT_THAT(Rebalance({"ema-0", "ema-1", "ema-2"}),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("all 3 servers that run")));
+  EXPECT_THAT(group_->client().RebalanceModel("other", {}, kPatience),
+              ReasonIs(ErrorReason::kModelNotFound));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version second, Push(*run, 2));
+  EXPECT_EQ(second.incarnation, first.incarnation);
+}
+
+}  // namespace
+}  // namespace ema::group
