@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server and emactl where the system lets a process write no long files, or make no threads."""
+"""Server and emactl where a process may write no long files, or make few threads, or use little memory."""
 
 from __future__ import annotations
 
@@ -85,6 +85,16 @@ def test_emactl_ends_where_it_can_make_no_threads(server):
     command = [*few_threads(3), EMACTL, "--server", server.address, "list"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert result.returncode == 0, result
+
+
+@pytest.mark.parametrize("megabytes", [100, 500])
+def test_a_server_with_too_little_address_space_says_so_and_ends(megabytes):
+    limit = f"--as={megabytes << 20}"
+    command = ["prlimit", limit, str(server_binary()), "--listen", "127.0.0.1:0"]
+    with started(command, stderr=subprocess.PIPE, text=True) as (process,):
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 1, (signal.strsignal(-process.returncode), log)
+    assert "cannot start" in log and "ulimit -u and -v" in log, log
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
