@@ -118,6 +118,20 @@ TEST_F(HostileClientTest, ACallWithoutARequestIsRejected) {
   }
 }
 
+TEST_F(HostileClientTest, OfSeveralRequestsInOneCallTheFirstCounts) {
+  v1::GetModelRequest known;
+  known.set_model("m");
+  v1::GetModelRequest unknown;
+  unknown.set_model("unknown");
+  for (const std::string& second : {known.SerializeAsString(), std::string("\xff\xff\xff")}) {
+    for (const char* method : {"GetModel", "CreateCheckpoint", "Pull", "Watch"}) {
+      EXPECT_EQ(CallRaw(method, {unknown.SerializeAsString(), second}).error_code(),
+                grpc::StatusCode::NOT_FOUND)
+          << method;
+    }
+  }
+}
+
 TEST_F(HostileClientTest, ControlCharactersOfARequestAreEscapedInTheError) {
   const std::string name = "a\x1b[31m\xc2\x9b\n";
   const std::string escaped = R"("a\x1b[31m\xc2\x9b\n")";
