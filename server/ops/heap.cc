@@ -14,12 +14,14 @@ namespace {
 constexpr int kPadBytes = 64 << 20;
 
 // What the process has in memory beside what it has allocated: freed buffers, and the program's.
-int64_t UnallocatedBytes() {
-  const struct mallinfo2 heap = mallinfo2();
-  return PrivateBytes() - static_cast<int64_t>(heap.uordblks + heap.hblkhd);
-}
+int64_t UnallocatedBytes() { return PrivateBytes() - AllocatedHeapBytes(); }
 
 }  // namespace
+
+int64_t AllocatedHeapBytes() {
+  const struct mallinfo2 heap = mallinfo2();
+  return static_cast<int64_t>(heap.uordblks + heap.hblkhd);
+}
 
 void SetUpHeap() {
   // gRPC frees and allocates read buffers all the time; with glibc's defaults the top of the heap

@@ -11,6 +11,9 @@ namespace ema {
 // Freed memory that the heap may keep for reuse.
 inline constexpr int64_t kKeptHeapBytes = int64_t{256} << 20;
 
+// Memory that the process has allocated from the heap and not freed; 0 in builds with sanitizers.
+int64_t AllocatedHeapBytes();
+
 // Configures glibc's allocator for receive buffers, which are freed and allocated all the time. To
 // be called before other threads start.
 void SetUpHeap();

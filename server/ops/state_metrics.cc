@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "server/ops/heap.h"
 #include "server/ops/logging.h"
 #include "server/ops/metric_families.h"
 #include "server/ops/options.h"
@@ -243,6 +244,9 @@ void AddHealth(const ServerState& state, MetricFamilies& families) {
 void AddProcess(MetricFamilies& families) {
   const ProcessStats stats = ReadProcessStats();
   families.Gauge("process_resident_memory_bytes", "Resident memory.", stats.resident_bytes);
+  families.Gauge("ema_heap_allocated_bytes",
+                 "Memory that is allocated from the heap, without freed memory that it keeps.",
+                 AllocatedHeapBytes());
   families.Gauge("process_open_fds", "Open file descriptors.", stats.open_fds);
   families.Gauge("process_max_fds", "Maximum number of open file descriptors.", stats.max_fds);
   families.Gauge("process_start_time_seconds", "Start time of the process.",

@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import ema_client
+import grpc
 import numpy as np
 from edge import resident_bytes
 from half_sent import HalfSender
 from hostile_calls import attack
+from http_pages import scrape, value
 from server_process import ServerProcess
 
 STEADY = "steady"
@@ -36,6 +38,8 @@ class Sample:
     """What the server holds at one time."""
 
     seconds: float
+    # Without freed memory, which the server keeps up to a limit: a leak shows here first.
+    heap_mib: float
     resident_mib: float
     fds: int
     threads: int
@@ -52,9 +56,11 @@ def folder_bytes(folder: pathlib.Path) -> int:
 
 
 def take_sample(server: ServerProcess, data_dir: pathlib.Path) -> Sample:
+    """The server must have been started with http_pages.LISTEN."""
     process = pathlib.Path(f"/proc/{server.pid}")
     return Sample(
         seconds=time.monotonic(),
+        heap_mib=value(scrape(server), "ema_heap_allocated_bytes") / 2**20,
         resident_mib=resident_bytes(server.pid) / 2**20,
         fds=len(os.listdir(process / "fd")),
         threads=len(os.listdir(process / "task")),
@@ -120,7 +126,7 @@ class Churn:
         while not stopping.is_set():
             try:
                 work(chance, number)
-            except (ema_client.EmaError, OSError, AssertionError) as error:
+            except (ema_client.EmaError, grpc.RpcError, OSError, AssertionError) as error:
                 self._on_fault(f"{work.__name__}: {type(error).__name__}: {error}")
             with self._lock:
                 self.counts[work.__name__] += 1

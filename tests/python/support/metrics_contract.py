@@ -58,6 +58,7 @@ METRICS: dict[str, set[str]] = {
     "ema_token_file_rejected": set(),
     "ema_build_info": {"version", "device", "cuda"},
     "ema_log_lines_dropped_total": set(),
+    "ema_heap_allocated_bytes": set(),
     "process_resident_memory_bytes": set(),
     "process_open_fds": set(),
     "process_max_fds": set(),
