@@ -40,7 +40,7 @@ from ema_client._client.url import split_url
 from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.averaged import OwnValues
-from ema_client._model.torch_model import check_savable, engine_of
+from ema_client._model.torch_model import engine_of, has_pieces, write_pieces
 from ema_client._tracks.rule_checks import check_count, refuse
 from ema_client._tracks.track import SCHEDULE_NAMES, WHOLE_TRACK, Track
 from ema_client._trainer.attach import attach
@@ -93,8 +93,9 @@ class EMAWeightAveraging(_Callback):
     from there.
 
     Unlike Lightning's, the average takes no memory in the trainer, except while it is used or saved.
-    Needs exactly one optimizer. With FSDPStrategy and DeepSpeedStrategy, give save_average=False: a
-    checkpoint can have averages only if the weights are whole on every rank (one process or DDP).
+    Needs exactly one optimizer. With FSDPStrategy, DeepSpeedStrategy and ModelParallelStrategy, which save
+    the weights of each rank themselves, the `state_dict` in a checkpoint always has raw weights, with a
+    warning; the checkpoint still identifies its average.
 
     Args:
         url: "ema://host:port/model".
@@ -115,8 +116,9 @@ class EMAWeightAveraging(_Callback):
             update_starting_at_step), they use the model's own weights, with a warning.
         save_average: the `state_dict` in a checkpoint is the average, if it has started and can be
             read; else raw weights, with a warning. False: raw weights. None: as
-            validate_with_average, because checkpoints are chosen by the scores of validations. A
-            ModelCheckpoint with save_weights_only=True always saves raw weights.
+            validate_with_average, because checkpoints are chosen by the scores of validations; but raw
+            weights, with a warning, if the strategy shards the model. A ModelCheckpoint with
+            save_weights_only=True always saves raw weights.
         copy_at_end: after the fit the model has averaged weights, as with Lightning's callback, if
             the average has started. False: its own.
         track: which average the model gets. None: the only one that is not a copy, else "ema".
@@ -130,9 +132,9 @@ class EMAWeightAveraging(_Callback):
     Raises:
         TypeError: an option that `attach` does not have.
         InvalidArgumentError: an argument is wrong. In the fit also: the module does not have
-            exactly one optimizer; or Lightning's own callback is there, which would save another
-            average in the same place. With `ckpt_path`: the checkpoint neither has an average nor
-            identifies one.
+            exactly one optimizer; Lightning's own callback is there, which would save another
+            average in the same place; or save_average=True, and the strategy shards the model. With
+            `ckpt_path`: the checkpoint neither has an average nor identifies one.
         EmaError: in the fit: as `attach`. With `ckpt_path`: the checkpoint's average cannot be read.
 
     Example:
@@ -199,7 +201,9 @@ class EMAWeightAveraging(_Callback):
         self._url = url
         self._options = options
         self._validates = validate_with_average
-        self._saves_average = validate_with_average if save_average is None else save_average
+        self._save_average = save_average
+        # Whether checkpoints of the current fit have the average in their state_dict.
+        self._saves_average = False
         self._copies_at_end = copy_at_end
         self._track = track
         self._attachment: Attachment | None = None
@@ -241,10 +245,7 @@ class EMAWeightAveraging(_Callback):
                 "several, call ema_client.attach(module, None, url), and its after_step() in "
                 "training_step, in place of this callback"
             )
-        if self._saves_average:
-            _check_savers(trainer)
-            check_savable(trainer.model, "save_average=False")
-            _check_strategy(trainer)
+        self._saves_average = self._can_save_average(trainer)
         self._close()  # After a fit that an exception has ended.
         self._held.pop(pl_module, None)
         if not self._loaded and trainer.global_step > 0:
@@ -354,10 +355,41 @@ class EMAWeightAveraging(_Callback):
             if _AVERAGE in checkpoint:
                 self._held[pl_module] = checkpoint[_AVERAGE]
         elif _RAW_WEIGHTS in checkpoint:
+            # A strategy that shards loads only what the file has as its state_dict.
+            if has_pieces(trainer.model):
+                write_pieces(trainer.model, checkpoint[_RAW_WEIGHTS])
+                return
             trainer.strategy.load_model_state_dict(
                 {**checkpoint, "state_dict": checkpoint[_RAW_WEIGHTS]},
                 strict=pl_module.strict_loading,
             )
+
+    def _can_save_average(self, trainer: Any) -> bool:
+        """Whether checkpoints of the fit have the average in their `state_dict`.
+
+        InvalidArgumentError: they cannot, and save_average=True was given; or another callback puts its
+            average there.
+        """
+        if not (self._validates if self._save_average is None else self._save_average):
+            return False
+        _check_savers(trainer)
+        if engine_of(trainer.model) is None and not has_pieces(trainer.model):
+            return True
+        saves_raw = (
+            f"strategy: {type(trainer.strategy).__name__} saves the weights of each rank itself, so the "
+            "state_dict of a checkpoint cannot be the average"
+        )
+        if self._save_average:
+            raise InvalidArgumentError(
+                f"save_average=True: {saves_raw}: give save_average=False, and pull the average with "
+                "ema_client.pull"
+            )
+        _logger.warning(
+            "%s: it has raw weights, and the callback's entry in the checkpoint identifies the average, which "
+            "the server keeps; save_average=False turns this warning off",
+            saves_raw,
+        )
+        return False
 
     def _swap_in(self, trainer: Any, module: Any) -> None:
         if not self._validates or is_disabled(self._url):
@@ -421,15 +453,6 @@ def _check_savers(trainer: Any) -> None:
                 "calls no other callback: use save_weights_only=False",
                 type(saver).__name__,
             )
-
-
-def _check_strategy(trainer: Any) -> None:
-    """InvalidArgumentError: the strategy is DeepSpeed's, which does not save a checkpoint's `state_dict`."""
-    if engine_of(trainer.model) is not None:
-        raise InvalidArgumentError(
-            "strategy: DeepSpeedStrategy saves the engine's weights, and not the `state_dict` of a checkpoint, "
-            "where the average would be: give save_average=False, and pull it with ema_client.pull"
-        )
 
 
 def _given(**arguments: tuple[object, object]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from server_process import ServerProcess
-from sharded_framework_rank import STEPS, Small, batch_of, lines
+from sharded_framework_rank import SAVED, STEPS, Small, batch_of, lines
 from testing import (
     SUPPORT,
     Weights,
@@ -32,7 +32,14 @@ pytestmark = [pytest.mark.framework, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # By the virtual environment: the kinds of sharded_framework_rank.py.
 KINDS = {
-    "": ["hf_fsdp1", "hf_fsdp2", "accelerate_fsdp1", "lightning_fsdp1"],
+    "": [
+        "hf_fsdp1",
+        "hf_fsdp2",
+        "accelerate_fsdp1",
+        "lightning_fsdp1",
+        "lightning_fsdp2",
+        "lightning_ddp_fsdp1",
+    ],
     "deepspeed": ["hf_zero3", "hf_zero2", "accelerate_zero3", "lightning_zero3"],
 }
 
@@ -47,16 +54,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def train(server, tmp_path_factory) -> Callable[[str], pathlib.Path]:
-    """Trains all kinds of a virtual environment, once, and returns where their logs are."""
+def train(server, tmp_path_factory) -> Callable[[str, str], pathlib.Path]:
+    """Trains all kinds of a framework in a virtual environment, once, and returns where their logs are."""
 
     @functools.cache
-    def run(library: str) -> pathlib.Path:
+    def run(library: str, framework: str) -> pathlib.Path:
         folder: pathlib.Path = tmp_path_factory.mktemp("ranks")
         python = beside_python(library) if library else sys.executable
         command = [python, SUPPORT / "example_rank.py", SUPPORT / "sharded_framework_rank.py"]
         url = server.url("m")
-        commands = [[*command, rank, 2, folder, url, *KINDS[library]] for rank in range(2)]
+        kinds = [kind for kind in KINDS[library] if kind.startswith(framework)]
+        commands = [[*command, rank, 2, folder, url, *kinds] for rank in range(2)]
         path = [str(pathlib.Path(ema_client.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = {
             **{"PYTHONPATH": ":".join(filter(None, path)), "CUDA_VISIBLE_DEVICES": ""},
@@ -90,12 +98,13 @@ def rounded(weights: Weights, kind: str) -> Weights:
 def test_the_average_is_that_of_the_gathered_weights(client, train, library, kind):
     for name in ("transformers", "accelerate", "lightning"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    folder = train(library)
-    steps = 2 * STEPS if kind.startswith("lightning") else STEPS
+    framework = kind.partition("_")[0]
+    folder = train(library, framework)
+    steps = 2 * STEPS if framework == "lightning" else STEPS
     # At the first step, and when an update is due.
     due = [1, *range(3, steps + 1, 3)]
-    # The step after which the frameworks evaluate, and the Trainer saves.
-    evaluated = steps - 3
+    # The last step after which the frameworks evaluate.
+    evaluated = steps - STEPS + SAVED
     logs = [dict(np.load(folder / f"{kind}.{rank}.npz")) for rank in (0, 1)]
     model = f"m-{kind}"
     pushes = [
@@ -111,13 +120,22 @@ def test_the_average_is_that_of_the_gathered_weights(client, train, library, kin
 
     until = [push for push in pushes if push[0].step <= evaluated]
     expected = rounded(replay(until, "ema"), kind)
-    if kind.startswith("accelerate"):
+    if framework == "accelerate":
         assert_same_bits(newest, logged(logs[1], "averaged"))
-    elif kind.startswith("lightning"):
+        # The second training has loaded the state that the first one has saved.
+        assert_same_bits(logged(logs[1], SAVED), logged(logs[1], f"begin {SAVED}"))
+    elif framework == "lightning":
         check_validated(evaluated, expected, logs[1])
         assert_same_bits(newest, logged(logs[1], "copied"))
+        # The second fit and the test have resumed from a checkpoint of the first fit.
+        assert_same_bits(logged(logs[1], STEPS), logged(logs[1], f"begin {STEPS}"))
+        if kind != "lightning_zero3":
+            of_first = [push for push in pushes if push[0].step <= STEPS]
+            assert_same_bits(replay(of_first, "ema"), logged(logs[1], "tested"))
     else:
-        check_saved(folder / kind / f"checkpoint-{evaluated}", evaluated, expected, logs[0])
+        check_saved(folder / kind / f"checkpoint-{SAVED}", SAVED, expected, logs[0])
+        # The second training has resumed from it.
+        assert_same_bits(logged(logs[1], SAVED), logged(logs[1], f"begin {SAVED}"))
 
 
 def check_saved(checkpoint: pathlib.Path, step: int, expected: Weights, log: Weights) -> None:

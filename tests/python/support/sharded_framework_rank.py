@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 STEPS = 9
+# The step whose checkpoint of the Trainer the second training resumes from.
+SAVED = 6
 SCHEDULE: dict[str, Any] = {"half_life": "5ba", "update_interval": "3ba", "max_wait_s": 300}
 Log = dict[str, np.ndarray]
 
@@ -82,6 +84,7 @@ def train_hf(
     whole: Callable[[Any], dict[str, torch.Tensor]],
     **arguments: Any,
 ) -> None:
+    """Two trainings: the second one resumes from the checkpoint of the first one."""
     let_accelerate_shard_on_cpu()
     import transformers
     from ema_client.transformers import EmaCallback
@@ -91,6 +94,9 @@ def train_hf(
     source = arguments.pop("source", "parameters")
 
     class Recorder(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            log_model(log, f"begin {state.global_step}", whole(model))
+
         def on_step_end(self, args, state, control, model=None, **kwargs):
             log_model(log, state.global_step, whole(model))
 
@@ -101,42 +107,47 @@ def train_hf(
         **{"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32, "n_positions": 8},
         **{"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0},
     )
-    torch.manual_seed(0)
     data = lines(8 * STEPS)
-    trainer = transformers.Trainer(
-        model=transformers.GPT2LMHeadModel(config),
-        args=transformers.TrainingArguments(
-            str(folder / kind),
-            **{"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 0.05},
-            **{"save_strategy": "steps", "save_steps": 6, "save_only_model": True},
-            **{"eval_strategy": "steps", "eval_steps": 6, "report_to": "none"},
-            **{"disable_tqdm": True, "dataloader_pin_memory": False, **arguments},
-        ),
-        train_dataset=data,
-        eval_dataset=data[:8],
-        callbacks=[
-            Recorder(),
-            EmaCallback(url, evaluate_with_average=True, source=source, **SCHEDULE),
-        ],
-        data_collator=transformers.default_data_collator,
-    )
-    if "fsdp1" in kind:
-        # PyTorch crashes where accelerate gathers FSDP1's state_dict for rank 0 only, on a CPU.
-        trainer.accelerator.get_state_dict = lambda model, **_: whole_state(model)
-    trainer.train()
-    assert trainer.state.global_step == STEPS
+    for steps, resumed in ((SAVED, None), (STEPS, str(folder / kind / f"checkpoint-{SAVED}"))):
+        torch.manual_seed(steps)
+        trainer = transformers.Trainer(
+            model=transformers.GPT2LMHeadModel(config),
+            args=transformers.TrainingArguments(
+                str(folder / kind),
+                **{"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 0.05},
+                **{"save_strategy": "steps", "save_steps": SAVED},
+                **{"eval_strategy": "steps", "eval_steps": SAVED, "report_to": "none"},
+                **{"disable_tqdm": True, "dataloader_pin_memory": False, **arguments},
+            ),
+            train_dataset=data,
+            eval_dataset=data[:8],
+            callbacks=[
+                Recorder(),
+                EmaCallback(url, evaluate_with_average=True, source=source, **SCHEDULE),
+            ],
+            data_collator=transformers.default_data_collator,
+        )
+        if "fsdp1" in kind:
+            # PyTorch crashes where accelerate gathers FSDP1's state_dict for rank 0 only, on a CPU.
+            trainer.accelerator.get_state_dict = lambda model, **_: whole_state(model)
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.global_step == steps
 
 
 def train_hf_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
     fsdp = {
         **{"version": 1, "transformer_layer_cls_to_wrap": "GPT2Block"},
         "sync_module_states": False,  # It asks for a GPU.
+        "state_dict_type": "SHARDED_STATE_DICT",
     }
     train_hf(kind, folder, url, log, whole_state, fsdp=True, fsdp_config=fsdp)
 
 
 def train_hf_fsdp2(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
-    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}
+    fsdp = {
+        **{"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"},
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
     train_hf(kind, folder, url, log, whole_state, fsdp=True, fsdp_config=fsdp)
 
 
@@ -171,59 +182,87 @@ class Small(torch.nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def train_accelerate(url: str, log: Log, whole: Any, **plugins: Any) -> None:
+def train_accelerate(
+    folder: pathlib.Path, url: str, log: Log, whole: Any, make_plugins: Callable[[], dict[str, Any]]
+) -> None:
+    """Two trainings: the second one loads the state that the first one has saved."""
     let_accelerate_shard_on_cpu()
     import accelerate
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(**plugins)
-    assert accelerator.num_processes == dist.get_world_size()
-    torch.manual_seed(0)
-    net = Small()
-    if "fsdp_plugin" in plugins:  # FSDP1 makes other parameters.
-        prepared = accelerator.prepare(net)
-        optimizer = accelerator.prepare(torch.optim.Adam(prepared.parameters(), lr=0.05))
-    else:  # DeepSpeed gets both at once.
-        prepared, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.05))
-    with ema_client.attach(prepared, optimizer, url, **SCHEDULE) as ema:
-        for batch in range(2 * STEPS):
-            with accelerator.accumulate(prepared):
-                loss = prepared(batch_of(batch, accelerator.process_index)).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert ema.step == (batch + 1) // 2
-            if batch % 2 == 1:
-                log_model(log, ema.step, whole(prepared))
-    with ema_client.averaged(prepared, url):
-        log_model(log, "averaged", whole(prepared))
+    for first, last in ((0, SAVED), (SAVED, STEPS)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugins = make_plugins()
+        accelerator = accelerate.Accelerator(**plugins)
+        assert accelerator.num_processes == dist.get_world_size()
+        torch.manual_seed(first)
+        net = Small()
+        if "fsdp_plugin" in plugins:  # FSDP1 makes other parameters.
+            model = accelerator.prepare(net)
+            optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.05))
+        else:  # DeepSpeed gets both at once.
+            model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.05))
+        with ema_client.attach(model, optimizer, url, existing="continue", **SCHEDULE) as ema:
+            accelerator.register_for_checkpointing(ema)
+            if first > 0:
+                accelerator.load_state(str(folder / "state"))
+                log_model(log, f"begin {first}", whole(model))
+            assert ema.step == first
+            for batch in range(2 * first, 2 * last):
+                with accelerator.accumulate(model):
+                    loss = model(batch_of(batch, accelerator.process_index)).square().mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert ema.step == (batch + 1) // 2
+                if batch % 2 == 1:
+                    log_model(log, ema.step, whole(model))
+            if last < STEPS:
+                accelerator.save_state(str(folder / "state"))
+    with ema_client.averaged(model, url):
+        log_model(log, "averaged", whole(model))
 
 
 def train_accelerate_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
     import accelerate
 
-    plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=1, auto_wrap_policy="size_based_wrap", min_num_params=30
-    )
-    train_accelerate(url, log, whole_state, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    def make_plugins() -> dict[str, Any]:
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            **{"fsdp_version": 1, "auto_wrap_policy": "size_based_wrap", "min_num_params": 30},
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        return {"fsdp_plugin": plugin, "gradient_accumulation_steps": 2}
+
+    train_accelerate(folder / kind, url, log, whole_state, make_plugins)
 
 
 def train_accelerate_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
     import accelerate
 
-    config = zero_config(3, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=2)
-    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+    def make_plugins() -> dict[str, Any]:
+        config = zero_config(3, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=2)
+        return {"deepspeed_plugin": accelerate.DeepSpeedPlugin(hf_ds_config=config)}
+
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     whole = lambda engine: whole_zero(engine.module)  # noqa: E731
-    train_accelerate(url, log, whole, deepspeed_plugin=plugin)
+    train_accelerate(folder / kind, url, log, whole, make_plugins)
     del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 
 def train_lightning(
-    folder: pathlib.Path, url: str, log: Log, whole: Any, make_strategy: Callable[[], Any]
+    folder: pathlib.Path,
+    url: str,
+    log: Log,
+    whole: Any,
+    make_strategy: Callable[[], Any],
+    make_first: Callable[[], Any] | None = None,
+    shard: Callable[[Any, torch.nn.Module], None] = lambda *_: None,
 ) -> None:
-    """Two fits of an epoch each: the second one resumes from the checkpoint of the first one."""
+    """Two fits of an epoch each: the second one resumes from the checkpoint of the first one, and so does a test.
+
+    With ZeRO-3, Lightning's own `test` with a checkpoint fails: DeepSpeed 0.19 cannot load one without an optimizer.
+    `make_first`: makes the strategy of the first fit. `shard`: called with the mesh and the network.
+    """
     import lightning
     from ema_client.lightning import EMAWeightAveraging
 
@@ -232,6 +271,7 @@ def train_lightning(
             if not hasattr(self, "net"):
                 torch.manual_seed(0)
                 self.net = Small()
+                shard(self.device_mesh, self.net)
 
         def training_step(self, batch, index):
             return self.net(batch).square().mean()
@@ -239,10 +279,19 @@ def train_lightning(
         def validation_step(self, batch, index):
             self.log("score", self.net(batch).square().mean(), sync_dist=True)
 
+        def test_step(self, batch, index):
+            self.net(batch)
+
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.05)
 
     class Recorder(lightning.Callback):
+        def on_train_start(self, trainer, *_):
+            log_model(log, f"begin {trainer.global_step}", whole(trainer.model))
+
+        def on_test_epoch_end(self, trainer, *_):
+            log_model(log, "tested", whole(trainer.model))
+
         def on_train_batch_end(self, trainer, *_):
             log_model(log, trainer.global_step, whole(trainer.model))
 
@@ -255,30 +304,63 @@ def train_lightning(
                 log["score"] = trainer.callback_metrics["score"].numpy()
 
         def teardown(self, trainer, module, stage):  # After on_fit_end of all callbacks.
-            log_model(log, "copied", whole(trainer.model))
+            if stage == "fit":
+                log_model(log, "copied", whole(trainer.model))
 
-    batches = [batch_of(step, dist.get_rank()) for step in range(STEPS)]
-    checkpoint: str | None = None
-    for epochs in (1, 2):
+    def make_trainer(strategy: Any, epochs: int) -> Any:
         saver = lightning.pytorch.callbacks.ModelCheckpoint(folder, save_on_train_epoch_end=True)
-        trainer = lightning.Trainer(
+        return lightning.Trainer(
             **{"max_epochs": epochs, "accelerator": "cpu", "devices": dist.get_world_size()},
             **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
             **{"use_distributed_sampler": False, "val_check_interval": 6},
-            strategy=make_strategy(),
-            callbacks=[Recorder(), EMAWeightAveraging(url, save_average=False, **SCHEDULE), saver],
+            strategy=strategy,
+            callbacks=[Recorder(), EMAWeightAveraging(url, **SCHEDULE), saver],
         )
-        trainer.fit(
-            Module(),
-            torch.utils.data.DataLoader(batches, batch_size=None),
-            torch.utils.data.DataLoader(batches[:2], batch_size=None),
-            ckpt_path=checkpoint,
-        )
-        assert trainer.global_step == epochs * STEPS
-        checkpoint = saver.best_model_path
+
+    batches = [batch_of(step, dist.get_rank()) for step in range(STEPS)]
+    train_data = torch.utils.data.DataLoader(batches, batch_size=None)
+    test_data = torch.utils.data.DataLoader(batches[:2], batch_size=None)
+    first = make_trainer((make_first or make_strategy)(), 1)
+    first.fit(Module(), train_data, test_data)
+    checkpoint = first.checkpoint_callback.best_model_path
+    second = make_trainer(make_strategy(), 2)
+    second.fit(Module(), train_data, test_data, ckpt_path=checkpoint)
+    assert second.global_step == 2 * STEPS
+    if "zero" not in folder.name:
+        tester = make_trainer((make_first or make_strategy)(), 2)
+        tester.test(Module(), test_data, ckpt_path=checkpoint)
 
 
-def train_lightning_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+def train_lightning_ddp_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    """FSDP1 resumes from a checkpoint of DDP, in which the state_dict is the average."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    train_lightning_fsdp1(kind, folder, url, log, lambda: DDPStrategy(process_group_backend="gloo"))
+
+
+def train_lightning_fsdp2(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def make_strategy() -> ModelParallelStrategy:
+        ranks = dist.get_world_size()
+        return ModelParallelStrategy(ranks, 1, process_group_backend="gloo")
+
+    def shard(mesh: Any, net: torch.nn.Module) -> None:
+        for part in (net.up, net.down):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        fully_shard(net, mesh=mesh["data_parallel"])
+
+    train_lightning(folder / kind, url, log, whole_state, make_strategy, shard=shard)
+
+
+def train_lightning_fsdp1(
+    kind: str,
+    folder: pathlib.Path,
+    url: str,
+    log: Log,
+    make_first: Callable[[], Any] | None = None,
+) -> None:
     from lightning.pytorch.strategies import FSDPStrategy
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -303,7 +385,7 @@ def train_lightning_fsdp1(kind: str, folder: pathlib.Path, url: str, log: Log) -
             state_dict_type="sharded",
         )
 
-    train_lightning(folder / kind, url, log, whole_state, make_strategy)
+    train_lightning(folder / kind, url, log, whole_state, make_strategy, make_first)
 
 
 def train_lightning_zero3(kind: str, folder: pathlib.Path, url: str, log: Log) -> None:

@@ -175,7 +175,11 @@ def test_lightnings_checkpoints_cannot_have_the_average_of_an_engine(engine):
     from ema_client.lightning import EMAWeightAveraging
 
     trainer = types.SimpleNamespace(
-        optimizers=[engine.optimizer], model=engine, callbacks=[], checkpoint_callbacks=[]
+        **{"optimizers": [engine.optimizer], "model": engine, "callbacks": []},
+        **{"checkpoint_callbacks": [], "strategy": type("DeepSpeedStrategy", (), {})()},
     )
-    with pytest.raises(ema_client.InvalidArgumentError, match="DeepSpeedStrategy.*save_average"):
-        EMAWeightAveraging("ema://nowhere:1/m").on_train_start(trainer, engine.module)
+    with pytest.raises(
+        ema_client.InvalidArgumentError, match="save_average=True.*DeepSpeedStrategy"
+    ):
+        callback = EMAWeightAveraging("ema://nowhere:1/m", save_average=True)
+        callback.on_train_start(trainer, engine.module)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.out import writing
-from ema_client._client.pieces import is_dtensor, local_of
+from ema_client._client.pieces import is_dtensor, local_of, pieces_of
 from ema_client._client.ranges import ParameterRange, Ranges
 from ema_client._client.safetensors import unwrapped_name
+from ema_client._client.types import Shard
 from ema_client._errors import InvalidArgumentError
 from ema_client._model import engine, fsdp1, zero
 from ema_client._model.masters import masters_of
@@ -144,17 +145,6 @@ def check_no_ranges(module: torch.nn.Module) -> None:
         raise InvalidArgumentError(
             f"model: is sharded by {cutter}, so only a piece is here; expected a whole model: use "
             "ema_client.attach and averaged, which accept it",
-            reason="BAD_LAYOUT",
-        )
-
-
-def check_savable(module: torch.nn.Module, advice: str) -> None:
-    """InvalidArgumentError: a framework's checkpoint cannot have the averages of this model, because it is
-    in ranges. `advice`: what to give instead."""
-    if (cutter := sharding_library_of(module)) is not None:
-        raise InvalidArgumentError(
-            f"model: is sharded by {cutter}, so a checkpoint of the framework cannot have its averages: give "
-            f"{advice}, and pull them with ema_client.pull",
             reason="BAD_LAYOUT",
         )
 
@@ -480,6 +470,20 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with writing():
         for tensor, values in pairs:
             tensor.copy_(values)
+
+
+def write_pieces(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Writes this rank's pieces of whole tensors into a sharded model. `weights`: has all of its tensors."""
+    pieces = pieces_of(named_tensors(unwrap(module)).all())
+    write(
+        (piece.local, piece.cut(weights[name][_slices_of(piece.box)]))
+        for name, piece in pieces.items()
+        if not piece.is_empty
+    )
+
+
+def _slices_of(box: Shard) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(box.offsets, box.extents))
 
 
 def has_pieces(module: torch.nn.Module) -> bool:
