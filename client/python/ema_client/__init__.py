@@ -83,7 +83,8 @@ from ema_client._errors import (
 )
 from ema_client._evaluator.averaged import averaged
 from ema_client._evaluator.load import Loaded, load_into
-from ema_client._local import LocalEMA, compute_ema
+from ema_client._compute_ema import compute_ema
+from ema_client._local import LocalEMA
 from ema_client._logging import add_last_resort
 from ema_client._tracks.track import Track
 from ema_client._trainer.attach import attach
