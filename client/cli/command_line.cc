@@ -250,19 +250,21 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
             "Continue a model from the checkpoints in its folder, after etcd has lost the model",
             [&](const Session& session) { return RecoverModel(session, options.model); });
   AddModel(sub, options.model);
-  sub = Add(*group, chosen, "rebalance",
-            "Spread a model evenly over the servers that run now: saves it, and trainers skip the "
-            "steps until it is loaded",
-            [&](const Session& session) {
-              return RebalanceModel(session, options.model, options.without);
-            });
+  sub = Add(
+      *group, chosen, "rebalance",
+      "Spread a model evenly over all running servers. Saves it first; trainers skip steps until "
+      "the servers have loaded it",
+      [&](const Session& session) {
+        return RebalanceModel(session, options.model, options.without);
+      });
   AddModel(sub, options.model);
-  AddRepeatable(sub, "--without", options.without, "Server that shall have no part of the model");
-  sub = Add(*group, chosen, "replace",
-            "Move the parts of a server that will not come back to the other servers: its models "
-            "return to their newest checkpoints",
-            [&](const Session& session) { return ReplaceMember(session, options.member); });
-  sub->add_option("member", options.member, "Name of the server")->required();
+  AddRepeatable(sub, "--without", options.without, "Server to exclude");
+  sub =
+      Add(*group, chosen, "replace",
+          "Move the partitions of lost servers to the other servers. Their models return to their "
+          "newest checkpoints",
+          [&](const Session& session) { return ReplaceMembers(session, options.without); });
+  sub->add_option("server", options.without, "Names of the lost servers")->required();
 
   sub = Add(app, chosen, "log-level", "Show the server's log level, or change it",
             [&](const Session& session) { return SetLogLevel(session, options.log_level); });

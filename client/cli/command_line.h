@@ -54,8 +54,7 @@ struct Options {
   std::string label;
   VersionId labelled;
   Client::Metric metric;
-  std::vector<std::string> without;  // For `group rebalance`.
-  std::string member;
+  std::vector<std::string> without;  // For `group rebalance` and `group replace`.
   std::string service;
   std::string log_level;
   BenchOptions bench;

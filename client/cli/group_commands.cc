@@ -2,11 +2,13 @@
 #include "client/cli/group_commands.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/output.h"
 #include "client/cli/progress.h"
+#include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
 namespace ema::cli {
@@ -196,27 +198,32 @@ absl::Status RebalanceModel(const Session& session, const std::string& model,
           : absl::StrCat("model ", model, " stays on ", members, "\n"));
 }
 
-absl::Status ReplaceMember(const Session& session, const std::string& member) {
+absl::Status ReplaceMembers(const Session& session, const std::vector<std::string>& lost) {
   EMA_ASSIGN_OR_RETURN(const GroupInfo info, session.client->GetGroup(session.timeout));
-  for (const GroupInfo::Member& other : info.members) {
-    if (other.name != member || other.missing.has_value()) continue;
+  const auto is_lost = [&](const std::string& name) {
+    return std::find(lost.begin(), lost.end(), name) != lost.end();
+  };
+  for (const GroupInfo::Member& member : info.members) {
+    if (!is_lost(member.name) || member.missing.has_value()) continue;
     return absl::FailedPreconditionError(
-        absl::StrCat("member \"", member,
-                     "\" runs; to move its parts of a model, use `emactl group "
-                     "rebalance MODEL --without ",
-                     member, "`"));
+        absl::StrCat("member \"", member.name,
+                     "\" runs, or its process ended less than 10 s ago; to move its "
+                     "partitions while it runs, use `emactl group rebalance MODEL --without ",
+                     member.name, "`"));
   }
   absl::Status result;
-  bool has_part = false;
+  bool has_partition = false;
   for (const GroupInfo::Model& model : info.models) {
-    if (std::find(model.members.begin(), model.members.end(), member) == model.members.end()) {
-      continue;
-    }
-    has_part = true;
-    result.Update(RebalanceModel(session, model.name, {member}));
+    std::vector<std::string> without;
+    std::copy_if(model.members.begin(), model.members.end(), std::back_inserter(without), is_lost);
+    if (without.empty()) continue;
+    has_partition = true;
+    result.Update(WithPrefix(RebalanceModel(session, model.name, without),
+                             absl::StrCat("model \"", model.name, "\": ")));
   }
-  if (has_part) return result;
-  return absl::NotFoundError(absl::StrCat("member \"", member, "\" has no part of any model"));
+  if (has_partition) return result;
+  return absl::NotFoundError(
+      absl::StrCat("no model has a partition on ", absl::StrJoin(lost, ", ")));
 }
 
 }  // namespace ema::cli

@@ -19,12 +19,12 @@ absl::Status ShowGroup(const Session& session);
 // The text that `group` prints.
 std::string DescribeGroup(const GroupInfo& info);
 
-// Spreads the tensors of a model evenly over the servers that run, but `without`.
+// Spreads the tensors of a model evenly over the running servers, except `without`.
 absl::Status RebalanceModel(const Session& session, const std::string& model,
                             const std::vector<std::string>& without);
-// Moves the parts of all models from a server that will not come back to the others.
-// FAILED_PRECONDITION: the server runs. Goes on after an error, and returns the first.
-absl::Status ReplaceMember(const Session& session, const std::string& member);
+// Moves the partitions of lost servers, of all models, to the other servers. FAILED_PRECONDITION:
+// one of them runs. Goes on after an error of a model, and returns the first.
+absl::Status ReplaceMembers(const Session& session, const std::vector<std::string>& lost);
 
 }  // namespace ema::cli
 

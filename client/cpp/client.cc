@@ -160,7 +160,7 @@ absl::StatusOr<Client::RebalancedModel> Client::RebalanceModel(
   auto request = MakeRequest<v1::RebalanceModelRequest>(model);
   request.mutable_without()->Assign(without.begin(), without.end());
   EMA_ASSIGN_OR_RETURN(const v1::RebalanceModelResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncRebalanceModel, request, timeout));
+                       impl_->Once(&Stub::PrepareAsyncRebalanceModel, request, timeout));
   return RebalancedModel{.has_changed = response.has_changed(),
                          .incarnation = response.incarnation(),
                          .base = {response.base().version(), response.base().incarnation()},

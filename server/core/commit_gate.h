@@ -40,9 +40,6 @@ class CommitGate {
   virtual int64_t round() const = 0;
   // The number of the change of the tracks that is in force in round(); see TrackTable. 0: none is.
   virtual int64_t settings_revision() const = 0;
-  // Whether every partition could do without the frozen tensors in a push of round(). The same in
-  // all partitions: the ranks that push to some of them decide alike.
-  virtual bool may_omit_frozen() const = 0;
   // Whether a rank of `launch` may join its run; if the run is not open here, the model then opens
   // it. ABORTED, FENCED: another run is open, or the launch's incarnation has ended. UNAVAILABLE,
   // SESSION_BUSY: the run is not known here yet. FAILED_PRECONDITION, NOT_HOME: the launch has no
@@ -60,14 +57,8 @@ class CommitGate {
 
   // --- Called without the model's lock ---
 
-  struct PreparedVersion {
-    Version record;  // Still without incarnation and commit time.
-    bool omits_frozen = false;
-    // Whether the next push may omit this partition's frozen tensors if this version is published.
-    bool may_omit_frozen = false;
-  };
-  // The step of `round` is prepared.
-  virtual void OnPrepared(int64_t round, const PreparedVersion& version) = 0;
+  // The step of `round` is prepared. `record` is still without incarnation and commit time.
+  virtual void OnPrepared(int64_t round, const Version& record) = 0;
   // The step of `round`, prepared or not, has ended without a version. May come before OnPrepared()
   // of the same step; the step is then dropped all the same. The lock that serializes the model's
   // pushes may be held.

@@ -59,7 +59,7 @@ Model::Model(ModelConfig config, DeviceMemory memory, const Options& options)
       history_({config_.name, options.incarnation, config_.max_pinned_versions,
                 options.has_data_dir, keep_alive()}),
       tracks_({config_.name, config_.manifest, memory_, host_budget_, options.block_bytes,
-               options.incarnation, options.has_data_dir, keep_alive(), options.gate != nullptr},
+               options.incarnation, options.has_data_dir, keep_alive()},
               &history_),
       readings_(&history_, &tracks_, config_.manifest.get(), memory_.device.get(),
                 host_budget_.get(), keep_alive()),
@@ -163,13 +163,6 @@ TrackTable::Replaced Model::ApplyPendingLocked() {
                         : tracks_.ApplyPending();
 }
 
-PushPlan Model::PlanLocked(const Snapshot* newest) const {
-  PushPlan plan = tracks_.Plan(newest, runs_);
-  // Another partition may still need them.
-  if (is_partition()) plan.may_omit_frozen &= options_.gate->may_omit_frozen();
-  return plan;
-}
-
 absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t rank,
                                                  int64_t world_size, RankLayout layout,
                                                  const std::optional<VersionId>& newest) {
@@ -225,7 +218,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
     result.ready = runs_.run()->ready();
     result.missing_ranks = runs_.run()->MissingRanks(kNamedRanks);
     if (newest_version != nullptr) result.latest = newest_version->record;
-    result.plan = PlanLocked(newest_version.get());
+    result.plan = tracks_.Plan(newest_version.get(), runs_);
   }
   if (is_new) {
     LogTo(options_.log, LogLevel::kInfo, "run opened",
@@ -289,7 +282,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     if (committed_digest.has_value()) {
       return StepSession{
           .already_committed = RankPush::Committed{
-              .result = {newest->record, /*duplicate=*/true, PlanLocked(newest.get())},
+              .result = {newest->record, /*duplicate=*/true, tracks_.Plan(newest.get(), runs_)},
               .digest = *committed_digest}};
     }
     if (is_partition()) EMA_RETURN_IF_ERROR(options_.gate->CheckPush(start));
@@ -374,16 +367,13 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
 }
 
 void Model::Prepare(OpenStep::Prepared step) {
-  const StepPlan& plan = step.session->plan();
-  const int64_t round = plan.round;
-  CommitGate::PreparedVersion prepared{.record = step.version.snapshot->record,
-                                       .omits_frozen = plan.omits_frozen};
+  const int64_t round = step.session->plan().round;
+  const Version record = step.version.snapshot->record;
   {
     absl::MutexLock lock(&mu_);
-    prepared.may_omit_frozen = tracks_.Plan(step.version.snapshot.get(), runs_).may_omit_frozen;
     if (!open_step_.Prepare(step)) return;
   }
-  options_.gate->OnPrepared(round, prepared);
+  options_.gate->OnPrepared(round, record);
 }
 
 bool Model::PublishPrepared(int64_t round, Decision decision) {
@@ -410,7 +400,7 @@ Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time co
   published.evicted = history_.Publish(next, commit_time, held_versions);
   open_step_.NoteCommit(*step.session);
   published.replaced = ApplyPendingLocked();
-  published.plan = PlanLocked(next.get());
+  published.plan = tracks_.Plan(next.get(), runs_);
   published.warnings = tracks_.NewWarnings(next->record);
   published.step = std::move(step);
   return published;
@@ -493,7 +483,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     if (result.record.has_value()) {
       result.state = PushState::State::kCommitted;
       result.rank_committed = true;
-      result.plan = PlanLocked(newest.get());
+      result.plan = tracks_.Plan(newest.get(), runs_);
       result.digest = open_step_.CommittedDigest(run_epoch, step, rank);
       return result;
     }

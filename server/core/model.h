@@ -308,7 +308,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // is to be dropped without the lock.
   [[nodiscard]] TrackTable::Replaced ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The plan for the trainer.
-  PushPlan PlanLocked(const Snapshot* newest) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Makes the version of a step that was the open one the newest. `held_versions`: see Decision.
   PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time,
                               const std::vector<int64_t>& held_versions)

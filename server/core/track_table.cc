@@ -82,15 +82,13 @@ absl::Status CheckUnits(const TrackConfig& config, int64_t track_id, const Snaps
                                 status.message(), "; the trainer reports ", time.ToString()));
 }
 
-// As PushPlan.may_omit_frozen. A partition without frozen tensors can always omit them: another
-// partition may have some.
+// As PushPlan.may_omit_frozen.
 bool MayOmitFrozen(const std::vector<TrackRef>& tracks, const Snapshot* newest,
-                   const RunRegistry& runs, bool is_partition) {
+                   const RunRegistry& runs) {
   const TrainerRun* const run = runs.run().get();
-  if (newest == nullptr || run == nullptr || !run->ready()) return false;
-  if (newest->record.run_epoch != run->epoch()) return false;
-  if (!run->has_frozen()) return is_partition;
-  if (newest->frozen_digest == 0 || runs.requires_frozen()) return false;
+  if (newest == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
+  if (newest->record.run_epoch != run->epoch() || newest->frozen_digest == 0) return false;
+  if (runs.requires_frozen()) return false;
   return std::all_of(tracks.begin(), tracks.end(), [&](const TrackRef& track) {
     if (track->config().paused) return true;
     const TrackSnapshot* const now = newest->FindId(track->id());
@@ -302,7 +300,7 @@ PushPlan TrackTable::Plan(const Snapshot* newest, const RunRegistry& runs) const
   absl::MutexLock lock(&mu_);
   PushPlan plan{.revision = PlanRevisionLocked(),
                 .tracks = {},
-                .may_omit_frozen = MayOmitFrozen(tracks_, newest, runs, options_.is_partition)};
+                .may_omit_frozen = MayOmitFrozen(tracks_, newest, runs)};
   for (const TrackRef& track : tracks_) {
     const TrackSnapshot* const now = newest != nullptr ? newest->FindId(track->id()) : nullptr;
     plan.tracks.push_back({track, now != nullptr ? now->state : TrackState()});
@@ -319,7 +317,7 @@ absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snap
                                   options_.model_name, "\" has ", PlanRevisionLocked(),
                                   ": its tracks have changed; OpenRun returns the new plan"));
   }
-  if (start.omits_frozen && !MayOmitFrozen(tracks_, newest, runs, options_.is_partition)) {
+  if (start.omits_frozen && !MayOmitFrozen(tracks_, newest, runs)) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
         absl::StrCat(

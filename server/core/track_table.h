@@ -56,7 +56,6 @@ class TrackTable {
     int64_t incarnation = 1;  // Of the model. Plan revisions begin with it.
     bool has_data_dir = false;
     KeepAlive keep_alive;
-    bool is_partition = false;  // The model is one partition of a whole model.
   };
   // `history` is the model's, and outlives the table.
   TrackTable(Options options, const VersionHistory* history)

@@ -13,7 +13,6 @@ void ToProto(const PreparedStep& step, v1::PreparedStep* proto) {
   proto->set_skipped_tensor_count(step.skipped_tensor_count);
   proto->mutable_skipped_tensors()->Assign(step.skipped_tensors.begin(),
                                            step.skipped_tensors.end());
-  proto->set_may_omit_frozen(step.may_omit_frozen);
 }
 
 PreparedStep FromProto(const v1::PreparedStep& proto) {
@@ -21,8 +20,7 @@ PreparedStep FromProto(const v1::PreparedStep& proto) {
           .run_epoch = proto.run_epoch(),
           .plan_digest = proto.plan_digest(),
           .skipped_tensor_count = proto.skipped_tensor_count(),
-          .skipped_tensors = {proto.skipped_tensors().begin(), proto.skipped_tensors().end()},
-          .may_omit_frozen = proto.may_omit_frozen()};
+          .skipped_tensors = {proto.skipped_tensors().begin(), proto.skipped_tensors().end()}};
 }
 
 void ToProto(const absl::Status& error, v1::GroupError* proto) {
@@ -121,7 +119,6 @@ v1::GroupState ToProto(const GroupState& state) {
     proto.mutable_failed_step()->set_step(state.failed_step->step);
     ToProto(state.failed_step->why, proto.mutable_failed_step()->mutable_why());
   }
-  proto.set_may_omit_frozen(state.may_omit_frozen);
   return proto;
 }
 
@@ -132,8 +129,7 @@ GroupState FromProto(const v1::GroupState& proto) {
                    .run_epoch = proto.run_epoch(),
                    .launch_id = proto.launch_id(),
                    .settings_revision = proto.settings_revision(),
-                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()},
-                   .may_omit_frozen = proto.may_omit_frozen()};
+                   .held_versions = {proto.held_versions().begin(), proto.held_versions().end()}};
   if (proto.has_last_commit()) {
     const v1::GroupState::Commit& commit = proto.last_commit();
     state.last_commit = GroupCommit{.round = commit.round(),

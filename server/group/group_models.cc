@@ -112,8 +112,12 @@ absl::Status GroupModels::CheckLoaded(std::string_view model) const {
   EMA_RETURN_IF_ERROR(CheckNothingToLoad(model, *member));
   const std::optional<ModelRecord> record = member->model(model);
   if (!record.has_value() || record->state != ModelRecord::State::kActive) return absl::OkStatus();
+  for (const Partition& partition : record->partitions) {
+    // A new incarnation begins soon, or the model ends.
+    if (partition.member == member->name()) return ModelBusyError(model, "has lost a part here");
+  }
   absl::Status error = FencedError(
-      model, absl::StrCat("incarnation ", record->incarnation, " has no part on this server"));
+      model, absl::StrCat("this server has no partition of incarnation ", record->incarnation));
   SetGroupHint(error, {.incarnation = record->incarnation});
   return error;
 }
@@ -237,6 +241,7 @@ absl::StatusOr<v1::RecoverModelResponse> GroupModels::RecoverModel(const std::st
 
 absl::StatusOr<v1::RebalanceModelResponse> GroupModels::RebalanceModel(
     const v1::RebalanceModelRequest& request, absl::FunctionRef<absl::Status()> save) {
+  absl::MutexLock lock(&update_mu_);  // A change during the save would be lost.
   return group::RebalanceModel(*this, hosted_, options_.checkpoints, request, save, options_.log);
 }
 

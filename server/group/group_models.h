@@ -113,7 +113,8 @@ class GroupModels final : public ModelGroup {
   absl::Status DeleteModel(const std::string& model, bool purge) override;
   absl::StatusOr<v1::RecoverModelResponse> RecoverModel(const std::string& model) override;
   absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(
-      const v1::RebalanceModelRequest& request, absl::FunctionRef<absl::Status()> save) override;
+      const v1::RebalanceModelRequest& request, absl::FunctionRef<absl::Status()> save) override
+      ABSL_LOCKS_EXCLUDED(update_mu_);
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request) override;
   absl::StatusOr<v1::ProposeTracksResponse> ProposeTracks(
@@ -170,7 +171,7 @@ class GroupModels final : public ModelGroup {
   RegistryFollower follower_;
   const GroupOverview overview_;
 
-  absl::Mutex update_mu_;  // Serializes UpdateTracks().
+  absl::Mutex update_mu_;  // Serializes UpdateTracks() and RebalanceModel().
 };
 
 }  // namespace ema::group

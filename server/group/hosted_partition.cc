@@ -24,23 +24,20 @@ constexpr absl::Duration kMaxStopTime = absl::Minutes(20);
 constexpr int64_t kNamedRanks = 16;  // As many as SyncRequest.missing_ranks has.
 
 // See PreparedStep::plan_digest.
-int64_t PlanDigest(const CommitGate::PreparedVersion& step) {
-  Version version = step.record;
+int64_t PlanDigest(Version version) {
   version.skipped_tensor_count = 0;
   version.skipped_tensors.clear();
   std::string text;
   ema::ToProto(version).SerializeToString(&text);
-  text.push_back(step.omits_frozen ? 1 : 0);
   return Crc32c(0, std::as_bytes(std::span(text.data(), text.size())));
 }
 
-PreparedStep StepOf(const CommitGate::PreparedVersion& step) {
-  return {.step = step.record.step,
-          .run_epoch = step.record.run_epoch,
-          .plan_digest = PlanDigest(step),
-          .skipped_tensor_count = step.record.skipped_tensor_count,
-          .skipped_tensors = step.record.skipped_tensors,
-          .may_omit_frozen = step.may_omit_frozen};
+PreparedStep StepOf(const Version& record) {
+  return {.step = record.step,
+          .run_epoch = record.run_epoch,
+          .plan_digest = PlanDigest(record),
+          .skipped_tensor_count = record.skipped_tensor_count,
+          .skipped_tensors = record.skipped_tensors};
 }
 
 int64_t BaseVersion(const HostedPartition::Options& options) {
@@ -332,20 +329,23 @@ absl::Status HostedPartition::FreezeForStop(const PartId& stopping) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<SteadyTime> HostedPartition::FreezeForMove() {
-  const SteadyTime until = After(SteadyNow(), kMaxStopTime);
+absl::Status HostedPartition::FreezeForMove() {
   {
     absl::MutexLock lock(&mu_);
     if (is_stopped_ || !rounds_.has_value()) return FencedErrorLocked("this is not the home");
-    if (rounds_->Freeze(BusyError("its tensors move to other servers"), until)) EndRoundLocked();
+    if (rounds_->Freeze(BusyError("its tensors move to other servers"), SteadyTime::max())) {
+      EndRoundLocked();
+    }
   }
   options_.peers->AwaitPosted();
-  return until;
+  return absl::OkStatus();
 }
 
-void HostedPartition::EndFreeze(SteadyTime until) {
+void HostedPartition::EndFreezeForMove() {
   absl::MutexLock lock(&mu_);
-  if (!is_stopped_ && rounds_.has_value() && rounds_->EndFreeze(until)) EndRoundLocked();
+  if (!is_stopped_ && rounds_.has_value() && rounds_->EndFreeze(SteadyTime::max())) {
+    EndRoundLocked();
+  }
 }
 
 void HostedPartition::ReleaseHeldCalls() {
@@ -456,11 +456,6 @@ int64_t HostedPartition::settings_revision() const {
   return state_.settings_revision;
 }
 
-bool HostedPartition::may_omit_frozen() const {
-  absl::MutexLock lock(&mu_);
-  return state_.may_omit_frozen;
-}
-
 absl::Status HostedPartition::CheckLaunch(const Launch& launch) {
   absl::MutexLock lock(&mu_);
   if (launch.run_epoch == 0) return is_home() ? absl::OkStatus() : NotHomeErrorLocked();
@@ -542,11 +537,11 @@ absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& wh
                                 state.last_commit->version, ", which is being published"));
 }
 
-void HostedPartition::OnPrepared(int64_t round, const CommitGate::PreparedVersion& step) {
+void HostedPartition::OnPrepared(int64_t round, const Version& record) {
   NoteHeldVersions();
   absl::MutexLock lock(&mu_);
   if (is_stopped_) return;  // The model is being closed.
-  if (part_.EndReceiving(round, StepOf(step))) {
+  if (part_.EndReceiving(round, StepOf(record))) {
     prepare_time_ = SteadyNow();
     return SendPrepareLocked();
   }

@@ -95,11 +95,9 @@ class HostedPartition final : public CommitGate,
   // pushes until that server has left, or for 20 minutes. When it returns, the last commit has been
   // published here. ABORTED, FENCED. REQUIRES: is_home(). Not on the thread of Peers.
   absl::Status FreezeForStop(const PartId& stopping) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same while the model's tensors are moved to other servers: until EndFreeze() is called with
-  // the returned time, which is 20 minutes from now, or that time.
-  absl::StatusOr<SteadyTime> FreezeForMove() ABSL_LOCKS_EXCLUDED(mu_);
-  // Permits pushes again, unless another freeze lasts longer.
-  void EndFreeze(SteadyTime until) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same while the tensors move to other servers, until EndFreezeForMove().
+  absl::Status FreezeForMove() ABSL_LOCKS_EXCLUDED(mu_);
+  void EndFreezeForMove() ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the open round, and permits no pushes in later ones: a partition that has prepared a step
   // would wait for this home for ever. Answers held calls before it returns, and later ones at
   // once. May be repeated.
@@ -117,14 +115,12 @@ class HostedPartition final : public CommitGate,
   bool is_home() const override { return options_.id.partition == 0; }
   int64_t round() const override ABSL_LOCKS_EXCLUDED(mu_);
   int64_t settings_revision() const override ABSL_LOCKS_EXCLUDED(mu_);
-  bool may_omit_frozen() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckPush(const PushStart& start) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status AbandonRound(int64_t round, const absl::Status& why) override
       ABSL_LOCKS_EXCLUDED(mu_);
-  void OnPrepared(int64_t round, const CommitGate::PreparedVersion& step) override
-      ABSL_LOCKS_EXCLUDED(mu_);
+  void OnPrepared(int64_t round, const Version& record) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnDropped(int64_t round, const absl::Status& why) override ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

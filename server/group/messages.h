@@ -41,13 +41,11 @@ struct PreparedStep {
   int64_t step = 0;
   int64_t run_epoch = 0;
   // Of everything else in the version's record that does not depend on the partition: training
-  // time, tracks, update weights, wire dtype, and whether frozen tensors were omitted.
+  // time, tracks, update weights, wire dtype.
   int64_t plan_digest = 0;
   // As the fields of the same names in the version's record.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
-  // The next push may omit the frozen tensors of this partition, if the step is committed.
-  bool may_omit_frozen = false;
 };
 
 // The vote of a partition. The home holds its answer, a GroupState, until the round has ended.
@@ -109,9 +107,6 @@ struct GroupState {
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
   std::vector<int64_t> held_versions;
   std::optional<FailedStep> failed_step;  // The highest one of the open run.
-  // The next push may omit the run's frozen tensors: all partitions had their values after the last
-  // commit, and no tracks have changed since.
-  bool may_omit_frozen = false;
 };
 
 }  // namespace ema::group

@@ -16,7 +16,6 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
-#include "server/base/steady_wait.h"
 #include "server/format/verify.h"
 #include "server/group/group_errors.h"
 #include "server/group/hosted_partition.h"
@@ -54,8 +53,8 @@ absl::Status CheckNames(const Names& without, const Members& members, const Mode
                     [&](const Partition& partition) { return partition.member == name; });
     if (has_part || members.contains(name)) continue;
     return BadRequest(absl::StrCat("without: ", Quoted(name),
-                                   " given, expected a server of the group that has a part of the "
-                                   "model, or runs"));
+                                   " given, expected a running server of the group, or a server of "
+                                   "the model"));
   }
   return absl::OkStatus();
 }
@@ -71,8 +70,9 @@ absl::StatusOr<bool> AllRun(const std::string& model, const ModelRecord& record,
     if (Contains(without, partition.member)) continue;
     return absl::FailedPreconditionError(
         absl::StrCat("model \"", model, "\": member \"", partition.member,
-                     "\" does not run. Start it, and the model continues from its newest "
-                     "checkpoint; or name it in `without`, if it will not come back"));
+                     "\" does not run, or has just restarted. Start it, and the model returns to "
+                     "its newest checkpoint; if it is lost for good, pass it in `without` (emactl: "
+                     "--without)"));
   }
   return all_run;
 }
@@ -84,8 +84,8 @@ absl::StatusOr<ModelConfig> StoredConfig(CheckpointStore& checkpoints, const std
   if (durable == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
                      absl::StrCat("model \"", model,
-                                  "\": it has no checkpoint, so it ended with the server that does "
-                                  "not run; delete it and create it again"));
+                                  "\": it has no checkpoint, so its averages were lost with the "
+                                  "server that does not run; delete it and create it again"));
   }
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest manifest,
                        ReadGroupCheckpoint(checkpoints, model, *durable));
@@ -102,7 +102,8 @@ absl::StatusOr<Members> Candidates(const Members& members, const Names& without,
     if (!Contains(without, name)) candidates.emplace(name, member);
   }
   if (candidates.empty()) {
-    return BadRequest(absl::StrCat("without: all ", members.size(), " servers that run given"));
+    return BadRequest(absl::StrCat("without: names all ", members.size(),
+                                   " servers that run; at least one must remain"));
   }
   for (const Partition& partition : record.partitions) {
     const auto found = candidates.find(partition.member);
@@ -142,9 +143,17 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
   EMA_ASSIGN_OR_RETURN(const ModelRecord before, ReadActive(*member, model));
   EMA_RETURN_IF_ERROR(CheckNames(request.without(), member->members(), before));
   EMA_ASSIGN_OR_RETURN(const bool all_run, AllRun(model, before, *member, request.without()));
-  if (all_run) EMA_RETURN_IF_ERROR(models.CheckHome(model));
+  const absl::Status is_home = all_run ? models.CheckHome(model) : absl::OkStatus();
+  // A server cannot load its part, so no step was committed since the checkpoint.
+  const bool is_stuck = GetErrorReason(is_home) == ErrorReason::kGroupDegraded &&
+                        before.IsHome(member->name(), member->boot());
+  if (!is_stuck) EMA_RETURN_IF_ERROR(is_home);
+  const bool must_save = all_run && !is_stuck;
 
-  const std::shared_ptr<const HostedModel> home = all_run ? hosted.Find(model) : nullptr;
+  const std::shared_ptr<const HostedModel> home = must_save ? hosted.Find(model) : nullptr;
+  if (must_save && (home == nullptr || home->partition->id().incarnation != before.incarnation)) {
+    return ModelBusyError(model, "is beginning another incarnation");
+  }
   absl::StatusOr<ModelConfig> config =
       home != nullptr ? models.CurrentConfig(model) : StoredConfig(*checkpoints, model, before);
   EMA_RETURN_IF_ERROR(config.status());
@@ -155,12 +164,9 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
                        PlaceTensors(model, tensor_bytes, candidates));
   if (partitions == before.partitions) return ResponseOf(before, /*has_changed=*/false);
 
-  SteadyTime frozen_until;
-  if (home != nullptr) {
-    EMA_ASSIGN_OR_RETURN(frozen_until, home->partition->FreezeForMove());
-  }
+  if (home != nullptr) EMA_RETURN_IF_ERROR(home->partition->FreezeForMove());
   const absl::Cleanup end_freeze = [&] {
-    if (home != nullptr) home->partition->EndFreeze(frozen_until);
+    if (home != nullptr) home->partition->EndFreezeForMove();
   };
   if (home != nullptr) EMA_RETURN_IF_ERROR(save());
   EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(checkpoints, model));

@@ -15,9 +15,10 @@
 
 namespace ema::group {
 
-// Handles RebalanceModel of ema_service.proto. `save` makes the newest version of the model
-// durable, if this server is its home; meanwhile no step is committed. After an error the placement
-// is the old one. Blocks on the registry, the disk and the save.
+// Handles RebalanceModel of ema_service.proto. Calls `save`, which makes the newest version
+// durable, if this server is the home and all partitions run; pushes are frozen meanwhile. After an
+// error the placement is the old one, or, after REGISTRY_AWAY, perhaps the new one. Blocks on the
+// registry, the disk and the save.
 absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, HostedModels& hosted,
                                                           CheckpointStore* checkpoints,
                                                           const v1::RebalanceModelRequest& request,

@@ -178,16 +178,12 @@ void Rounds::Commit(absl::Time commit_time) {
   PreparedStep all = *partitions_[0].prepared;
   for (size_t i = 1; i < partitions_.size(); ++i) {
     PreparedStep& part = *partitions_[i].prepared;
-    all.may_omit_frozen = all.may_omit_frozen && part.may_omit_frozen;
     all.skipped_tensor_count += part.skipped_tensor_count;
     for (std::string& name : part.skipped_tensors) {
       if (all.skipped_tensors.size() == Version::kMaxNamedTensors) break;
       all.skipped_tensors.push_back(std::move(name));
     }
   }
-  // Tracks that come into force now may have other values of the frozen tensors.
-  state_.may_omit_frozen =
-      all.may_omit_frozen && state_.settings_revision == next_settings_revision_;
   state_.last_commit = GroupCommit{state_.round, ++version_, std::move(all), commit_time};
   state_.settings_revision = next_settings_revision_;
   BeginNextRound();
@@ -204,7 +200,10 @@ bool Rounds::Abort(int64_t round, const absl::Status& why) {
 
 bool Rounds::Expire(SteadyTime now) {
   constexpr size_t kNamedPartitions = 4;
-  if (frozen_until_.has_value() && now >= *frozen_until_) return EndFreeze(*frozen_until_);
+  if (!frozen_until_.empty() && now >= *frozen_until_.begin()) {
+    frozen_until_.erase(frozen_until_.begin(), frozen_until_.upper_bound(now));
+    return PermitPushes();
+  }
   if (!last_progress_.has_value()) return false;
   const absl::Duration idle = absl::FromChrono(now - *last_progress_);
   if (idle < options_.session_timeout) return false;
@@ -235,15 +234,20 @@ bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
 }
 
 bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {
-  const bool was_frozen = frozen_until_.has_value();
-  frozen_until_ = was_frozen ? std::max(*frozen_until_, until) : until;
+  const bool was_frozen = !frozen_until_.empty();
+  frozen_until_.insert(until);
   return !was_frozen && Abort(state_.round, why);
 }
 
 bool Rounds::EndFreeze(SteadyTime until) {
-  if (frozen_until_ != until) return false;
-  frozen_until_.reset();
-  return Abort(state_.round, absl::UnavailableError("pushes were frozen"));
+  const auto found = frozen_until_.find(until);
+  if (found == frozen_until_.end()) return false;
+  frozen_until_.erase(found);
+  return PermitPushes();
+}
+
+bool Rounds::PermitPushes() {
+  return frozen_until_.empty() && Abort(state_.round, absl::UnavailableError("pushes were frozen"));
 }
 
 bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
@@ -256,7 +260,6 @@ bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
 bool Rounds::AbortForSettings(const absl::Status& why) {
   if (state_.round == 0) return false;  // They come into force when all partitions have joined.
   state_.settings_revision = next_settings_revision_;
-  state_.may_omit_frozen = false;
   return Abort(state_.round, why);
 }
 
@@ -270,7 +273,7 @@ void Rounds::BeginNextRound() {
   step_ = 0;
   last_progress_.reset();
   ++state_.round;
-  state_.frozen = frozen_until_.has_value();
+  state_.frozen = !frozen_until_.empty();
 }
 
 }  // namespace ema::group

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -100,11 +101,11 @@ class Rounds {
   bool Expire(SteadyTime now);
   // Fences the open run. `run_epoch` is higher than its epoch.
   bool OpenRun(int64_t run_epoch, std::string_view launch_id);
-  // Permits no pushes until Expire() is called at `until` or later. Ends the open round with `why`,
-  // unless pushes are frozen already: then they remain so until the later of the two times.
+  // Permits no pushes until EndFreeze(`until`), or until Expire() is called at that time or later.
+  // Ends the open round with `why`, unless pushes are frozen already. Several freezes may overlap:
+  // pushes are permitted when all have ended.
   bool Freeze(const absl::Status& why, SteadyTime until);
-  // Ends the freeze whose time ends at `until`, if no other lasts longer. Returns whether the round
-  // has ended.
+  // Ends one freeze with that `until`; does nothing if there is none.
   bool EndFreeze(SteadyTime until);
   // Every partition has the settings of that revision ready. They come into force with the next
   // commit, or the next run; `is_urgent`: now, and the round ends. An aborted round changes
@@ -138,6 +139,8 @@ class Rounds {
   // Why the step that `partition` has prepared cannot be committed with those of the others.
   absl::Status CheckAgreement(size_t partition) const;
   void Commit(absl::Time commit_time);
+  // After the end of a freeze: ends the round, unless another freeze lasts.
+  bool PermitPushes();
   // Ends the round, and the new settings come into force.
   bool AbortForSettings(const absl::Status& why);
   void BeginNextRound();
@@ -151,7 +154,7 @@ class Rounds {
   int64_t step_ = 0;  // The last step in the round that a partition has reported; 0: none.
   std::optional<SteadyTime> last_progress_;  // Nullopt: nothing has arrived in the round.
   int64_t version_;                          // The newest one.
-  std::optional<SteadyTime> frozen_until_;   // Nullopt: pushes are not frozen.
+  std::multiset<SteadyTime> frozen_until_;   // One for each freeze.
   int64_t next_settings_revision_;
   SteadyTime registry_reached_;
 };

@@ -100,7 +100,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   });
   EMA_LISTEN(DeleteModel, on(workers.saving));
   EMA_LISTEN(RecoverModel, on(workers.restoring));
-  EMA_LISTEN(RebalanceModel, on(workers.restoring));
+  EMA_LISTEN(RebalanceModel, on(group_ != nullptr ? workers.moving : nullptr));
   EMA_LISTEN(AttachFile);
   EMA_LISTEN(GetAttachedFile, on(workers.disk));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
@@ -224,12 +224,21 @@ absl::StatusOr<v1::RebalanceModelResponse> ModelService::RebalanceModel(
   return group_->RebalanceModel(request, [&]() -> absl::Status {
     EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> home, store_->Get(request.model()));
     if (!home->history().latest().has_value()) {
-      return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
-                       absl::StrCat("model \"", request.model(),
-                                    "\" has no version yet, so there is nothing to move; delete it "
-                                    "and create it again"));
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, ErrorReason::kNoVersion,
+          absl::StrCat("model \"", request.model(),
+                       "\" has no version yet; rebalance it after its first commit, or "
+                       "delete it and create it again"));
     }
-    return checkpoints_.Save(*home, {}).status();
+    EMA_RETURN_IF_ERROR(checkpoints_.Save(*home, {}).status());
+    if (home->durable().HasOtherSettings(home->durable().version(),
+                                         home->Describe().settings_revision)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "model \"", request.model(),
+          "\": its tracks or attached files have changed since its newest version, and "
+          "would be lost; rebalance it after the next commit"));
+    }
+    return absl::OkStatus();
   });
 }
 

@@ -40,6 +40,8 @@ class ModelService {
     Worker* saving;
     // In a group, calls that make or change models, and wait for other servers.
     Worker* changing;
+    // In a group, calls that move a model to other servers, for minutes.
+    Worker* moving;
     // Calls that make an earlier version the newest, for minutes.
     Worker* restoring;
     // Calls that compute over whole versions, for minutes.

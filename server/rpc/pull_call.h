@@ -50,7 +50,8 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void Finish(const absl::Status& status);
 
   RpcContext* const rpc_;
-  const std::shared_ptr<const void> live_ = rpc_->live_calls.Add();  // The last to be destroyed.
+  const std::shared_ptr<const void> live_ =
+      rpc_->live_calls.Add();  // Declared first, so destroyed last.
   CallQueue* const queue_;
   grpc::ServerContext context_;
   grpc::ByteBuffer request_;

@@ -46,7 +46,8 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   void Finish(const absl::StatusOr<PushResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
 
   RpcContext* const rpc_;
-  const std::shared_ptr<const void> live_ = rpc_->live_calls.Add();  // The last to be destroyed.
+  const std::shared_ptr<const void> live_ =
+      rpc_->live_calls.Add();  // Declared first, so destroyed last.
   grpc::ServerCompletionQueue* const queue_;
   grpc::ServerContext context_;
   grpc::ServerAsyncReader<grpc::ByteBuffer, grpc::ByteBuffer> stream_{&context_};

@@ -33,9 +33,8 @@ struct RpcContext {
   grpc::health::v1::Health::AsyncService health;
   std::shared_ptr<ModelStore> store;
   Admission admission;
-  // The objects that gRPC may still call: calls of all kinds, also those that wait for a client,
-  // were refused, or are sending their status. While one lives, its completion queue must not be
-  // shut down.
+  // All call objects: those that wait for a client, run, or send their status. A completion queue
+  // is shut down only when none is left.
   CallCount live_calls;
   StreamSlots pushes;
   StreamSlots pulls;

@@ -144,7 +144,8 @@ void RpcServer::StartThreads() {
     worker->Start(options_.heartbeats->Add(worker->name(), need));
   }
   if (context_.group != nullptr) {
-    for (Worker* const worker : {&saving_parts_, &computing_parts_, &changing_calls_}) {
+    for (Worker* const worker :
+         {&saving_parts_, &computing_parts_, &changing_calls_, &moving_calls_}) {
       worker->Start(options_.heartbeats->Add(worker->name(), Need::kNeither));
     }
   }
@@ -304,11 +305,13 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   for (std::thread* const thread : {&watchdog_, &file_watch_}) {
     if (thread->joinable()) thread->join();
   }
-  for (Worker* const worker :
-       {&disk_calls_, &saving_calls_, &creating_calls_, &restoring_calls_, &computing_calls_,
-        &saving_parts_, &computing_parts_, &changing_calls_, &disk_reader_, &device_reader_}) {
+  for (Worker* const worker : {&disk_calls_, &saving_calls_, &creating_calls_, &restoring_calls_,
+                               &computing_calls_, &saving_parts_, &computing_parts_,
+                               &changing_calls_, &moving_calls_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
+  // The workers may have begun to answer calls.
+  context_.live_calls.AwaitNone(After(SteadyNow(), kCancelGrace));
   for (const std::unique_ptr<CallQueue>& queue : queues_) queue->Stop();
   for (std::thread& thread : queue_threads_) thread.join();
 }
@@ -322,6 +325,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                   .disk = &disk_calls_,
                   .saving = &saving_calls_,
                   .changing = &changing_calls_,
+                  .moving = &moving_calls_,
                   .restoring = &restoring_calls_,
                   .computing = &computing_calls_});
   operator_.Listen(&context_, queue->get());

@@ -171,6 +171,7 @@ class RpcServer {
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // Started in a group only.
   Worker changing_calls_{"changing-calls", kMaxWaitingCalls, kLongBytes};
+  Worker moving_calls_{"moving-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function queued or running in each of these.
   Worker disk_reader_;
   Worker device_reader_;

@@ -160,7 +160,8 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
   }
 
   RpcContext* const rpc_;
-  const std::shared_ptr<const void> live_ = rpc_->live_calls.Add();  // The last to be destroyed.
+  const std::shared_ptr<const void> live_ =
+      rpc_->live_calls.Add();  // Declared first, so destroyed last.
   grpc::ServerCompletionQueue* const queue_;
   const std::shared_ptr<const Method> method_;
   grpc::ServerContext context_;

@@ -45,7 +45,8 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   RpcContext* const rpc_;
-  const std::shared_ptr<const void> live_ = rpc_->live_calls.Add();  // The last to be destroyed.
+  const std::shared_ptr<const void> live_ =
+      rpc_->live_calls.Add();  // Declared first, so destroyed last.
   grpc::ServerCompletionQueue* const queue_;
   grpc::ServerContext context_;
   v1::WatchRequest request_;

@@ -25,12 +25,11 @@ class IdleGate final : public CommitGate {
   bool is_home() const override { return false; }
   int64_t round() const override { return 0; }
   int64_t settings_revision() const override { return 0; }
-  bool may_omit_frozen() const override { return false; }
   absl::Status CheckLaunch(const Launch&) override { return absl::OkStatus(); }
   void OnRunOpened(int64_t, std::string_view) override {}
   absl::Status CheckPush(const PushStart&) override { return absl::OkStatus(); }
   absl::Status AbandonRound(int64_t, const absl::Status&) override { return absl::OkStatus(); }
-  void OnPrepared(int64_t, const PreparedVersion&) override {}
+  void OnPrepared(int64_t, const Version&) override {}
   void OnDropped(int64_t, const absl::Status&) override {}
 };
 

@@ -29,7 +29,7 @@ const absl::Time kCommitTime = absl::FromUnixSeconds(1'700'000'000);
 
 struct Prepared {
   int64_t round = 0;
-  CommitGate::PreparedVersion step;
+  Version record;
 };
 struct Dropped {
   int64_t round = 0;
@@ -41,7 +41,6 @@ class RecordingGate final : public CommitGate {
   bool is_home() const override { return true; }
   int64_t round() const override { return present_round; }
   int64_t settings_revision() const override { return present_settings; }
-  bool may_omit_frozen() const override { return partitions_may_omit_frozen; }
   absl::Status CheckLaunch(const Launch&) override { return check_launch; }
   void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
   absl::Status CheckPush(const PushStart&) override { return check_push; }
@@ -49,8 +48,8 @@ class RecordingGate final : public CommitGate {
     abandoned.push_back({round, why});
     return absl::OkStatus();
   }
-  void OnPrepared(int64_t round, const PreparedVersion& step) override {
-    prepared.push_back({round, step});
+  void OnPrepared(int64_t round, const Version& record) override {
+    prepared.push_back({round, record});
   }
   void OnDropped(int64_t round, const absl::Status& why) override {
     dropped.push_back({round, why});
@@ -58,7 +57,6 @@ class RecordingGate final : public CommitGate {
 
   int64_t present_round = 1;
   int64_t present_settings = 0;
-  bool partitions_may_omit_frozen = true;
   absl::Status check_launch;
   absl::Status check_push;
   int64_t opened_run = 0;
@@ -117,9 +115,9 @@ class CommitGateTest : public testing::Test {
 TEST_F(CommitGateTest, PublishesAPreparedStepAsDecided) {
   Prepare(1, 3);
   ASSERT_THAT(gate_->prepared, SizeIs(1));
-  EXPECT_EQ(gate_->prepared[0].step.record.step, 1);
-  EXPECT_EQ(gate_->prepared[0].step.record.number, 1);
-  EXPECT_EQ(gate_->prepared[0].step.record.run_epoch, ranks_[0].run_epoch());
+  EXPECT_EQ(gate_->prepared[0].record.step, 1);
+  EXPECT_EQ(gate_->prepared[0].record.number, 1);
+  EXPECT_EQ(gate_->prepared[0].record.run_epoch, ranks_[0].run_epoch());
   EXPECT_EQ(NewestStep(), 0);
   EXPECT_EQ(outcome_->calls, 0);
 

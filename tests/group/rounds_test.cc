@@ -45,7 +45,7 @@ class RoundsTest : public testing::Test {
     return options;
   }
   static PreparedStep StepOf(int64_t step) {
-    return {.step = step, .run_epoch = kEpoch, .plan_digest = 5, .may_omit_frozen = true};
+    return {.step = step, .run_epoch = kEpoch, .plan_digest = 5};
   }
   int64_t round() const { return rounds_.state().round; }
   // Sends a Prepare of the current round.
@@ -192,7 +192,6 @@ TEST_F(RoundsTest, CommitMergesWhatPartitionsHaveSkipped) {
   Prepare(2, step);
   step.skipped_tensor_count = 10;
   for (std::string& name : step.skipped_tensors) name[0] = 'a';
-  step.may_omit_frozen = false;
   Prepare(1, step);
   Prepare(0);
   const PreparedStep& all = rounds_.state().last_commit->step;
@@ -200,33 +199,6 @@ TEST_F(RoundsTest, CommitMergesWhatPartitionsHaveSkipped) {
   EXPECT_THAT(all.skipped_tensors, SizeIs(Version::kMaxNamedTensors));
   EXPECT_EQ(all.skipped_tensors.front(), "a0");
   EXPECT_EQ(all.skipped_tensors.back(), "b5");
-  EXPECT_FALSE(all.may_omit_frozen);
-}
-
-TEST_F(RoundsTest, FrozenTensorsMayBeOmittedWhileAllPartitionsHaveThem) {
-  const auto commit = [&](bool last_has_them) {
-    PreparedStep step = StepOf(100);
-    Prepare(0, step);
-    Prepare(1, step);
-    step.may_omit_frozen = last_has_them;
-    Prepare(2, step);
-    return rounds_.state().may_omit_frozen;
-  };
-  EXPECT_FALSE(rounds_.state().may_omit_frozen);
-  EXPECT_FALSE(commit(false));
-  EXPECT_TRUE(commit(true));
-  rounds_.Abort(round(), absl::UnavailableError("cut"));
-  EXPECT_TRUE(rounds_.state().may_omit_frozen);
-  // Other tracks have other averages: with the next commit, at once, and in another run.
-  rounds_.SetSettings(1, /*is_urgent=*/false);
-  EXPECT_TRUE(rounds_.state().may_omit_frozen);
-  EXPECT_FALSE(commit(true));
-  EXPECT_TRUE(commit(true));
-  rounds_.SetSettings(2, /*is_urgent=*/true);
-  EXPECT_FALSE(rounds_.state().may_omit_frozen);
-  EXPECT_TRUE(commit(true));
-  rounds_.OpenRun(kEpoch + 1, "next");
-  EXPECT_FALSE(rounds_.state().may_omit_frozen);
 }
 
 TEST_F(RoundsTest, RefusalAborts) {
@@ -348,16 +320,32 @@ TEST_F(RoundsTest, FrozenRoundsFollowFreezeUntilItsTimeIsOver) {
   EXPECT_EQ(round(), 4);
 }
 
-TEST_F(RoundsTest, AFreezeCanEndEarlyUnlessAnotherLastsLonger) {
+TEST_F(RoundsTest, PushesArePermittedWhenAllFreezesHaveEnded) {
   const absl::Status why = absl::UnavailableError("moves");
-  rounds_.Freeze(why, now_ + minutes(2));
-  EXPECT_TRUE(rounds_.EndFreeze(now_ + minutes(2)));
+  const SteadyTime never = SteadyTime::max();
+  rounds_.Freeze(why, never);
+  EXPECT_TRUE(rounds_.EndFreeze(never));
   EXPECT_FALSE(rounds_.state().frozen);
-  EXPECT_FALSE(rounds_.EndFreeze(now_ + minutes(2)));
-  rounds_.Freeze(why, now_ + minutes(2));
-  rounds_.Freeze(absl::UnavailableError("stops"), now_ + minutes(3));
-  EXPECT_FALSE(rounds_.EndFreeze(now_ + minutes(2)));
+  EXPECT_FALSE(rounds_.EndFreeze(never));
+  // A server stops meanwhile: before the move begins, or after.
+  for (const bool stops_first : {true, false}) {
+    SCOPED_TRACE(stops_first);
+    if (stops_first) rounds_.Freeze(why, now_ + minutes(20));
+    rounds_.Freeze(why, never);
+    if (!stops_first) rounds_.Freeze(why, now_ + minutes(20));
+    EXPECT_FALSE(rounds_.EndFreeze(never));
+    EXPECT_TRUE(rounds_.state().frozen);
+    now_ += minutes(20);
+    EXPECT_TRUE(rounds_.Expire(now_));
+    EXPECT_FALSE(rounds_.state().frozen);
+  }
+  // The move lasts longer than the stop of a server.
+  rounds_.Freeze(why, never);
+  rounds_.Freeze(why, now_ + minutes(20));
+  now_ += minutes(20);
+  EXPECT_FALSE(rounds_.Expire(now_));
   EXPECT_TRUE(rounds_.state().frozen);
+  EXPECT_TRUE(rounds_.EndFreeze(never));
 }
 
 TEST_F(RoundsTest, SettingsComeIntoForceWithACommitOrARun) {

@@ -17,7 +17,7 @@ absl::Status CheckIncarnation(Client::Impl& client, const std::string& model, in
   if (!found.ok() || found->incarnation() <= incarnation) return absl::OkStatus();
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
                    absl::StrCat("model \"", model, "\": incarnation ", incarnation,
-                                " has ended; its servers are now those of ", found->incarnation()));
+                                " has ended, the current one is ", found->incarnation()));
 }
 
 }  // namespace ema::client_internal

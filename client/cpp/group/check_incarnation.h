@@ -14,8 +14,7 @@
 
 namespace ema::client_internal {
 
-// A call that waits for a server of a group calls CheckIncarnation() at this interval: a server
-// that does not answer may have been replaced.
+// Interval of CheckIncarnation() in a call that waits for a server, which may have been replaced.
 inline constexpr absl::Duration kIncarnationCheckInterval = absl::Seconds(2);
 
 // ABORTED, FENCED: the group has a newer incarnation of the model than `incarnation`. OK: it has

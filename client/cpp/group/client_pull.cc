@@ -30,6 +30,7 @@ absl::StatusOr<PullInfo> PullFromGroup(Client::Impl& client, const v1::PullReque
                                        const std::function<void(int64_t)>& on_progress,
                                        SteadyTime deadline, Interrupt* interrupt) {
   const std::string& model = request.model();
+  int64_t last_incarnation = 0;  // Of the partitions that were tried last.
   while (true) {
     std::shared_ptr<const PartitionMap> map = client.FindPartitions(model);
     const bool was_known = map != nullptr;
@@ -42,6 +43,7 @@ absl::StatusOr<PullInfo> PullFromGroup(Client::Impl& client, const v1::PullReque
       map = std::make_shared<const PartitionMap>(std::move(partitions));
       client.SetPartitions(model, map);
     }
+    const bool is_newer = map->incarnation() > std::exchange(last_incarnation, map->incarnation());
     GroupPull pull(&client, map.get(), request, &target, &on_progress);
     absl::StatusOr<PullInfo> info = pull.Run(deadline, interrupt);
     if (info.ok()) return info;
@@ -50,7 +52,7 @@ absl::StatusOr<PullInfo> PullFromGroup(Client::Impl& client, const v1::PullReque
     const ErrorReason reason = GetErrorReason(info.status());
     const bool is_stale = reason == ErrorReason::kNotHome || reason == ErrorReason::kFenced ||
                           reason == ErrorReason::kModelNotFound;
-    if (!is_stale || !was_known) return info;
+    if (!is_stale || (!was_known && (reason != ErrorReason::kFenced || !is_newer))) return info;
   }
 }
 

@@ -265,9 +265,12 @@ void GroupPull::AwaitHeaders(Interrupt* interrupt, Interrupt* inner,
     mu_.Unlock();
     const absl::Status current =
         CheckIncarnation(*client_, request_.model(), map_->incarnation(), interrupt);
-    if (!current.ok()) inner->Fire();
     mu_.Lock();
     first_error_.Update(current);
+    if (current.ok()) continue;
+    mu_.Unlock();  // Fire() may run callbacks.
+    inner->Fire();
+    mu_.Lock();
   }
 }
 

@@ -67,8 +67,6 @@ absl::Status GroupPush::AddPart(const GroupRun::PushingPart& part) {
                            .shards = Pick(arguments_.shards, part.places),
                            .deadline = arguments_.deadline,
                            .options = arguments_.options};
-  // All parts push the frozen tensors, or none does.
-  of_part.options.frozen_changed |= !run_->may_omit_frozen();
   of_part.options.gpu_weights.devices = Pick(arguments_.options.gpu_weights.devices, part.places);
   of_part.options.strides = Pick(arguments_.options.strides, part.places);
   const GroupPart place = {.turns = &turns_,
@@ -135,8 +133,11 @@ absl::Status GroupPush::Push() {
         absl::StrCat("cannot start a thread for the push: ", error.what()));
   }
   while (!AwaitDecided(kIncarnationCheckInterval)) {
-    EMA_RETURN_IF_ERROR(
-        CheckIncarnation(run_->client(), run_->model(), run_->round().incarnation(), &interrupt_));
+    if (!IsCutOff()) continue;
+    const absl::Status current =
+        CheckIncarnation(run_->client(), run_->model(), run_->round().incarnation(), &interrupt_);
+    // A reply may have come meanwhile.
+    if (!current.ok() && !AwaitDecided(absl::ZeroDuration())) return current;
   }
   return FirstError();
 }
@@ -206,6 +207,8 @@ absl::StatusOr<Version> GroupPush::DropStep(const absl::Status& error) {
                      .is_abandoned = interrupt_.fired(),
                      .name = Name()});
   EMA_RETURN_IF_ERROR(progress.status());
+  // The parts without a reply have the plan of the step before.
+  for (const GroupRun::PushingPart& part : run_->pushing_parts()) part.run->MarkNotReady();
   run_->home().OnCommit(run_->run_epoch(), *progress->version, std::move(progress->plan));
   return *std::move(progress->version);
 }

@@ -156,8 +156,14 @@ RunPlan GroupRun::plan() const {
 }
 
 bool GroupRun::may_omit_frozen() const {
-  return std::all_of(pushing_parts_.begin(), pushing_parts_.end(),
-                     [](const PushingPart& part) { return part.run->may_omit_frozen(); });
+  // A server without frozen tensors has no use for them, and does not say that they may be omitted.
+  bool may_omit = false;
+  for (const PushingPart& part : pushing_parts_) {
+    if (part.run->layout().frozen_shards().empty()) continue;
+    if (!part.run->may_omit_frozen()) return false;
+    may_omit = true;
+  }
+  return may_omit;
 }
 
 absl::Status GroupRun::ForOthers(Interrupt* interrupt,

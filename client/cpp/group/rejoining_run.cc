@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/group/group_push.h"
 #include "client/cpp/transport/convert.h"
@@ -63,10 +64,13 @@ absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::Rejoin(const GroupRun& f
     if (newest_.get() != &fenced) return newest_;
     is_rejoining_ = true;
   }
+  const absl::Cleanup end = [this] {
+    absl::MutexLock lock(&mu_);
+    is_rejoining_ = false;
+    wait_.WakeAll();
+  };
   absl::StatusOr<std::shared_ptr<GroupRun>> run = OpenAgain(fenced, deadline, interrupt);
   absl::MutexLock lock(&mu_);
-  is_rejoining_ = false;
-  wait_.WakeAll();
   if (IsFenced(run.status())) fenced_ = run.status();
   EMA_RETURN_IF_ERROR(run.status());
   if ((*run)->manifest() != manifest_) {

@@ -191,7 +191,12 @@ absl::StatusOr<Rejoiner::RejoinedRun> Rejoiner::Join(bool& is_reachable) {
   // Another launch that comes before the other ranks must fence this one.
   if (!was_open) lost_run_epoch_ = run->run_epoch();
   if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
-  EMA_RETURN_IF_ERROR(run->WaitReady(kRejoinTimeout));
+  const absl::Status ready = run->WaitReady(kRejoinTimeout);
+  // The group has begun another incarnation meanwhile, which the next try finds.
+  if (GetErrorReason(ready) == ErrorReason::kFenced && GetGroupHint(ready).incarnation > 0) {
+    return absl::UnavailableError(ready.message());
+  }
+  EMA_RETURN_IF_ERROR(ready);
   if (AwaitStop(absl::ZeroDuration())) return absl::CancelledError("closed");
   if (!was_open) return RejoinedRun{std::move(run), std::nullopt};
   absl::StatusOr<PushProgress> progress =

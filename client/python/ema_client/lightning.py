@@ -93,9 +93,9 @@ class EMAWeightAveraging(_Callback):
     from there.
 
     Unlike Lightning's, the average takes no memory in the trainer, except while it is used or saved.
-    Needs exactly one optimizer. With FSDPStrategy, DeepSpeedStrategy and ModelParallelStrategy, which save
-    the weights of each rank themselves, the `state_dict` in a checkpoint always has raw weights, with a
-    warning; the checkpoint still identifies its average.
+    Needs exactly one optimizer. With strategies that shard the model (FSDPStrategy, DeepSpeedStrategy,
+    ModelParallelStrategy) the `state_dict` in a checkpoint has the raw weights, and the callback logs a
+    warning. The callback's entry in the checkpoint identifies the average.
 
     Args:
         url: "ema://host:port/model".
