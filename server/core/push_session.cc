@@ -58,11 +58,17 @@ PushSession::PushSession(ModelView model, std::shared_ptr<const TrainerRun> run,
       memory_(std::shared_ptr<void>(&freed_, [this](void*) { freed_.Notify(); })),
       last_progress_(begin_),
       permit_(std::move(permit)) {
+  // Ranks without shards of a partition do not push to it. But if no rank has any, as the tensors
+  // have no elements, rank 0 does.
+  bool has_shards = false;
+  for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
+    has_shards |= !run_->layout(rank)->shards().empty();
+  }
   ranks_.reserve(run_->world_size());
   for (int64_t rank = 0; rank < run_->world_size(); ++rank) {
     const RankLayout& layout = *run_->layout(rank);
     ranks_.emplace_back(PushedBytes(layout), MaxChunks(layout, plan_, run_->world_size()));
-    if (model_.is_partition && layout.shards().empty()) {
+    if (model_.is_partition && layout.shards().empty() && (has_shards || rank != 0)) {
       ranks_.back().digest = 0;
       ++committed_count_;
     }

@@ -329,5 +329,29 @@ TEST(GroupTrainingTest, ATrainersHookNeedsNoChange) {
   EXPECT_EQ(pulled.tensors.at("c"), bytes(weights[2]));
 }
 
+TEST(GroupTrainingTest, AServerWhoseTensorsHaveNoElementsCommitsToo) {
+  TrainedGroup group(2, /*tensor_count=*/4);
+  const Manifest manifest =
+      *Manifest::Create({{.name = "a", .shape = {100}}, {.name = "empty", .shape = {0, 3}}});
+  StepPusher::Options options;
+  options.tracks = {{.name = "raw", .schedule = *Schedule::Parse("copy")}};
+  options.launch_id = "life";
+  EMA_ASSERT_OK_AND_ASSIGN(const auto pusher,
+                           StepPusher::Create(group.client(), "hooked", manifest, {}, options));
+  EXPECT_EQ(group.Describe("hooked").partitions_size(), 2);
+  const std::vector<float> weights(100, 1.5f);
+  for (int step = 1; step <= 2; ++step) {
+    pusher->AfterStep([&](const StepPusher::Piece& piece) {
+      const std::span<const float> tensor(weights);
+      return StepPusher::Weights{std::as_bytes(tensor.subspan(piece.first, piece.count)), nullptr};
+    });
+    EXPECT_THAT(pusher->WaitPushed(), IsOk());
+  }
+  EXPECT_EQ(pusher->stats().pushes, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled pulled, group.Pull("raw", {}, "hooked"));
+  EXPECT_EQ(pulled.info.version.step, 2);
+  EXPECT_THAT(pulled.tensors, SizeIs(2));
+}
+
 }  // namespace
 }  // namespace ema::group

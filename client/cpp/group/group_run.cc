@@ -37,6 +37,12 @@ int64_t StagingBytes(const Client::RunOptions& options, int64_t chunk_bytes,
       kMinChunks * slot_bytes);
 }
 
+bool HasElements(const Manifest& manifest) {
+  const absl::Span<const TensorSpec> tensors = manifest.tensors();
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const TensorSpec& tensor) { return tensor.element_count() > 0; });
+}
+
 absl::Status Degraded(const PartitionMap& map, size_t partition) {
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
                    absl::StrCat("model \"", map.model().name, "\": server \"",
@@ -144,7 +150,10 @@ void GroupRun::OrderParts(int64_t world_size) {
   const int64_t first = rank_ * count / std::max<int64_t>(world_size, 1);
   for (int64_t i = 0; i < count; ++i) {
     Part& part = parts_[(first + i) % count];
-    if (!part.places.empty()) pushing_parts_.push_back({part.run.get(), part.places});
+    const bool is_of_rank0 = rank_ == 0 && !HasElements(part.run->manifest());
+    if (!part.places.empty() || is_of_rank0) {
+      pushing_parts_.push_back({part.run.get(), part.places});
+    }
   }
   if (pushing_parts_.empty()) pushing_parts_.push_back({parts_.front().run.get(), {}});
 }

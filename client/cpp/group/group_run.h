@@ -68,8 +68,8 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   RunCore& home() const { return *parts_.front().run; }
   const NewestRound& round() const { return *round_; }
 
-  // A part to which this rank pushes: one with shards of this rank, or the home's part if the rank
-  // has no shards at all.
+  // A part to which this rank pushes: one with shards of this rank, for rank 0 also one whose
+  // tensors have no elements, or the home's part if there is none of these.
   struct PushingPart {
     RunCore* run = nullptr;
     std::vector<size_t> places;  // The index in layout() of each of its shards.
