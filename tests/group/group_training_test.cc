@@ -187,6 +187,32 @@ TEST(GroupTrainingTest, AStepThatFailsBeforeARankHasBegunItFailsInThatRankToo) {
   }
 }
 
+// The ranks that have not pushed the step before still learn that it has failed. That does not end
+// the second attempt.
+TEST(GroupTrainingTest, AFailedStepThatARankPushesAgainIsCommittedWhenTheOthersDoSoToo) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto runs, OpenThirds(group));
+  Weights bad(*runs[1], 1);
+  bad.values().front() = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_THAT(runs[1]->Push(1, TrainingTime::AtBatch(1), bad.shards(), kPatience),
+              ReasonIs(ErrorReason::kNonFinite));
+  std::vector<Weights> good;
+  for (const auto& run : runs) good.emplace_back(*run, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto again, runs[1]->StartPush(1, TrainingTime::AtBatch(1),
+                                                                good[1].shards(), kPatience));
+  for (const int64_t rank : {0, 2}) {
+    EXPECT_THAT(runs[rank]->Push(1, TrainingTime::AtBatch(1), good[rank].shards(), kPatience),
+                ReasonIs(ErrorReason::kNonFinite));
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const auto first, runs[0]->StartPush(1, TrainingTime::AtBatch(1),
+                                                                good[0].shards(), kPatience));
+  EXPECT_THAT(runs[2]->Push(1, TrainingTime::AtBatch(1), good[2].shards(), kPatience), IsOk());
+  EXPECT_THAT(first->Wait(), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, again->Wait());
+  EXPECT_EQ(version.number, 1);
+  EXPECT_EQ(version.step, 1);
+}
+
 TEST(GroupTrainingTest, AStepAfterAFailedOneIsCommittedForAllRanks) {
   TrainedGroup group(3, /*tensor_count=*/6);
   EMA_ASSERT_OK_AND_ASSIGN(const auto runs, OpenThirds(group));
