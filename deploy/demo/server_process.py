@@ -43,7 +43,7 @@ class ServerProcess:
     ) -> None:
         self._folder = folder
         self._flags = flags
-        self._data_dir = data_dir
+        self.data_dir = data_dir
         self._place = place
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
@@ -83,8 +83,8 @@ class ServerProcess:
         port_file.unlink(missing_ok=True)
         command = [*self._place.prefix, str(binary), "--listen", f"{self._place.host}:{port}"]
         command += ["--port-file", str(port_file)]
-        if self._data_dir is not None:
-            command += ["--data-dir", str(self._data_dir)]
+        if self.data_dir is not None:
+            command += ["--data-dir", str(self.data_dir)]
         with self.log_path.open("ab") as log:
             # Its own process group: Ctrl-C is for us, and we stop it.
             self._process = subprocess.Popen(

@@ -28,7 +28,10 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For a group: only tests that use the fixture `server`. All others would run as they do without a group."""
+    """For a group: only tests that use the fixture `server`. All others would run as they do without a group: they need
+    no server, or start one of their own, because they give it options, kill or restart it, or read its log. What a
+    group does then is tested in tests/group and tests/python/group.
+    """
     if not GROUP_SIZE:
         return
     chosen, others = [], []

@@ -45,7 +45,7 @@ def world(server, client, model, tmp_path):
     save_file(WEIGHTS, tmp_path / "w.safetensors")
     (tmp_path / "config.json").write_text("{}")
     client.attach_files(model, {"notes.json": b"{}"})
-    return World(model, tmp_path, server.log_path.parent / "data", saved.name, older.name)
+    return World(model, tmp_path, server.data_dir, saved.name, older.name)
 
 
 # What each is called with; of a model of its own.

@@ -219,6 +219,7 @@ def test_ranks_that_have_not_joined(client, model, rng):
     assert client.model(model).latest is None
 
 
+@pytest.mark.one_server("other servers find first that their tensors are in no shard")
 def test_shards_that_overlap(client, run, model):
     bias = ema_client.Shard("conv.bias", (0,), (5,))
     with unchanged(client, model, "ema"):

@@ -162,6 +162,7 @@ def test_the_best_score_has_the_label(client, model, rng, versions):
         client.report_metric(f"{model}-2", version, float("nan"), lower_is_better=True)
 
 
+@pytest.mark.one_server("a rollback of a group makes no new version")
 @pytest.mark.parametrize("to", ["number", "record", "label"])
 def test_restore_makes_a_new_version_of_an_old_one(client, model, rng, versions, to):
     version, held = versions[-1]
@@ -200,6 +201,7 @@ def test_restore_refuses_what_it_cannot_do(client, model, versions):
     assert label.value.reason == "LABEL_NOT_FOUND"
 
 
+@pytest.mark.one_server("a rollback of a group makes no new version")
 def test_open_run_resumes_at_a_step_or_says_what_there_is(client, model, rng, versions):
     client.create_checkpoint(model, label="resume-60")
     with client.open_run(model) as run:
@@ -279,6 +281,13 @@ def test_emactl_does_all_of_it(emactl, client, model, rng, versions, tmp_path):
     assert emactl("pull", model, "--track", "fast", "--version", "0", "-o", out).returncode == 2
     assert emactl("pull", model, "--track", "fast", "--version", "none", "-o", out).returncode == 3
 
+
+@pytest.mark.one_server("a rollback of a group makes no new version")
+def test_emactl_rolls_back(emactl, client, model, rng, versions):
+    version, held = versions[-1]
+    client.create_checkpoint(model, label="stable")
+    with client.open_run(model) as run:
+        run.push(step=70, weights=random_weights(rng))
     assert emactl("rollback", model, "--to", "stable").returncode == 2, "it wants --yes"
     back = json_of(emactl("--json", "rollback", model, "--to", "stable", "--yes"))
     assert back["restored_from"] == {"version": 6, "incarnation": version.incarnation}

@@ -20,11 +20,13 @@ from testing import EMACTL, SERVING, check_health, wait_for
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed: pip install grpcio")
 
 
+@pytest.mark.one_server("grpcio expects one address")
 @pytest.mark.parametrize("service", ["", "ema.v1.EmaService", "checkpoints"])
 def test_the_server_and_its_services_are_serving(server, service):
     assert check_health(server.address, service) == SERVING
 
 
+@pytest.mark.one_server("grpcio expects one address")
 @pytest.mark.parametrize("service", ["ema.v1.Nothing", "ema.v1", "grpc.health.v1.Health"])
 def test_an_unknown_service_is_not_found(server, service):
     with pytest.raises(grpc.RpcError) as error:
@@ -74,6 +76,7 @@ def test_emactl_asks_through_a_unix_socket(tmp_path):
         assert emactl_health(path).returncode == 0
 
 
+@pytest.mark.one_server("grpcio expects one address")
 def test_nobody_can_use_up_the_probes_of_their_address(server):
     """Trainers on the host's network have the kubelet's address."""
     over = threading.Event()

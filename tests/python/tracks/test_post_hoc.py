@@ -118,7 +118,7 @@ def bound(made: ema_client.Synthesis, track: str, step: int) -> float:
 @pytest.mark.parametrize("count", [5, 10, 20, 40])
 def test_what_was_tracked_directly_is_rebuilt(server, client, model, count):
     interval = STEPS // count
-    data_dir = pathlib.Path(server._data_dir)
+    data_dir = pathlib.Path(server.data_dir)
     walk = Walk()
     client.create_model(model, walk.weights, tracks=tracks_of(interval))
     past = 3 * STEPS // 5
@@ -413,7 +413,7 @@ def test_a_server_without_a_data_dir_refuses_it(tmp_path, model):
 
 def test_a_damaged_checkpoint_makes_nothing(server, client, made):
     path = next(
-        pathlib.Path(server._data_dir).glob(
+        pathlib.Path(server.data_dir).glob(
             f"models/{made}/checkpoints/step-*20-*/tracks/p10/model.safetensors"
         )
     )

@@ -580,7 +580,7 @@ def test_a_server_that_got_a_data_directory_keeps_states(tmp_path, model, traine
     with ServerProcess(tmp_path) as server:
         ema = trainer.attach(server, model, on_error="wait")
         server.kill()
-        server._data_dir = tmp_path / "data"
+        server.data_dir = tmp_path / "data"
         server.start(port=server.port)
         trainer.step()
         assert ema.state_dict()["step"] == 1
