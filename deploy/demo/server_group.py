@@ -29,6 +29,7 @@ class EtcdProcess:
         self._folder = folder
         self._place = place
         self._process: subprocess.Popen[bytes] | None = None
+        self.data_dir = folder / "data"
         self.url = f"http://{place.host}:{free_port()}"
         self._peer_url = f"http://{place.host}:{free_port()}"
 
@@ -49,7 +50,7 @@ class EtcdProcess:
         if not shutil.which("etcd"):
             raise ServerError("etcd is not installed; Debian's package is etcd-server")
         self._folder.mkdir(parents=True, exist_ok=True)
-        command = [*self._place.prefix, "etcd", "--data-dir", str(self._folder / "data")]
+        command = [*self._place.prefix, "etcd", "--data-dir", str(self.data_dir)]
         command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         command += ["--listen-peer-urls", self._peer_url]
         with (self._folder / "etcd.log").open("ab") as log:

@@ -134,7 +134,11 @@ absl::StatusOr<ModelRecord> RecoverRecord(Member& member, CheckpointStore& check
   int64_t revision = 0;
   if (stored->has_value()) {
     const ModelRecord& before = (*stored)->record;
-    EMA_RETURN_IF_ERROR(CheckIsOutdated(model, before, newest_incarnation, record.checkpoints));
+    EMA_ASSIGN_OR_RETURN(const std::optional<std::string> unrecorded,
+                         FindUnrecordedLatest(checkpoints, model, before));
+    if (!unrecorded.has_value()) {
+      EMA_RETURN_IF_ERROR(CheckIsOutdated(model, before, newest_incarnation, record.checkpoints));
+    }
     revision = (*stored)->revision;
     record.incarnation = before.incarnation;
     record.fenced_run_epoch = before.fenced_run_epoch;

@@ -5,12 +5,28 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_folder.h"
+#include "server/checkpoint/folder_files.h"
 #include "server/format/checkpoint_name.h"
 
 namespace ema::group {
+namespace {
+
+absl::Status CheckHasLatest(CheckpointStore& checkpoints, const std::string& model,
+                            const ModelRecord& record) {
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> unrecorded,
+                       FindUnrecordedLatest(checkpoints, model, record));
+  if (!unrecorded.has_value()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "model \"", model, "\": the registry does not have its newest checkpoint, ", *unrecorded,
+      ": the registry has been restored from an old backup; restore a newer one, or make the ",
+      "model's record again with `emactl group recover`"));
+}
+
+}  // namespace
 
 bool NamesEarlierProcess(const Member& member, const ModelRecord& record) {
   if (record.state != ModelRecord::State::kActive) return false;
@@ -26,6 +42,9 @@ absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
                                 const LogSink& log) {
   EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
   if (!stored.has_value() || stored->record != record) return absl::OkStatus();
+  if (checkpoints != nullptr) {
+    EMA_RETURN_IF_ERROR(CheckHasLatest(*checkpoints, model, record));
+  }
   const GroupCheckpoint* const base = record.durable();
   if (base == nullptr) {
     const absl::Status erased = member.Erase(model, stored->revision);
@@ -88,6 +107,19 @@ absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,
                                                 const std::string& model) {
   if (checkpoints == nullptr) return 0;
   return checkpoints->data().NewestIncarnation(model);
+}
+
+absl::StatusOr<std::optional<std::string>> FindUnrecordedLatest(CheckpointStore& checkpoints,
+                                                                const std::string& model,
+                                                                const ModelRecord& record) {
+  const FolderFiles files(checkpoints.data(), model);
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> name, files.ReadLatestName());
+  if (!name.has_value()) return std::nullopt;
+  const std::optional<CheckpointId> id = ParseCheckpointName(*name);
+  if (!id.has_value() || record.Find(id->version_id()) != nullptr) return std::nullopt;
+  // One that is set aside is no longer in the record.
+  EMA_ASSIGN_OR_RETURN(const bool exists, files.Has(*name));
+  return exists ? name : std::nullopt;
 }
 
 }  // namespace ema::group

@@ -5,6 +5,7 @@
 #define EMA_SERVER_GROUP_REFORM_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -24,8 +25,8 @@ bool NamesEarlierProcess(const Member& member, const ModelRecord& record);
 // Replaces `record`, of which NamesEarlierProcess() is true, in the registry: all partitions return
 // to the newest checkpoint, and this process has the place of the earlier one. A model without a
 // checkpoint is lost, so its record is erased. Does nothing if the record has changed: the watch
-// reports it. `checkpoints`: null without a data directory. UNAVAILABLE: the registry or the disk
-// failed. Blocks on both.
+// reports it. `checkpoints`: null without a data directory. FAILED_PRECONDITION: the registry is
+// older than the group's folder. UNAVAILABLE: the registry or the disk failed. Blocks on both.
 absl::Status ReformAfterRestart(Member& member, CheckpointStore* checkpoints,
                                 const std::string& model, const ModelRecord& record,
                                 const LogSink& log);
@@ -42,6 +43,13 @@ absl::Status ReformWithoutBase(Member& member, CheckpointStore& checkpoints,
 // are none. `checkpoints`: as above. Blocks on the disk.
 absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,
                                                 const std::string& model);
+
+// The name of the checkpoint that the folder's LATEST names, if it is on the disk and `record` does
+// not have it. A save adds a checkpoint to the record before it changes LATEST, so such a record
+// comes from an old backup. Nullopt: the record has it. Blocks on the disk.
+absl::StatusOr<std::optional<std::string>> FindUnrecordedLatest(CheckpointStore& checkpoints,
+                                                                const std::string& model,
+                                                                const ModelRecord& record);
 
 }  // namespace ema::group
 

@@ -74,6 +74,8 @@ class GroupCheckpointTest : public testing::Test {
     EXPECT_THAT(saved, IsOk());
     return *saved;
   }
+  // `in_same_incarnation`: the model has not returned to a checkpoint since the backup.
+  void TestOldRegistry(bool in_same_incarnation);
   static void EraseRecord(TrainedGroup& group) {
     Member& member = group.servers_[0]->member();
     EMA_ASSERT_OK_AND_ASSIGN(const auto stored, member.Read("m"));
@@ -569,19 +571,22 @@ TEST_F(GroupCheckpointTest, AModelThatTheRegistryHasLostIsNotCreatedAnewButRecov
       << created.status.error_message();
 }
 
-TEST_F(GroupCheckpointTest, AnOldRegistryLosesNoCheckpoint) {
+void GroupCheckpointTest::TestOldRegistry(bool in_same_incarnation) {
   TrainedGroup group(2, /*tensor_count=*/6, directory_);
   auto run = group.Open();
   ASSERT_NE(run, nullptr);
   PushAndSave(group, *run, 1);
   Member& member = group.servers_[0]->member();
   EMA_ASSERT_OK_AND_ASSIGN(const auto backup, member.Read("m"));
-  ASSERT_THAT(Push(*run, 2), IsOk());
-  ASSERT_THAT(group.client().RestoreCheckpoint("m", backup->record.checkpoints[0].id, kPatience),
-              IsOk());
-  Client::RunOptions options{.launch_id = "next life"};
-  EMA_ASSERT_OK_AND_ASSIGN(const auto next, group.client().OpenRun("m", options, kPatience));
-  const auto newest = PushAndSave(group, *next, 2);
+  if (!in_same_incarnation) {
+    ASSERT_THAT(Push(*run, 2), IsOk());
+    ASSERT_THAT(group.client().RestoreCheckpoint("m", backup->record.checkpoints[0].id, kPatience),
+                IsOk());
+    Client::RunOptions options{.launch_id = "next life"};
+    EMA_ASSERT_OK_AND_ASSIGN(run, group.client().OpenRun("m", options, kPatience));
+  }
+  const auto newest = PushAndSave(group, *run, 2);
+  const std::vector<std::string> folders = Folders();
 
   GroupServer& home = ServerOf(group, 0);
   home.Stop();
@@ -599,10 +604,19 @@ TEST_F(GroupCheckpointTest, AnOldRegistryLosesNoCheckpoint) {
     const GroupCall result = GroupTrainer::Get((*restarted)->address(), "m", &model);
     return result.status.error_message().find("emactl group recover") != std::string::npos;
   });
+  EXPECT_EQ(Folders(), folders);
   EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create((*restarted)->address()));
   ASSERT_THAT(client->RecoverModel("m", kPatience), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
   EXPECT_EQ(found.info.version.id(), newest.version.id());
+}
+
+TEST_F(GroupCheckpointTest, ARegistryOfAnEarlierIncarnationLosesNoCheckpoint) {
+  TestOldRegistry(/*in_same_incarnation=*/false);
+}
+
+TEST_F(GroupCheckpointTest, AnOldRegistryOfTheSameIncarnationLosesNoCheckpoint) {
+  TestOldRegistry(/*in_same_incarnation=*/true);
 }
 
 TEST_F(GroupCheckpointTest, ATrainerContinuesByItselfAfterACrash) {
