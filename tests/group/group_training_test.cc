@@ -299,6 +299,22 @@ TEST(GroupTrainingTest, AStepThatAnotherRankPushesElsewhereCanBeGivenUp) {
   EXPECT_THAT(second->Wait(), IsOk());
 }
 
+TEST(GroupTrainingTest, ACommittedStepIsNotReplacedByOneWithOtherBytes) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const auto run = group.Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version first, Push(*run, 1));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  for (const int64_t step : {1, 2}) {
+    const Weights other(*run, step + 10);
+    EXPECT_THAT(run->Push(step, TrainingTime::AtBatch(2), other.shards(), kPatience),
+                ReasonIs(ErrorReason::kStaleStep));
+  }
+  // The same bytes are that step.
+  EMA_ASSERT_OK_AND_ASSIGN(const Version same, Push(*run, 2));
+  EXPECT_EQ(same.number, first.number + 1);
+}
+
 TEST(GroupTrainingTest, AnAbandonedStepIsDroppedOnAllServers) {
   TrainedGroup group(3, /*tensor_count=*/6);
   const auto first = group.Open(0, 2);

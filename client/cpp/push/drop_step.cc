@@ -37,7 +37,13 @@ absl::StatusOr<PushProgress> DropStep(RunCore& run, const FailedPush& failed) {
     }
     absl::StatusOr<PushProgress> progress =
         run.DropStep(failed.step, failed.round, give_up, &never);
-    if (progress.ok() && progress->state == PushProgress::State::kCommitted) return progress;
+    if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
+      // A stale step of this run was committed before this push, with other bytes.
+      const bool is_other_push = GetErrorReason(error) == ErrorReason::kStaleStep &&
+                                 progress->version->run_epoch == run.run_epoch();
+      if (is_other_push) return error;
+      return progress;
+    }
     if (!missing_ranks.empty()) {
       return MakeError(absl::StatusCode::kDeadlineExceeded, ErrorReason::kSessionExpired,
                        absl::StrCat(failed.name, " timed out; ranks that had not committed: ",
