@@ -53,10 +53,10 @@ absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& opti
   return *std::move(registry);
 }
 
-// The servers of a group present their own certificates to each other, so a CA of clients is also
-// the CA of the servers.
+// The servers of a group present their own certificates to each other, so a CA of clients must also
+// be the CA of the servers.
 group::Peers::Options PeersOptions(const ServerOptions& options) {
-  return {.ca_file = options.tls_client_ca,
+  return {.ca_file = options.group_ca.empty() ? options.tls_client_ca : options.group_ca,
           .certificate_file = options.tls_cert,
           .key_file = options.tls_key,
           .token_file = options.group_token_file};

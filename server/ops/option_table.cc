@@ -459,6 +459,10 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Text("group-token-file", o.group_token_file, "FILE",
              "File with the token that this server presents to the others, which must have it in "
              "their --auth-tokens with the role server. Empty: none");
+  table.Text("group-ca", o.group_ca, "FILE",
+             "PEM file with the CA that must have signed the --tls-cert of all servers of the "
+             "group. Clients need no certificate of it. Empty: the CA of --tls-client-ca, and "
+             "without that the system's CAs");
 }
 
 // True: tokens or client certificates restrict who may use the server.
@@ -479,6 +483,7 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"etcd-password-file", !o.etcd_password_file.empty()},
         {"etcd-patience", o.etcd_patience != ServerOptions().etcd_patience},
         {"group-token-file", !o.group_token_file.empty()},
+        {"group-ca", !o.group_ca.empty()},
     };
     for (const auto& [name, is_given] : given) {
       if (is_given) problems.push_back({name, "given without --group"});
@@ -495,6 +500,9 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
   }
   if (!o.auth_tokens.empty() && o.group_token_file.empty()) {
     problems.push_back({"group", "given with --auth-tokens, but without --group-token-file"});
+  }
+  if (!o.group_ca.empty() && o.tls_cert.empty()) {
+    problems.push_back({"group-ca", "given without --tls-cert and --tls-key"});
   }
   const std::string host = HostName();
   if (o.member.empty() && !ValidateName("name", host).ok()) {

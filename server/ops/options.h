@@ -53,7 +53,7 @@ struct ServerOptions {
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
   int64_t max_window_bytes = 0;       // Of all windows; 0: 1/16 of the host's memory.
   // Name of the group of servers that keep models together. Empty: no group, and `member` to
-  // `group_token_file` are not used.
+  // `group_ca` are not used.
   std::string group;
   std::string member;     // This server's name in the group; not empty after ParseOptions().
   std::string advertise;  // HOST:PORT for clients and the other members.
@@ -67,6 +67,7 @@ struct ServerOptions {
   // How long the server may commit steps while etcd does not answer.
   absl::Duration etcd_patience = absl::Minutes(10);
   std::string group_token_file;  // With this server's token for the other members.
+  std::string group_ca;  // PEM file with the CA of the members' certificates; empty: tls_client_ca.
   // After SIGTERM: how long all calls are still served while probes report NOT_SERVING; then how
   // long running calls may take.
   absl::Duration drain_delay = absl::ZeroDuration();

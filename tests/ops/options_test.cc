@@ -141,7 +141,8 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   const ParsedOptions parsed =
       Parse({"--group=g", "--etcd=https://a:2379,b", "--advertise=host:50051", "--member=ema-0",
              "--etcd-ca=ca", "--etcd-cert=cert", "--etcd-key=key", "--etcd-user=ema",
-             "--etcd-password-file=secret", "--etcd-patience=1m", "--group-token-file=token"});
+             "--etcd-password-file=secret", "--etcd-patience=1m", "--group-token-file=token",
+             "--group-ca=members", "--tls-cert=own", "--tls-key=own"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
   EXPECT_EQ(o.group, "g");
@@ -155,6 +156,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(o.etcd_password_file, "secret");
   EXPECT_EQ(o.etcd_patience, absl::Minutes(1));
   EXPECT_EQ(o.group_token_file, "token");
+  EXPECT_EQ(o.group_ca, "members");
   ASSERT_EQ(parsed.warnings.size(), 1);
   EXPECT_EQ(ToText(parsed.warnings[0]),
             "a crash of one server loses the averages of its group group=g expected=--data-dir");
@@ -267,6 +269,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"GroupWithTokensOfClientsOnly",
                 {"--group=g", "--etcd=http://a", "--advertise=a:1", "--auth-tokens=t"},
                 "--group: given with --auth-tokens, but without --group-token-file"},
+        BadCase{"GroupCaWithoutTls",
+                {"--group=g", "--etcd=http://a", "--advertise=a:1", "--group-ca=c"},
+                "--group-ca: given without --tls-cert and --tls-key"},
         BadCase{"GroupName", {"--group=a/b"}, "--group: name \"a/b\": a name must be"},
         BadCase{"AdvertiseWithoutPort", {"--advertise=a"}, "\"a\" is not host:port"},
         BadCase{"AdvertisePort", {"--advertise=a:0"}, "\"a:0\" is not host:port"},
