@@ -36,15 +36,36 @@ std::optional<int64_t> FirstElement(const Shard& whole, const Shard& shard) {
   return first;
 }
 
-// Whether an array is a range of its tensor's row-major elements, not a box.
+// Whether `offsets` are those of a range of a box: its first element's index in the box, the box's
+// offsets, and its extents.
+bool IsInBox(const std::vector<int64_t>& offsets) {
+  return offsets.size() > 1 && offsets.size() % 2 == 1;
+}
+
+// Whether the offsets fit an array of so many dimensions.
+bool AreOffsets(const std::vector<int64_t>& offsets, size_t dimensions) {
+  return offsets.size() == dimensions || (dimensions == 1 && IsInBox(offsets));
+}
+
+// Whether an array is a range of the row-major elements of its tensor or of a box in it.
 bool IsRange(const Array& array, const TensorSpec& spec) {
-  return array.offsets.has_value() && array.spec.shape.size() == 1 && spec.shape.size() != 1;
+  if (!array.offsets.has_value() || array.spec.shape.size() != 1) return false;
+  if (IsInBox(*array.offsets)) return array.offsets->size() == 1 + 2 * spec.shape.size();
+  return array.offsets->size() == 1 && spec.shape.size() != 1;
+}
+
+// What the range's elements are counted in: the tensor, or the box in it.
+Shard BoxOfRange(const Array& range, const Manifest& manifest, int64_t tensor_index) {
+  if (!IsInBox(*range.offsets)) return WholeTensor(manifest, tensor_index);
+  const auto begin = range.offsets->begin() + 1;
+  const auto middle = begin + (range.offsets->size() - 1) / 2;
+  return Shard{tensor_index, {begin, middle}, {middle, range.offsets->end()}};
 }
 
 // As FirstElement(), of an array that is a range.
 std::optional<int64_t> FirstElementOfRange(const Array& range, const Manifest& manifest,
                                            const Shard& shard) {
-  const auto first = FirstElement(WholeTensor(manifest, shard.tensor_index), shard);
+  const auto first = FirstElement(BoxOfRange(range, manifest, shard.tensor_index), shard);
   if (!first.has_value()) return std::nullopt;
   const int64_t place = *first - range.offsets->front();
   if (place < 0 || shard.element_count() > range.spec.shape.front() - place) return std::nullopt;
@@ -67,6 +88,7 @@ std::optional<Shard> BoxOf(const Array& array, const Manifest& manifest, int64_t
   const TensorSpec& spec = manifest.tensor(tensor_index);
   if (array.offsets.has_value()) {
     if (array.spec.shape.size() != spec.shape.size()) return std::nullopt;
+    if (array.offsets->size() != spec.shape.size()) return std::nullopt;
     return Shard{tensor_index, *array.offsets, array.spec.shape};
   }
   if (array.spec.shape == spec.shape) return WholeTensor(manifest, tensor_index);
@@ -170,7 +192,7 @@ absl::StatusOr<Array> Array::Read(std::string_view name, nb::handle object, std:
   }
   result.spec.name = std::string(name);
   result.spec.dtype = *own;
-  if (offsets.has_value() && offsets->size() != array.ndim()) {
+  if (offsets.has_value() && !AreOffsets(*offsets, array.ndim())) {
     return BadArray(name,
                     absl::StrCat(offsets->size(), " offsets for ", array.ndim(), " dimensions"));
   }
@@ -192,7 +214,7 @@ std::optional<Array> Array::FromDlpack(std::string_view name,
   result.spec.name = std::string(name);
   result.spec.dtype = *dtype;
   result.spec.shape.assign(given.shape, given.shape + given.ndim);
-  if (offsets.has_value() && offsets->size() != result.spec.shape.size()) return std::nullopt;
+  if (offsets.has_value() && !AreOffsets(*offsets, result.spec.shape.size())) return std::nullopt;
   result.offsets = std::move(offsets);
   if (given.strides != nullptr) {
     const absl::Span<const int64_t> strides(given.strides, given.ndim);

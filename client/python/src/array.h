@@ -31,7 +31,8 @@ struct Array {
   TensorSpec spec;  // Of the array itself.
   // The array's position in its tensor, if given. A single offset, for a tensor of several
   // dimensions: the array is a range of the tensor's row-major elements, and this is the index of
-  // the first one.
+  // the first one. An array of one dimension with more offsets is a range of a box of the tensor:
+  // the index of the first element in the box, then the box's offsets, then its extents.
   std::optional<std::vector<int64_t>> offsets;
   std::span<const std::byte> bytes;
   Strides strides;  // As for Run::StartPush().

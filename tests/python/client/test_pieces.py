@@ -9,7 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from ema_client._client.ranges import box_around, boxes_of_range, index_of
+import torch
+from ema_client._client.pieces import Held, HeldWeights
+from ema_client._client.ranges import box_around, boxes_of_range, index_of, moved
+from testing import assert_same_bits
 
 RANK_2_OF_4 = """
 import torch
@@ -81,3 +84,26 @@ def test_a_range_consists_of_boxes_and_lies_in_one(shape):
                 around = box_around("w", shape, first, count)
                 start = first - index_of(around.offsets, shape)
                 assert within(around)[start : start + count] == expected
+
+
+def test_ranks_push_ranges_of_the_elements_of_their_boxes(client, model):
+    """Two ranks share the left columns of a matrix, two the right ones; and the same with the halves of a vector."""
+    whole = {"m": torch.randn(4, 6), "v": torch.randn(6)}
+    client.create_model(model, whole, tracks={"raw": "copy"})
+    pushes = []
+    for rank in range(4):
+        shards, weights = [], HeldWeights()
+        for name, tensor in whole.items():
+            half = tensor[..., 3 * (rank // 2) : 3 * (rank // 2) + 3]
+            offsets = (0,) * (tensor.dim() - 1) + (3 * (rank // 2),)
+            first, count = [(0, 2), (2, half.numel() - 2)][rank % 2]
+            boxes = boxes_of_range(name, tuple(half.shape), first, count)
+            shards += [moved(box, offsets) for box in boxes]
+            values = half.flatten()[first : first + count].clone()
+            weights[name] = Held(values, (first, *offsets, *half.shape))
+        run = client.open_run(model, launch_id="x", rank=rank, world_size=4, shards=shards)
+        pushes.append((run, weights))
+    pending = [run.start_push(step=1, weights=weights) for run, weights in pushes]
+    for push in pending:
+        push.wait()
+    assert_same_bits(whole, client.pull(model, track="raw"))

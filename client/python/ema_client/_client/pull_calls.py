@@ -24,7 +24,7 @@ from ema_client._client.files import FilesLike, small_files
 from ema_client._client.model_calls import attached_files, model
 from ema_client._client.out import check_writable, write_arrays
 from ema_client._client.pieces import Piece, is_part, pieces_of, selected, selection_of
-from ema_client._client.ranges import ParameterRange
+from ema_client._client.ranges import ParameterPart
 from ema_client._client.pull_arguments import (
     DtypeLike,
     OutLike,
@@ -129,7 +129,7 @@ class Destination:
             wait_unread(self.targets.values())
             write_arrays(self.targets, arrays, aliases, overflow)
             written = {
-                name: target if isinstance(self.out[name], ParameterRange) else self.out[name]
+                name: target if isinstance(self.out[name], ParameterPart) else self.out[name]
                 for name, target in self.targets.items()
             }
             return Weights(written, version=version, track=track, aliases=aliases)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of which this rank has a range of the row-major elements, in place of a box."""
+"""Parameters that are parts of a larger tensor without being DTensors: ranges of its row-major elements, or
+boxes."""
 
 from __future__ import annotations
 
@@ -22,27 +23,26 @@ class FlatMemory(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ParameterRange:
-    """Stands for a parameter of which this rank has a range of its row-major elements, perhaps an empty
-    one. Has those attributes of a torch.nn.Parameter that are read here.
+class ParameterPart:
+    """Stands for a tensor of which this rank has a part. Has those attributes of a torch.nn.Parameter that
+    are read here.
 
     Attributes:
-        parameter: the object that optimizers hold; several ranges may have the same.
-        shape: of the whole parameter.
-        first: the index of the range's first element in the parameter.
-        memory: has the range, `count` elements from `start` on.
+        parameter: the object that optimizers hold; several parts may have the same.
+        shape: of the whole tensor.
     """
 
     parameter: Any
     shape: tuple[int, ...]
-    first: int
-    memory: FlatMemory
-    start: int
-    count: int
 
     @property
     def local(self) -> Any:
-        return self.memory.tensor()[self.start : self.start + self.count]
+        """The part itself, as the training has it now."""
+        raise NotImplementedError
+
+    def writes(self) -> int:
+        """Grows with each write that PyTorch counts."""
+        return int(self.parameter._version)
 
     @property
     def requires_grad(self) -> bool:
@@ -50,25 +50,68 @@ class ParameterRange:
 
     @property
     def dtype(self) -> Any:
-        return self.memory.tensor().dtype
+        return self.local.dtype
 
     @property
     def device(self) -> Any:
-        return self.memory.tensor().device
+        return self.local.device
 
     @property
     def is_meta(self) -> bool:
-        return bool(self.memory.tensor().is_meta)
+        return bool(self.local.is_meta)
 
     def is_floating_point(self) -> bool:
-        return bool(self.memory.tensor().is_floating_point())
+        return bool(self.local.is_floating_point())
 
     def is_inference(self) -> bool:
         return bool(self.parameter.is_inference())
 
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterRange(ParameterPart):
+    """A range of the row-major elements of a tensor or of a box in it, perhaps an empty one.
+
+    Attributes:
+        first: the index of the range's first element.
+        memory: has the range, `count` elements from `start` on.
+        box: the offsets and extents of the box in which the elements are counted; None: the whole tensor.
+    """
+
+    first: int
+    memory: FlatMemory
+    start: int
+    count: int
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def local(self) -> Any:
+        return self.memory.tensor()[self.start : self.start + self.count]
+
     def writes(self) -> int:
-        """Grows with each write that PyTorch counts."""
-        return int(self.parameter._version) + self.memory.writes()
+        return super().writes() + self.memory.writes()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParameterBox(ParameterPart):
+    """A box of a tensor, which is a parameter or a view of it.
+
+    Attributes:
+        offsets: of the box in the tensor.
+        extents, strides, start: of the view; `start` counts from the parameter's first element.
+    """
+
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    @property
+    def local(self) -> Any:
+        return self.view_of(self.parameter.detach())
+
+    def view_of(self, values: Any) -> Any:
+        """The box's part of `values`, a torch tensor that is like the parameter."""
+        return values.as_strided(self.extents, self.strides, values.storage_offset() + self.start)
 
 
 # By the id of the module that has the parameter, and its name there.
@@ -81,6 +124,17 @@ def index_of(offsets: Sequence[int], shape: Sequence[int]) -> int:
     for offset, extent in zip(offsets, shape):
         index = index * extent + offset
     return index
+
+
+def moved(shard: Shard, offsets: Sequence[int]) -> Shard:
+    """A shard of a box at these offsets, as a shard of the tensor."""
+    moved_offsets = tuple(a + b for a, b in zip(shard.offsets, offsets))
+    return Shard(shard.name, moved_offsets, shard.extents)
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = (math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return all(n <= 1 or a == b for n, a, b in zip(shape, strides, expected)) or 0 in shape
 
 
 def boxes_of_range(name: str, shape: Sequence[int], first: int, count: int) -> list[Shard]:

@@ -36,6 +36,7 @@ from ema_client._model.torch_model import (
     NamedTensors,
     half_of,
     has_pieces,
+    is_stage,
     named_tensors,
     specs_of,
     unwrap,
@@ -160,7 +161,8 @@ def reading(
     model is in parts, an error on any rank raises on all of them."""
     module = unwrap(model)
     version, step, timeout_s = which.version, which.step, which.timeout_s
-    may_be_part = which.rename is not None or which.process_group is not None
+    has_more = which.rename is not None or which.process_group is not None
+    may_be_part = has_more or is_stage(module)
     is_part = may_be_part or has_pieces(module)
     ranks = Ranks.alone()
     if is_part:

@@ -10,12 +10,11 @@ memory. So they are found by FSDP1's own records, and only the rank's part is re
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ema_client._client.ranges import ParameterRange, Ranges
+from ema_client._client.ranges import ParameterRange, Ranges, is_row_major
 from ema_client._client.safetensors import unwrapped_name
 from ema_client._errors import InvalidArgumentError
 
@@ -74,7 +73,7 @@ def ranges_in(module: torch.nn.Module) -> Ranges:
                     "is a DTensor (tensor parallelism) inside FullyShardedDataParallel (FSDP1); use "
                     "torch.distributed.fsdp.fully_shard (FSDP2) with it",
                 )
-            if not _is_row_major(shape, flat._strides[index]):
+            if not is_row_major(shape, flat._strides[index]):
                 raise _refused(
                     flat._fqns[index],
                     f"had strides {tuple(flat._strides[index])} for shape {shape} when "
@@ -148,11 +147,6 @@ def drop_gathered(module: torch.nn.Module) -> None:
         if is_gathered or flat.data_ptr() != flat._local_shard.data_ptr():
             handle._training_state = HandleTrainingState.IDLE
             _reshard(part, handle, handle.uses_sharded_strategy)
-
-
-def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = (math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return all(n <= 1 or a == b for n, a, b in zip(shape, strides, expected)) or 0 in shape
 
 
 def _refused(name: str, problem: str, *, what: str = "parameter") -> InvalidArgumentError:

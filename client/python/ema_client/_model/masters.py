@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._client import arrays
 from ema_client._client.pieces import object_of
-from ema_client._client.ranges import FlatMemory, ParameterRange
+from ema_client._client.ranges import FlatMemory, ParameterBox, ParameterRange, is_row_major
 from ema_client._errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ class MasterRange(ParameterRange):
     def writes(self) -> int:
         """Writes to the parameter itself, such as those of `averaged`, do not change the master."""
         return self.memory.writes()
+
+
+class MasterBox(ParameterBox):
+    """Stands for a box of a parameter of Megatron-core of which this rank has the master."""
+
+    @property
+    def local(self) -> Any:
+        return self.view_of(self.parameter.main_param.detach())
+
+    def writes(self) -> int:
+        return int(self.parameter.main_param._version)
 
 
 def masters_of(parameters: Mapping[str, Any], optimizer: Any = None) -> dict[str, Any]:
@@ -60,7 +71,7 @@ def _master_of(name: str, parameter: Any, optimizer: Any) -> Any:
     if hasattr(trained, "_hp_mapping"):
         return _range_of_deepspeed(trained)
     if hasattr(trained, "main_param"):
-        return _range_of_megatron(trained, optimizer)
+        return _part_of_megatron(parameter, optimizer)
     return None
 
 
@@ -140,21 +151,42 @@ class _MegatronMemory:
         return int(self.tensor()._version)
 
 
-def _range_of_megatron(parameter: Any, optimizer: Any) -> MasterRange | None:
-    """None: the optimizer keeps no master, or it is not known which part of it this rank has."""
+def _part_of_megatron(part: Any, optimizer: Any) -> MasterRange | MasterBox | None:
+    """The master of a parameter, or of a box of it. None: the optimizer keeps no master, or it is not known
+    which part of it this rank has."""
+    parameter = object_of(part)
+    if getattr(parameter, "main_param_sharded", False):
+        return _range_of_megatron(part, optimizer)
+    if parameter.main_param is None:
+        return None
+    if isinstance(part, ParameterBox):
+        return MasterBox(**vars(part))
     memory = _MegatronMemory(parameter)
-    if not getattr(parameter, "main_param_sharded", False):
-        if parameter.main_param is None:
-            return None
-        return _master(parameter, parameter.shape, 0, memory, 0, parameter.numel())
+    return _master(parameter, parameter.shape, 0, memory, 0, parameter.numel())
+
+
+def _range_of_megatron(part: Any, optimizer: Any) -> MasterRange | None:
+    """The same with the distributed optimizer, which has a range of the parameter's elements on each rank."""
+    parameter = object_of(part)
+    first, end = 0, 0
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if one is None or one.config.use_precision_aware_optimizer:
             return None  # The masters are in the fused optimizer, perhaps in another format.
         if parameter.main_param is not None and parameter in one.model_param_gbuf_map:
             found = one._get_model_param_range_map(parameter)["param"]
-            count = found.end - found.start
-            return _master(parameter, parameter.shape, found.start, memory, 0, count)
-    return _master(parameter, parameter.shape, 0, memory, 0, 0)
+            first, end = found.start, found.end
+            break
+    memory = _MegatronMemory(parameter)
+    if not isinstance(part, ParameterBox):
+        return _master(parameter, parameter.shape, first, memory, 0, end - first)
+    if not is_row_major(part.extents, part.strides):
+        return None
+    # The box's elements follow each other in the parameter, and some of them are in the range.
+    begin = max(first, part.start)
+    count = max(0, min(end, part.start + math.prod(part.extents)) - begin)
+    start, begin = (begin - first, begin - part.start) if count else (0, 0)
+    box = part.offsets, part.extents
+    return MasterRange(parameter, part.shape, begin, memory, start, count, box)
 
 
 def _master(

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.out import writing
-from ema_client._client.pieces import is_dtensor, local_of, pieces_of
-from ema_client._client.ranges import ParameterRange, Ranges
+from ema_client._client.pieces import is_dtensor, is_part, local_of, object_of, pieces_of
+from ema_client._client.ranges import ParameterPart, Ranges
 from ema_client._client.safetensors import unwrapped_name
 from ema_client._client.types import Shard
 from ema_client._errors import InvalidArgumentError
-from ema_client._model import engine, fsdp1, zero
+from ema_client._model import engine, fsdp1, megatron, zero
 from ema_client._model.masters import masters_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ _FSDP2 = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 class NamedTensors:
     """Parameters (tied ones once, under the first name) and persistent buffers, by name.
 
-    For parameters that FSDP1 has flattened or ZeRO-3 has partitioned, `parameters` has `ParameterRange`.
+    For parameters that FSDP1 has flattened or ZeRO-3 has partitioned, `parameters` has `ParameterRange`; for
+    those of Megatron-core `ParameterBox`, if this rank has a part.
     """
 
     parameters: dict[str, torch.nn.Parameter]
@@ -150,9 +151,14 @@ def check_no_ranges(module: torch.nn.Module) -> None:
 
 
 def check_whole(module: torch.nn.Module) -> None:
-    """InvalidArgumentError: the module is sharded (DTensors, FSDP1, ZeRO-3), so each rank holds only a
-    piece."""
+    """InvalidArgumentError: the module is sharded (DTensors, FSDP1, ZeRO-3, Megatron-core), so each rank holds
+    only a piece."""
     check_no_ranges(module)
+    if is_stage(module) and any(map(is_part, named_tensors(module).parameters.values())):
+        raise InvalidArgumentError(
+            "model: of Megatron-core, of which only a part is here; expected a whole model",
+            reason="BAD_LAYOUT",
+        )
     for name, parameter in module.named_parameters():
         if is_dtensor(parameter):
             raise InvalidArgumentError(
@@ -293,15 +299,18 @@ def named_tensors(
 ) -> NamedTensors:
     """Collects the tensors of an unwrapped module, or of `as_module` for a list. `rename`: as for `attach`.
 
-    Names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
+    Models of Megatron-core have the names of their `sharded_state_dict()`, unless `rename` is given. For others,
+    names, persistence and ties are the modules' own: `state_dict()` is not asked, because hooks and
     overrides may clone, rename, add or remove entries of its result. Overrides of `named_parameters()` can
     only add parameters that no module has registered. Parameters that `fully_shard`, FSDP1 or ZeRO-3 has
     gathered are sharded again.
 
     Raises:
         InvalidArgumentError: part of the module is lazy without shapes; or FSDP1 or ZeRO-3 has a part
-            that cannot be averaged, see `fsdp1.ranges_in` and `zero.ranges_in`.
+            that cannot be averaged, see `fsdp1.ranges_in` and `zero.ranges_in`; or `megatron.parts_in`.
     """
+    if rename is None and is_stage(module):
+        return _named_parts(module)
 
     def clean_name(name: str) -> str:
         name = unwrapped_name(name)
@@ -343,6 +352,33 @@ def named_tensors(
     return NamedTensors(dict(parameters), dict(buffers), aliases, dtypes)
 
 
+def is_stage(module: torch.nn.Module) -> bool:
+    """Whether the unwrapped module, or result of `as_module`, is of Megatron-core, and so perhaps a part of a
+    model. False if `fully_shard` has made DTensors of its parameters."""
+    parts = list(module.children()) if hasattr(module, _IS_LIST) else [module]
+    return all(map(megatron.is_megatron, parts)) and not _has_fsdp2(module)
+
+
+def _has_fsdp2(module: torch.nn.Module) -> bool:
+    kinds = tuple(getattr(sys.modules.get(name), "FSDPModule", ()) for name in _FSDP2)
+    return any(isinstance(part, kinds) for part in module.modules())
+
+
+def _named_parts(module: torch.nn.Module) -> NamedTensors:
+    """`named_tensors` of Megatron-core's modules."""
+    parameters: dict[str, Any] = {}
+    buffers: dict[str, Any] = {}
+    for part in module.children() if hasattr(module, _IS_LIST) else [module]:
+        ids = set(map(id, part.parameters()))
+        for name, tensor in megatron.parts_in(part).items():
+            if name in parameters or name in buffers:
+                raise InvalidArgumentError(
+                    f'tensor "{name}": is in two of the given modules', reason="BAD_LAYOUT"
+                )
+            (parameters if id(object_of(tensor)) in ids else buffers)[name] = tensor
+    return NamedTensors(parameters, buffers, {})
+
+
 def _named_parameters(module: torch.nn.Module, ranges: Ranges) -> Iterator[tuple[str, Any]]:
     """Each parameter once, under its first name."""
     if not ranges:
@@ -352,7 +388,7 @@ def _named_parameters(module: torch.nn.Module, ranges: Ranges) -> Iterator[tuple
 
     seen: set[int] = set()
     for name, tensor in _saved_tensors(module, ranges):
-        is_parameter = isinstance(tensor, (torch.nn.Parameter, ParameterRange))
+        is_parameter = isinstance(tensor, (torch.nn.Parameter, ParameterPart))
         if is_parameter and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
@@ -400,8 +436,7 @@ def shard_again(module: torch.nn.Module) -> None:
     forward."""
     fsdp1.drop_gathered(module)
     zero.drop_gathered(module)
-    kinds = tuple(getattr(sys.modules.get(name), "FSDPModule", ()) for name in _FSDP2)
-    if any(isinstance(part, kinds) for part in module.modules()):
+    if _has_fsdp2(module):
         # The hooks of state_dict() do it, even after an exception inside a forward; reshard() does
         # not.
         module.state_dict()
@@ -487,9 +522,9 @@ def _slices_of(box: Shard) -> tuple[slice, ...]:
 
 
 def has_pieces(module: torch.nn.Module) -> bool:
-    """Whether the module has DTensors or is sharded by FSDP1 or ZeRO-3, so that this rank may hold a part.
-    The same on all ranks that hold parts of one model."""
-    if sharding_library_of(module) is not None:
+    """Whether the module has DTensors, is sharded by FSDP1 or ZeRO-3, or is of Megatron-core, so that this rank
+    may hold a part. The same on all ranks that hold parts of one model."""
+    if sharding_library_of(module) is not None or is_stage(module):
         return True
     shard_again(module)
     return any(map(is_dtensor, (*module.parameters(), *module.buffers())))

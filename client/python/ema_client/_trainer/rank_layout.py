@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ema_client import _ema
 from ema_client._client.pieces import Piece, piece_of
-from ema_client._client.ranges import boxes_of_range
+from ema_client._client.ranges import boxes_of_range, moved
 from ema_client._client.types import Shard
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.ranks import Ranks
@@ -32,24 +32,33 @@ class TensorProperties:
         is_frozen: it is not trained.
         default_action: may differ between ranks.
         is_range: ranks hold ranges of its row-major elements, which are boxes of one dimension here.
+        is_in_box: these ranges are of boxes: further dimensions say where such a box is.
     """
 
     spec: _ema.Spec
     is_frozen: bool
     default_action: DefaultAction = ""
     is_range: bool = False
+    is_in_box: bool = False
 
     @property
     def dims(self) -> int:
         """Dimensions of the boxes."""
-        return 1 if self.is_range else len(self.spec[2])
+        dims = len(self.spec[2])
+        if not self.is_range:
+            return dims
+        return 1 + dims if self.is_in_box else 1
 
     def shards_of(self, box: Sequence[int]) -> list[Shard]:
         """The shards that offsets and extents of a box stand for."""
         name, _, shape, *_ = self.spec
-        if self.is_range:
+        offsets, extents = tuple(box[: self.dims]), tuple(box[self.dims :])
+        if not self.is_range:
+            return [Shard(name, offsets, extents)]
+        if not self.is_in_box:
             return boxes_of_range(name, shape, *box)
-        return [Shard(name, tuple(box[: self.dims]), tuple(box[self.dims :]))]
+        boxes = boxes_of_range(name, extents[1:], offsets[0], extents[0])
+        return [moved(one, offsets[1:]) for one in boxes]
 
     def __str__(self) -> str:
         """The properties that must be equal on all ranks."""
@@ -58,7 +67,7 @@ class TensorProperties:
         if is_buffer:
             kind += ", a buffer"
         if self.is_range:
-            kind += ", in ranges of elements"
+            kind += ", in ranges of boxes" if self.is_in_box else ", in ranges of elements"
         return f"{kind}, frozen" if self.is_frozen else kind
 
 
@@ -115,9 +124,15 @@ def held_boxes_of(
     def holding(spec: _ema.Spec, piece: Piece) -> HeldBox:
         name, box = spec[0], piece.box
         if piece.first is not None:
-            box = Shard(name, (piece.first,), (piece.local.numel(),))
+            within = piece.within or Shard(name, (), ())
+            count = piece.local.numel()
+            box = Shard(name, (piece.first, *within.offsets), (count, *within.extents))
         kind = TensorProperties(
-            spec, name in frozen, default_actions.get(name, ""), is_range=piece.first is not None
+            spec,
+            name in frozen,
+            default_actions.get(name, ""),
+            is_range=piece.first is not None,
+            is_in_box=piece.within is not None,
         )
         return HeldBox(kind, box, sums.get(name, 0))
 
