@@ -14,8 +14,9 @@ Anywhere else:
     ...     print(version.step, evaluate(model))
 
 For training frameworks: `ema_client.lightning`, `ema_client.transformers`, `ema_client.diffusers`,
-`ema_client.composer`. `LocalEMA` and `compute_ema` compute the same numbers without a server.
-`Client` is one level lower, for anything that has named arrays (PyTorch, NumPy, JAX).
+`ema_client.composer`, `ema_client.megatron`. `LocalEMA` and `compute_ema` compute the same numbers
+without a server. `Client` is one level lower, for anything that has named arrays (PyTorch, NumPy,
+JAX).
 
 The private folders are layers: `_tracks` (schedules and presets), `_client` (calls of a server, for
 named arrays), `_model` (the tensors and optimizers of a torch.nn.Module), `_trainer` (`attach`),

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,9 @@ _logger = logging.getLogger(__name__)
 
 # The copy track that `log_statistics` adds.
 _RAW = "raw"
+
+# A file in a trainer's checkpoint: the trainer's step, and a result of `Attachment.state_dict`.
+STATE_FILE = "ema_state.json"
 
 
 class CallbackArguments(CallbackTrackArguments, RunArguments, total=False):
@@ -140,6 +145,24 @@ def saved_state(attachment: Attachment, options: Mapping[str, Any]) -> dict[str,
             raise
         warn_of_no_state(attachment.step, error)
         return None
+
+
+def write_state(folder: pathlib.Path, step: int, average: Mapping[str, Any]) -> None:
+    """Writes `STATE_FILE` into a trainer's checkpoint. `step`: the trainer's."""
+    text = json.dumps({"global_step": step, "average": average}, indent=2)
+    new = folder / f"{STATE_FILE}.new"
+    new.write_text(text + "\n")
+    new.replace(folder / STATE_FILE)
+
+
+def state_in(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The contents of a checkpoint's `STATE_FILE`. None: there is no readable file."""
+    try:
+        saved = json.loads((folder / STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(saved, dict) and {"global_step", "average"} <= saved.keys()
+    return saved if is_ours else None
 
 
 def with_copy_track(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import (
+    STATE_FILE,
     CallbackArguments,
     averaged_or_own,
     check_options,
@@ -33,9 +33,11 @@ from ema_client._callbacks import (
     options_of_start,
     pull_timeout_s,
     saved_state,
+    state_in,
     statistics,
     whole_average,
     with_copy_track,
+    write_state,
 )
 from ema_client._client.arrays import some
 from ema_client._client.files import small_files
@@ -58,8 +60,6 @@ else:
 
 _logger = logging.getLogger(__name__)
 
-# A file in the trainer's checkpoint: the trainer's step, and a result of `Attachment.state_dict`.
-STATE_FILE = "ema_state.json"
 # A folder in the trainer's checkpoint: one folder for each saved average, as in the server's
 # checkpoints. Not directly in the checkpoint, where Trainer takes a folder with a PEFT adapter for a
 # further adapter of the model.
@@ -305,10 +305,7 @@ class EmaCallback(_TrainerCallback):
             return
         average = saved_state(self._attachment, self._options)
         if average is not None:
-            text = json.dumps({"global_step": state.global_step, "average": average}, indent=2)
-            new = folder / f"{STATE_FILE}.new"
-            new.write_text(text + "\n")
-            new.replace(folder / STATE_FILE)
+            write_state(folder, state.global_step, average)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._swapped.close()
@@ -342,7 +339,7 @@ class EmaCallback(_TrainerCallback):
         others may not see the folder."""
         ranks = Ranks.current(self._options.get("process_group"))
         result: Mapping[str, Any] | str = "there is no such file that can be read"
-        if ranks.rank == 0 and (saved := _saved_in(pathlib.Path(folder))) is not None:
+        if ranks.rank == 0 and (saved := state_in(pathlib.Path(folder))) is not None:
             try:
                 State.from_dict(saved["average"], model=self._model_name)
                 result = saved["average"]
@@ -451,7 +448,7 @@ class EmaCallback(_TrainerCallback):
         if self._resume_folder is not None:
             folders = [pathlib.Path(self._resume_folder)]
         for folder in folders:
-            saved = _saved_in(folder)
+            saved = state_in(folder)
             if saved is not None and saved["global_step"] == state.global_step:
                 average: dict[str, Any] = saved["average"]
                 return average
@@ -489,16 +486,6 @@ def _trainer_that_calls() -> Any:
 
 def _checkpoint_folder(args: Any, state: Any) -> pathlib.Path:
     return pathlib.Path(args.output_dir) / f"checkpoint-{state.global_step}"
-
-
-def _saved_in(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The contents of a checkpoint's ema_state.json. None: there is no readable file."""
-    try:
-        saved = json.loads((folder / STATE_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(saved, dict) and {"global_step", "average"} <= saved.keys()
-    return saved if is_ours else None
 
 
 def _files_of(model: Any, processing_class: Any) -> dict[str, bytes]:
