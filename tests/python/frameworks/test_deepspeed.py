@@ -28,9 +28,10 @@ from testing import (
 pytestmark = [pytest.mark.framework, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 12
-# By number of ranks: the ZeRO stages, dtypes other than float32, and whether the float32 masters are averaged.
+# By number of ranks: the ZeRO stages, dtypes other than float32, whether parameters and optimizer are offloaded to
+# the CPU, and whether the float32 masters are averaged.
 KINDS = {
-    2: ["3", "3-bf16", "2", "2-bf16", "1-bf16", "0"],
+    2: ["3", "3-bf16", "2", "2-bf16", "1-bf16", "0", "3-bf16-cpu-master", "2-bf16-cpu-master"],
     3: ["3", "3-bf16-master", "2-bf16-master", "1-bf16-master", "1-bf16-fp32grad-master"],
 }
 # At the first step, and when an update is due.

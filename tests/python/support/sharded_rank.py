@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
@@ -106,6 +107,15 @@ def make_fsdp1_mixed(world_size: int) -> tuple[torch.nn.Module, Rename]:
 def make_fsdp1_replicas(world_size: int) -> tuple[torch.nn.Module, Rename]:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replica", "shard"))
     return make_fsdp1(world_size, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def make_fsdp1_offloaded(world_size: int) -> tuple[torch.nn.Module, Rename]:
+    # FSDP1 calls these, which need a GPU.
+    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.cpu.Stream.synchronize = lambda self: None
+    model, rename = make_fsdp1(world_size, cpu_offload=CPUOffload(offload_params=True))
+    model(torch.randn(16, 9, generator=torch.Generator().manual_seed(7)))
+    return model, rename
 
 
 def make_fsdp1_whole(world_size: int) -> tuple[torch.nn.Module, Rename]:

@@ -3,7 +3,7 @@
 
 Usage: zero_rank.py RANK WORLD_SIZE FOLDER URL STEPS KIND...
 KIND: the ZeRO stage, and perhaps a dtype and what is averaged: "3", "2-bf16", "2-bf16-master". With "fp32grad" DeepSpeed uses its
-bfloat16 optimizer. A training of each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz, by step and name, whole tensors, which
+bfloat16 optimizer, and with "cpu" it offloads to the CPU. A training of each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz, by step and name, whole tensors, which
 DeepSpeed has gathered; under "averaged", "loaded" and "pulled" what modules have with the track "fast" in them.
 "resumed" is ZeRO-3 that continues the run of FOLDER/state.pt, and writes this file and FOLDER/RANK.npz, as sharded_rank.py does.
 """
@@ -30,6 +30,9 @@ SKIPPED = (2, 7)
 
 def config_of(kind: str) -> dict[str, Any]:
     stage = int(kind[0])
+    offloaded = {"offload_optimizer": {"device": "cpu"}} if "-cpu" in kind else {}
+    if offloaded and stage == 3:
+        offloaded["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": ACCUMULATED,
@@ -39,7 +42,10 @@ def config_of(kind: str) -> dict[str, Any]:
         "bf16": {"enabled": "-bf16" in kind},
         "data_types": {"grad_accum_dtype": "fp32"} if "fp32grad" in kind else {},
         # Parameters of few elements stay gathered between steps.
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "zero_optimization": {
+            **{"stage": stage, "stage3_param_persistence_threshold": 20},
+            **offloaded,
+        },
     }
 
 

@@ -92,6 +92,7 @@ def test_the_class_of_fully_shard_where_pytorch_2_5_has_it(server, client, model
         pytest.param("fsdp1_mixed", 2, marks=pytest.mark.slow),
         pytest.param("fsdp1_replicas", 4, marks=pytest.mark.slow),
         pytest.param("fsdp1_whole", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp1_offloaded", 2, marks=pytest.mark.slow),
     ],
 )
 def test_each_rank_pushes_what_it_has(server, client, model, tmp_path, kind, world_size):
