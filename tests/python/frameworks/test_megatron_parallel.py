@@ -18,8 +18,10 @@ from testing import SUPPORT, Weights, assert_same_bits, beside_python, exit_code
 pytestmark = [pytest.mark.framework, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORLD_SIZE = 4
+# The last steps of both trainings: the second one continues the run without groups.
+STEPS = (6, 9)
 # At the first step, and when an update is due.
-DUE = [1, 3, 6]
+DUE = [1, 3, 6, 9]
 LAYER = "decoder.layers.3."
 # A tensor of the last layer, and the shape of the whole.
 KINDS = {
@@ -63,6 +65,11 @@ def logged(log: dict[str, np.ndarray], prefix: object) -> Weights:
     }
 
 
+def rounded(weights: Weights) -> Weights:
+    """As the models have them."""
+    return {name: torch.as_tensor(one).bfloat16().float().numpy() for name, one in weights.items()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_average_is_that_of_the_whole_tensors(client, folder, kind):
     log = dict(np.load(folder / f"{kind}.npz"))
@@ -78,7 +85,9 @@ def test_the_average_is_that_of_the_whole_tensors(client, folder, kind):
     assert_same_bits(replay(pushes, "fast"), fast)
     raw = {name: one.float() for name, one in client.pull(model, track="raw").items()}
     assert_same_bits(pushes[-1][1], raw)
-    rounded = {name: torch.as_tensor(one).bfloat16().float() for name, one in fast.items()}
-    # In the trained model, and in one of which each rank has all.
-    assert_same_bits(rounded, logged(log, "averaged"))
-    assert_same_bits(rounded, logged(log, "loaded"))
+    first, last = STEPS
+    assert_same_bits(rounded(fast), logged(log, f"averaged {last}"))
+    # In the model of the first training, and in a model that each rank has as a whole.
+    of_first = replay([push for push in pushes if push[0].step <= first], "fast")
+    assert_same_bits(rounded(of_first), logged(log, f"averaged {first}"))
+    assert_same_bits(rounded(of_first), logged(log, "loaded"))

@@ -2,9 +2,9 @@
 """One rank of small trainings of Megatron-core's GPTModel, whose tensors are spread over the ranks; test_megatron_parallel.py runs four.
 
 Usage: megatron_parallel_rank.py RANK WORLD_SIZE FOLDER URL KIND...
-KIND: a key of KINDS. A training of each pushes to URL-KIND, and logs to FOLDER/KIND.npz, by step and name, whole tensors, put together
-from the pieces of all ranks; under "averaged" what the model has with the track "fast" in it, and under "loaded" what a model has of
-which each rank has all. Gradients are made up: the pipeline's forward needs a GPU.
+KIND: a key of KINDS. A training of each pushes to URL-KIND, and is continued by one without groups, where each rank has the whole
+model. Logs to FOLDER/KIND.npz, by step and name, whole tensors, put together from the pieces of all ranks; under "averaged STEP" and
+"loaded" what the models have with the track "fast" in them. Gradients are made up: the pipeline's forward needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-STEPS = 6
+# The last steps of both trainings.
+STEPS = (6, 9)
 TRACKS = {"fast": "8ba", "raw": "copy"}
 # The sizes of the groups; whether the optimizer spreads its masters over the data-parallel ranks; what is averaged.
 KINDS: dict[str, tuple[dict[str, int], bool, str]] = {
@@ -135,32 +136,39 @@ def make_up_gradients(chunks: list[Any], step: int) -> None:
 
 def train(kind: str, url: str) -> Log:
     sizes, is_distributed, source = KINDS[kind]
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
-    plain = make_chunks(sizes, kind == "experts")
-    chunks = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in plain]
-    options = {"bf16": True, "lr": 0.02, "clip_grad": 0.0, "params_dtype": torch.bfloat16}
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(use_distributed_optimizer=is_distributed, **options), chunks
-    )
     log: Log = {}
-    masters = optimizer if source == "master" else None
-    with ema_client.attach(
-        *(chunks, optimizer, url),
-        **{"update_interval": "3ba", "tracks": TRACKS, "source": source, "max_wait_s": 300},
-    ) as ema:
-        for step in range(1, STEPS + 1):
-            make_up_gradients(chunks, step)
-            was_successful, _, _ = optimizer.step()
-            assert was_successful and ema.step == step
-            log.update({f"{step}/{n}": value for n, value in whole_model(plain, masters).items()})
-    own = whole_model(plain)
-    with ema_client.averaged(chunks, url, track="fast"):
-        log.update({f"averaged/{n}": value for n, value in whole_model(plain).items()})
-    now = whole_model(plain)
-    assert all(np.array_equal(own[name], now[name]) for name in own)
-    alone = make_chunks({}, kind == "experts")
-    ema_client.load_into(alone, url, track="fast")
-    log.update({f"loaded/{name}": value for name, value in whole_model(alone).items()})
+    state: Any = None
+    for groups, last in ((sizes, STEPS[0]), ({}, STEPS[1])):
+        plain = make_chunks(groups, kind == "experts")
+        if state is not None:
+            ema_client.load_into(plain, url, track="fast")
+            log.update({f"loaded/{name}": value for name, value in whole_model(plain).items()})
+            ema_client.load_into(plain, url, track="raw")
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
+        chunks = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in plain]
+        options = {"bf16": True, "lr": 0.02, "clip_grad": 0.0, "params_dtype": torch.bfloat16}
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(use_distributed_optimizer=is_distributed, **options), chunks
+        )
+        masters = optimizer if source == "master" else None
+        with ema_client.attach(
+            *(chunks, optimizer, url),
+            **{"update_interval": "3ba", "tracks": TRACKS, "source": source, "resume": state},
+            max_wait_s=300,
+        ) as ema:
+            for step in range(ema.step + 1, last + 1):
+                make_up_gradients(chunks, step)
+                was_successful, _, _ = optimizer.step()
+                assert was_successful and ema.step == step
+                whole = whole_model(plain, masters)
+                log.update({f"{step}/{name}": value for name, value in whole.items()})
+            state = ema.state_dict()
+        own = whole_model(plain)
+        with ema_client.averaged(chunks, url, track="fast"):
+            whole = whole_model(plain)
+            log.update({f"averaged {last}/{name}": value for name, value in whole.items()})
+        now = whole_model(plain)
+        assert all(np.array_equal(own[name], now[name]) for name in own)
     return log
 
 
