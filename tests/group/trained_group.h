@@ -42,8 +42,8 @@ class TrainedGroup : public GroupFixture {
   using GroupFixture::registry_;
   using GroupFixture::Restart;
   using GroupFixture::ServerAt;
-  using GroupFixture::StartServer;
   using GroupFixture::servers_;
+  using GroupFixture::StartServer;
 
   Client& client() { return *client_; }
   std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1, TensorSet frozen = {}) {
