@@ -45,6 +45,14 @@ absl::Status PullHandler::Open(const v1::PullRequest& request) {
                      "\" is on a group of servers: GetModel returns its partitions, each of which "
                      "is pulled from its own server"));
   }
+  if (model_->is_partition() && request.model_incarnation() != 0 &&
+      request.model_incarnation() != model_->incarnation()) {
+    // The version may be in both, but the tensors of this partition are others.
+    return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced,
+                     absl::StrCat("model_incarnation: ", request.model_incarnation(),
+                                  " given, but model \"", request.model(), "\" has ",
+                                  model_->incarnation(), " now: GetModel returns its partitions"));
+  }
   offset_ = request.offset();
   EMA_RETURN_IF_ERROR(OpenReading(request));
   if (reading_ == nullptr) return absl::OkStatus();

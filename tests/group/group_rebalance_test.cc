@@ -77,9 +77,13 @@ TEST_F(GroupRebalanceTest, ARunContinuesOnMoreAndOnFewerServersWithoutALostVersi
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
   for (int64_t step = 1; step <= 2; ++step) ASSERT_THAT(Push(*run, step), IsOk());
+  // From now on the client knows where the tensors are.
+  const std::map<std::string, std::string> second = Averages();
+  ASSERT_THAT(second, SizeIs(kTensors));
   AddServer();
   AddServer();
   EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel five, Rebalance());
+  EXPECT_EQ(Averages(), second);
   EXPECT_TRUE(five.has_changed);
   EXPECT_EQ(five.step, 2);
   EXPECT_THAT(five.members, UnorderedElementsAre("ema-0", "ema-1", "ema-2", "ema-3", "ema-4"));
@@ -90,6 +94,7 @@ TEST_F(GroupRebalanceTest, ARunContinuesOnMoreAndOnFewerServersWithoutALostVersi
   EMA_ASSERT_OK_AND_ASSIGN(const Client::RebalancedModel two,
                            Rebalance({"ema-0", "ema-2", "ema-4"}));
   EXPECT_EQ(two.step, 4);
+  EXPECT_THAT(Averages(), SizeIs(kTensors));
   EXPECT_THAT(two.members, UnorderedElementsAre("ema-1", "ema-3"));
   for (int64_t step = 5; step <= 6; ++step) {
     EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, step));

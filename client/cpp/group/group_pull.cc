@@ -65,6 +65,7 @@ absl::Status GroupPull::SelectParts() {
     part.partition = i;
     part.request = request_;
     part.request.set_partition_only(true);
+    part.request.set_model_incarnation(map_->incarnation());
     part.request.clear_selection();
     if (!selections[i]->is_default()) ToProto(*selections[i], part.request.mutable_selection());
   }
