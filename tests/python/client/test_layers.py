@@ -16,7 +16,7 @@ LAYERS = [
     {"_client"},
     {"_model"},
     {"_trainer"},
-    {"_evaluator"},
+    {"_evaluator", "_compute_ema"},
     {"_local", "_callbacks"},
     {"_without_server"},
 ]

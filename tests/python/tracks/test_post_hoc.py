@@ -414,7 +414,7 @@ def test_a_server_without_a_data_dir_refuses_it(tmp_path, model):
 def test_a_damaged_checkpoint_makes_nothing(server, client, made):
     path = next(
         pathlib.Path(server.data_dir).glob(
-            f"models/{made}/checkpoints/step-*20-*/tracks/p10/model.safetensors"
+            f"models/{made}/checkpoints/step-*020-version-*/tracks/p10/model.safetensors"
         )
     )
     data = bytearray(path.read_bytes())
