@@ -189,7 +189,7 @@ absl::Status Server::OpenCheckpoints() {
   incarnation_ = checkpoints_->incarnation();
   // The numbers are ahead if the last start was a moment ago. If the clock was set back, no wait.
   const absl::Duration ahead = absl::FromUnixMicros(incarnation_) - absl::Now();
-  if (ahead <= absl::Microseconds(DataDirectory::kIncarnationsPerLife)) absl::SleepFor(ahead);
+  if (ahead <= absl::Microseconds(DataDirectory::kIncarnationsPerStart)) absl::SleepFor(ahead);
   return absl::OkStatus();
 }
 

@@ -46,7 +46,7 @@ class ServerGroup {
   // Makes models(). `checkpoints` outlives this until Stop(). Null: there is no data directory.
   void Attach(std::shared_ptr<ModelStore> store, CheckpointStore* checkpoints);
   // For the RPC server. REQUIRES: Attach() was called, as for the following functions.
-  ModelGroup* models() { return models_.get(); }
+  GroupCalls* models() { return models_.get(); }
   // Joins the group; `port` replaces port 0 of --advertise. Blocks. Errors as Member::Join().
   // FAILED_PRECONDITION: the data directory is not that of the other members.
   absl::Status Join(int port);

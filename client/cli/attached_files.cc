@@ -83,14 +83,15 @@ absl::Status AddFiles(const Session& session, const std::string& model,
                                   names.empty() ? "nothing" : absl::StrJoin(names, ", "), "\n"));
 }
 
-absl::Status RemoveFile(const Session& session, const std::string& model, const std::string& name) {
+absl::Status RemoveAttachedFile(const Session& session, const std::string& model,
+                                const std::string& name) {
   EMA_ASSIGN_OR_RETURN(const ModelInfo info, session.client->GetModel(model, session.timeout));
   if (std::none_of(info.attached_files.begin(), info.attached_files.end(),
                    [&](const ModelInfo::AttachedFile& file) { return file.name == name; })) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kFileNotFound,
                      absl::StrCat("no file \"", name, "\" is attached to ", model));
   }
-  EMA_RETURN_IF_ERROR(session.client->RemoveFile(model, name, session.timeout));
+  EMA_RETURN_IF_ERROR(session.client->RemoveAttachedFile(model, name, session.timeout));
   return PrintResult(
       session.json, {{"model", model}, {"removed", name}},
       absl::StrCat("removed ", name, " from ", model, ", from the next checkpoint on\n"));

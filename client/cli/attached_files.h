@@ -28,7 +28,8 @@ absl::StatusOr<std::vector<std::string>> AttachFiles(const Session& session,
 
 absl::Status AddFiles(const Session& session, const std::string& model,
                       const std::vector<std::string>& paths);
-absl::Status RemoveFile(const Session& session, const std::string& model, const std::string& name);
+absl::Status RemoveAttachedFile(const Session& session, const std::string& model,
+                                const std::string& name);
 
 }  // namespace ema::cli
 

@@ -15,7 +15,7 @@
 namespace ema::cli {
 namespace {
 
-std::string Describe(const Client::Label& label) {
+std::string Describe(const CheckpointLabel& label) {
   return absl::StrCat("label ", label.name, ": version ", label.id.version, " (step ", label.step,
                       ")", label.metric.has_value() ? absl::StrCat(", metric ", *label.metric) : "",
                       "\n");
@@ -44,7 +44,7 @@ absl::Status CreateCheckpoint(const Session& session, const std::string& model,
                               const Client::CheckpointOptions& request) {
   EMA_ASSIGN_OR_RETURN(const Client::CheckpointResult result,
                        session.client->CreateCheckpoint(model, request, session.disk_timeout()));
-  const bool is_saving = result.state == Client::CheckpointInfo::State::kSaving;
+  const bool is_saving = result.state == CheckpointInfo::State::kSaving;
   return PrintResult(
       session.json,
       {{"checkpoint", result.checkpoint},
@@ -59,7 +59,7 @@ absl::Status CreateCheckpoint(const Session& session, const std::string& model,
 }
 
 absl::Status ListCheckpoints(const Session& session, const std::string& model) {
-  EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
+  EMA_ASSIGN_OR_RETURN(const CheckpointList list,
                        session.client->ListCheckpoints(model, session.timeout));
   return PrintResult(
       session.json, {{"checkpoints", list.checkpoints}, {"labels", list.labels}},
@@ -68,7 +68,7 @@ absl::Status ListCheckpoints(const Session& session, const std::string& model) {
 
 absl::Status ShowCheckpoint(const Session& session, const std::string& model,
                             const std::string& checkpoint) {
-  EMA_ASSIGN_OR_RETURN(const Client::CheckpointInfo info,
+  EMA_ASSIGN_OR_RETURN(const CheckpointInfo info,
                        session.client->GetCheckpoint(model, checkpoint, session.timeout));
   return PrintResult(session.json, info, DescribeCheckpoint(info));
 }
@@ -98,17 +98,17 @@ absl::Status Rollback(const Session& session, const std::string& model, const st
 
 absl::Status SetLabel(const Session& session, const std::string& model, const std::string& label,
                       const VersionId& id) {
-  EMA_ASSIGN_OR_RETURN(const Client::Label set,
+  EMA_ASSIGN_OR_RETURN(const CheckpointLabel set,
                        session.client->SetLabel(model, label, id, session.disk_timeout()));
   return PrintResult(session.json, set, Describe(set));
 }
 
 absl::Status RemoveLabel(const Session& session, const std::string& model,
                          const std::string& label) {
-  EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
+  EMA_ASSIGN_OR_RETURN(const CheckpointList list,
                        session.client->ListCheckpoints(model, session.timeout));
   if (std::none_of(list.labels.begin(), list.labels.end(),
-                   [&](const Client::Label& one) { return one.name == label; })) {
+                   [&](const CheckpointLabel& one) { return one.name == label; })) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kLabelNotFound,
                      absl::StrCat("model \"", model, "\" has no label \"", label, "\""));
   }
@@ -118,7 +118,7 @@ absl::Status RemoveLabel(const Session& session, const std::string& model,
 }
 
 absl::Status ListLabels(const Session& session, const std::string& model) {
-  EMA_ASSIGN_OR_RETURN(const Client::CheckpointList list,
+  EMA_ASSIGN_OR_RETURN(const CheckpointList list,
                        session.client->ListCheckpoints(model, session.timeout));
   return PrintResult(session.json, Json::object({{"labels", list.labels}}),
                      list.labels.empty() ? "no labels\n" : LabelTable(list.labels));
@@ -126,7 +126,7 @@ absl::Status ListLabels(const Session& session, const std::string& model) {
 
 absl::Status ReportMetric(const Session& session, const std::string& model,
                           const Client::Metric& metric) {
-  EMA_ASSIGN_OR_RETURN(const Client::MetricResult result,
+  EMA_ASSIGN_OR_RETURN(const MetricResult result,
                        session.client->ReportMetric(model, metric, session.disk_timeout()));
   return PrintResult(
       session.json, {{"moved", result.moved}, {"label", result.label}},

@@ -8,8 +8,8 @@
 #include "client/cli/argument_checks.h"
 #include "client/cli/attached_files.h"
 #include "client/cli/checkpoint_commands.h"
-#include "client/cli/checkpoint_files.h"
 #include "client/cli/group_commands.h"
+#include "client/cli/local_checkpoints.h"
 #include "client/cli/server_commands.h"
 #include "client/cli/track_option.h"
 #include "client/cli/tracks_command.h"
@@ -160,7 +160,7 @@ void AddFilesCommands(CLI::App& app, Options& options, Command& chosen) {
                   "except the index of the weights")
       ->required();
   sub = Add(files, chosen, "remove", "Remove an attached file", [&](const Session& session) {
-    return RemoveFile(session, options.model, options.file);
+    return RemoveAttachedFile(session, options.model, options.file);
   });
   AddModel(sub, options.model);
   sub->add_option("name", options.file, "Name of the file")->required();

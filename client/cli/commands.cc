@@ -121,7 +121,7 @@ absl::Status Statistics(const Session& session, const std::string& model,
 
 absl::Status Synthesize(const Session& session, const std::string& model,
                         const Client::SynthesizeOptions& request) {
-  EMA_ASSIGN_OR_RETURN(const Client::SynthesizeResult result,
+  EMA_ASSIGN_OR_RETURN(const Synthesis result,
                        session.client->Synthesize(model, request, session.disk_timeout()));
   Json sources = Json::array();
   Table table({"TRACK", "STEP", "WEIGHT"});

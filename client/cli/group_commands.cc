@@ -64,7 +64,7 @@ Json ToJson(const GroupInfo::Model& model) {
                {"checkpoint", nullptr},
                {"progress", nullptr},
                {"degraded_seconds", Seconds(model.degraded)},
-               {"reform_count", model.reform_count},
+               {"checkpoint_return_count", model.checkpoint_return_count},
                {"problem", model.problem}};
   if (model.checkpoint.has_value()) {
     json["checkpoint"] = {{"incarnation", model.checkpoint->incarnation},

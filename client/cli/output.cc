@@ -87,7 +87,7 @@ std::string LatestVersion(const ModelInfo& model) {
 }
 
 // Of one that is not whole nothing is known.
-std::string SizeText(const Client::CheckpointInfo& checkpoint) {
+std::string SizeText(const CheckpointInfo& checkpoint) {
   return checkpoint.total_bytes > 0 ? FormatBytes(checkpoint.total_bytes) : "-";
 }
 
@@ -99,7 +99,7 @@ std::string CommitTime(absl::Time time) {
   return time == absl::UnixEpoch() ? "-" : LocalTime(time);
 }
 
-std::string StateText(const Client::CheckpointInfo& checkpoint) {
+std::string StateText(const CheckpointInfo& checkpoint) {
   return absl::StrCat(std::string(CheckpointStateName(checkpoint.state)),
                       checkpoint.is_partial ? ", partial" : "");
 }
@@ -177,9 +177,9 @@ std::string StatisticsTable(const std::vector<TrackStatistics>& statistics) {
   return table.ToString();
 }
 
-std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints) {
+std::string CheckpointTable(const std::vector<CheckpointInfo>& checkpoints) {
   Table table({"CHECKPOINT", "VERSION", "STEP", "COMMITTED", "STATE", "SIZE", "LABELS", "PROBLEM"});
-  for (const Client::CheckpointInfo& checkpoint : checkpoints) {
+  for (const CheckpointInfo& checkpoint : checkpoints) {
     table.Add({checkpoint.name, absl::StrCat(checkpoint.id.version), absl::StrCat(checkpoint.step),
                CommitTime(checkpoint.commit_time), StateText(checkpoint), SizeText(checkpoint),
                JoinOrDash(checkpoint.labels),
@@ -188,9 +188,9 @@ std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoin
   return table.ToString();
 }
 
-std::string LabelTable(const std::vector<Client::Label>& labels) {
+std::string LabelTable(const std::vector<CheckpointLabel>& labels) {
   Table table({"LABEL", "VERSION", "STEP", "METRIC"});
-  for (const Client::Label& label : labels) {
+  for (const CheckpointLabel& label : labels) {
     table.Add({label.name, absl::StrCat(label.id.version), absl::StrCat(label.step),
                label.metric.has_value()
                    ? absl::StrCat(*label.metric, label.lower_is_better ? " (lower is better)" : "")
@@ -199,7 +199,7 @@ std::string LabelTable(const std::vector<Client::Label>& labels) {
   return table.ToString();
 }
 
-std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint) {
+std::string DescribeCheckpoint(const CheckpointInfo& checkpoint) {
   return absl::StrCat("checkpoint ", checkpoint.name, "\nversion ", checkpoint.id.version,
                       " of incarnation ", checkpoint.id.incarnation, ", step ", checkpoint.step,
                       ", committed ", CommitTime(checkpoint.commit_time),

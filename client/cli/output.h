@@ -52,9 +52,9 @@ std::string DescribeModel(const ModelInfo& model);
 std::string ModelTable(const std::vector<ModelInfo>& models);
 std::string VersionTable(const std::vector<Client::ListedVersion>& versions);
 std::string StatisticsTable(const std::vector<TrackStatistics>& statistics);
-std::string CheckpointTable(const std::vector<Client::CheckpointInfo>& checkpoints);
-std::string LabelTable(const std::vector<Client::Label>& labels);
-std::string DescribeCheckpoint(const Client::CheckpointInfo& checkpoint);
+std::string CheckpointTable(const std::vector<CheckpointInfo>& checkpoints);
+std::string LabelTable(const std::vector<CheckpointLabel>& labels);
+std::string DescribeCheckpoint(const CheckpointInfo& checkpoint);
 // One line, for `watch`.
 std::string DescribeVersion(const Version& version);
 

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client_impl.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/fork_guard.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -84,7 +84,7 @@ absl::StatusOr<Client::CreateModelResult> Client::CreateModel(std::string_view m
   request.set_max_pinned_versions(options.max_pinned_versions);
   request.set_non_finite(static_cast<v1::NonFinitePolicy>(options.non_finite));
   EMA_ASSIGN_OR_RETURN(const v1::CreateModelResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncCreateModel, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncCreateModel, request, timeout));
   EMA_ASSIGN_OR_RETURN(ModelInfo info, FromProto(response.model()));
   return CreateModelResult{std::move(info), response.created()};
 }
@@ -97,7 +97,7 @@ absl::StatusOr<ModelInfo> Client::UpdateModel(std::string_view model, const Mode
   for (const std::string& name : changes.pause) request.add_pause_tracks(name);
   for (const std::string& name : changes.resume) request.add_resume_tracks(name);
   EMA_ASSIGN_OR_RETURN(const v1::Model reply,
-                       impl_->Unary(&Stub::PrepareAsyncUpdateModel, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncUpdateModel, request, timeout));
   return FromProto(reply);
 }
 
@@ -117,16 +117,16 @@ absl::StatusOr<bool> Client::IsServing(std::string_view service, absl::Duration 
 }
 
 absl::StatusOr<ModelInfo> Client::GetModel(std::string_view model, absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(
-      const v1::Model reply,
-      impl_->Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model), timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::Model reply,
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncGetModel,
+                                               MakeRequest<v1::GetModelRequest>(model), timeout));
   return FromProto(reply);
 }
 
 absl::StatusOr<std::vector<ModelInfo>> Client::ListModels(absl::Duration timeout) {
   EMA_ASSIGN_OR_RETURN(
       const v1::ListModelsResponse response,
-      impl_->Unary(&Stub::PrepareAsyncListModels, v1::ListModelsRequest(), timeout));
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncListModels, v1::ListModelsRequest(), timeout));
   std::vector<ModelInfo> models;
   models.reserve(response.models_size());
   for (const v1::Model& model : response.models()) {
@@ -140,14 +140,15 @@ absl::Status Client::DeleteModel(std::string_view model, bool purge, absl::Durat
   auto request = MakeRequest<v1::DeleteModelRequest>(model);
   request.set_confirm_model(std::string(model));
   request.set_purge(purge);
-  return impl_->Unary(&Stub::PrepareAsyncDeleteModel, request, timeout).status();
+  return impl_->UnaryWithRetries(&Stub::PrepareAsyncDeleteModel, request, timeout).status();
 }
 
 absl::StatusOr<Client::RecoveredModel> Client::RecoverModel(std::string_view model,
                                                             absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(const v1::RecoverModelResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncRecoverModel,
-                                    MakeRequest<v1::RecoverModelRequest>(model), timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::RecoverModelResponse response,
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncRecoverModel,
+                              MakeRequest<v1::RecoverModelRequest>(model), timeout));
   return RecoveredModel{.base = {response.base().version(), response.base().incarnation()},
                         .step = response.step(),
                         .incarnation = response.incarnation(),
@@ -160,7 +161,7 @@ absl::StatusOr<Client::RebalancedModel> Client::RebalanceModel(
   auto request = MakeRequest<v1::RebalanceModelRequest>(model);
   request.mutable_without()->Assign(without.begin(), without.end());
   EMA_ASSIGN_OR_RETURN(const v1::RebalanceModelResponse response,
-                       impl_->Once(&Stub::PrepareAsyncRebalanceModel, request, timeout));
+                       impl_->UnaryOnce(&Stub::PrepareAsyncRebalanceModel, request, timeout));
   return RebalancedModel{.has_changed = response.has_changed(),
                          .incarnation = response.incarnation(),
                          .base = {response.base().version(), response.base().incarnation()},
@@ -175,8 +176,9 @@ absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::str
   std::vector<ListedVersion> versions;
   while (true) {
     request.set_after_version(after_version);
-    EMA_ASSIGN_OR_RETURN(const v1::ListVersionsResponse response,
-                         impl_->Unary(&Stub::PrepareAsyncListVersions, request, timeout));
+    EMA_ASSIGN_OR_RETURN(
+        const v1::ListVersionsResponse response,
+        impl_->UnaryWithRetries(&Stub::PrepareAsyncListVersions, request, timeout));
     if (response.versions().empty() ||
         response.versions().rbegin()->version().version() <= after_version) {
       return versions;
@@ -194,13 +196,13 @@ absl::StatusOr<Version> Client::GetStatistics(std::string_view model,
   auto request = MakeRequest<v1::GetStatisticsRequest>(model, options.id);
   for (const std::string& track : options.tracks) request.add_tracks(track);
   EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
-                       impl_->Unary(&Stub::PrepareAsyncGetStatistics, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncGetStatistics, request, timeout));
   return FromProto(record);
 }
 
-absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view model,
-                                                            const SynthesizeOptions& options,
-                                                            absl::Duration timeout) {
+absl::StatusOr<Synthesis> Client::Synthesize(std::string_view model,
+                                             const SynthesizeOptions& options,
+                                             absl::Duration timeout) {
   if (options.sigma_rel.has_value() && !options.half_life.empty()) {
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadSchedule,
@@ -215,8 +217,8 @@ absl::StatusOr<Client::SynthesizeResult> Client::Synthesize(std::string_view mod
   request.set_step(options.step);
   for (const std::string& track : options.tracks) request.add_tracks(track);
   EMA_ASSIGN_OR_RETURN(const v1::SynthesizeResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncSynthesize, request, timeout));
-  SynthesizeResult result{FromProto(response.version()), response.residual(), {}};
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncSynthesize, request, timeout));
+  Synthesis result{FromProto(response.version()), response.residual(), {}};
   for (const v1::SynthesizeResponse::Source& source : response.sources()) {
     result.sources.push_back({source.track(), source.step(), source.weight()});
   }

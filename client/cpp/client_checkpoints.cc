@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client_impl.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -28,15 +28,15 @@ constexpr int kFileTries = 4;
 
 }  // namespace
 
-std::string_view CheckpointStateName(Client::CheckpointInfo::State state) {
+std::string_view CheckpointStateName(CheckpointInfo::State state) {
   switch (state) {
-    case Client::CheckpointInfo::State::kSaving:
+    case CheckpointInfo::State::kSaving:
       return "saving";
-    case Client::CheckpointInfo::State::kComplete:
+    case CheckpointInfo::State::kComplete:
       return "complete";
-    case Client::CheckpointInfo::State::kFailed:
+    case CheckpointInfo::State::kFailed:
       return "failed";
-    case Client::CheckpointInfo::State::kCorrupt:
+    case CheckpointInfo::State::kCorrupt:
       return "corrupt";
   }
   return "unknown";
@@ -56,7 +56,8 @@ absl::Status Client::AttachFile(std::string_view model, std::string_view name,
     request.set_offset(static_cast<int64_t>(offset));
     request.set_data(part.data(), part.size());
     EMA_RETURN_IF_ERROR(
-        impl_->Unary(&Stub::PrepareAsyncAttachFile, request, deadline, &interrupt).status());
+        impl_->UnaryWithRetries(&Stub::PrepareAsyncAttachFile, request, deadline, &interrupt)
+            .status());
     offset += part.size();
   } while (offset < bytes.size());
   return absl::OkStatus();
@@ -72,8 +73,8 @@ absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std:
     std::string bytes;
     while (true) {
       request.set_offset(static_cast<int64_t>(bytes.size()));
-      const absl::StatusOr<v1::GetAttachedFileResponse> part =
-          impl_->Unary(&Stub::PrepareAsyncGetAttachedFile, request, deadline, &interrupt);
+      const absl::StatusOr<v1::GetAttachedFileResponse> part = impl_->UnaryWithRetries(
+          &Stub::PrepareAsyncGetAttachedFile, request, deadline, &interrupt);
       // A shorter one has taken its place.
       if (absl::IsOutOfRange(part.status())) break;
       EMA_RETURN_IF_ERROR(part.status());
@@ -88,12 +89,12 @@ absl::StatusOr<std::string> Client::GetAttachedFile(std::string_view model, std:
                                          std::string(model), "\" changed while it was being read"));
 }
 
-absl::Status Client::RemoveFile(std::string_view model, std::string_view name,
-                                absl::Duration timeout) {
+absl::Status Client::RemoveAttachedFile(std::string_view model, std::string_view name,
+                                        absl::Duration timeout) {
   auto request = MakeRequest<v1::AttachFileRequest>(model);
   request.set_name(std::string(name));
   request.set_remove(true);
-  return impl_->Unary(&Stub::PrepareAsyncAttachFile, request, timeout).status();
+  return impl_->UnaryWithRetries(&Stub::PrepareAsyncAttachFile, request, timeout).status();
 }
 
 absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_view model,
@@ -104,29 +105,31 @@ absl::StatusOr<Client::CheckpointResult> Client::CreateCheckpoint(std::string_vi
   for (const std::string& track : options.tracks) request.add_tracks(track);
   request.set_async(options.async);
   request.set_label(options.label);
-  EMA_ASSIGN_OR_RETURN(const v1::CreateCheckpointResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncCreateCheckpoint, request, timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::CreateCheckpointResponse response,
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncCreateCheckpoint, request, timeout));
   return CheckpointResult{
       FromProto(response.version()), response.checkpoint(), response.total_bytes(),
       response.state() == v1::Checkpoint::STATE_SAVING ? CheckpointInfo::State::kSaving
                                                        : CheckpointInfo::State::kComplete};
 }
 
-absl::StatusOr<Client::CheckpointInfo> Client::GetCheckpoint(std::string_view model,
-                                                             std::string_view checkpoint,
-                                                             absl::Duration timeout) {
+absl::StatusOr<CheckpointInfo> Client::GetCheckpoint(std::string_view model,
+                                                     std::string_view checkpoint,
+                                                     absl::Duration timeout) {
   auto request = MakeRequest<v1::GetCheckpointRequest>(model);
   request.set_checkpoint(std::string(checkpoint));
   EMA_ASSIGN_OR_RETURN(const v1::Checkpoint reply,
-                       impl_->Unary(&Stub::PrepareAsyncGetCheckpoint, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncGetCheckpoint, request, timeout));
   return FromProto(reply);
 }
 
-absl::StatusOr<Client::CheckpointList> Client::ListCheckpoints(std::string_view model,
-                                                               absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(const v1::ListCheckpointsResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncListCheckpoints,
-                                    MakeRequest<v1::ListCheckpointsRequest>(model), timeout));
+absl::StatusOr<CheckpointList> Client::ListCheckpoints(std::string_view model,
+                                                       absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(
+      const v1::ListCheckpointsResponse response,
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncListCheckpoints,
+                              MakeRequest<v1::ListCheckpointsRequest>(model), timeout));
   CheckpointList list;
   for (const v1::Checkpoint& checkpoint : response.checkpoints()) {
     EMA_ASSIGN_OR_RETURN(CheckpointInfo info, FromProto(checkpoint));
@@ -140,7 +143,7 @@ absl::Status Client::DeleteCheckpoint(std::string_view model, std::string_view c
                                       absl::Duration timeout) {
   auto request = MakeRequest<v1::DeleteCheckpointRequest>(model);
   request.set_checkpoint(std::string(checkpoint));
-  return impl_->Unary(&Stub::PrepareAsyncDeleteCheckpoint, request, timeout).status();
+  return impl_->UnaryWithRetries(&Stub::PrepareAsyncDeleteCheckpoint, request, timeout).status();
 }
 
 absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const VersionId& id,
@@ -148,7 +151,7 @@ absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, const 
   auto request = MakeRequest<v1::RestoreCheckpointRequest>(model, id);
   // Not retried: if the answer is lost, the call may have succeeded.
   EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
-                       impl_->Once(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
+                       impl_->UnaryOnce(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
   return FromProto(record);
 }
 
@@ -157,16 +160,16 @@ absl::StatusOr<Version> Client::RestoreCheckpoint(std::string_view model, std::s
   auto request = MakeRequest<v1::RestoreCheckpointRequest>(model);
   request.set_label(std::string(label));
   EMA_ASSIGN_OR_RETURN(const v1::VersionRecord record,
-                       impl_->Once(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
+                       impl_->UnaryOnce(&Stub::PrepareAsyncRestoreCheckpoint, request, timeout));
   return FromProto(record);
 }
 
-absl::StatusOr<Client::Label> Client::SetLabel(std::string_view model, std::string_view label,
-                                               const VersionId& id, absl::Duration timeout) {
+absl::StatusOr<CheckpointLabel> Client::SetLabel(std::string_view model, std::string_view label,
+                                                 const VersionId& id, absl::Duration timeout) {
   auto request = MakeRequest<v1::SetLabelRequest>(model, id);
   request.set_label(std::string(label));
   EMA_ASSIGN_OR_RETURN(const v1::Label reply,
-                       impl_->Unary(&Stub::PrepareAsyncSetLabel, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncSetLabel, request, timeout));
   return FromProto(reply);
 }
 
@@ -175,20 +178,20 @@ absl::Status Client::RemoveLabel(std::string_view model, std::string_view label,
   auto request = MakeRequest<v1::SetLabelRequest>(model);
   request.set_label(std::string(label));
   request.set_remove(true);
-  absl::Status status = impl_->Unary(&Stub::PrepareAsyncSetLabel, request, timeout).status();
+  absl::Status status =
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncSetLabel, request, timeout).status();
   // Perhaps a try before, whose answer was lost, has taken it away.
   return GetErrorReason(status) == ErrorReason::kLabelNotFound ? absl::OkStatus() : status;
 }
 
-absl::StatusOr<Client::MetricResult> Client::ReportMetric(std::string_view model,
-                                                          const Metric& metric,
-                                                          absl::Duration timeout) {
+absl::StatusOr<MetricResult> Client::ReportMetric(std::string_view model, const Metric& metric,
+                                                  absl::Duration timeout) {
   auto request = MakeRequest<v1::ReportMetricRequest>(model, metric.id);
   request.set_value(metric.value);
   request.set_lower_is_better(metric.lower_is_better);
   request.set_label(metric.label);
   EMA_ASSIGN_OR_RETURN(const v1::ReportMetricResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncReportMetric, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncReportMetric, request, timeout));
   return MetricResult{FromProto(response.label()), response.moved()};
 }
 

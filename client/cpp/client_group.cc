@@ -11,8 +11,9 @@ namespace ema {
 using client_internal::Stub;
 
 absl::StatusOr<GroupInfo> Client::GetGroup(absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(const v1::GetGroupResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncGetGroup, v1::GetGroupRequest(), timeout));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::GetGroupResponse response,
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncGetGroup, v1::GetGroupRequest(), timeout));
   return FromProto(response);
 }
 

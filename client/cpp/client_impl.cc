@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -89,7 +89,7 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
   std::shared_ptr<Connection> dead;  // Destroyed without the lock.
   {
     absl::MutexLock lock(&mu_);
-    while (dialing_) {
+    while (is_dialing_) {
       // Not under the lock: asking may run the user's code.
       mu_.Unlock();
       const bool is_fired = interrupt->fired();
@@ -99,20 +99,20 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
         return absl::DeadlineExceededError(
             absl::StrCat("server ", NameOf(addresses_), ": no answer in time"));
       }
-      const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !dialing_; };
+      const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !is_dialing_; };
       dialing_wait_.AwaitUntil(
           mu_, std::min(deadline, After(SteadyNow(), Interrupt::kPollInterval)), is_free);
     }
     if (connection_ != nullptr && connection_->alive()) return connection_;
     dead = std::exchange(connection_, nullptr);
-    dialing_ = true;
+    is_dialing_ = true;
   }
   // Another server of the group can answer at once, and over TLS a connection that was never
   // established looks like this, too.
   if (dead != nullptr) next_dialer_ = (next_dialer_ + 1) % dialers_.size();
   absl::StatusOr<std::shared_ptr<Connection>> opened = Dial(deadline, interrupt);
   absl::MutexLock lock(&mu_);
-  dialing_ = false;
+  is_dialing_ = false;
   dialing_wait_.WakeAll();
   if (opened.ok()) {
     connection_ = *opened;

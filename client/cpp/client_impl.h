@@ -137,8 +137,9 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
       client_internal::Stub::*)(grpc::ClientContext*, const Request&, grpc::CompletionQueue*);
   // A unary call, with retries.
   template <typename Request, typename Response>
-  absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,
-                                 SteadyTime deadline, Interrupt* interrupt) {
+  absl::StatusOr<Response> UnaryWithRetries(UnaryMethod<Request, Response> prepare,
+                                            const Request& request, SteadyTime deadline,
+                                            Interrupt* interrupt) {
     Response response;
     EMA_RETURN_IF_ERROR(Retry(deadline, interrupt, [&](Call& call) -> absl::Status {
       EMA_ASSIGN_OR_RETURN(response, UnaryOn(call, prepare, request));
@@ -148,8 +149,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
   // A unary call without retries.
   template <typename Request, typename Response>
-  absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
-                                SteadyTime deadline, Interrupt* interrupt) {
+  absl::StatusOr<Response> UnaryOnce(UnaryMethod<Request, Response> prepare, const Request& request,
+                                     SteadyTime deadline, Interrupt* interrupt) {
     Response response;
     EMA_RETURN_IF_ERROR(TryAtHome(deadline, interrupt, [&](Call& call) -> absl::Status {
       EMA_ASSIGN_OR_RETURN(response, UnaryOn(call, prepare, request));
@@ -159,16 +160,16 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
   // The same two for a call by the user, on the user's thread.
   template <typename Request, typename Response>
-  absl::StatusOr<Response> Unary(UnaryMethod<Request, Response> prepare, const Request& request,
-                                 absl::Duration timeout) {
+  absl::StatusOr<Response> UnaryWithRetries(UnaryMethod<Request, Response> prepare,
+                                            const Request& request, absl::Duration timeout) {
     Interrupt interrupt(&options_.is_interrupted);
-    return Unary(prepare, request, Deadline(timeout), &interrupt);
+    return UnaryWithRetries(prepare, request, Deadline(timeout), &interrupt);
   }
   template <typename Request, typename Response>
-  absl::StatusOr<Response> Once(UnaryMethod<Request, Response> prepare, const Request& request,
-                                absl::Duration timeout) {
+  absl::StatusOr<Response> UnaryOnce(UnaryMethod<Request, Response> prepare, const Request& request,
+                                     absl::Duration timeout) {
     Interrupt interrupt(&options_.is_interrupted);
-    return Once(prepare, request, Deadline(timeout), &interrupt);
+    return UnaryOnce(prepare, request, Deadline(timeout), &interrupt);
   }
   // Makes a unary call on an existing Call.
   template <typename Request, typename Response>
@@ -205,9 +206,9 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   const std::vector<client_internal::Address> addresses_;
 
   absl::Mutex mu_;           // Not held while dialing.
-  SteadyWait dialing_wait_;  // Woken when `dialing_` changes.
-  bool dialing_ ABSL_GUARDED_BY(mu_) = false;
-  // These two belong to the thread that has set `dialing_`. One dialer for each address.
+  SteadyWait dialing_wait_;  // Woken when `is_dialing_` changes.
+  bool is_dialing_ ABSL_GUARDED_BY(mu_) = false;
+  // These two belong to the thread that has set `is_dialing_`. One dialer for each address.
   std::vector<client_internal::Dialer> dialers_;
   size_t next_dialer_ = 0;
   size_t connected_address_ ABSL_GUARDED_BY(mu_) = 0;

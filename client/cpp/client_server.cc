@@ -10,9 +10,9 @@ namespace ema {
 using client_internal::Stub;
 
 absl::StatusOr<Client::ServerInfo> Client::GetServerInfo(absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(
-      const v1::GetServerInfoResponse response,
-      impl_->Unary(&Stub::PrepareAsyncGetServerInfo, v1::GetServerInfoRequest(), timeout));
+  EMA_ASSIGN_OR_RETURN(const v1::GetServerInfoResponse response,
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncGetServerInfo,
+                                               v1::GetServerInfoRequest(), timeout));
   ServerInfo info{.version = response.version(),
                   .device = response.device(),
                   .incarnation = response.incarnation(),
@@ -34,14 +34,14 @@ absl::StatusOr<Client::LogLevels> Client::SetLogLevel(std::string_view level,
   v1::SetLogLevelRequest request;
   request.set_level(std::string(level));
   EMA_ASSIGN_OR_RETURN(const v1::SetLogLevelResponse response,
-                       impl_->Unary(&Stub::PrepareAsyncSetLogLevel, request, timeout));
+                       impl_->UnaryWithRetries(&Stub::PrepareAsyncSetLogLevel, request, timeout));
   return LogLevels{response.old_level(), response.level()};
 }
 
 absl::StatusOr<Client::DrainResult> Client::Drain(absl::Duration timeout) {
   // Once: a server that was started again must not be drained, too.
   EMA_ASSIGN_OR_RETURN(const v1::DrainResponse response,
-                       impl_->Once(&Stub::PrepareAsyncDrain, v1::DrainRequest(), timeout));
+                       impl_->UnaryOnce(&Stub::PrepareAsyncDrain, v1::DrainRequest(), timeout));
   return DrainResult{absl::Seconds(response.delay_seconds()),
                      absl::Seconds(response.grace_seconds()), response.began()};
 }

@@ -23,7 +23,7 @@ def save(folder, step, model, optimizer, ema):
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
     # Says which average belongs to these weights; waits until the server has that on its disk. None, if
-    # the server is away.
+    # the server is unavailable.
     ema_state = ema.state_dict()
     if dist.get_rank() == 0:
         torch.save(ema_state, path / "ema.pt")

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Descriptions of checkpoints and labels, results of calls about them, and the position from which
-// a trainer resumes.
+// Descriptions of checkpoints and labels, and results of calls about them.
 #ifndef EMA_CHECKPOINT_INFO_H_
 #define EMA_CHECKPOINT_INFO_H_
 
@@ -11,8 +10,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "ema/model_info.h"
-#include "ema/time.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 
 namespace ema {
@@ -64,17 +62,6 @@ struct Synthesis {
   Version version;
   double residual = 0;
   std::vector<Source> sources;
-};
-
-// The position of a trainer that resumes from its own checkpoint.
-struct ResumePoint {
-  int64_t step = 0;
-  // The version that belongs to the checkpoint, of that step or an earlier one. Absent: the version
-  // that an uninterrupted run would have after `step`.
-  std::optional<VersionId> version;
-  // Training time at `step`. Lets the server check whether an update was due after the version's
-  // step.
-  std::optional<TrainingTime> time;
 };
 
 }  // namespace ema

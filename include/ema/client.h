@@ -23,6 +23,7 @@
 #include "ema/group_info.h"
 #include "ema/manifest.h"
 #include "ema/model_info.h"
+#include "ema/resume_point.h"
 #include "ema/run.h"
 #include "ema/schedule.h"
 #include "ema/selection.h"
@@ -245,8 +246,8 @@ class Client {
   absl::StatusOr<std::string> GetAttachedFile(std::string_view model, std::string_view name,
                                               absl::Duration timeout = absl::ZeroDuration());
   // Removes an attached file; a file that does not exist is OK.
-  absl::Status RemoveFile(std::string_view model, std::string_view name,
-                          absl::Duration timeout = absl::ZeroDuration());
+  absl::Status RemoveAttachedFile(std::string_view model, std::string_view name,
+                                  absl::Duration timeout = absl::ZeroDuration());
 
   struct ListedVersion {
     Version version;
@@ -279,12 +280,6 @@ class Client {
   // --- Versions on the server's disk. All these calls fail with FAILED_PRECONDITION, NO_DATA_DIR,
   // if the server has no data directory, and with NOT_FOUND, MODEL_NOT_FOUND. Calls that may write
   // or read the bytes of a model have their own default timeout. ---
-
-  using CheckpointInfo = ema::CheckpointInfo;
-  using Label = CheckpointLabel;
-  using CheckpointList = ema::CheckpointList;
-  using MetricResult = ema::MetricResult;
-  using SynthesizeResult = Synthesis;
 
   struct CheckpointOptions {
     int64_t version = 0;              // 0: the newest.
@@ -340,9 +335,9 @@ class Client {
   // Puts a label on a version (all zero: the newest), removes it from any other version, and saves
   // the version if it is not on the disk. Retention keeps labelled checkpoints. Errors as
   // CreateCheckpoint().
-  absl::StatusOr<Label> SetLabel(std::string_view model, std::string_view label,
-                                 const VersionId& id = {},
-                                 absl::Duration timeout = absl::Minutes(10));
+  absl::StatusOr<CheckpointLabel> SetLabel(std::string_view model, std::string_view label,
+                                           const VersionId& id = {},
+                                           absl::Duration timeout = absl::Minutes(10));
   // Removes a label; one that does not exist is OK.
   absl::Status RemoveLabel(std::string_view model, std::string_view label,
                            absl::Duration timeout = absl::ZeroDuration());
@@ -371,11 +366,9 @@ class Client {
   };
   // Builds an average of another length, at any past step, from stored versions of tracks with a
   // snapshot_interval. ema_service.proto describes its accuracy, its lifetime and the errors.
-  absl::StatusOr<SynthesizeResult> Synthesize(std::string_view model,
-                                              const SynthesizeOptions& options,
-                                              absl::Duration timeout = absl::Minutes(10));
+  absl::StatusOr<Synthesis> Synthesize(std::string_view model, const SynthesizeOptions& options,
+                                       absl::Duration timeout = absl::Minutes(10));
 
-  using ResumePoint = ema::ResumePoint;
   struct RunOptions {
     // New for each start of the trainer, the same on all ranks. Empty: a random one, which is right
     // only for a single rank.
@@ -501,7 +494,7 @@ class VersionWatch {
 };
 
 // "saving", "complete", "failed", "corrupt".
-std::string_view CheckpointStateName(Client::CheckpointInfo::State state);
+std::string_view CheckpointStateName(CheckpointInfo::State state);
 
 }  // namespace ema
 

@@ -69,10 +69,10 @@ namespace ema {
   X(kDraining, 70, "DRAINING")                             \
   X(kRangeBusy, 71, "RANGE_BUSY")                          \
   X(kStoreReadOnly, 72, "STORE_READ_ONLY")                 \
-  X(kSessionBusy, 73, "SESSION_BUSY")                      \
+  X(kModelBusy, 73, "MODEL_BUSY")                          \
   X(kDiskFailed, 74, "DISK_FAILED")                        \
   X(kGroupDegraded, 75, "GROUP_DEGRADED")                  \
-  X(kRegistryAway, 76, "REGISTRY_AWAY")                    \
+  X(kRegistryUnavailable, 76, "REGISTRY_UNAVAILABLE")      \
   X(kChunkCorrupt, 80, "CHUNK_CORRUPT")                    \
   X(kDigestMismatch, 81, "DIGEST_MISMATCH")                \
   X(kCheckpointCorrupt, 82, "CHECKPOINT_CORRUPT")          \

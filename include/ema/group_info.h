@@ -54,7 +54,7 @@ struct GroupInfo {
     int64_t checkpoint_step = 0;
     std::optional<Progress> progress;  // Nullopt: the home did not answer.
     absl::Duration degraded;           // Zero: steps can be committed.
-    int64_t reform_count = 0;
+    int64_t checkpoint_return_count = 0;
     absl::Duration commit_wait;  // At the server that describes the group.
     std::string problem;         // Empty: nothing is wrong with the model.
   };

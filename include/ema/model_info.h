@@ -1,67 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A server's description of a model: its tracks, its versions, and the plan of due pushes.
+// A server's description of a model, and the plan of due pushes.
 #ifndef EMA_MODEL_INFO_H_
 #define EMA_MODEL_INFO_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "absl/time/time.h"
 #include "ema/manifest.h"
-#include "ema/time.h"
 #include "ema/track.h"
-#include "ema/version_id.h"
+#include "ema/version.h"
 
 namespace ema {
-
-// What one track did at one version; ema.v1.TrackRecord says what each field means.
-struct TrackVersion {
-  std::string track;
-  bool updated = false;
-  double update_weight = 0;
-  double elapsed = 0;
-  int64_t update_count = 0;
-  int64_t averaged_count = 0;
-  double window_steps = 0;
-  std::string config;
-  double stall_gap = 0;
-  std::vector<TrackVersion> rules;  // For each tensor rule with a schedule, in their order.
-};
-
-// Norm and distance of one track at one version; ema.v1.TrackStatistics says what each field means.
-struct TrackStatistics {
-  std::string track;
-  double norm = 0;
-  std::optional<double> distance;
-};
-
-// The record of one commit; ema.v1.VersionRecord says what each field means.
-struct Version {
-  static constexpr size_t kMaxNamedTensors = 16;
-
-  int64_t incarnation = 0;
-  int64_t number = 0;
-  int64_t step = 0;
-  TrainingTime time;
-  int64_t run_epoch = 0;
-  std::vector<TrackVersion> tracks;
-  absl::Time commit_time;
-  // The number, and the first kMaxNamedTensors names, of tensors that kept their values because the
-  // pushed values were not finite.
-  int64_t skipped_tensor_count = 0;
-  std::vector<std::string> skipped_tensors;
-  WireDtype wire_dtype = WireDtype::kAsPushed;  // Of the step's weights.
-  std::optional<VersionId> restored_from;       // Set if a rollback to it made this version.
-  // Statistics of some tracks, in any order. From ListVersions(), Watch() and ModelInfo::latest:
-  // those computed so far.
-  std::vector<TrackStatistics> statistics;
-
-  VersionId id() const { return {number, incarnation}; }
-};
 
 struct ModelInfo {
   std::string name;

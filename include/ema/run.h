@@ -138,7 +138,7 @@ class Run {
   // freed only in stream order, after the streams given to WaitReleased(). Frozen shards are not
   // read, and may be empty, if plan().may_omit_frozen and not `options.frozen_changed`. `timeout`
   // bounds the whole push, including the wait for other ranks. INVALID_ARGUMENT: a span does not
-  // have the size of its shard, or strides do not fit it. FAILED_PRECONDITION, SESSION_BUSY: a push
+  // have the size of its shard, or strides do not fit it. FAILED_PRECONDITION, MODEL_BUSY: a push
   // of this rank is still running. INTERNAL, DEVICE: a GPU has failed, copies of an earlier push
   // have not ended, or there is no GPU. UNAVAILABLE: the system has no thread for the push.
   absl::StatusOr<std::unique_ptr<PendingPush>> StartPush(
@@ -229,8 +229,6 @@ class PendingPush {
     std::optional<ServerTime> server_time = std::nullopt;
   };
   Stats stats() const;
-
-  class Impl;  // A push to one server.
 
  private:
   friend class Run;

@@ -78,7 +78,7 @@ void AppendNumbers(std::vector<std::byte>& bytes, absl::Span<const int64_t> valu
 }
 
 // Full trailing dimensions and the first partial one before them lie in one piece.
-int64_t StretchElements(const Shard& shard, absl::Span<const int64_t> shape) {
+int64_t RangeElements(const Shard& shard, absl::Span<const int64_t> shape) {
   int64_t elements = 1;
   for (size_t d = shape.size(); d-- > 0;) {
     elements *= shard.extents[d];
@@ -98,12 +98,12 @@ std::array<int64_t, kMaxDimensions> Strides(absl::Span<const int64_t> shape) {
 }
 
 // Where the runs of a shard begin in its tensor, in order.
-class StretchCursor {
+class RangeCursor {
  public:
-  StretchCursor(const Shard& shard, absl::Span<const int64_t> shape, int64_t stretch_elements,
-                int64_t run_index)
+  RangeCursor(const Shard& shard, absl::Span<const int64_t> shape, int64_t range_elements,
+              int64_t run_index)
       : shard_(shard), strides_(Strides(shape)), outer_(shape.size()) {
-    for (int64_t inside = 1; inside != stretch_elements;) inside *= shard.extents[--outer_];
+    for (int64_t inside = 1; inside != range_elements;) inside *= shard.extents[--outer_];
     for (size_t d = 0; d < shape.size(); ++d) tensor_element_ += shard.offsets[d] * strides_[d];
     for (size_t d = outer_; d-- > 0; run_index /= shard.extents[d]) {
       position_[d] = run_index % shard.extents[d];
@@ -242,7 +242,7 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     const std::array<int64_t, kMaxDimensions> strides = Strides(spec.shape);
     const bool is_empty = shard.element_count() == 0;  // It may be anywhere.
     layout.geometry_.push_back(
-        {.stretch_elements = StretchElements(shard, spec.shape),
+        {.range_elements = RangeElements(shard, spec.shape),
          .first_element = is_empty ? 0
                                    : std::inner_product(shard.offsets.begin(), shard.offsets.end(),
                                                         strides.begin(), int64_t{0}),
@@ -256,7 +256,7 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
     AppendNumbers(digest_bytes, shard.extents);
     crc = Crc32c(crc, digest_bytes);
   }
-  layout.JoinStretches(manifest, shards);
+  layout.JoinRanges(manifest, shards);
   digest_bytes.clear();
   if (frozen_shard_count > 0) AppendNumbers(digest_bytes, {frozen_shard_count});
   if (wire_dtype == WireDtype::kBFloat16) AppendNumbers(digest_bytes, {-1});
@@ -268,7 +268,7 @@ absl::StatusOr<RankLayout> RankLayout::Create(const Manifest& manifest, std::vec
   return layout;
 }
 
-void RankLayout::JoinStretches(const Manifest& manifest, absl::Span<const Shard> shards) {
+void RankLayout::JoinRanges(const Manifest& manifest, absl::Span<const Shard> shards) {
   const auto is_whole = [&](const Shard& shard) {
     return shard.extents == manifest.tensor(shard.tensor_index).shape;
   };
@@ -330,28 +330,28 @@ void RankLayout::Walk(int64_t offset, int64_t length_bytes, bool joined,
     const int64_t shards_end = std::min(end, starts_[next]);
     const Shard& shard = shards_[i];
     const int64_t element = (offset - starts_[i]) / geometry.element_size;
-    ContiguousRange stretch = {.shard_index = i,
-                               .tensor_index = shard.tensor_index,
-                               .byte_offset = offset,
-                               .dtype = geometry.dtype};
-    if (starts_[i + 1] - starts_[i] == geometry.stretch_elements * geometry.element_size) {
-      // Most are one stretch. What else there is to know of a shard is in pieces of the heap.
-      stretch.tensor_element = geometry.first_element + element;
-      stretch.element_count = (shards_end - offset) / geometry.element_size;
-      if (!visit(stretch)) return;
+    ContiguousRange range = {.shard_index = i,
+                             .tensor_index = shard.tensor_index,
+                             .byte_offset = offset,
+                             .dtype = geometry.dtype};
+    if (starts_[i + 1] - starts_[i] == geometry.range_elements * geometry.element_size) {
+      // Most shards are one range. The other data of a shard are in separate pieces of the heap.
+      range.tensor_element = geometry.first_element + element;
+      range.element_count = (shards_end - offset) / geometry.element_size;
+      if (!visit(range)) return;
       offset = shards_end;
       continue;
     }
-    int64_t skipped = element % geometry.stretch_elements;
-    StretchCursor cursor(shard, shapes_[geometry.shape], geometry.stretch_elements,
-                         element / geometry.stretch_elements);
+    int64_t skipped = element % geometry.range_elements;
+    RangeCursor cursor(shard, shapes_[geometry.shape], geometry.range_elements,
+                       element / geometry.range_elements);
     for (; offset < shards_end; cursor.Next()) {
-      stretch.byte_offset = offset;
-      stretch.tensor_element = cursor.tensor_element() + skipped;
-      stretch.element_count = std::min(geometry.stretch_elements - skipped,
-                                       (shards_end - offset) / geometry.element_size);
-      if (!visit(stretch)) return;
-      offset += stretch.element_count * geometry.element_size;
+      range.byte_offset = offset;
+      range.tensor_element = cursor.tensor_element() + skipped;
+      range.element_count = std::min(geometry.range_elements - skipped,
+                                     (shards_end - offset) / geometry.element_size);
+      if (!visit(range)) return;
+      offset += range.element_count * geometry.element_size;
       skipped = 0;
     }
   }

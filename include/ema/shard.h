@@ -91,16 +91,16 @@ class RankLayout {
                           const std::function<bool(const ContiguousRange&)>& visit) const;
 
  private:
-  void JoinStretches(const Manifest& manifest, absl::Span<const Shard> shards);
+  void JoinRanges(const Manifest& manifest, absl::Span<const Shard> shards);
   void Walk(int64_t offset, int64_t length_bytes, bool joined,
             const std::function<bool(const ContiguousRange&)>& visit) const;
 
   // Precomputed properties of a shard, for Walk().
   struct Geometry {
-    int64_t stretch_elements = 0;  // Elements that are contiguous in both shard and tensor.
-    int64_t first_element = 0;     // First element of the shard in the tensor.
-    int32_t shape = 0;             // Index of the tensor's shape in shapes_.
-    int32_t joined_end = 0;        // One past the last shard of its joined range.
+    int64_t range_elements = 0;  // Elements that are contiguous in both shard and tensor.
+    int64_t first_element = 0;   // First element of the shard in the tensor.
+    int32_t shape = 0;           // Index of the tensor's shape in shapes_.
+    int32_t joined_end = 0;      // One past the last shard of its joined range.
     Dtype dtype = Dtype::kFloat32;
     int8_t element_size = 0;
   };

@@ -81,7 +81,7 @@ class StepPusher {
     // Alternative to start_step, the same on all ranks: rolls the model back to the trainer's
     // position. For this, a trainer's checkpoint saves step(), and the number and incarnation of
     // the version that WaitPushed() returned, which Client::CreateCheckpoint() makes durable.
-    std::optional<Client::ResumePoint> resume;
+    std::optional<ResumePoint> resume;
     // Absent: kContinue with `resume`, else kError. The same on all ranks. kNew only with one rank:
     // with several, delete the model before they start. kError and kNew also create a model again
     // that has no version yet and differs.
@@ -166,14 +166,14 @@ class StepPusher {
     int64_t pushes = 0;  // Steps that became a version.
     // Pushed versions that the server has lost: it restarted without the model, or from an older
     // checkpoint. The averages continue from the restored version.
-    int64_t gone = 0;
+    int64_t lost_versions = 0;
     // Due steps that did not become a version. If only the reply of a step was lost, the step is
     // subtracted again when the run has been rejoined.
     int64_t skipped = 0;
-    int64_t sent_bytes = 0;   // Sent by this rank.
-    absl::Duration waited;    // Total time that the training has waited.
-    bool is_away = false;     // No run is open now: the client tries to rejoin.
-    absl::Status last_error;  // Of the last failed push or try to rejoin. OK: none has failed.
+    int64_t sent_bytes = 0;        // Sent by this rank.
+    absl::Duration waited;         // Total time that the training has waited.
+    bool is_disconnected = false;  // No run is open now: the client tries to rejoin.
+    absl::Status last_error;       // Of the last failed push or try to rejoin. OK: none has failed.
   };
   Stats stats();
   int64_t step() const;  // Number of steps so far.

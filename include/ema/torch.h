@@ -199,7 +199,7 @@ class Attachment {
   static constexpr int64_t kCopyBytes = int64_t{64} << 20;
 
   // The weights that one step reads.
-  struct Reading {
+  struct StepTensors {
     NamedTensors own;
     // The parameters that the optimizer holds; absent: no optimizer was passed.
     std::optional<std::unordered_set<const void*>> held;
@@ -236,37 +236,37 @@ class Attachment {
   // change the other ones at any time. Null: all code changes parameters only after WaitReleased().
   void PushIfDue(const torch::optim::Optimizer* optimizer) {
     // Shared by the copies of both functions, some of which the pusher may keep.
-    const auto reading = std::make_shared<std::optional<Reading>>();
+    const auto step = std::make_shared<std::optional<StepTensors>>();
     const auto read =
-        [this, reading](const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
+        [this, step](const StepPusher::Piece& piece) -> absl::StatusOr<StepPusher::Weights> {
       try {
         const c10::NoGradGuard no_grad;
-        return Elements(piece, **reading);
+        return Elements(piece, **step);
       } catch (const c10::Error& error) {
         return absl::InternalError(error.what_without_backtrace());
       }
     };
-    const auto frozen_changed = [this, reading, optimizer]() -> absl::StatusOr<bool> {
+    const auto frozen_changed = [this, step, optimizer]() -> absl::StatusOr<bool> {
       try {
         const c10::NoGradGuard no_grad;
-        EMA_ASSIGN_OR_RETURN(*reading, Begin(optimizer));
+        EMA_ASSIGN_OR_RETURN(*step, Begin(optimizer));
         std::vector<at::Tensor> frozen;
-        for (const int64_t i : frozen_) frozen.push_back((*reading)->own.tensors[i]);
+        for (const int64_t i : frozen_) frozen.push_back((*step)->own.tensors[i]);
         return frozen_writes_.HaveChanged(frozen);
       } catch (const c10::Error& error) {
         return absl::InternalError(error.what_without_backtrace());
       }
     };
     pusher_->AfterStep(read, frozen_changed);
-    if (reading->has_value() && (*reading)->must_wait) WaitReleased();
+    if (step->has_value() && (*step)->must_wait) WaitReleased();
   }
 
-  absl::StatusOr<Reading> Begin(const torch::optim::Optimizer* optimizer) {
-    Reading reading;
-    EMA_ASSIGN_OR_RETURN(reading.own, NamedTensors::Of(module_));
-    EMA_RETURN_IF_ERROR(CheckSame(reading.own));
-    if (optimizer != nullptr) reading.held = HeldBy(*optimizer);
-    return reading;
+  absl::StatusOr<StepTensors> Begin(const torch::optim::Optimizer* optimizer) {
+    StepTensors step;
+    EMA_ASSIGN_OR_RETURN(step.own, NamedTensors::Of(module_));
+    EMA_RETURN_IF_ERROR(CheckSame(step.own));
+    if (optimizer != nullptr) step.held = HeldBy(*optimizer);
+    return step;
   }
 
   static std::unordered_set<const void*> HeldBy(const torch::optim::Optimizer& optimizer) {
@@ -287,27 +287,27 @@ class Attachment {
   }
 
   // Whether the tensor, which takes `bytes`, is copied because it may change before the next step.
-  bool IsCopied(int64_t tensor_index, int64_t bytes, Reading& reading) const {
-    const bool is_buffer = reading.own.specs[tensor_index].is_buffer;
-    const void* const tensor = reading.own.tensors[tensor_index].unsafeGetTensorImpl();
-    if (!is_buffer && (!reading.held.has_value() || reading.held->count(tensor) > 0)) return false;
-    if (frozen_.count(tensor_index) > 0 || bytes > kCopyBytes - reading.copied_bytes) {
-      reading.must_wait = true;
+  bool IsCopied(int64_t tensor_index, int64_t bytes, StepTensors& step) const {
+    const bool is_buffer = step.own.specs[tensor_index].is_buffer;
+    const void* const tensor = step.own.tensors[tensor_index].unsafeGetTensorImpl();
+    if (!is_buffer && (!step.held.has_value() || step.held->count(tensor) > 0)) return false;
+    if (frozen_.count(tensor_index) > 0 || bytes > kCopyBytes - step.copied_bytes) {
+      step.must_wait = true;
       return false;
     }
-    reading.copied_bytes += bytes;
+    step.copied_bytes += bytes;
     return true;
   }
 
   // Throws c10::Error.
-  StepPusher::Weights Elements(const StepPusher::Piece& piece, Reading& reading) {
-    const at::Tensor& tensor = reading.own.tensors[piece.tensor_index];
+  StepPusher::Weights Elements(const StepPusher::Piece& piece, StepTensors& step) {
+    const at::Tensor& tensor = step.own.tensors[piece.tensor_index];
     at::Tensor source = tensor.detach().contiguous();
     const auto size = static_cast<int64_t>(source.itemsize());
     int64_t first = piece.first;
     const bool is_readable = torch_internal::IsReadable(source);
     if (!is_readable ||
-        (source.is_alias_of(tensor) && IsCopied(piece.tensor_index, piece.count * size, reading))) {
+        (source.is_alias_of(tensor) && IsCopied(piece.tensor_index, piece.count * size, step))) {
       source = source.flatten().narrow(0, first, piece.count);
       source = is_readable ? source.clone() : source.cpu();
       first = 0;

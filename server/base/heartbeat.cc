@@ -26,11 +26,11 @@ void Heartbeat::Beat() {
   if (current_count != nullptr) current_count->fetch_add(2, std::memory_order_relaxed);
 }
 
-Heartbeat* Heartbeats::Add(std::string name, Need need) {
+Heartbeat* Heartbeats::Add(std::string name, NeededFor needed_for) {
   absl::MutexLock lock(&mu_);
   Worker& worker = workers_.emplace_back();
   worker.name = std::move(name);
-  worker.need = need;
+  worker.needed_for = needed_for;
   return &worker.heartbeat;
 }
 
@@ -49,11 +49,11 @@ std::vector<Heartbeats::Age> Heartbeats::Ages(Clock::time_point now) const {
   absl::MutexLock lock(&mu_);
   std::vector<Age> ages;
   if (last_poll_ == Clock::time_point()) return ages;
-  ages.push_back({"watchdog", Need::kServing, now - last_poll_});
+  ages.push_back({"watchdog", NeededFor::kServing, now - last_poll_});
   for (const Worker& worker : workers_) {
     const int64_t count = worker.heartbeat.count_.load(std::memory_order_relaxed);
     const bool is_silent = count == worker.last_count && count % 2 != 0;
-    ages.push_back({worker.name, worker.need,
+    ages.push_back({worker.name, worker.needed_for,
                     is_silent ? now - worker.last_progress : Clock::duration::zero()});
   }
   return ages;

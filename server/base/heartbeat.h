@@ -51,18 +51,18 @@ class Heartbeat {
 class Heartbeats {
  public:
   using Clock = std::chrono::steady_clock;
-  // What needs the worker, and fails if it is stuck.
-  enum class Need { kServing, kCheckpoints, kNeither };
+  // What a worker is needed for: this fails if the worker is stuck.
+  enum class NeededFor { kServing, kCheckpoints, kNeither };
 
   // The result is valid as long as this object.
-  Heartbeat* Add(std::string name, Need need) ABSL_LOCKS_EXCLUDED(mu_);
+  Heartbeat* Add(std::string name, NeededFor needed_for) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Records which workers have made progress since the last call.
   void Poll(Clock::time_point now) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Age {
     std::string name;
-    Need need = Need::kNeither;
+    NeededFor needed_for = NeededFor::kNeither;
     // Time without progress in the current piece of work, as Poll() has seen it.
     Clock::duration silent_time = Clock::duration::zero();
   };
@@ -72,7 +72,7 @@ class Heartbeats {
  private:
   struct Worker {
     std::string name;
-    Need need = Need::kNeither;
+    NeededFor needed_for = NeededFor::kNeither;
     Heartbeat heartbeat;
     int64_t last_count = 0;
     Clock::time_point last_progress;

@@ -393,20 +393,20 @@ absl::Status CheckpointFolder::SetAsideCorruptLocked(const std::string& name,
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> CheckpointFolder::Quarantine(std::string_view name,
-                                                  const absl::Status& problem, bool waits) {
+absl::StatusOr<bool> CheckpointFolder::SetAside(std::string_view name, const absl::Status& problem,
+                                                bool waits) {
   if (waits) {
     mu_.Lock();
   } else if (!mu_.TryLock()) {
     return false;
   }
-  absl::StatusOr<bool> was_latest = QuarantineLocked(std::string(name), problem);
+  absl::StatusOr<bool> was_latest = SetAsideLocked(std::string(name), problem);
   mu_.Unlock();
   return was_latest;
 }
 
-absl::StatusOr<bool> CheckpointFolder::QuarantineLocked(const std::string& name,
-                                                        const absl::Status& problem) {
+absl::StatusOr<bool> CheckpointFolder::SetAsideLocked(const std::string& name,
+                                                      const absl::Status& problem) {
   EMA_RETURN_IF_ERROR(data_.CheckPlace());
   EMA_RETURN_IF_ERROR(IndexLocked());
   const std::optional<CheckpointEntry> entry = index_.Find(name);

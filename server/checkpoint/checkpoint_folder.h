@@ -142,7 +142,7 @@ class CheckpointFolder {
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
   // so a restart would load an older one. Unless `waits`, it does nothing while another change,
   // such as a Save(), is running; the next reader then finds the same problem.
-  absl::StatusOr<bool> Quarantine(std::string_view name, const absl::Status& problem, bool waits)
+  absl::StatusOr<bool> SetAside(std::string_view name, const absl::Status& problem, bool waits)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Records how reading a checkpoint ended: OK or UNAVAILABLE. After an error the next Save() of
   // its version writes it again and then sets this one aside. True: it is the newest, so that save
@@ -153,7 +153,7 @@ class CheckpointFolder {
   // --- Readers ---
 
   // Checkpoints that neither Save() nor Delete() removes while this lives; DeleteAll() and
-  // Quarantine() still rename them. Thread-safe; the folder outlives it.
+  // SetAside() still rename them. Thread-safe; the folder outlives it.
   class Held {
    public:
     ~Held() { folder_.index_.Release(names_); }
@@ -258,7 +258,7 @@ class CheckpointFolder {
       ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND: the folder `name` is gone, and so is its entry now.
   absl::Status CheckIsThereLocked(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::StatusOr<bool> QuarantineLocked(const std::string& name, const absl::Status& problem)
+  absl::StatusOr<bool> SetAsideLocked(const std::string& name, const absl::Status& problem)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status SetAsideCorruptLocked(const std::string& name, const absl::Status& problem,
                                      std::string_view old_prefix = "")

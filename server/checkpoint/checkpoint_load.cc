@@ -80,7 +80,7 @@ absl::Status LoadNewest(const FolderFiles& files, CheckpointFolder& folder, Mode
     }
     if (!absl::IsDataLoss(status)) return LocateError(status, model, name);
     EMA_RETURN_IF_ERROR(folder.SetAsideCorrupt(name, status));
-    report.quarantined.push_back({model, name, status});
+    report.corrupt.push_back({model, name, status});
   }
   return absl::OkStatus();
 }

@@ -31,12 +31,12 @@ struct LoadReport {
   std::vector<Loaded> loaded;  // By model.
   // Corrupt checkpoints that were set aside. A model that is listed here but not in `loaded` had no
   // good one left.
-  struct Quarantined {
+  struct CorruptCheckpoint {
     std::string model;
     std::string checkpoint;
     absl::Status problem;
   };
-  std::vector<Quarantined> quarantined;
+  std::vector<CorruptCheckpoint> corrupt;
   // Models, and the new names of checkpoints that a crash has left newer than LATEST.
   std::vector<std::pair<std::string, std::string>> abandoned;
   // Checkpoints that LATEST names and that are neither there nor set aside, so they were removed

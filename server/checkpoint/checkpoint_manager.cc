@@ -48,7 +48,7 @@ CheckpointScheduler::Options CheckpointManager::SchedulerOptions() {
 
 Heartbeat* CheckpointManager::AddHeartbeat(const char* name) const {
   if (options_.heartbeats == nullptr) return nullptr;
-  return options_.heartbeats->Add(name, Heartbeats::Need::kCheckpoints);
+  return options_.heartbeats->Add(name, Heartbeats::NeededFor::kCheckpoints);
 }
 
 void CheckpointManager::Stop() {

@@ -12,7 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "server/checkpoint/partitioned_saves.h"
 #include "server/core/model.h"
 #include "server/format/checkpoint_name.h"
@@ -44,7 +44,7 @@ class CheckpointRecords {
   absl::Status Record(Model& home, const Version& record, int64_t total_bytes, bool keep,
                       bool was_recorded, StartRemoving remove);
   // Starts to remove the checkpoint whose last Record() failed, if it is not `saved`, so that saves
-  // do not fill the disk while the registry is away.
+  // do not fill the disk while the registry is unavailable.
   absl::Status RemoveUnrecorded(const std::optional<CheckpointId>& saved, StartRemoving remove);
   // The files of that checkpoint have been set aside.
   void ForgetUnrecorded() { unrecorded_.reset(); }

@@ -285,8 +285,8 @@ using TrackValues = std::vector<std::pair<TrackRef, const TrackSnapshot*>>;
 absl::StatusOr<TrackValues> ValuesOf(const Model& model, const Snapshot& snapshot,
                                      const WriteOptions& options) {
   std::vector<TrackRef> tracks = model.tracks().after_next_commit();
-  if (options.settings_revision.has_value()) {
-    EMA_ASSIGN_OR_RETURN(tracks, model.tracks().After(*options.settings_revision));
+  if (options.tracks_revision.has_value()) {
+    EMA_ASSIGN_OR_RETURN(tracks, model.tracks().After(*options.tracks_revision));
   }
   TrackValues values;
   for (const TrackRef& track : tracks) {

@@ -37,7 +37,7 @@ struct WriteOptions {
   std::map<std::string, FileNumbers> file_numbers;
   // For one partition: the checkpoint has the tracks after this change, see TrackTable::After().
   // Nullopt: after the newest one.
-  std::optional<int64_t> settings_revision;
+  std::optional<int64_t> tracks_revision;
 };
 
 // The number of files of each track of a model, or of a partition: `config` then has its tensors

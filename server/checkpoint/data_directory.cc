@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
 #include "server/base/random_hex.h"
 #include "server/format/checkpoint_name.h"
 
@@ -209,10 +210,12 @@ absl::Status DataDirectory::RaiseIncarnation(absl::Time now) {
       file_system_.ReadSmallFile(JoinPath(own_path_, kIncarnationFileName), 64);
   if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
   int64_t stored = 0;
-  if (text.ok() && absl::SimpleAtoi(*text, &stored) && stored <= INT64_MAX - kIncarnationsPerLife) {
+  if (text.ok() && absl::SimpleAtoi(*text, &stored) &&
+      stored <= INT64_MAX - kIncarnationsPerStart) {
     before = std::max(before, stored);
   }
-  const int64_t incarnation = std::max(before + kIncarnationsPerLife, IncarnationWithoutStore(now));
+  const int64_t incarnation =
+      std::max(before + kIncarnationsPerStart, IncarnationWithoutStore(now));
   EMA_RETURN_IF_ERROR(
       ReplaceFile(own_path_, kIncarnationFileName, absl::StrCat(incarnation, "\n")));
   incarnation_ = incarnation;

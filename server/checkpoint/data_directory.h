@@ -85,7 +85,7 @@ class DataDirectory {
   // them, even if the clock was set back. The numbers are microseconds since 1970, and a server
   // waits until the clock has passed its first one. So the numbers of two starts differ even if the
   // file is lost, unless the clock was set back.
-  static constexpr int64_t kIncarnationsPerLife = int64_t{1} << 17;
+  static constexpr int64_t kIncarnationsPerStart = int64_t{1} << 17;
 
   FileSystem& file_system() const { return file_system_; }
   std::string ModelPath(std::string_view model) const { return JoinPath(ModelsPath(), model); }

@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 #include "server/checkpoint/checkpoint_writer.h"
 #include "server/checkpoint/synthesis_plan.h"
@@ -60,7 +60,7 @@ class PartitionedSaves {
                               bool keep) = 0;
 
   // Includes all changes that this server has made. UNAVAILABLE, GROUP_DEGRADED: this server is not
-  // a member of its group. UNAVAILABLE, REGISTRY_AWAY. NOT_FOUND, MODEL_NOT_FOUND.
+  // a member of its group. UNAVAILABLE, REGISTRY_UNAVAILABLE. NOT_FOUND, MODEL_NOT_FOUND.
   virtual absl::StatusOr<RecordedCheckpoints> Recorded(const std::string& model) const = 0;
 
   // Takes a checkpoint off the registry before its files are removed; OK if it is not there. After

@@ -227,7 +227,7 @@ absl::Status StoredVersions::HandleReadError(const std::string& name,
 
 void StoredVersions::SetAside(const std::string& name, const absl::Status& problem,
                               bool waits) const {
-  const absl::StatusOr<bool> was_latest = context_.folder.Quarantine(name, problem, waits);
+  const absl::StatusOr<bool> was_latest = context_.folder.SetAside(name, problem, waits);
   if (!was_latest.ok()) {
     context_.Log(LogLevel::kError, "corrupt checkpoint not set aside",
                  {{"checkpoint", name}, {"error", problem}, {"why_not", was_latest.status()}});

@@ -95,7 +95,7 @@ class StoredVersions {
   // `status`, the error of reading a checkpoint, with the checkpoint's name. DATA_LOSS: it has been
   // set aside, unless the model is being saved.
   absl::Status HandleReadError(const std::string& name, const absl::Status& status) const;
-  // `waits`: CheckpointFolder::Quarantine().
+  // `waits`: CheckpointFolder::SetAside().
   void SetAside(const std::string& name, const absl::Status& problem, bool waits) const;
   // Records that the disk could not read a checkpoint.
   void NoteUnreadable(const std::string& name, const absl::Status& problem) const;

@@ -17,6 +17,7 @@
 #include "ema/checkpoint_info.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
+#include "ema/resume_point.h"
 #include "ema/time.h"
 #include "ema/version_id.h"
 #include "server/core/known_versions.h"

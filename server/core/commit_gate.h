@@ -8,9 +8,9 @@
 #include <string_view>
 
 #include "absl/status/status.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "server/core/push_session.h"
-#include "server/core/run_registry.h"
+#include "server/core/run_table.h"
 
 namespace ema {
 
@@ -39,19 +39,19 @@ class CommitGate {
   // be pushed yet.
   virtual int64_t round() const = 0;
   // The number of the change of the tracks that is in force in round(); see TrackTable. 0: none is.
-  virtual int64_t settings_revision() const = 0;
+  virtual int64_t tracks_revision() const = 0;
   // Whether a rank of `launch` may join its run; if the run is not open here, the model then opens
   // it. ABORTED, FENCED: another run is open, or the launch's incarnation has ended. UNAVAILABLE,
-  // SESSION_BUSY: the run is not known here yet. FAILED_PRECONDITION, NOT_HOME: the launch has no
+  // MODEL_BUSY: the run is not known here yet. FAILED_PRECONDITION, NOT_HOME: the launch has no
   // epoch, and this is not the home.
   virtual absl::Status CheckLaunch(const Launch& launch) = 0;
   // A launch has opened a run here, so the current round ends.
   virtual void OnRunOpened(int64_t run_epoch, std::string_view launch_id) = 0;
   // Whether a stream of a push may enter the session of its round. ABORTED: FENCED, STALE_ROUND.
-  // UNAVAILABLE: SESSION_BUSY, the round is not known here yet, or is about to end; DRAINING.
+  // UNAVAILABLE: MODEL_BUSY, the round is not known here yet, or is about to end; DRAINING.
   virtual absl::Status CheckPush(const PushStart& start) = 0;
   // Ends `round` (0: the current one) without a version. OK: it has ended so, now or earlier.
-  // UNAVAILABLE, SESSION_BUSY: it was committed, and PublishPrepared() follows.
+  // UNAVAILABLE, MODEL_BUSY: it was committed, and PublishPrepared() follows.
   // FAILED_PRECONDITION, NOT_HOME: another server decides.
   virtual absl::Status AbandonRound(int64_t round, const absl::Status& why) = 0;
 

@@ -9,8 +9,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "ema/model_info.h"
 #include "ema/time.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 
 namespace ema {

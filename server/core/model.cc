@@ -159,7 +159,7 @@ void Model::ApplyTracksInForce() {
 }
 
 TrackTable::Replaced Model::ApplyPendingLocked() {
-  return is_partition() ? tracks_.ApplyPending(options_.gate->settings_revision())
+  return is_partition() ? tracks_.ApplyPending(options_.gate->tracks_revision())
                         : tracks_.ApplyPending();
 }
 
@@ -201,7 +201,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       }
       const VersionId now = newest_version != nullptr ? newest_version->record.id() : VersionId{};
       if (newest.has_value() && now != *newest) {
-        return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+        return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                          absl::StrCat("model \"", config_.name, "\": version ", now.version,
                                       " was committed while the run was being opened at version ",
                                       newest->version, "; open the run again"),
@@ -310,7 +310,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
                                   " began step ", start.step, " without having committed it")));
     // The round ends with that step, and this one belongs to the next round.
     if (is_partition()) {
-      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                        absl::StrCat("step ", start.step, ": round ", start.round, " is ending"),
                        absl::Milliseconds(20));
     }
@@ -361,7 +361,7 @@ void Model::CompleteStep(const std::shared_ptr<PushSession>& session) noexcept {
   {
     absl::MutexLock lock(&mu_);
     if (!open_step_.Detach(session.get())) return;
-    published = PublishLocked(std::move(step), absl::Now(), /*held_versions=*/{});
+    published = PublishLocked(std::move(step), absl::Now(), /*home_pinned_versions=*/{});
   }
   FinishPublishing(std::move(published));
 }
@@ -385,19 +385,20 @@ bool Model::PublishPrepared(int64_t round, Decision decision) {
     Version& record = step->version.snapshot->record;
     record.skipped_tensor_count = decision.skipped_tensor_count;
     record.skipped_tensors = std::move(decision.skipped_tensors);
-    published = PublishLocked(*std::move(step), decision.commit_time, decision.held_versions);
+    published =
+        PublishLocked(*std::move(step), decision.commit_time, decision.home_pinned_versions);
   }
   FinishPublishing(std::move(published));
   return true;
 }
 
 Model::PublishedStep Model::PublishLocked(OpenStep::Prepared step, absl::Time commit_time,
-                                          const std::vector<int64_t>& held_versions) {
+                                          const std::vector<int64_t>& home_pinned_versions) {
   const std::shared_ptr<Snapshot>& next = step.version.snapshot;
   PublishedStep published;
   // Before ApplyPending(): a track that goes now may have a value in `next`, and its name must not
   // look free meanwhile.
-  published.evicted = history_.Publish(next, commit_time, held_versions);
+  published.evicted = history_.Publish(next, commit_time, home_pinned_versions);
   open_step_.NoteCommit(*step.session);
   published.replaced = ApplyPendingLocked();
   published.plan = tracks_.Plan(next.get(), runs_);

@@ -39,7 +39,7 @@
 #include "server/core/push_session.h"
 #include "server/core/rank_push.h"
 #include "server/core/reading_cache.h"
-#include "server/core/run_registry.h"
+#include "server/core/run_table.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/track_table.h"
@@ -168,21 +168,21 @@ class Model : public std::enable_shared_from_this<Model> {
     PushPlan plan;
   };
   // Handles OpenRun of ema_service.proto. A new launch drops the previous run's session. `newest`,
-  // if given, must then be the newest version (all zero: no version). UNAVAILABLE, SESSION_BUSY:
+  // if given, must then be the newest version (all zero: no version). UNAVAILABLE, MODEL_BUSY:
   // `newest` is not the newest version, the model is being rolled back, or a prepared step has not
-  // ended. Also returns the errors of RunRegistry::CheckLaunch() and CommitGate::CheckLaunch().
+  // ended. Also returns the errors of RunTable::CheckLaunch() and CommitGate::CheckLaunch().
   absl::StatusOr<JoinResult> JoinRun(const Launch& launch, int64_t rank, int64_t world_size,
                                      RankLayout layout,
                                      const std::optional<VersionId>& newest = std::nullopt)
       ABSL_LOCKS_EXCLUDED(mu_);
   // True: that launch's run is open, so JoinRun() would join it. Errors as
-  // RunRegistry::CheckLaunch(), or the status given to StopAcceptingWork() or Close().
+  // RunTable::CheckLaunch(), or the status given to StopAcceptingWork() or Close().
   absl::StatusOr<bool> IsRunOpen(const Launch& launch) const ABSL_LOCKS_EXCLUDED(mu_);
   // Publishes the version `from`, which `load` returns, again as the newest: a new version with the
   // values, step, time and state of `from`, in a run epoch of its own. First ends the open run: its
   // session, and later calls of its writers, get ABORTED, FENCED. While `load` runs, which may
   // block for long and allocate one version's memory, JoinRun(), OpenPush() and other rollbacks get
-  // UNAVAILABLE, SESSION_BUSY; readers continue. The blocks of the result of `load` may be shared,
+  // UNAVAILABLE, MODEL_BUSY; readers continue. The blocks of the result of `load` may be shared,
   // the result itself must not be. The new version keeps those of its tracks that the model has, by
   // name and in the same form (the log names the others); tracks that only the model has begin with
   // the next push. Adds a record and calls watchers and on_commit, like a commit.
@@ -191,7 +191,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // nothing can be pushed until a pin is released, as there is no memory for another version.
   //
   // Errors: those of `load`; the status given to StopAcceptingWork() or Close(); UNAVAILABLE,
-  // SESSION_BUSY: pinned versions leave no memory for another one; FAILED_PRECONDITION,
+  // MODEL_BUSY: pinned versions leave no memory for another one; FAILED_PRECONDITION,
   // MODEL_DIFFERS: no track would be kept. An error before `load` runs changes nothing; after a
   // later one the run has ended.
   absl::StatusOr<SnapshotRef> RollBack(
@@ -205,7 +205,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // the session ends; it may still run when the RankPush is destroyed, so it must own what it uses.
   // FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED. ABORTED:
   // FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
-  // SESSION_BUSY: an open earlier step waits for other ranks, or the model is being rolled back, or
+  // MODEL_BUSY: an open earlier step waits for other ranks, or the model is being rolled back, or
   // has no memory for another version yet (see RollBack()). RESOURCE_EXHAUSTED. A rank that opens a
   // later step without having committed the open one drops that one: STEP_ABANDONED. Errors also as
   // CommitGate::CheckPush().
@@ -241,8 +241,8 @@ class Model : public std::enable_shared_from_this<Model> {
     // In all partitions: as in the version's record.
     int64_t skipped_tensor_count = 0;
     std::vector<std::string> skipped_tensors;
-    // Versions that another partition holds for readers or saves: these are evicted last.
-    std::vector<int64_t> held_versions;
+    // Versions that readers or saves have pinned at the home: these are evicted last.
+    std::vector<int64_t> home_pinned_versions;
   };
   // Makes the version of the prepared step of `round` the newest one, atomically. False, and no
   // effect: there is none.
@@ -308,9 +308,10 @@ class Model : public std::enable_shared_from_this<Model> {
   // is to be dropped without the lock.
   [[nodiscard]] TrackTable::Replaced ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The plan for the trainer.
-  // Makes the version of a step that was the open one the newest. `held_versions`: see Decision.
+  // Makes the version of a step that was the open one the newest. `home_pinned_versions`: see
+  // Decision.
   PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time,
-                              const std::vector<int64_t>& held_versions)
+                              const std::vector<int64_t>& home_pinned_versions)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Answers the ranks, frees what has been replaced, and announces the version.
   void FinishPublishing(PublishedStep published) ABSL_LOCKS_EXCLUDED(mu_);
@@ -350,7 +351,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // Held while parts change together, and taken before the parts' own locks. Not held across a
   // callback, nor across a device call, except where a refused rollback frees what it has loaded.
   mutable absl::Mutex mu_;
-  RunRegistry runs_ ABSL_GUARDED_BY(mu_);
+  RunTable runs_ ABSL_GUARDED_BY(mu_);
   OpenStep open_step_ ABSL_GUARDED_BY(mu_);
   absl::Status closing_ ABSL_GUARDED_BY(mu_);  // Not OK: no new run, no new session.
 };

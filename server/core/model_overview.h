@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 
 namespace ema {

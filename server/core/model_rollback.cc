@@ -115,7 +115,7 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     replaced = tracks_.ApplyPending();
     dropped = MakeNextVersionLocked(**loaded, from);
     for (const TrackVersion& kept : (*loaded)->record.tracks) std::erase(left_out, kept.track);
-    evicted = history_.Publish(*loaded, absl::Now(), /*held_versions=*/{});
+    evicted = history_.Publish(*loaded, absl::Now(), /*home_pinned_versions=*/{});
     result = history_.PinRestored(*loaded);
     durable_.RollBackTo((*loaded)->record);
   }

@@ -44,9 +44,9 @@ ModelStore::ModelStore(std::shared_ptr<Device> device, const Options& options)
       next_incarnation_(options.model.incarnation) {}
 
 absl::StatusOr<std::shared_ptr<Model>> ModelStore::FindSameLocked(const ModelConfig& config) const {
-  if (draining_) return DrainingError();
+  if (is_draining_) return DrainingError();
   if (deleting_.contains(config.name)) {
-    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                      absl::StrCat("model \"", config.name, "\" is being deleted"),
                      absl::Milliseconds(50));
   }
@@ -169,7 +169,7 @@ void ModelStore::ExpireSessions(SteadyTime now, SteadyTime::duration timeout) {
 void ModelStore::Drain(SteadyTime deadline) {
   {
     absl::MutexLock lock(&mu_);
-    draining_ = true;
+    is_draining_ = true;
   }
   const std::vector<std::shared_ptr<Model>> models = List();
   for (const std::shared_ptr<Model>& model : models) model->StopAcceptingWork(DrainingError());

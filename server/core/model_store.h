@@ -53,7 +53,7 @@ class ModelStore {
     std::shared_ptr<Model> model;
     bool created = false;
   };
-  // Finds or creates a model, as CreateModel in ema_service.proto. UNAVAILABLE, SESSION_BUSY: a
+  // Finds or creates a model, as CreateModel in ema_service.proto. UNAVAILABLE, MODEL_BUSY: a
   // model of that name is being deleted. `budget`: see ModelConfig::Validate().
   absl::StatusOr<CreateResult> Create(ModelConfig config, GlobBudget budget = {})
       ABSL_LOCKS_EXCLUDED(mu_);
@@ -109,7 +109,7 @@ class ModelStore {
   std::map<std::string, std::shared_ptr<Model>, std::less<>> models_ ABSL_GUARDED_BY(mu_);
   std::multiset<std::string, std::less<>> deleting_ ABSL_GUARDED_BY(mu_);
   int64_t next_incarnation_ ABSL_GUARDED_BY(mu_);
-  bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_draining_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace ema

@@ -91,7 +91,7 @@ class NextSnapshot {
   NonFiniteElement Locate(NonFiniteElement element) const;
 
   // Returns the snapshot; its record lacks incarnation and commit time. The `skipped` tensors keep
-  // their base's values. `frozen_crc32c`: the XOR of ChunkFolder::Result::frozen_crc32c over all
+  // their base's values. `frozen_crc32c`: the XOR of ChunkFold::Result::frozen_crc32c over all
   // chunks. Call once, after the last fold. INTERNAL: the device failed.
   absl::StatusOr<std::shared_ptr<Snapshot>> Finish(const absl::btree_set<int64_t>& skipped,
                                                    uint32_t frozen_crc32c);

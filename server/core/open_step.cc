@@ -10,7 +10,7 @@ namespace ema {
 namespace {
 
 constexpr int64_t kNamedRanks = 16;  // In a message.
-constexpr size_t kMaxAbandonedSteps = 16;
+constexpr size_t kMaxGivenUpSteps = 16;
 
 absl::Status StaleStep(std::string message) {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep, message);
@@ -50,20 +50,20 @@ absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& sta
 }
 
 absl::Status OpenStep::CheckNotGivenUp(int64_t step) const {
-  const auto found = abandoned_.find(step);
-  return found == abandoned_.end() ? absl::OkStatus() : found->second.status(step);
+  const auto found = given_up_.find(step);
+  return found == given_up_.end() ? absl::OkStatus() : found->second.status(step);
 }
 
 absl::Status OpenStep::CheckNotPrepared() const {
   if (!prepared_.has_value()) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                    absl::StrCat("model \"", model_name_, "\": step ", session_->plan().step,
                                 " is complete here and waits for the model's other partitions"),
                    absl::Milliseconds(20));
 }
 
 absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushStart& start,
-                                                                   RunRegistry& runs) const {
+                                                                   RunTable& runs) const {
   if (session_ == nullptr) return nullptr;
   const StepPlan& plan = session_->plan();
   if (start.round != plan.round) {
@@ -78,7 +78,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
     EMA_RETURN_IF_ERROR(CheckNotPrepared());
     if (!session_->RankCommitted(start.rank)) return nullptr;
     return MakeError(
-        absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+        absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
         absl::StrCat("step ", start.step, ": step ", plan.step, " still waits for ranks ",
                      absl::StrJoin(session_->MissingRanks(kNamedRanks), ", ")),
         absl::Milliseconds(20));
@@ -148,19 +148,19 @@ void OpenStep::NoteCommit(const PushSession& session) {
                   .step = plan.step,
                   .omits_frozen = plan.omits_frozen,
                   .digests = session.Digests()};
-  abandoned_.erase(abandoned_.begin(), abandoned_.upper_bound(plan.step));
+  given_up_.erase(given_up_.begin(), given_up_.upper_bound(plan.step));
 }
 
-void OpenStep::NoteGivenUp(int64_t step, GivenUpStep abandoned, const Snapshot* newest) {
+void OpenStep::NoteGivenUp(int64_t step, GivenUpStep given_up, const Snapshot* newest) {
   if (newest != nullptr && step <= newest->record.step) return;
   if (prepared_.has_value() && step == session_->plan().step) return;
-  abandoned_.try_emplace(step, std::move(abandoned));
-  if (abandoned_.size() > kMaxAbandonedSteps) abandoned_.erase(abandoned_.begin());
+  given_up_.try_emplace(step, std::move(given_up));
+  if (given_up_.size() > kMaxGivenUpSteps) given_up_.erase(given_up_.begin());
 }
 
 std::shared_ptr<PushSession> OpenStep::EndRun() {
   begun_step_ = 0;
-  abandoned_.clear();
+  given_up_.clear();
   last_commit_ = {};
   return Take();
 }

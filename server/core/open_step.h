@@ -17,7 +17,7 @@
 #include "absl/time/time.h"
 #include "server/base/steady_wait.h"
 #include "server/core/push_session.h"
-#include "server/core/run_registry.h"
+#include "server/core/run_table.h"
 #include "server/core/snapshot.h"
 
 namespace ema {
@@ -41,7 +41,7 @@ class OpenStep {
 
   // Null: none is open.
   const std::shared_ptr<PushSession>& session() const { return session_; }
-  // UNAVAILABLE, SESSION_BUSY: the open session is prepared.
+  // UNAVAILABLE, MODEL_BUSY: the open session is prepared.
   absl::Status CheckNotPrepared() const;
   // The previous session; the next one waits for its memory. Null: the memory is free.
   std::shared_ptr<PushSession> previous_session() const { return previous_session_.lock(); }
@@ -61,9 +61,9 @@ class OpenStep {
   // The open session if `start` belongs to it; null: a new one must be made, which ends the open
   // one, for example because that is of an earlier round. ABORTED, STALE_STEP. FAILED_PRECONDITION,
   // PLAN_MISMATCH; if ranks disagree on omitting frozen tensors, calls runs.RequireFrozen().
-  // UNAVAILABLE, SESSION_BUSY: the open step still waits for other ranks.
+  // UNAVAILABLE, MODEL_BUSY: the open step still waits for other ranks.
   absl::StatusOr<std::shared_ptr<PushSession>> JoinSession(const PushStart& start,
-                                                           RunRegistry& runs) const;
+                                                           RunTable& runs) const;
   // The digest of the rank's bytes if `step` is the last one that the run has committed; else
   // nullopt.
   std::optional<uint32_t> CommittedDigest(int64_t run_epoch, int64_t step, int64_t rank) const;
@@ -89,7 +89,7 @@ class OpenStep {
   void NoteCommit(const PushSession& session);
   // Records that a step can never be completed; keeps the highest 16 such steps. Ignores steps that
   // are not after `newest`, and the prepared one.
-  void NoteGivenUp(int64_t step, GivenUpStep abandoned, const Snapshot* newest);
+  void NoteGivenUp(int64_t step, GivenUpStep given_up, const Snapshot* newest);
   // Clears the steps of the run, which has been fenced. Removes and returns its session. REQUIRES:
   // CheckNotPrepared() is OK.
   std::shared_ptr<PushSession> EndRun();
@@ -110,8 +110,8 @@ class OpenStep {
   SteadyWait changed_;
   SteadyTime last_end_ = SteadyTime::min();
   int64_t begun_step_ = 0;
-  std::map<int64_t, GivenUpStep> abandoned_;  // By step, of this run, after the newest version.
-  LastCommit last_commit_;                    // For retries.
+  std::map<int64_t, GivenUpStep> given_up_;  // By step, of this run, after the newest version.
+  LastCommit last_commit_;                   // For retries.
 };
 
 }  // namespace ema

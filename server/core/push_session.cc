@@ -11,7 +11,7 @@
 #include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/crc32c.h"
-#include "server/core/chunk_folder.h"
+#include "server/core/chunk_fold.h"
 
 namespace ema {
 namespace {
@@ -250,8 +250,8 @@ absl::Status PushSession::AddChunk(int64_t rank, int64_t stream, const ChunkHead
     skips_checksum = true;
   }
   // An exception must not leave the range claimed, nor the work begun.
-  const absl::StatusOr<ChunkFolder::Result> folded = CatchExceptions([&] {
-    return ChunkFolder(*memory_.next, *device_stream).Fold(layout, range, pieces, !skips_checksum);
+  const absl::StatusOr<ChunkFold::Result> folded = CatchExceptions([&] {
+    return ChunkFold(*memory_.next, *device_stream).Fold(layout, range, pieces, !skips_checksum);
   });
 
   Memory unused;

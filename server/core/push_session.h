@@ -173,7 +173,7 @@ class PushSession {
   struct RankState {
     RankState(int64_t pushed_bytes, int64_t max_chunks) : coverage(pushed_bytes, max_chunks) {}
     Coverage coverage;
-    uint32_t frozen_crc32c = 0;  // Of the covered frozen bytes: see ChunkFolder::Result.
+    uint32_t frozen_crc32c = 0;  // Of the covered frozen bytes: see ChunkFold::Result.
     // This stream and later ones may add chunks. 0: there is none yet.
     int64_t first_stream = 0;
     int64_t stream_group = 0;

@@ -218,9 +218,9 @@ std::vector<Reading::Run> Reading::RunsIn(int64_t offset, int64_t end) const {
     int64_t at = from;
     boxes_.ForEachRange(
         boxes_.shard_start(i) + first * pushed_size, count * pushed_size,
-        [&](const RankLayout::ContiguousRange& stretch) {
-          runs.push_back({at, stored.offset + stretch.tensor_element * DtypeSize(stored.dtype),
-                          stretch.element_count, stored.dtype, entry->dtype});
+        [&](const RankLayout::ContiguousRange& contiguous) {
+          runs.push_back({at, stored.offset + contiguous.tensor_element * DtypeSize(stored.dtype),
+                          contiguous.element_count, stored.dtype, entry->dtype});
           at = runs.back().end();
           return true;
         });

@@ -20,8 +20,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "ema/model_info.h"
 #include "ema/schedule.h"
+#include "ema/version.h"
 #include "server/core/track.h"
 #include "server/device/device.h"
 

@@ -84,7 +84,7 @@ absl::Status CheckUnits(const TrackConfig& config, int64_t track_id, const Snaps
 
 // As PushPlan.may_omit_frozen.
 bool MayOmitFrozen(const std::vector<TrackRef>& tracks, const Snapshot* newest,
-                   const RunRegistry& runs) {
+                   const RunTable& runs) {
   const TrainerRun* const run = runs.run().get();
   if (newest == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
   if (newest->record.run_epoch != run->epoch() || newest->frozen_digest == 0) return false;
@@ -296,7 +296,7 @@ bool TrackTable::AreAllPaused() const {
                      [](const TrackRef& track) { return track->config().paused; });
 }
 
-PushPlan TrackTable::Plan(const Snapshot* newest, const RunRegistry& runs) const {
+PushPlan TrackTable::Plan(const Snapshot* newest, const RunTable& runs) const {
   absl::MutexLock lock(&mu_);
   PushPlan plan{.revision = PlanRevisionLocked(),
                 .tracks = {},
@@ -309,7 +309,7 @@ PushPlan TrackTable::Plan(const Snapshot* newest, const RunRegistry& runs) const
 }
 
 absl::StatusOr<StepPlan> TrackTable::PlanStep(const PushStart& start, const Snapshot* newest,
-                                              const RunRegistry& runs) const {
+                                              const RunTable& runs) const {
   absl::MutexLock lock(&mu_);
   if (start.plan_revision != 0 && start.plan_revision != PlanRevisionLocked()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kPlanChanged,
@@ -416,7 +416,7 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::After(int64_t change) const {
   }
   if (proposal_.has_value() && proposal_->change.number == change) return proposal_->change.tracks;
   return MakeError(
-      absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+      absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
       absl::StrCat("model \"", options_.model_name, "\": its tracks are being changed"),
       absl::Milliseconds(100));
 }

@@ -25,7 +25,7 @@
 #include "server/core/device_memory.h"
 #include "server/core/model_config.h"
 #include "server/core/push_session.h"
-#include "server/core/run_registry.h"
+#include "server/core/run_table.h"
 #include "server/core/snapshot.h"
 #include "server/core/track.h"
 #include "server/core/version_history.h"
@@ -77,7 +77,7 @@ class TrackTable {
   State state() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);
   // The tracks after the change of that number, which has been accepted, here or at the home.
-  // UNAVAILABLE, SESSION_BUSY: they have been changed again.
+  // UNAVAILABLE, MODEL_BUSY: they have been changed again.
   absl::StatusOr<std::vector<TrackRef>> After(int64_t change) const ABSL_LOCKS_EXCLUDED(mu_);
   int64_t reserved_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
   bool AreAllPaused() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -95,11 +95,11 @@ class TrackTable {
                                const std::optional<TrackStates>& from) const
       ABSL_LOCKS_EXCLUDED(mu_);
   // The plan that clients get.
-  PushPlan Plan(const Snapshot* newest, const RunRegistry& runs) const ABSL_LOCKS_EXCLUDED(mu_);
+  PushPlan Plan(const Snapshot* newest, const RunTable& runs) const ABSL_LOCKS_EXCLUDED(mu_);
   // Decides for each track whether the step updates it, and its update weight. FAILED_PRECONDITION,
   // PLAN_CHANGED. INVALID_ARGUMENT: BAD_REQUEST, BAD_TIME.
   absl::StatusOr<StepPlan> PlanStep(const PushStart& start, const Snapshot* newest,
-                                    const RunRegistry& runs) const ABSL_LOCKS_EXCLUDED(mu_);
+                                    const RunTable& runs) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Changes, by the model under its lock ---
 

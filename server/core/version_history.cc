@@ -231,7 +231,7 @@ absl::Status VersionHistory::CheckRoomForNext() const {
   const auto pinned = static_cast<int64_t>(pins_.size());
   if (pinned <= max_older_count()) return absl::OkStatus();
   return MakeError(
-      absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+      absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
       absl::StrCat("model \"", options_.model_name, "\": readers and saves hold ", pinned - 1,
                    " versions besides the one that it was rolled back to; no memory is reserved "
                    "for another version until one is released"),
@@ -239,7 +239,7 @@ absl::Status VersionHistory::CheckRoomForNext() const {
 }
 
 SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time,
-                                    const std::vector<int64_t>& held_versions) {
+                                    const std::vector<int64_t>& home_pinned_versions) {
   absl::MutexLock lock(&mu_);
   is_freeing_ = true;
   next->record.incarnation = incarnation_;
@@ -253,7 +253,7 @@ SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl:
   };
   auto it = std::find_if(
       older_.begin(), older_.end(), [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-        return is_unpinned(s) && !absl::c_linear_search(held_versions, s->record.number);
+        return is_unpinned(s) && !absl::c_linear_search(home_pinned_versions, s->record.number);
       });
   // Exists: at most max_older_count() are pinned (see CheckRoomForNext()).
   if (it == older_.end()) it = std::find_if(older_.begin(), older_.end(), is_unpinned);

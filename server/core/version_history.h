@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 #include "server/core/snapshot.h"
 #include "server/core/version_records.h"
@@ -113,13 +113,13 @@ class VersionHistory {
 
   // --- Changes, by the model under its lock ---
 
-  // UNAVAILABLE, SESSION_BUSY: the pinned versions leave no memory for another one.
+  // UNAVAILABLE, MODEL_BUSY: the pinned versions leave no memory for another one.
   absl::Status CheckRoomForNext() const ABSL_LOCKS_EXCLUDED(mu_);
   // Makes `next` the newest version, and completes its record. Returns the evicted version, which
-  // may be null, for Free(): the oldest one that is not pinned, but one of `held_versions` only if
-  // there is no other.
+  // may be null, for Free(): the oldest one that is not pinned, but one of `home_pinned_versions`
+  // only if there is no other.
   [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time,
-                                    const std::vector<int64_t>& held_versions)
+                                    const std::vector<int64_t>& home_pinned_versions)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Frees the result of Publish(). To be called without a lock that readers take.
   void Free(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <deque>
 
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 
 namespace ema {

@@ -32,7 +32,7 @@ struct ContiguousRange {
 };
 
 // From an element of a tensor on.
-ContiguousRange StretchFrom(const TrackSnapshot& snapshot, int64_t tensor_index, int64_t element) {
+ContiguousRange RangeFrom(const TrackSnapshot& snapshot, int64_t tensor_index, int64_t element) {
   const Track& track = *snapshot.track;
   const StorageLayout::Entry& entry = track.layout().entry(tensor_index);
   const int64_t size = DtypeSize(entry.dtype);
@@ -46,12 +46,12 @@ ContiguousRange StretchFrom(const TrackSnapshot& snapshot, int64_t tensor_index,
 void AddRuns(const TrackSnapshot& average, const TrackSnapshot* raw, int64_t tensor_index,
              int64_t element_count, std::vector<SumRun>& runs) {
   for (int64_t done = 0; done < element_count;) {
-    const ContiguousRange averages = StretchFrom(average, tensor_index, done);
+    const ContiguousRange averages = RangeFrom(average, tensor_index, done);
     SumRun run = {.average = averages.data,
                   .element_count = std::min(averages.element_count, element_count - done),
                   .average_dtype = average.track->config().dtype};
     if (raw != nullptr) {
-      const ContiguousRange raws = StretchFrom(*raw, tensor_index, done);
+      const ContiguousRange raws = RangeFrom(*raw, tensor_index, done);
       run.raw = raws.data;
       run.raw_dtype = raw->track->layout().entry(tensor_index).dtype;
       run.element_count = std::min(run.element_count, raws.element_count);

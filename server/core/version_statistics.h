@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 #include "server/core/model.h"
 #include "server/core/model_overview.h"

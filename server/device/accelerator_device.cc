@@ -9,10 +9,10 @@
 
 #include "absl/container/btree_map.h"
 #include "ema/internal/status_macros.h"
-#include "server/device/feed_pool.h"
 #include "server/device/fold_batch.h"
 #include "server/device/host_copies.h"
 #include "server/device/sum_queue.h"
+#include "server/device/transfer_queue_pool.h"
 
 namespace ema {
 namespace {
@@ -21,26 +21,27 @@ using Queue = Accelerator::Queue;
 
 class AcceleratorStream : public DeviceStream {
  public:
-  AcceleratorStream(std::shared_ptr<TransferQueuePool> feeds, std::unique_ptr<Feed> feed)
-      : feeds_(std::move(feeds)), feed_(std::move(feed)), name_(feeds_->accelerator->name()) {}
+  AcceleratorStream(std::shared_ptr<TransferQueuePool> pool,
+                    std::unique_ptr<TransferQueue> transfer)
+      : pool_(std::move(pool)), transfer_(std::move(transfer)), name_(pool_->accelerator->name()) {}
   // A session that was dropped gives its blocks back: nothing may write to them any more.
   ~AcceleratorStream() override {
     if (!WaitForAll().ok()) return;
-    if (feed_->ring != nullptr) {
-      for (Ring::Slab& slab : feed_->ring->slabs) slab.batch.Clear();
+    if (transfer_->ring != nullptr) {
+      for (Ring::Slab& slab : transfer_->ring->slabs) slab.batch.Clear();
     }
-    feeds_->ReleaseFeed(std::move(feed_));
+    pool_->Release(std::move(transfer_));
   }
 
   absl::StatusOr<std::optional<int64_t>> Fold(const FoldOp& op) override {
     EMA_RETURN_IF_ERROR(CheckFold(op, name_));
-    EMA_RETURN_IF_ERROR(feeds_->health.status());
-    if (feed_->ring == nullptr) EMA_RETURN_IF_ERROR(feeds_->RingOf(*feed_).status());
+    EMA_RETURN_IF_ERROR(pool_->health.status());
+    if (transfer_->ring == nullptr) EMA_RETURN_IF_ERROR(pool_->RingOf(*transfer_).status());
     for (int64_t first = 0; first < op.element_count;) {
       first += batch().Add(op, first, launch_bytes_);
       if (first == op.element_count) break;
       EMA_RETURN_IF_ERROR(Launch());
-      launch_bytes_ = std::min(2 * launch_bytes_, feeds_->options.slab_bytes);
+      launch_bytes_ = std::min(2 * launch_bytes_, pool_->options.slab_bytes);
     }
     return std::nullopt;
   }
@@ -68,8 +69,8 @@ class AcceleratorStream : public DeviceStream {
   absl::StatusOr<std::vector<NonFiniteElement>> Synchronize() override {
     EMA_RETURN_IF_ERROR(Launch());
     EMA_RETURN_IF_ERROR(WaitForAll());
-    if (feed_->ring != nullptr) {
-      for (Ring::Slab& slab : feed_->ring->slabs) TakeNonFinite(slab.batch);
+    if (transfer_->ring != nullptr) {
+      for (Ring::Slab& slab : transfer_->ring->slabs) TakeNonFinite(slab.batch);
     }
     launch_bytes_ = FirstLaunchBytes();
     std::vector<NonFiniteElement> elements;
@@ -80,45 +81,45 @@ class AcceleratorStream : public DeviceStream {
 
  private:
   // The GPU begins early, and then has larger pieces each time.
-  int64_t FirstLaunchBytes() const { return feeds_->options.slab_bytes / 16; }
+  int64_t FirstLaunchBytes() const { return pool_->options.slab_bytes / 16; }
 
   // REQUIRES: there is a ring.
-  FoldBatch& batch() { return feed_->ring->slabs[slab_].batch; }
+  FoldBatch& batch() { return transfer_->ring->slabs[slab_].batch; }
 
   // Waits for everything that is queued.
   absl::Status WaitForAll() {
-    Queue& queue = *feed_->queue;
+    Queue& queue = *transfer_->queue;
     absl::Status status = queue.Mark(slab_);
     if (status.ok()) status = queue.Wait(slab_);
-    return feeds_->health.Check(status);
+    return pool_->health.Check(status);
   }
 
   // After the folds that came before.
   template <typename Do>
   absl::Status InOrder(const Do& queue_work) {
     EMA_RETURN_IF_ERROR(Launch());
-    return feeds_->health.Check(queue_work(*feed_->queue));
+    return pool_->health.Check(queue_work(*transfer_->queue));
   }
 
   // Sends the slab that is being filled on its way, if there is something in it.
   absl::Status Launch() {
-    EMA_RETURN_IF_ERROR(feeds_->health.status());
-    if (feed_->ring == nullptr || batch().empty()) return absl::OkStatus();
-    const Ring::Slab& slab = feed_->ring->slabs[slab_];
+    EMA_RETURN_IF_ERROR(pool_->health.status());
+    if (transfer_->ring == nullptr || batch().empty()) return absl::OkStatus();
+    const Ring::Slab& slab = transfer_->ring->slabs[slab_];
     const FoldTable table = batch().Finish();
-    Queue& queue = *feed_->queue;
+    Queue& queue = *transfer_->queue;
     absl::Status status = queue.CopyAhead(slab.device, slab.host, batch().size_bytes());
     if (status.ok()) status = queue.Fold(table);
     if (!status.ok()) batch().Clear();
-    EMA_RETURN_IF_ERROR(feeds_->health.Check(status));
+    EMA_RETURN_IF_ERROR(pool_->health.Check(status));
     return NextSlab();
   }
 
   // Goes on with the next slab, when what was in it has been done.
   absl::Status NextSlab() {
-    EMA_RETURN_IF_ERROR(feeds_->health.Check(feed_->queue->Mark(slab_)));
+    EMA_RETURN_IF_ERROR(pool_->health.Check(transfer_->queue->Mark(slab_)));
     slab_ = (slab_ + 1) % Queue::kSlots;
-    EMA_RETURN_IF_ERROR(feeds_->health.Check(feed_->queue->Wait(slab_)));
+    EMA_RETURN_IF_ERROR(pool_->health.Check(transfer_->queue->Wait(slab_)));
     TakeNonFinite(batch());
     return absl::OkStatus();
   }
@@ -132,8 +133,8 @@ class AcceleratorStream : public DeviceStream {
     batch.Clear();
   }
 
-  const std::shared_ptr<TransferQueuePool> feeds_;
-  std::unique_ptr<Feed> feed_;
+  const std::shared_ptr<TransferQueuePool> pool_;
+  std::unique_ptr<TransferQueue> transfer_;
   const std::string name_;
   int slab_ = 0;                                  // That is being filled.
   int64_t launch_bytes_ = FirstLaunchBytes();     // A slab is uploaded when it has this many.
@@ -143,17 +144,17 @@ class AcceleratorStream : public DeviceStream {
 class AcceleratorDevice : public Device {
  public:
   AcceleratorDevice(std::shared_ptr<Accelerator> accelerator, const AcceleratorOptions& options)
-      : feeds_(std::make_shared<TransferQueuePool>(std::move(accelerator), options)),
-        host_copies_(feeds_, options.kept_host_bytes) {}
+      : pool_(std::make_shared<TransferQueuePool>(std::move(accelerator), options)),
+        host_copies_(pool_, options.kept_host_bytes) {}
 
-  std::string name() const override { return feeds_->accelerator->name(); }
+  std::string name() const override { return pool_->accelerator->name(); }
   absl::StatusOr<std::shared_ptr<Block>> Allocate(int64_t size_bytes) override {
-    EMA_RETURN_IF_ERROR(feeds_->health.status());
-    return feeds_->blocks.Allocate(size_bytes);
+    EMA_RETURN_IF_ERROR(pool_->health.status());
+    return pool_->blocks.Allocate(size_bytes);
   }
   absl::StatusOr<std::unique_ptr<DeviceStream>> NewStream() override {
-    EMA_ASSIGN_OR_RETURN(std::unique_ptr<Feed> feed, feeds_->TakeFeed());
-    return std::make_unique<AcceleratorStream>(feeds_, std::move(feed));
+    EMA_ASSIGN_OR_RETURN(std::unique_ptr<TransferQueue> transfer, pool_->Acquire());
+    return std::make_unique<AcceleratorStream>(pool_, std::move(transfer));
   }
   bool is_host() const override { return false; }
 
@@ -166,27 +167,27 @@ class AcceleratorDevice : public Device {
   }
   absl::StatusOr<SquareSums> SumSquares(std::span<const SumRun> runs) override {
     const auto memory = [&](const Ring::Slab& slab) {
-      return SumMemory{slab.host, slab.device, feeds_->options.slab_bytes};
+      return SumMemory{slab.host, slab.device, pool_->options.slab_bytes};
     };
     absl::StatusOr<SquareSums> sums;
-    const auto sum = [&](Feed& feed) -> absl::Status {
-      EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(feed));
-      sums = SumOnQueue(*feed.queue, runs, memory(ring->slabs[0]), memory(ring->slabs[1]));
+    const auto sum = [&](TransferQueue& transfer) -> absl::Status {
+      EMA_ASSIGN_OR_RETURN(const Ring* const ring, pool_->RingOf(transfer));
+      sums = SumOnQueue(*transfer.queue, runs, memory(ring->slabs[0]), memory(ring->slabs[1]));
       return sums.status();
     };
-    EMA_RETURN_IF_ERROR(feeds_->DoWithTransferQueue(sum));
+    EMA_RETURN_IF_ERROR(pool_->RunWithQueue(sum));
     return sums;
   }
-  int64_t total_memory_bytes() const override { return feeds_->accelerator->total_memory_bytes(); }
+  int64_t total_memory_bytes() const override { return pool_->accelerator->total_memory_bytes(); }
   MemoryUse memory_use() const override {
-    return {.block_bytes = feeds_->blocks.used_bytes(),
-            .kept_bytes = feeds_->blocks.free_bytes(),
+    return {.block_bytes = pool_->blocks.used_bytes(),
+            .kept_bytes = pool_->blocks.free_bytes(),
             .host_copy_bytes = host_copies_.size_bytes()};
   }
   Overhead overhead(int64_t block_bytes) const override {
-    const AcceleratorOptions& options = feeds_->options;
+    const AcceleratorOptions& options = pool_->options;
     const int64_t ring_bytes = Ring::SizeBytes(options.slab_bytes);
-    const int64_t shared_bytes = (TransferQueuePool::kReaderFeeds + kOtherStreams) * ring_bytes;
+    const int64_t shared_bytes = (TransferQueuePool::kReaderQueues + kOtherStreams) * ring_bytes;
     return {.bytes_per_stream = ring_bytes,
             .shared_bytes = shared_bytes,
             .host_bytes_per_stream = ring_bytes,
@@ -195,20 +196,20 @@ class AcceleratorDevice : public Device {
                                  BlockPool::LeastKept(options.kept_host_bytes) + shared_bytes};
   }
   void Trim(int64_t most_bytes) override {
-    feeds_->blocks.Trim(most_bytes);
+    pool_->blocks.Trim(most_bytes);
     // Pushes of other models use the rings, and pinning one again takes milliseconds.
-    if (most_bytes == 0) feeds_->FreeRings();
+    if (most_bytes == 0) pool_->FreeRings();
     host_copies_.Trim();
-    feeds_->accelerator->Trim();
+    pool_->accelerator->Trim();
   }
-  absl::Status health() const override { return feeds_->health.status(); }
+  absl::Status health() const override { return pool_->health.status(); }
 
  private:
   static SourceFormat FormatOf(std::optional<Dtype> cast) {
     return cast.has_value() ? static_cast<SourceFormat>(*cast) : SourceFormat::kNoFloat;
   }
 
-  const std::shared_ptr<TransferQueuePool> feeds_;
+  const std::shared_ptr<TransferQueuePool> pool_;
   HostCopies host_copies_;
 };
 

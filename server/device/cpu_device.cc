@@ -28,7 +28,7 @@
 #include "server/device/device.h"
 #include "server/device/host_memory_bytes.h"
 #include "server/kernel/cast.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 #include "server/kernel/sum.h"
 
 namespace ema {

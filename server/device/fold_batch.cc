@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 
 namespace ema {
 namespace {

@@ -19,7 +19,7 @@ absl::StatusOr<std::shared_ptr<const std::byte>> HostCopies::Get(const BlockRef&
       entries_.splice(entries_.begin(), entries_, entry);
     } else {
       // On a failed device no copy can be made, so none is dropped to make room for one.
-      EMA_RETURN_IF_ERROR(feeds_->health.status());
+      EMA_RETURN_IF_ERROR(pool_->health.status());
       const int64_t size_bytes = SizeBytes(*block, format);
       if (!pinned_.HasFree(size_bytes)) {
         dropped = DropLocked(pinned_.used_bytes() + size_bytes - kept_bytes_);
@@ -85,35 +85,35 @@ void HostCopies::Forget(const Key& key, const Copy& copy) {
 }
 
 absl::Status HostCopies::Fill(const Block& block, SourceFormat format, Copy& copy) {
-  EMA_RETURN_IF_ERROR(feeds_->health.status());
+  EMA_RETURN_IF_ERROR(pool_->health.status());
   absl::StatusOr<std::shared_ptr<Block>> memory = pinned_.Allocate(SizeBytes(block, format));
-  if (!memory.ok()) return feeds_->health.Check(memory.status());
+  if (!memory.ok()) return pool_->health.Check(memory.status());
   std::byte* const host = (*memory)->data();
-  const auto copy_to_host = [&](Feed& feed) -> absl::Status {
+  const auto copy_to_host = [&](TransferQueue& transfer) -> absl::Status {
     if (format == SourceFormat::kNoFloat) {
-      EMA_RETURN_IF_ERROR(feed.queue->CopyToHost(host, block.data(), block.size_bytes()));
+      EMA_RETURN_IF_ERROR(transfer.queue->CopyToHost(host, block.data(), block.size_bytes()));
     } else {
-      EMA_RETURN_IF_ERROR(QueueCast(block, format, host, feed));
+      EMA_RETURN_IF_ERROR(QueueCast(block, format, host, transfer));
     }
-    EMA_RETURN_IF_ERROR(feed.queue->Mark(0));
-    return feed.queue->Wait(0);
+    EMA_RETURN_IF_ERROR(transfer.queue->Mark(0));
+    return transfer.queue->Wait(0);
   };
-  EMA_RETURN_IF_ERROR(feeds_->DoWithTransferQueue(copy_to_host));
+  EMA_RETURN_IF_ERROR(pool_->RunWithQueue(copy_to_host));
   copy.memory = *std::move(memory);
   return absl::OkStatus();
 }
 
-// By way of the feed's ring. Each piece waits in the queue for the one before.
+// Through the queue's ring. Each piece waits in the queue for the one before.
 absl::Status HostCopies::QueueCast(const Block& block, SourceFormat format, std::byte* host,
-                                   Feed& feed) {
-  EMA_ASSIGN_OR_RETURN(const Ring* const ring, feeds_->RingOf(feed));
+                                   TransferQueue& transfer) {
+  EMA_ASSIGN_OR_RETURN(const Ring* const ring, pool_->RingOf(transfer));
   std::byte* const narrow = ring->slabs[0].device;
-  const int64_t piece_elements = feeds_->options.slab_bytes / 2;
+  const int64_t piece_elements = pool_->options.slab_bytes / 2;
   const int64_t element_count = block.size_bytes() / 4;
   for (int64_t done = 0; done < element_count; done += piece_elements) {
     const int64_t count = std::min(piece_elements, element_count - done);
-    EMA_RETURN_IF_ERROR(feed.queue->Cast({format, block.data() + 4 * done, narrow, count}));
-    EMA_RETURN_IF_ERROR(feed.queue->CopyToHost(host + 2 * done, narrow, 2 * count));
+    EMA_RETURN_IF_ERROR(transfer.queue->Cast({format, block.data() + 4 * done, narrow, count}));
+    EMA_RETURN_IF_ERROR(transfer.queue->CopyToHost(host + 2 * done, narrow, 2 * count));
   }
   return absl::OkStatus();
 }

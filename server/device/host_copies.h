@@ -16,7 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/device/block_pool.h"
 #include "server/device/device.h"
-#include "server/device/feed_pool.h"
+#include "server/device/transfer_queue_pool.h"
 #include "server/kernel/fold_element.h"
 
 namespace ema {
@@ -26,10 +26,10 @@ namespace ema {
 class HostCopies {
  public:
   // `kept_bytes`: limit of the copies that are not being read and of memory kept for later copies.
-  HostCopies(std::shared_ptr<TransferQueuePool> feeds, int64_t kept_bytes)
-      : feeds_(std::move(feeds)),
+  HostCopies(std::shared_ptr<TransferQueuePool> pool, int64_t kept_bytes)
+      : pool_(std::move(pool)),
         kept_bytes_(kept_bytes),
-        pinned_([accelerator = feeds_->accelerator](
+        pinned_([accelerator = pool_->accelerator](
                     int64_t size_bytes) { return accelerator->AllocatePinned(size_bytes); },
                 kept_bytes, kept_bytes) {}
 
@@ -73,9 +73,10 @@ class HostCopies {
   void Forget(const Key& key, const Copy& copy) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Fill(const Block& block, SourceFormat format, Copy& copy)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy.mu);
-  absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host, Feed& feed);
+  absl::Status QueueCast(const Block& block, SourceFormat format, std::byte* host,
+                         TransferQueue& transfer);
 
-  const std::shared_ptr<TransferQueuePool> feeds_;
+  const std::shared_ptr<TransferQueuePool> pool_;
   const int64_t kept_bytes_;
   // Copies of one version after another use the same memory: pinning it costs more than the copy,
   // and freeing it waits for the whole device.

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 
 namespace ema {

@@ -13,9 +13,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "ema/manifest.h"
-#include "ema/model_info.h"
 #include "ema/schedule.h"
 #include "ema/track.h"
+#include "ema/version.h"
 
 namespace ema {
 

@@ -22,11 +22,11 @@
 #include "absl/time/time.h"
 #include "ema/checkpoint_info.h"
 #include "ema/manifest.h"
-#include "ema/model_info.h"
 #include "ema/schedule.h"
 #include "ema/tensor_spec.h"
 #include "ema/time.h"
 #include "ema/track.h"
+#include "ema/version.h"
 #include "ema/version_id.h"
 
 // An absent value is null, a time RFC 3339 in UTC.

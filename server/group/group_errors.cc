@@ -12,7 +12,7 @@
 namespace ema::group {
 
 absl::Status ModelBusyError(std::string_view model, std::string_view what) {
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                    absl::StrCat("model \"", std::string(model), "\" ", std::string(what)),
                    absl::Milliseconds(50));
 }
@@ -42,7 +42,7 @@ absl::Status RegistryError(const absl::Status& status) {
   // The caller would think that its own token was rejected.
   const bool rejects_server = absl::IsPermissionDenied(status) || absl::IsUnauthenticated(status);
   if (!absl::IsUnavailable(status) && !rejects_server) return status;
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kRegistryAway,
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kRegistryUnavailable,
                    std::string(status.message()), absl::Seconds(1));
 }
 

@@ -10,7 +10,7 @@
 
 namespace ema::group {
 
-// UNAVAILABLE, SESSION_BUSY: the caller should try again soon. `what`: such as "is being created".
+// UNAVAILABLE, MODEL_BUSY: the caller should try again soon. `what`: such as "is being created".
 absl::Status ModelBusyError(std::string_view model, std::string_view what);
 // NOT_FOUND, MODEL_NOT_FOUND. INVALID_ARGUMENT, BAD_NAME: no model can have that name.
 absl::Status ModelNotFoundError(std::string_view model);
@@ -20,7 +20,7 @@ absl::Status FencedError(std::string_view model, std::string_view why);
 absl::Status NotMemberError();
 // FAILED_PRECONDITION, NO_DATA_DIR.
 absl::Status NoDataDirError();
-// `status`, an error of the registry. UNAVAILABLE, REGISTRY_AWAY: it has not answered, or it
+// `status`, an error of the registry. UNAVAILABLE, REGISTRY_UNAVAILABLE: it has not answered, or it
 // rejects this server's user.
 absl::Status RegistryError(const absl::Status& status);
 

@@ -10,7 +10,7 @@ namespace ema::group {
 namespace {
 
 // If several servers restart together, each begins an incarnation.
-constexpr absl::Duration kSameReform = absl::Minutes(1);
+constexpr absl::Duration kSameReturn = absl::Minutes(1);
 
 bool IsThere(const GroupHistory::Members& members, const Partition& partition) {
   const auto found = members.find(partition.member);
@@ -104,7 +104,7 @@ void GroupHistory::ObserveModel(const std::string& model, const ModelRecord* bef
     return;
   }
   const absl::Duration age = absl::Microseconds(record.incarnation - before->incarnation);
-  if (age >= kSameReform) ++reform_counts_[model];
+  if (age >= kSameReturn) ++checkpoint_return_counts_[model];
   last_incident_ = {now, absl::StrCat("model ", Quoted(model), " returned to ",
                                       DescribeBase(record), ": ", DescribeCause(*before, record))};
 }
@@ -124,10 +124,10 @@ std::optional<absl::Time> GroupHistory::MissingSince(const Partition& partition)
   return found != missing_since_.end() ? std::optional(found->second) : std::nullopt;
 }
 
-int64_t GroupHistory::ReformCount(std::string_view model) const {
+int64_t GroupHistory::CheckpointReturnCount(std::string_view model) const {
   absl::MutexLock lock(&mu_);
-  const auto found = reform_counts_.find(model);
-  return found != reform_counts_.end() ? found->second : 0;
+  const auto found = checkpoint_return_counts_.find(model);
+  return found != checkpoint_return_counts_.end() ? found->second : 0;
 }
 
 std::optional<GroupHistory::Incident> GroupHistory::last_incident() const {

@@ -42,7 +42,7 @@ class GroupHistory {
 
   // How many incarnations the model has begun after its first one, except those that began less
   // than a minute after the previous one. Remains when the model is deleted.
-  int64_t ReformCount(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t CheckpointReturnCount(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Incident {
     absl::Time time;
@@ -63,7 +63,7 @@ class GroupHistory {
   mutable absl::Mutex mu_;
   Models models_ ABSL_GUARDED_BY(mu_);
   std::map<Process, absl::Time> missing_since_ ABSL_GUARDED_BY(mu_);
-  std::map<std::string, int64_t, std::less<>> reform_counts_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, int64_t, std::less<>> checkpoint_return_counts_ ABSL_GUARDED_BY(mu_);
   std::optional<Incident> last_incident_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -12,16 +12,16 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/synthesis.h"
-#include "server/group/convert.h"
+#include "server/group/convert_messages.h"
 #include "server/group/group_errors.h"
 #include "server/group/group_statistics.h"
 #include "server/group/group_tracks.h"
+#include "server/group/next_incarnation.h"
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
 #include "server/group/rebalance.h"
-#include "server/group/reform.h"
 #include "server/group/synthesis_order.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 
 namespace ema::group {
 namespace {
@@ -39,7 +39,7 @@ GroupModels::GroupModels(ModelStore* store, Peers* peers, Options options)
       peers_(*peers),
       hosted_(store, peers,
               {.session_timeout = options_.session_timeout,
-               .registry_patience = options_.registry_patience,
+               .max_registry_outage = options_.max_registry_outage,
                .checkpoints = options_.checkpoints,
                .log = options_.log}),
       lifecycle_(&hosted_, peers, options_.checkpoints, options_.log),
@@ -319,11 +319,11 @@ absl::Status GroupModels::RollBack(const std::string& model, int64_t incarnation
   EMA_RETURN_IF_ERROR(CheckAllServersRun(model));
   EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(options_.checkpoints, model));
   EMA_RETURN_IF_ERROR(ChangeRecord(model, incarnation, [&](const ModelRecord& record) {
-    return Reform(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
-                           .newest_stored_incarnation = stored,
-                           .partitions = record.partitions,
-                           .base = id,
-                           .fenced_run_epoch = fenced_run_epoch});
+    return BeginIncarnation(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
+                                     .newest_stored_incarnation = stored,
+                                     .partitions = record.partitions,
+                                     .base = id,
+                                     .fenced_run_epoch = fenced_run_epoch});
   }));
   absl::MutexLock lock(&hosted_.change_mu());
   hosted_.Drop(model, incarnation, /*why_deleted=*/"");
@@ -508,15 +508,15 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> GroupModels::FindForMessage(
   return ModelNotFoundError(model);
 }
 
-void GroupModels::Prepare(const v1::PrepareRequest& request, StateReply reply) {
+void GroupModels::Vote(const v1::VoteRequest& request, StateReply reply) {
   const auto partition = FindForMessage(request.from().model());
   if (!partition.ok()) return reply(partition.status());
   (*partition)
-      ->OnPrepare(FromProto(request),
-                  [reply = std::move(reply)](const absl::StatusOr<GroupState>& state) {
-                    if (!state.ok()) return reply(state.status());
-                    reply(ToProto(*state));
-                  });
+      ->OnVote(FromProto(request),
+               [reply = std::move(reply)](const absl::StatusOr<GroupState>& state) {
+                 if (!state.ok()) return reply(state.status());
+                 reply(ToProto(*state));
+               });
 }
 
 absl::StatusOr<v1::GroupState> GroupModels::Sync(const v1::SyncRequest& request) {
@@ -534,10 +534,10 @@ absl::StatusOr<v1::PublishStateResponse> GroupModels::PublishState(
   return v1::PublishStateResponse();
 }
 
-absl::Status GroupModels::FreezeForStop(const v1::SaveNowRequest& request) {
+absl::Status GroupModels::RejectPushesForStop(const v1::SaveNowRequest& request) {
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
                        FindForMessage(request.from().model()));
-  return partition->FreezeForStop(FromProto(request.from()));
+  return partition->RejectPushesForStop(FromProto(request.from()));
 }
 
 void GroupModels::ReleaseHeldCalls() {

@@ -26,7 +26,7 @@
 #include "server/group/model_record.h"
 #include "server/group/peers.h"
 #include "server/group/registry_follower.h"
-#include "server/rpc/model_group.h"
+#include "server/rpc/group_calls.h"
 
 namespace ema::group {
 
@@ -35,11 +35,11 @@ namespace ema::group {
 // follow the registry, and HostedModels is the table of these partitions.
 //
 // Thread-safe. A model whose member has been lost cannot be pushed until that member is back.
-class GroupModels final : public ModelGroup {
+class GroupModels final : public GroupCalls {
  public:
   struct Options {
-    absl::Duration session_timeout = absl::Seconds(30);    // --session-timeout
-    absl::Duration registry_patience = absl::Minutes(10);  // --etcd-patience
+    absl::Duration session_timeout = absl::Seconds(30);      // --session-timeout
+    absl::Duration max_registry_outage = absl::Minutes(10);  // --max-etcd-outage
     // Of the data directory that all members share; outlives this. Null: there is none.
     CheckpointStore* checkpoints = nullptr;
     LogSink log;
@@ -67,7 +67,7 @@ class GroupModels final : public ModelGroup {
   // NOT_FOUND, MODEL_NOT_FOUND. REQUIRES: this is the home.
   absl::StatusOr<ModelConfig> CurrentConfig(const std::string& model) const;
   // The record of a model, from the cache of the registry if it is there. NOT_FOUND,
-  // MODEL_NOT_FOUND. UNAVAILABLE, REGISTRY_AWAY.
+  // MODEL_NOT_FOUND. UNAVAILABLE, REGISTRY_UNAVAILABLE.
   absl::StatusOr<ModelRecord> RecordOf(const std::string& model) const;
   // Runs `call` for each partition of `placement` but the home's, with its index and the address of
   // its process. It may only start calls of `peers`, all of which will end. UNAVAILABLE,
@@ -79,13 +79,13 @@ class GroupModels final : public ModelGroup {
       const;
   // Replaces the record of a model of that incarnation by what `change` returns, and repeats that
   // if the record was changed meanwhile. Errors of `change`, and NOT_FOUND, MODEL_NOT_FOUND.
-  // ABORTED, FENCED: the model has another incarnation. UNAVAILABLE, REGISTRY_AWAY. Blocks.
+  // ABORTED, FENCED: the model has another incarnation. UNAVAILABLE, REGISTRY_UNAVAILABLE. Blocks.
   absl::Status ChangeRecord(
       const std::string& model, int64_t incarnation,
       absl::FunctionRef<absl::StatusOr<ModelRecord>(const ModelRecord&)> change);
   // Makes a model of that incarnation return to its checkpoint of version `id`; its runs up to
   // `fenced_run_epoch` may not continue. The incarnation has ended then, and all members
-  // begin to load the checkpoint. Errors as ChangeRecord() and Reform(). UNAVAILABLE,
+  // begin to load the checkpoint. Errors as ChangeRecord() and BeginIncarnation(). UNAVAILABLE,
   // GROUP_DEGRADED: a member is not there, and nothing has changed. REQUIRES: this is the home.
   absl::Status RollBack(const std::string& model, int64_t incarnation, const VersionId& id,
                         int64_t fenced_run_epoch);
@@ -96,7 +96,7 @@ class GroupModels final : public ModelGroup {
   // no push to this server begins any more.
   void SaveAtHomes(absl::Duration timeout);
 
-  // --- ModelGroup ---
+  // --- GroupCalls ---
 
   absl::Status CheckHome(std::string_view model) const override;
   absl::Status CheckAllServersRun(std::string_view model) const override;
@@ -119,7 +119,7 @@ class GroupModels final : public ModelGroup {
       const v1::ReservePartitionRequest& request) override;
   absl::StatusOr<v1::ProposeTracksResponse> ProposeTracks(
       const v1::ProposeTracksRequest& request) override;
-  void Prepare(const v1::PrepareRequest& request, StateReply reply) override;
+  void Vote(const v1::VoteRequest& request, StateReply reply) override;
   absl::StatusOr<v1::GroupState> Sync(const v1::SyncRequest& request) override;
   absl::StatusOr<v1::PublishStateResponse> PublishState(
       const v1::PublishStateRequest& request) override;
@@ -130,7 +130,7 @@ class GroupModels final : public ModelGroup {
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
   absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
       const v1::DescribeMemberRequest& request) override;
-  absl::Status FreezeForStop(const v1::SaveNowRequest& request) override;
+  absl::Status RejectPushesForStop(const v1::SaveNowRequest& request) override;
   void ReleaseHeldCalls() override;
 
  private:

@@ -43,8 +43,8 @@ void SetProgress(v1::GroupModelProgress progress, v1::GetGroupResponse::Model& m
         progress.round() == 0 ? v1::GROUP_MODEL_STATE_LOADING : v1::GROUP_MODEL_STATE_DEGRADED,
         progress.problem(), absl::Seconds(progress.problem_seconds()), model);
   } else {
-    model.set_state(progress.is_frozen() ? v1::GROUP_MODEL_STATE_FROZEN
-                                         : v1::GROUP_MODEL_STATE_SERVING);
+    model.set_state(progress.rejects_pushes() ? v1::GROUP_MODEL_STATE_READ_ONLY
+                                              : v1::GROUP_MODEL_STATE_SERVING);
     model.clear_problem();
     model.set_degraded_seconds(0);
   }
@@ -183,7 +183,7 @@ void GroupOverview::DescribeModel(const Member& self, const std::string& name,
     model.mutable_checkpoint()->set_incarnation(checkpoint->id.incarnation);
     model.set_checkpoint_step(checkpoint->step);
   }
-  model.set_reform_count(follower_.history().ReformCount(name));
+  model.set_checkpoint_return_count(follower_.history().CheckpointReturnCount(name));
   const absl::Duration age = absl::Now() - absl::FromUnixMicros(record.incarnation);
   switch (record.state) {
     case ModelRecord::State::kCreating:

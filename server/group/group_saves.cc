@@ -76,7 +76,7 @@ v1::SavePartRequest RequestOf(const std::string& path, const Model& home, const 
   request.set_folder(path.substr(path.rfind('/') + 1));
   request.mutable_tracks()->Assign(options.tracks.begin(), options.tracks.end());
   request.set_max_file_bytes(options.max_file_bytes);
-  request.set_settings_revision(*options.settings_revision);
+  request.set_tracks_revision(*options.tracks_revision);
   return request;
 }
 
@@ -123,9 +123,9 @@ absl::StatusOr<CheckpointManifest> GroupSaves::Write(const std::string& path, Mo
                        models->PlacementOf(home.config().name, home.incarnation()));
   // All partitions write the same tracks, even if these are changed meanwhile.
   WriteOptions options = given;
-  options.settings_revision = home.tracks().state().accepted_change;
+  options.tracks_revision = home.tracks().state().accepted_change;
   EMA_ASSIGN_OR_RETURN(const std::vector<TrackRef> tracks,
-                       home.tracks().After(*options.settings_revision));
+                       home.tracks().After(*options.tracks_revision));
   placement.config.tracks.clear();
   for (const TrackRef& track : tracks) placement.config.tracks.push_back(track->config());
   EMA_ASSIGN_OR_RETURN(const std::vector<WriteOptions> part_options,

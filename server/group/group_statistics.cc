@@ -11,7 +11,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/core/version_statistics.h"
 #include "server/group/pin_published.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 
 namespace ema::group {
 namespace {

@@ -3,7 +3,7 @@
 
 #include "ema/internal/status_macros.h"
 #include "server/core/track_table.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 
 namespace ema::group {
 namespace {
@@ -42,7 +42,7 @@ absl::Status UpdateGroupTracks(
     result = calls.Wait().status();
   }
   if (result.ok()) {
-    partition.SetSettings(proposal.revision(), home.AcceptTracks(proposal.revision()));
+    partition.SetTracksRevision(proposal.revision(), home.AcceptTracks(proposal.revision()));
     home.ApplyTracksInForce();
     return result;
   }

@@ -79,7 +79,7 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> HostedModels::Add(const Member&
       .peers = &peers_,
       .member = &member,
       .session_timeout = options_.session_timeout,
-      .registry_patience = options_.registry_patience,
+      .max_registry_outage = options_.max_registry_outage,
       .log = options_.log});
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
                        store_.CreatePartition(std::move(part), record.incarnation, partition));

@@ -43,7 +43,7 @@ class HostedModels {
  public:
   struct Options {
     absl::Duration session_timeout = absl::Seconds(30);
-    absl::Duration registry_patience = absl::Minutes(10);
+    absl::Duration max_registry_outage = absl::Minutes(10);
     CheckpointStore* checkpoints = nullptr;  // Outlives this. Null: there is no data directory.
     LogSink log;
   };

@@ -10,8 +10,8 @@
 #include "ema/v1/types.pb.h"
 #include "server/base/crc32c.h"
 #include "server/core/model_overview.h"
-#include "server/group/convert.h"
-#include "server/wire/convert.h"
+#include "server/group/convert_messages.h"
+#include "server/wire/convert_types.h"
 
 namespace ema::group {
 namespace {
@@ -48,7 +48,7 @@ Rounds::Options RoundsOptions(const HostedPartition::Options& options) {
   Rounds::Options rounds{.incarnation = options.id.incarnation,
                          .base_version = BaseVersion(options),
                          .session_timeout = options.session_timeout,
-                         .registry_patience = options.registry_patience};
+                         .max_registry_outage = options.max_registry_outage};
   for (const Partition& partition : options.partitions) {
     rounds.members.push_back({.name = partition.member, .boot = partition.boot});
   }
@@ -59,7 +59,7 @@ Rounds::Options RoundsOptions(const HostedPartition::Options& options) {
 
 HostedPartition::HostedPartition(Options options)
     : options_(std::move(options)),
-      part_(options_.id, BaseVersion(options_)),
+      participant_(options_.id, BaseVersion(options_)),
       loading_(options_.base.has_value() ? "is loading" : "") {
   if (is_home()) rounds_.emplace(RoundsOptions(options_), start_);
   state_.incarnation = options_.id.incarnation;
@@ -127,7 +127,7 @@ v1::GroupModelProgress HostedPartition::DescribeProgress() const {
   const GroupState& state = rounds_->state();
   progress.set_round(state.round);
   progress.set_run_epoch(state.run_epoch);
-  progress.set_is_frozen(state.frozen);
+  progress.set_rejects_pushes(state.rejects_pushes);
   if (const std::optional<Rounds::Slowest> slowest = rounds_->FindSlowest()) {
     progress.set_slowest_partition(static_cast<int64_t>(slowest->partition));
     progress.set_slowest_member(options_.partitions[slowest->partition].member);
@@ -170,7 +170,7 @@ void HostedPartition::Tick() {
       rounds_->NoteRegistryReached(options_.member->last_contact());
       if (rounds_->Expire(SteadyNow())) EndRoundLocked();
     }
-    SendPrepareLocked();
+    SendVoteLocked();
   }
   SendSync();
   options_.peers->PostAfter(kSyncInterval, [self = weak_from_this()] {
@@ -227,53 +227,53 @@ void HostedPartition::OnSyncEnded(const absl::StatusOr<v1::GroupState>& state) {
   if (state.ok()) ApplyStateLocked(FromProto(*state));
 }
 
-void HostedPartition::SendPrepareLocked() {
-  const Prepare* const prepare = part_.to_send();
-  if (is_stopped_ || prepare == nullptr) return;
-  if (rounds_.has_value()) return HandlePrepareLocked(Prepare(*prepare), /*reply=*/nullptr);
-  const int64_t round = prepare->round;
+void HostedPartition::SendVoteLocked() {
+  const Vote* const vote = participant_.to_send();
+  if (is_stopped_ || vote == nullptr) return;
+  if (rounds_.has_value()) return HandleVoteLocked(Vote(*vote), /*reply=*/nullptr);
+  const int64_t round = vote->round;
   const std::optional<std::string> home = AddressLocked(0);
-  if (sent_prepare_round_ == round || !home.has_value()) return;
-  sent_prepare_round_ = round;
-  options_.peers->Prepare(
-      *home, ToProto(options_.model, *prepare), kPrepareInterval,
+  if (sent_vote_round_ == round || !home.has_value()) return;
+  sent_vote_round_ = round;
+  options_.peers->Vote(
+      *home, ToProto(options_.model, *vote), kVoteInterval,
       [self = shared_from_this(), round](const absl::StatusOr<v1::GroupState>& state) {
-        self->OnPrepareEnded(round, state);
+        self->OnVoteEnded(round, state);
       });
 }
 
-void HostedPartition::OnPrepareEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state) {
+void HostedPartition::OnVoteEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state) {
   absl::MutexLock lock(&mu_);
-  if (sent_prepare_round_ == round) sent_prepare_round_ = 0;
+  if (sent_vote_round_ == round) sent_vote_round_ = 0;
   if (state.ok()) return ApplyStateLocked(FromProto(*state));
   // After other errors Tick() sends it again.
-  if (absl::IsDeadlineExceeded(state.status())) SendPrepareLocked();
+  if (absl::IsDeadlineExceeded(state.status())) SendVoteLocked();
 }
 
 // --- Messages from the partitions ---
 
-void HostedPartition::NoteHeldVersions() {
+void HostedPartition::NoteHomePinnedVersions() {
   const std::shared_ptr<Model> model = this->model();
   if (!is_home() || model == nullptr) return;
   std::vector<int64_t> versions = model->history().PinnedVersions();
   absl::MutexLock lock(&mu_);
-  rounds_->SetHeldVersions(std::move(versions));
+  rounds_->SetHomePinnedVersions(std::move(versions));
 }
 
-void HostedPartition::OnPrepare(const Prepare& prepare, Reply reply) {
-  NoteHeldVersions();  // This message may end the round with a commit.
+void HostedPartition::OnVote(const Vote& vote, Reply reply) {
+  NoteHomePinnedVersions();  // This message may end the round with a commit.
   absl::MutexLock lock(&mu_);
   if (is_stopped_ || !rounds_.has_value()) return reply(FencedErrorLocked("this is not the home"));
-  HandlePrepareLocked(prepare, std::move(reply));
+  HandleVoteLocked(vote, std::move(reply));
 }
 
-void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
+void HostedPartition::HandleVoteLocked(const Vote& vote, Reply reply) {
   const auto answer = [this](Reply to, absl::StatusOr<GroupState> with) {
     if (to) options_.peers->Post([to = std::move(to), with = std::move(with)] { to(with); });
   };
   // As precise as in a message, so that it is the same in all partitions.
   const absl::Time commit_time = absl::FromUnixMicros(absl::ToUnixMicros(absl::Now()));
-  const Rounds::Result result = rounds_->OnPrepare(prepare, SteadyNow(), commit_time);
+  const Rounds::Result result = rounds_->OnVote(vote, SteadyNow(), commit_time);
   switch (result.answer) {
     case Rounds::Answer::kFenced:
       answer(std::move(reply),
@@ -282,14 +282,14 @@ void HostedPartition::HandlePrepareLocked(const Prepare& prepare, Reply reply) {
     case Rounds::Answer::kState:
       // The call that ends the round is answered with the others, so that its sender does not get
       // the state a second time.
-      if (reply && result.round_ended) std::swap(held_[prepare.from.partition], reply);
+      if (reply && result.round_ended) std::swap(held_[vote.from.partition], reply);
       answer(std::move(reply), rounds_->state());
       break;
     case Rounds::Answer::kHold:
       if (!is_holding_) {
         answer(std::move(reply), StoppingError(0));
       } else if (reply) {
-        std::swap(held_[prepare.from.partition], reply);
+        std::swap(held_[vote.from.partition], reply);
         answer(std::move(reply), rounds_->state());
       }
       break;
@@ -314,14 +314,15 @@ void HostedPartition::AnswerHeldLocked(const absl::StatusOr<GroupState>& answer)
   }
 }
 
-absl::Status HostedPartition::FreezeForStop(const PartId& stopping) {
+absl::Status HostedPartition::RejectPushesForStop(const PartitionId& stopping) {
   {
     absl::MutexLock lock(&mu_);
     if (is_stopped_ || !rounds_.has_value()) return FencedErrorLocked("this is not the home");
     if (!rounds_->HasPartition(stopping)) {
       return FencedErrorLocked("the sender is not the process of that partition");
     }
-    if (rounds_->Freeze(StoppingError(stopping.partition), After(SteadyNow(), kMaxStopTime))) {
+    if (rounds_->RejectPushes(StoppingError(stopping.partition),
+                              After(SteadyNow(), kMaxStopTime))) {
       EndRoundLocked();
     }
   }
@@ -329,11 +330,11 @@ absl::Status HostedPartition::FreezeForStop(const PartId& stopping) {
   return absl::OkStatus();
 }
 
-absl::Status HostedPartition::FreezeForMove() {
+absl::Status HostedPartition::RejectPushesForMove() {
   {
     absl::MutexLock lock(&mu_);
     if (is_stopped_ || !rounds_.has_value()) return FencedErrorLocked("this is not the home");
-    if (rounds_->Freeze(BusyError("its tensors move to other servers"), SteadyTime::max())) {
+    if (rounds_->RejectPushes(BusyError("its tensors move to other servers"), SteadyTime::max())) {
       EndRoundLocked();
     }
   }
@@ -341,9 +342,9 @@ absl::Status HostedPartition::FreezeForMove() {
   return absl::OkStatus();
 }
 
-void HostedPartition::EndFreezeForMove() {
+void HostedPartition::AcceptPushesAfterMove() {
   absl::MutexLock lock(&mu_);
-  if (!is_stopped_ && rounds_.has_value() && rounds_->EndFreeze(SteadyTime::max())) {
+  if (!is_stopped_ && rounds_.has_value() && rounds_->AcceptPushes(SteadyTime::max())) {
     EndRoundLocked();
   }
 }
@@ -355,7 +356,7 @@ void HostedPartition::ReleaseHeldCalls() {
     absl::MutexLock lock(&mu_);
     if (!std::exchange(is_holding_, false) || !rounds_.has_value()) return;
     held.swap(held_);
-    if (rounds_->Freeze(StoppingError(0), SteadyTime::max())) EndRoundLocked();
+    if (rounds_->RejectPushes(StoppingError(0), SteadyTime::max())) EndRoundLocked();
     state = rounds_->state();
   }
   for (const auto& [partition, reply] : held) reply(state);
@@ -363,9 +364,9 @@ void HostedPartition::ReleaseHeldCalls() {
 
 // --- Ends of rounds ---
 
-void HostedPartition::SetSettings(int64_t revision, bool is_urgent) {
+void HostedPartition::SetTracksRevision(int64_t revision, bool is_urgent) {
   absl::MutexLock lock(&mu_);
-  if (rounds_.has_value() && rounds_->SetSettings(revision, is_urgent)) EndRoundLocked();
+  if (rounds_.has_value() && rounds_->SetTracksRevision(revision, is_urgent)) EndRoundLocked();
 }
 
 void HostedPartition::EndRoundLocked() {
@@ -391,46 +392,47 @@ void HostedPartition::OnState(const GroupState& state) {
 
 void HostedPartition::ApplyStateLocked(const GroupState& state) {
   if (is_stopped_ || state.incarnation < options_.id.incarnation) return;
-  const int64_t round = part_.round();
-  const Part::Action action = part_.OnState(state);
-  const bool has_new_settings = state.settings_revision > state_.settings_revision;
+  const int64_t round = participant_.round();
+  const Participant::Action action = participant_.OnState(state);
+  const bool has_new_tracks = state.tracks_revision > state_.tracks_revision;
   if (state.incarnation == state_.incarnation && state.round >= state_.round) state_ = state;
-  if (action.kind == Part::Action::Kind::kPublish) commit_wait_ += Since(prepare_time_);
-  if (action.kind != Part::Action::Kind::kNothing) {
+  if (action.kind == Participant::Action::Kind::kPublish) commit_wait_ += Since(prepare_time_);
+  if (action.kind != Participant::Action::Kind::kNothing) {
     options_.peers->Post(
         [self = shared_from_this(), action, round, state] { self->Execute(action, round, state); });
   }
-  if (has_new_settings) Post(&HostedPartition::ApplyTracks);
+  if (has_new_tracks) Post(&HostedPartition::ApplyTracks);
 }
 
 void HostedPartition::ApplyTracks() {
   if (const std::shared_ptr<Model> model = this->model()) model->ApplyTracksInForce();
 }
 
-void HostedPartition::Execute(const Part::Action& action, int64_t round, const GroupState& state) {
+void HostedPartition::Execute(const Participant::Action& action, int64_t round,
+                              const GroupState& state) {
   const std::shared_ptr<Model> model = this->model();
   // A model that is closed has dropped its step.
   if (model == nullptr || !model->closed().ok()) return;
   switch (action.kind) {
-    case Part::Action::Kind::kNothing:
-    case Part::Action::Kind::kReadRegistry:  // The watch of the registry reports the record.
+    case Participant::Action::Kind::kNothing:
+    case Participant::Action::Kind::kReadRegistry:  // The watch of the registry reports the record.
       return;
-    case Part::Action::Kind::kPublish: {
+    case Participant::Action::Kind::kPublish: {
       const group::PreparedStep& step = state.last_commit->step;
       if (model->PublishPrepared(round, {.commit_time = state.last_commit->commit_time,
                                          .skipped_tensor_count = step.skipped_tensor_count,
                                          .skipped_tensors = step.skipped_tensors,
-                                         .held_versions = state.held_versions})) {
+                                         .home_pinned_versions = state.home_pinned_versions})) {
         return;
       }
       break;
     }
-    case Part::Action::Kind::kDrop: {
+    case Participant::Action::Kind::kDrop: {
       absl::Status why = action.why;
       SetGroupHint(why, {.round = state.round, .incarnation = state.incarnation});
       return model->DropOpenStep(round, why);
     }
-    case Part::Action::Kind::kDiverged:
+    case Participant::Action::Kind::kDiverged:
       break;
   }
   LogTo(options_.log, LogLevel::kError, "partition diverged",
@@ -451,9 +453,9 @@ int64_t HostedPartition::round() const {
   return state_.round;
 }
 
-int64_t HostedPartition::settings_revision() const {
+int64_t HostedPartition::tracks_revision() const {
   absl::MutexLock lock(&mu_);
-  return state_.settings_revision;
+  return state_.tracks_revision;
 }
 
 absl::Status HostedPartition::CheckLaunch(const Launch& launch) {
@@ -484,19 +486,20 @@ void HostedPartition::OnRunOpened(int64_t run_epoch, std::string_view launch_id)
 absl::Status HostedPartition::CheckPush(const PushStart& start) {
   absl::MutexLock lock(&mu_);
   if (is_stopped_) return FencedErrorLocked("the partition has been dropped");
-  switch (part_.OnHeader({.incarnation = start.incarnation,
-                          .round = start.round,
-                          .run_epoch = start.run_epoch,
-                          .step = start.step})) {
-    case Part::HeaderAnswer::kAccept:
+  switch (participant_.OnHeader({.incarnation = start.incarnation,
+                                 .round = start.round,
+                                 .run_epoch = start.run_epoch,
+                                 .step = start.step})) {
+    case Participant::HeaderAnswer::kAccept:
       pushed_round_ = start.round;
       pushed_step_ = start.step;
       if (rounds_.has_value()) rounds_->NotePush(start.step);
       return absl::OkStatus();
-    case Part::HeaderAnswer::kStaleRound: {
-      absl::Status why = MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
-                                   absl::StrCat(Name(), ": round ", start.round,
-                                                " has ended; the current one is ", part_.round()));
+    case Participant::HeaderAnswer::kStaleRound: {
+      absl::Status why =
+          MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
+                    absl::StrCat(Name(), ": round ", start.round, " has ended; the current one is ",
+                                 participant_.round()));
       const std::optional<GroupAbort>& abort = state_.last_abort;
       // Other ranks have lost these steps, so they could not complete in the current round.
       if (state_.failed_step.has_value() && start.step <= state_.failed_step->step) {
@@ -505,22 +508,26 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
                  start.step <= pushed_step_) {
         why = abort->why;  // The home has not heard of the step.
       }
-      SetGroupHint(why, {.round = part_.round(), .incarnation = options_.id.incarnation});
+      SetGroupHint(why, {.round = participant_.round(), .incarnation = options_.id.incarnation});
       return why;
     }
-    case Part::HeaderAnswer::kFenced:
+    case Participant::HeaderAnswer::kFenced:
       return FencedErrorLocked(absl::StrCat("the push is of incarnation ", start.incarnation,
                                             ", run epoch ", start.run_epoch));
-    case Part::HeaderAnswer::kFrozen:
-      return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining,
-                       absl::StrCat(Name(), ": pushes are frozen"), absl::Milliseconds(100));
-    case Part::HeaderAnswer::kSync:
-    case Part::HeaderAnswer::kReadRegistry:
+    case Participant::HeaderAnswer::kPushesRejected:
+      return MakeError(
+          absl::StatusCode::kUnavailable, ErrorReason::kDraining,
+          absl::StrCat(
+              Name(),
+              ": pushes are rejected while a server of the model stops, or its tensors move"),
+          absl::Milliseconds(100));
+    case Participant::HeaderAnswer::kSync:
+    case Participant::HeaderAnswer::kReadRegistry:
       break;
   }
   RequestSyncLocked();
   return BusyError(absl::StrCat("round ", start.round, " of incarnation ", start.incarnation,
-                                " given, the partition is in round ", part_.round()));
+                                " given, the partition is in round ", participant_.round()));
 }
 
 absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& why) {
@@ -538,12 +545,12 @@ absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& wh
 }
 
 void HostedPartition::OnPrepared(int64_t round, const Version& record) {
-  NoteHeldVersions();
+  NoteHomePinnedVersions();
   absl::MutexLock lock(&mu_);
   if (is_stopped_) return;  // The model is being closed.
-  if (part_.EndReceiving(round, StepOf(record))) {
+  if (participant_.EndReceiving(round, StepOf(record))) {
     prepare_time_ = SteadyNow();
-    return SendPrepareLocked();
+    return SendVoteLocked();
   }
   // The round ended while the session was being made, so that its end did not find it.
   options_.peers->Post([self = shared_from_this(), round] {
@@ -556,7 +563,7 @@ void HostedPartition::OnPrepared(int64_t round, const Version& record) {
 
 void HostedPartition::OnDropped(int64_t round, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
-  if (part_.EndReceiving(round, why)) SendPrepareLocked();
+  if (participant_.EndReceiving(round, why)) SendVoteLocked();
 }
 
 // --- Errors ---
@@ -574,7 +581,7 @@ absl::Status HostedPartition::FencedErrorLocked(const std::string& why) const {
 }
 
 absl::Status HostedPartition::BusyError(const std::string& why) const {
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                    absl::StrCat(Name(), ": ", why), kRetryDelay);
 }
 

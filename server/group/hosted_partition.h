@@ -26,38 +26,38 @@
 #include "server/group/member.h"
 #include "server/group/messages.h"
 #include "server/group/model_record.h"
-#include "server/group/part.h"
+#include "server/group/participant.h"
 #include "server/group/peers.h"
 #include "server/group/rounds.h"
 
 namespace ema::group {
 
 // Lets one partition of one incarnation of a model commit together with the others: it is the gate
-// of the partition's Model, owns the Part, and on the home the Rounds, and exchanges their messages
-// with the other members.
+// of the partition's Model, owns the Participant, and on the home the Rounds, and exchanges their
+// messages with the other members.
 //
-// Thread-safe. Every event changes Part and Rounds at once, under a lock that is never held across
-// a call of the model. What follows from the change, such as publishing the prepared step, runs on
-// the thread of Peers, in the order of the changes. The Model owns this object, so that it lives as
-// long as the model's readers do.
+// Thread-safe. Every event changes Participant and Rounds at once, under a lock that is never held
+// across a call of the model. What follows from the change, such as publishing the prepared step,
+// runs on the thread of Peers, in the order of the changes. The Model owns this object, so that it
+// lives as long as the model's readers do.
 class HostedPartition final : public CommitGate,
                               public std::enable_shared_from_this<HostedPartition> {
  public:
   struct Options {
     std::string model;
-    PartId id;
+    PartitionId id;
     std::vector<Partition> partitions;  // Of the model's record.
     // The version that the incarnation begins with; nullopt: none.
     std::optional<VersionId> base;
     Peers* peers = nullptr;          // Outlives the calls of all functions.
     const Member* member = nullptr;  // Used until Stop().
     absl::Duration session_timeout = absl::Seconds(30);
-    absl::Duration registry_patience = absl::Minutes(10);
+    absl::Duration max_registry_outage = absl::Minutes(10);
     LogSink log;
   };
   explicit HostedPartition(Options options);
 
-  const PartId& id() const { return options_.id; }
+  const PartitionId& id() const { return options_.id; }
   const std::vector<Partition>& partitions() const { return options_.partitions; }
 
   // Begins the exchange of messages for `model`, whose gate this is. Once.
@@ -88,16 +88,16 @@ class HostedPartition final : public CommitGate,
   // Called once, from any thread.
   using Reply = std::function<void(const absl::StatusOr<GroupState>&)>;
   // Holds `reply` until the round has ended.
-  void OnPrepare(const Prepare& prepare, Reply reply) ABSL_LOCKS_EXCLUDED(mu_);
+  void OnVote(const Vote& vote, Reply reply) ABSL_LOCKS_EXCLUDED(mu_);
   // ABORTED, FENCED.
   absl::StatusOr<GroupState> OnSync(const Sync& sync) ABSL_LOCKS_EXCLUDED(mu_);
   // The server of the partition `stopping` is about to stop: ends the open round, and permits no
   // pushes until that server has left, or for 20 minutes. When it returns, the last commit has been
   // published here. ABORTED, FENCED. REQUIRES: is_home(). Not on the thread of Peers.
-  absl::Status FreezeForStop(const PartId& stopping) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same while the tensors move to other servers, until EndFreezeForMove().
-  absl::Status FreezeForMove() ABSL_LOCKS_EXCLUDED(mu_);
-  void EndFreezeForMove() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status RejectPushesForStop(const PartitionId& stopping) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same while the tensors move to other servers, until AcceptPushesAfterMove().
+  absl::Status RejectPushesForMove() ABSL_LOCKS_EXCLUDED(mu_);
+  void AcceptPushesAfterMove() ABSL_LOCKS_EXCLUDED(mu_);
   // Ends the open round, and permits no pushes in later ones: a partition that has prepared a step
   // would wait for this home for ever. Answers held calls before it returns, and later ones at
   // once. May be repeated.
@@ -105,7 +105,7 @@ class HostedPartition final : public CommitGate,
 
   // On the home: all partitions have the change of the tracks with that number. It comes into force
   // at the next commit, or if `is_urgent` now, which ends the open round.
-  void SetSettings(int64_t revision, bool is_urgent) ABSL_LOCKS_EXCLUDED(mu_);
+  void SetTracksRevision(int64_t revision, bool is_urgent) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Applies a state that the home has sent.
   void OnState(const GroupState& state) ABSL_LOCKS_EXCLUDED(mu_);
@@ -114,7 +114,7 @@ class HostedPartition final : public CommitGate,
 
   bool is_home() const override { return options_.id.partition == 0; }
   int64_t round() const override ABSL_LOCKS_EXCLUDED(mu_);
-  int64_t settings_revision() const override ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t tracks_revision() const override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckPush(const PushStart& start) override ABSL_LOCKS_EXCLUDED(mu_);
@@ -135,21 +135,21 @@ class HostedPartition final : public CommitGate,
   void OnSyncEnded(const absl::StatusOr<v1::GroupState>& state) ABSL_LOCKS_EXCLUDED(mu_);
   // Makes the partition ask the home for its state soon.
   void RequestSyncLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Sends Part::to_send(), unless it has been sent and may still be answered.
-  void SendPrepareLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void OnPrepareEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state)
+  // Sends Participant::to_send(), unless it has been sent and may still be answered.
+  void SendVoteLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void OnVoteEnded(int64_t round, const absl::StatusOr<v1::GroupState>& state)
       ABSL_LOCKS_EXCLUDED(mu_);
   // On the home: the next GroupState will name the versions that are pinned here now.
-  void NoteHeldVersions() ABSL_LOCKS_EXCLUDED(mu_);
+  void NoteHomePinnedVersions() ABSL_LOCKS_EXCLUDED(mu_);
   // `reply` null: the home's own partition.
-  void HandlePrepareLocked(const Prepare& prepare, Reply reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void HandleVoteLocked(const Vote& vote, Reply reply) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // On the home: applies the new state here, and sends it to the others.
   void EndRoundLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void AnswerHeldLocked(const absl::StatusOr<GroupState>& answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ApplyStateLocked(const GroupState& state) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // On the thread of Peers: what Part::OnState() has returned for the end of `round`.
-  void Execute(const Part::Action& action, int64_t round, const GroupState& state);
+  // On the thread of Peers: what Participant::OnState() has returned for the end of `round`.
+  void Execute(const Participant::Action& action, int64_t round, const GroupState& state);
 
   // On the thread of Peers: a change of the tracks has come into force.
   void ApplyTracks() ABSL_LOCKS_EXCLUDED(mu_);
@@ -168,10 +168,10 @@ class HostedPartition final : public CommitGate,
   // Acquired while the model's lock may be held.
   mutable absl::Mutex mu_;
   std::weak_ptr<Model> model_ ABSL_GUARDED_BY(mu_);  // Set by Start().
-  Part part_ ABSL_GUARDED_BY(mu_);
+  Participant participant_ ABSL_GUARDED_BY(mu_);
   std::optional<Rounds> rounds_ ABSL_GUARDED_BY(mu_);   // On the home.
   GroupState state_ ABSL_GUARDED_BY(mu_);               // The newest one.
-  std::map<int64_t, Reply> held_ ABSL_GUARDED_BY(mu_);  // By partition: calls of OnPrepare().
+  std::map<int64_t, Reply> held_ ABSL_GUARDED_BY(mu_);  // By partition: calls of OnVote().
   bool is_active_ ABSL_GUARDED_BY(mu_) = false;
   std::string loading_ ABSL_GUARDED_BY(mu_);  // Sync::loading.
   bool is_holding_ ABSL_GUARDED_BY(mu_) = true;
@@ -181,8 +181,8 @@ class HostedPartition final : public CommitGate,
   // Of the last push that was accepted. Round 0: there was none.
   int64_t pushed_round_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t pushed_step_ ABSL_GUARDED_BY(mu_) = 0;
-  // The round whose Prepare has been sent and not been answered. 0: there is none.
-  int64_t sent_prepare_round_ ABSL_GUARDED_BY(mu_) = 0;
+  // The round whose Vote has been sent and not answered yet. 0: there is none.
+  int64_t sent_vote_round_ ABSL_GUARDED_BY(mu_) = 0;
   SteadyTime prepare_time_ ABSL_GUARDED_BY(mu_);  // Of the prepared step.
   absl::Duration commit_wait_ ABSL_GUARDED_BY(mu_);
 };

@@ -61,10 +61,10 @@ absl::Status Member::AwaitFreeName() {
     return false;
   };
   if (AwaitCache(absl::ZeroDuration(), is_free)) return absl::OkStatus();
-  const absl::Duration patience = options_.ttl + kExpirySlack;
+  const absl::Duration longest_wait = options_.ttl + kExpirySlack;
   LogTo(options_.log, LogLevel::kWarning, "member name in use",
-        {{"member", options_.name}, {"address", address}, {"longest_wait", patience}});
-  if (AwaitCache(patience, is_free)) return absl::OkStatus();
+        {{"member", options_.name}, {"address", address}, {"longest_wait", longest_wait}});
+  if (AwaitCache(longest_wait, is_free)) return absl::OkStatus();
   return absl::AlreadyExistsError(
       absl::StrCat("group ", Quoted(options_.group), ": the process at ", address, " is member ",
                    Quoted(options_.name), "; give this process another name with --member"));

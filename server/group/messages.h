@@ -3,9 +3,9 @@
 // Messages by which the servers of a group commit a model's steps together.
 //
 // Each partition of a model is on a server of its own; the server of partition 0 is the model's
-// home. A step is committed in two phases. Each partition sends the home a Prepare when it has
-// received the step, and cannot fail any more. When all partitions have, the home commits the step,
-// and its GroupState makes them publish it.
+// home. A step is committed in two phases. Each partition sends the home its Vote when it has
+// received the step and cannot fail any more. When all partitions have voted for it, the home
+// commits the step, and its GroupState makes them publish it.
 //
 // The home counts rounds. A round ends with one commit or one abort, and then the next one begins.
 // An incarnation of the model ends when a partition has lost its memory; the registry names the
@@ -24,13 +24,13 @@
 
 namespace ema::group {
 
-// A partition repeats its Prepare when it has had no answer for this long.
-inline constexpr absl::Duration kPrepareInterval = absl::Seconds(10);
+// A partition repeats its Vote when it has had no answer for this long.
+inline constexpr absl::Duration kVoteInterval = absl::Seconds(10);
 // A partition sends its Sync at this interval, and at once when a push needs a newer state.
 inline constexpr absl::Duration kSyncInterval = absl::Seconds(1);
 
 // The sender of a partition's messages.
-struct PartId {
+struct PartitionId {
   int64_t incarnation = 0;
   int64_t partition = 0;
   std::string boot;  // Identifies one start of the server.
@@ -49,8 +49,8 @@ struct PreparedStep {
 };
 
 // The vote of a partition. The home holds its answer, a GroupState, until the round has ended.
-struct Prepare {
-  PartId from;
+struct Vote {
+  PartitionId from;
   int64_t round = 0;
   // An error: the partition refuses the round's step.
   absl::StatusOr<PreparedStep> step = PreparedStep();
@@ -59,7 +59,7 @@ struct Prepare {
 
 // From a partition to the home; the answer is a GroupState.
 struct Sync {
-  PartId from;
+  PartitionId from;
   int64_t round = 0;
   // The next two fields describe the step that the partition is receiving.
   int64_t received_bytes = 0;
@@ -92,20 +92,20 @@ struct FailedStep {
 };
 
 // From the home to a partition: the answer to its messages, and sent to all when a round has ended.
-// A newer one has a higher round, or only held_versions is newer.
+// A newer one has a higher round, or only home_pinned_versions is newer.
 struct GroupState {
   int64_t incarnation = 0;
-  int64_t round = 0;    // 0: some partitions have not joined, so there are no pushes.
-  bool frozen = false;  // No pushes in this round.
+  int64_t round = 0;            // 0: some partitions have not joined, so there are no pushes.
+  bool rejects_pushes = false;  // No pushes in this round.
   // The last commit and the last abort of the incarnation.
   std::optional<GroupCommit> last_commit;
   std::optional<GroupAbort> last_abort;
   // The open run; epoch 0: there is none.
   int64_t run_epoch = 0;
   std::string launch_id;
-  int64_t settings_revision = 0;  // Number of the change of tracks that is in force in it.
+  int64_t tracks_revision = 0;  // Number of the change of tracks that is in force in it.
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
-  std::vector<int64_t> held_versions;
+  std::vector<int64_t> home_pinned_versions;
   std::optional<FailedStep> failed_step;  // The highest one of the open run.
 };
 

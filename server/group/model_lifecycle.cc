@@ -9,11 +9,11 @@
 #include "ema/manifest.h"
 #include "server/group/fan_out.h"
 #include "server/group/group_errors.h"
+#include "server/group/next_incarnation.h"
 #include "server/group/partition_config.h"
 #include "server/group/placement.h"
 #include "server/group/recover.h"
-#include "server/group/reform.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 
 namespace ema::group {
 namespace {

@@ -42,11 +42,11 @@ class ModelLifecycle {
     bool is_new = false;  // False: it existed already, perhaps with another configuration.
   };
   // Creates the model of `config`, which is the validated one of `request`, unless there is one of
-  // that name. UNAVAILABLE, SESSION_BUSY: another call creates or deletes it. Errors also as
-  // PlaceTensors() and ReservePartition() of ModelGroup. FAILED_PRECONDITION: the model's folder
+  // that name. UNAVAILABLE, MODEL_BUSY: another call creates or deletes it. Errors also as
+  // PlaceTensors() and ReservePartition() of GroupCalls. FAILED_PRECONDITION: the model's folder
   // has checkpoints.
   absl::StatusOr<Created> Create(const v1::CreateModelRequest& request, const ModelConfig& config);
-  // As in ModelGroup.
+  // As in GroupCalls.
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(
       const v1::ReservePartitionRequest& request);
   absl::StatusOr<v1::RecoverModelResponse> Recover(const std::string& model);

@@ -241,7 +241,7 @@ void TrimEarlierBases(ModelRecord& record) {
 
 // Nullopt: the model has no checkpoint.
 absl::StatusOr<std::optional<VersionId>> ChooseBase(const ModelRecord& record,
-                                                    const ReformRequest& request) {
+                                                    const IncarnationRequest& request) {
   const GroupCheckpoint* const durable = record.durable();
   if (!request.base.has_value() && durable == nullptr) return std::nullopt;
   const VersionId wanted = request.base.value_or(durable->id);
@@ -360,7 +360,8 @@ absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_
   return std::max(newest + 1, now_micros);
 }
 
-absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request) {
+absl::StatusOr<ModelRecord> BeginIncarnation(ModelRecord record,
+                                             const IncarnationRequest& request) {
   EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
   if (request.newest_stored_incarnation > record.incarnation) {
     return absl::FailedPreconditionError(

@@ -108,8 +108,8 @@ struct ModelRecord {
   bool IsHome(std::string_view member, std::string_view boot) const {
     return PartitionOf(member, boot) == 0;
   }
-  // The partitions, with the member's boot replaced: for Reform(), when a member has restarted. The
-  // same as `partitions` if the member has none, or has that boot there.
+  // The partitions, with the member's boot replaced: for BeginIncarnation(), when a member has
+  // restarted. The same as `partitions` if the member has none, or has that boot there.
   std::vector<Partition> PartitionsWithBoot(std::string_view member, std::string_view boot) const;
 
   friend bool operator==(const ModelRecord&, const ModelRecord&) = default;
@@ -137,7 +137,7 @@ absl::StatusOr<ModelRecord> Activate(ModelRecord record);
 absl::StatusOr<int64_t> NextIncarnation(int64_t record_incarnation, int64_t now_micros,
                                         int64_t newest_stored_incarnation);
 
-struct ReformRequest {
+struct IncarnationRequest {
   // As for NextIncarnation().
   int64_t now_micros = 0;
   int64_t newest_stored_incarnation = 0;
@@ -152,7 +152,7 @@ struct ReformRequest {
 // load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base, or no other than the lost
 // checkpoint. FAILED_PRECONDITION: the registry is older than the group's folder. INVALID_ARGUMENT:
 // the partitions have another number of tensors than before.
-absl::StatusOr<ModelRecord> Reform(ModelRecord record, const ReformRequest& request);
+absl::StatusOr<ModelRecord> BeginIncarnation(ModelRecord record, const IncarnationRequest& request);
 
 // All partitions have the checkpoint on the disk, and it has been verified. `incarnation`: the one
 // in which it was saved. If the record has it already, only GroupCheckpoint::keep is set. ABORTED,

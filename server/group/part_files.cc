@@ -33,7 +33,7 @@ absl::Status CheckFolder(std::string_view folder) {
 WriteOptions OptionsOf(const v1::SavePartRequest& request) {
   WriteOptions options{.tracks = {request.tracks().begin(), request.tracks().end()},
                        .max_file_bytes = request.max_file_bytes(),
-                       .settings_revision = request.settings_revision()};
+                       .tracks_revision = request.tracks_revision()};
   for (const auto& [track, numbers] : request.file_numbers()) {
     options.file_numbers[track] = {static_cast<size_t>(numbers.first()),
                                    static_cast<size_t>(numbers.count())};

@@ -18,7 +18,7 @@
 #include "ema/v1/group.grpc.pb.h"
 #include "server/base/quoted.h"
 #include "server/base/small_file.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 
 namespace ema::group {
 namespace {
@@ -330,9 +330,9 @@ void Peers::ProposeTracks(const std::string& address, const v1::ProposeTracksReq
                                               std::move(on_result));
 }
 
-void Peers::Prepare(const std::string& address, const v1::PrepareRequest& request,
-                    absl::Duration timeout, OnResult<v1::GroupState> on_result) {
-  StartCall<&Stub::PrepareAsyncPrepare>("Prepare", address, request, timeout, std::move(on_result));
+void Peers::Vote(const std::string& address, const v1::VoteRequest& request, absl::Duration timeout,
+                 OnResult<v1::GroupState> on_result) {
+  StartCall<&Stub::PrepareAsyncVote>("Vote", address, request, timeout, std::move(on_result));
 }
 
 void Peers::Sync(const std::string& address, const v1::SyncRequest& request, absl::Duration timeout,

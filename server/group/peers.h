@@ -61,8 +61,8 @@ class Peers {
                         absl::Duration timeout, OnResult<v1::ReservePartitionResponse> on_result);
   void ProposeTracks(const std::string& address, const v1::ProposeTracksRequest& request,
                      absl::Duration timeout, OnResult<v1::ProposeTracksResponse> on_result);
-  void Prepare(const std::string& address, const v1::PrepareRequest& request,
-               absl::Duration timeout, OnResult<v1::GroupState> on_result);
+  void Vote(const std::string& address, const v1::VoteRequest& request, absl::Duration timeout,
+            OnResult<v1::GroupState> on_result);
   void Sync(const std::string& address, const v1::SyncRequest& request, absl::Duration timeout,
             OnResult<v1::GroupState> on_result);
   void PublishState(const std::string& address, const v1::PublishStateRequest& request,

@@ -21,10 +21,10 @@
 #include "server/group/hosted_partition.h"
 #include "server/group/member.h"
 #include "server/group/model_record.h"
+#include "server/group/next_incarnation.h"
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
 #include "server/group/placement.h"
-#include "server/group/reform.h"
 
 namespace ema::group {
 namespace {
@@ -164,18 +164,19 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
                        PlaceTensors(model, tensor_bytes, candidates));
   if (partitions == before.partitions) return ResponseOf(before, /*has_changed=*/false);
 
-  if (home != nullptr) EMA_RETURN_IF_ERROR(home->partition->FreezeForMove());
-  const absl::Cleanup end_freeze = [&] {
-    if (home != nullptr) home->partition->EndFreezeForMove();
+  if (home != nullptr) EMA_RETURN_IF_ERROR(home->partition->RejectPushesForMove());
+  const absl::Cleanup accept_pushes = [&] {
+    if (home != nullptr) home->partition->AcceptPushesAfterMove();
   };
   if (home != nullptr) EMA_RETURN_IF_ERROR(save());
   EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(checkpoints, model));
   ModelRecord after;
   EMA_RETURN_IF_ERROR(models.ChangeRecord(
       model, before.incarnation, [&](const ModelRecord& record) -> absl::StatusOr<ModelRecord> {
-        EMA_ASSIGN_OR_RETURN(after, Reform(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
-                                                    .newest_stored_incarnation = stored,
-                                                    .partitions = partitions}));
+        EMA_ASSIGN_OR_RETURN(
+            after, BeginIncarnation(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
+                                             .newest_stored_incarnation = stored,
+                                             .partitions = partitions}));
         return after;
       }));
   {

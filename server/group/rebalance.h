@@ -16,9 +16,9 @@
 namespace ema::group {
 
 // Handles RebalanceModel of ema_service.proto. Calls `save`, which makes the newest version
-// durable, if this server is the home and all partitions run; pushes are frozen meanwhile. After an
-// error the placement is the old one, or, after REGISTRY_AWAY, perhaps the new one. Blocks on the
-// registry, the disk and the save.
+// durable, if this server is the home and all partitions run; pushes are rejected meanwhile. After
+// an error the placement is the old one, or, after REGISTRY_UNAVAILABLE, perhaps the new one.
+// Blocks on the registry, the disk and the save.
 absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, HostedModels& hosted,
                                                           CheckpointStore* checkpoints,
                                                           const v1::RebalanceModelRequest& request,

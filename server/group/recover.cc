@@ -18,9 +18,9 @@
 #include "server/format/manifest_json.h"
 #include "server/format/verify.h"
 #include "server/group/group_errors.h"
+#include "server/group/next_incarnation.h"
 #include "server/group/partition_config.h"
 #include "server/group/placement.h"
-#include "server/group/reform.h"
 
 namespace ema::group {
 namespace {

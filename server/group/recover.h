@@ -24,7 +24,7 @@ absl::Status CheckHasNoCheckpoints(CheckpointStore& checkpoints, const std::stri
 // members that run now, which begins with the checkpoint that LATEST names. Returns the record.
 // NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no checkpoint whose manifest can be read.
 // FAILED_PRECONDITION: the registry has the model, and is not older than the folder. UNAVAILABLE,
-// SESSION_BUSY: the model is being created, deleted or changed. Errors also as PlaceTensors().
+// MODEL_BUSY: the model is being created, deleted or changed. Errors also as PlaceTensors().
 // Blocks on the registry and the disk.
 absl::StatusOr<ModelRecord> RecoverRecord(Member& member, CheckpointStore& checkpoints,
                                           const std::string& model, const LogSink& log);

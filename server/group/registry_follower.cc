@@ -13,8 +13,8 @@
 #include "server/format/manifest_json.h"
 #include "server/format/verify.h"
 #include "server/group/group_errors.h"
+#include "server/group/next_incarnation.h"
 #include "server/group/part_files.h"
-#include "server/group/reform.h"
 
 namespace ema::group {
 namespace {
@@ -65,9 +65,10 @@ absl::Status RegistryFollower::Reconcile() {
   bool must_load = false;
   for (const auto& [name, record] : models) {
     if (NamesEarlierProcess(member, record)) {
-      const absl::Status reformed = ReformAfterRestart(member, checkpoints_, name, record, log_);
-      if (absl::IsFailedPrecondition(reformed)) NoteLoadEnded(name, record, reformed);
-      result.Update(reformed);
+      const absl::Status begun =
+          BeginIncarnationAfterRestart(member, checkpoints_, name, record, log_);
+      if (absl::IsFailedPrecondition(begun)) NoteLoadEnded(name, record, begun);
+      result.Update(begun);
     }
     must_load |= MustLoad(member, name, record);
   }
@@ -142,11 +143,11 @@ void RegistryFollower::HandleLostBase(Member& member, const std::string& model,
   // On a network's file system another server may see a new folder late.
   const bool is_missing = absl::IsNotFound(problem) && record.IsHome(member.name(), member.boot());
   if (!absl::IsDataLoss(problem) && !is_missing) return;
-  const absl::Status reformed =
-      ReformWithoutBase(member, *checkpoints_, model, record, problem, log_);
-  if (reformed.ok()) return;
+  const absl::Status begun =
+      BeginIncarnationWithoutBase(member, *checkpoints_, model, record, problem, log_);
+  if (begun.ok()) return;
   LogTo(log_, LogLevel::kError, "model not returned to an older checkpoint",
-        {{"model", model}, {"incarnation", record.incarnation}, {"error", reformed}});
+        {{"model", model}, {"incarnation", record.incarnation}, {"error", begun}});
 }
 
 bool RegistryFollower::MustLoad(const Member& member, const std::string& model,

@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "ema/error_reason.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 
 namespace ema::group {
 namespace {
@@ -25,10 +25,10 @@ Rounds::Rounds(Options options, SteadyTime now)
       start_(now),
       partitions_(options_.members.size()),
       version_(options_.base_version),
-      next_settings_revision_(options_.settings_revision),
+      next_tracks_revision_(options_.tracks_revision),
       registry_reached_(now) {
   state_.incarnation = options_.incarnation;
-  state_.settings_revision = options_.settings_revision;
+  state_.tracks_revision = options_.tracks_revision;
 }
 
 std::string Rounds::NameOf(size_t partition) const {
@@ -47,7 +47,7 @@ absl::Status Rounds::CheckJoined() const {
   return absl::OkStatus();
 }
 
-bool Rounds::HasPartition(const PartId& id) const {
+bool Rounds::HasPartition(const PartitionId& id) const {
   const auto partition = static_cast<size_t>(id.partition);
   return id.incarnation == options_.incarnation && partition < partitions_.size() &&
          id.boot == options_.members[partition].boot;
@@ -71,12 +71,12 @@ std::optional<Rounds::Problem> Rounds::FindProblem(SteadyTime now) const {
 
 std::optional<Rounds::Problem> Rounds::FindRegistryProblem(SteadyTime now) const {
   const absl::Duration age = absl::FromChrono(now - registry_reached_);
-  if (age <= options_.registry_patience) return std::nullopt;
+  if (age <= options_.max_registry_outage) return std::nullopt;
   return Problem{
       absl::StrCat("the home, ", NameOf(0), ", has not reached the registry for ",
                    absl::FormatDuration(age), " (limit ",
-                   absl::FormatDuration(options_.registry_patience), ", --etcd-patience)"),
-      age - options_.registry_patience};
+                   absl::FormatDuration(options_.max_registry_outage), ", --max-etcd-outage)"),
+      age - options_.max_registry_outage};
 }
 
 std::optional<Rounds::Slowest> Rounds::FindSlowest() const {
@@ -96,7 +96,7 @@ std::optional<Rounds::Slowest> Rounds::FindSlowest() const {
   return Slowest{static_cast<size_t>(slowest - partitions_.data()), std::move(activity)};
 }
 
-Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading, SteadyTime now) {
+Rounds::Result Rounds::Receive(const PartitionId& from, std::string_view loading, SteadyTime now) {
   if (!HasPartition(from)) return {Answer::kFenced};
   const auto partition = static_cast<size_t>(from.partition);
   partitions_[partition].last_message = now;
@@ -105,7 +105,7 @@ Rounds::Result Rounds::Receive(const PartId& from, std::string_view loading, Ste
   if (!loading.empty()) return {};
   partitions_[partition].has_joined = true;
   if (++joined_count_ < partitions_.size()) return {};
-  state_.settings_revision = next_settings_revision_;
+  state_.tracks_revision = next_tracks_revision_;
   BeginNextRound();
   return {Answer::kState, true};
 }
@@ -123,18 +123,18 @@ Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
   return result;
 }
 
-Rounds::Result Rounds::OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time) {
-  const Result result = Receive(prepare.from, /*loading=*/"", now);
-  if (result.answer == Answer::kFenced || prepare.round != state_.round) return result;
-  const auto partition = static_cast<size_t>(prepare.from.partition);
-  NotePush(prepare.step.ok() ? prepare.step->step : prepare.refused_step);
-  if (!prepare.step.ok()) {
-    Abort(state_.round, WithPrefix(prepare.step.status(), absl::StrCat(NameOf(partition), ": ")));
+Rounds::Result Rounds::OnVote(const Vote& vote, SteadyTime now, absl::Time commit_time) {
+  const Result result = Receive(vote.from, /*loading=*/"", now);
+  if (result.answer == Answer::kFenced || vote.round != state_.round) return result;
+  const auto partition = static_cast<size_t>(vote.from.partition);
+  NotePush(vote.step.ok() ? vote.step->step : vote.refused_step);
+  if (!vote.step.ok()) {
+    Abort(state_.round, WithPrefix(vote.step.status(), absl::StrCat(NameOf(partition), ": ")));
     return {Answer::kState, true};
   }
   std::optional<PreparedStep>& prepared = partitions_[partition].prepared;
   if (prepared.has_value()) return {Answer::kHold};
-  prepared = *prepare.step;
+  prepared = *vote.step;
   last_progress_ = now;
   if (const absl::Status status = CheckAgreement(partition); !status.ok()) {
     Abort(state_.round, status);
@@ -185,7 +185,7 @@ void Rounds::Commit(absl::Time commit_time) {
     }
   }
   state_.last_commit = GroupCommit{state_.round, ++version_, std::move(all), commit_time};
-  state_.settings_revision = next_settings_revision_;
+  state_.tracks_revision = next_tracks_revision_;
   BeginNextRound();
 }
 
@@ -200,8 +200,9 @@ bool Rounds::Abort(int64_t round, const absl::Status& why) {
 
 bool Rounds::Expire(SteadyTime now) {
   constexpr size_t kNamedPartitions = 4;
-  if (!frozen_until_.empty() && now >= *frozen_until_.begin()) {
-    frozen_until_.erase(frozen_until_.begin(), frozen_until_.upper_bound(now));
+  if (!rejects_pushes_until_.empty() && now >= *rejects_pushes_until_.begin()) {
+    rejects_pushes_until_.erase(rejects_pushes_until_.begin(),
+                                rejects_pushes_until_.upper_bound(now));
     return PermitPushes();
   }
   if (!last_progress_.has_value()) return false;
@@ -228,38 +229,40 @@ bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
                 absl::StrCat("run epoch ", run_epoch, " has replaced epoch ", state_.run_epoch));
   state_.run_epoch = run_epoch;
   state_.launch_id = launch_id;
-  const bool has_ended = AbortForSettings(why);
+  const bool has_ended = AbortForTracks(why);
   state_.failed_step.reset();  // It is of the run that was open.
   return has_ended;
 }
 
-bool Rounds::Freeze(const absl::Status& why, SteadyTime until) {
-  const bool was_frozen = !frozen_until_.empty();
-  frozen_until_.insert(until);
-  return !was_frozen && Abort(state_.round, why);
+bool Rounds::RejectPushes(const absl::Status& why, SteadyTime until) {
+  const bool rejected_pushes = !rejects_pushes_until_.empty();
+  rejects_pushes_until_.insert(until);
+  return !rejected_pushes && Abort(state_.round, why);
 }
 
-bool Rounds::EndFreeze(SteadyTime until) {
-  const auto found = frozen_until_.find(until);
-  if (found == frozen_until_.end()) return false;
-  frozen_until_.erase(found);
+bool Rounds::AcceptPushes(SteadyTime until) {
+  const auto found = rejects_pushes_until_.find(until);
+  if (found == rejects_pushes_until_.end()) return false;
+  rejects_pushes_until_.erase(found);
   return PermitPushes();
 }
 
 bool Rounds::PermitPushes() {
-  return frozen_until_.empty() && Abort(state_.round, absl::UnavailableError("pushes were frozen"));
+  return rejects_pushes_until_.empty() &&
+         Abort(state_.round,
+               absl::UnavailableError("pushes were rejected; now they are accepted again"));
 }
 
-bool Rounds::SetSettings(int64_t revision, bool is_urgent) {
-  next_settings_revision_ = revision;
+bool Rounds::SetTracksRevision(int64_t revision, bool is_urgent) {
+  next_tracks_revision_ = revision;
   return is_urgent &&
-         AbortForSettings(MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
-                                    "the model's settings have changed"));
+         AbortForTracks(MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+                                  "the model's settings have changed"));
 }
 
-bool Rounds::AbortForSettings(const absl::Status& why) {
+bool Rounds::AbortForTracks(const absl::Status& why) {
   if (state_.round == 0) return false;  // They come into force when all partitions have joined.
-  state_.settings_revision = next_settings_revision_;
+  state_.tracks_revision = next_tracks_revision_;
   return Abort(state_.round, why);
 }
 
@@ -273,7 +276,7 @@ void Rounds::BeginNextRound() {
   step_ = 0;
   last_progress_.reset();
   ++state_.round;
-  state_.frozen = !frozen_until_.empty();
+  state_.rejects_pushes = !rejects_pushes_until_.empty();
 }
 
 }  // namespace ema::group

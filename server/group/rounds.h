@@ -28,7 +28,7 @@ namespace ema::group {
 // memory only: a home that loses it begins a new incarnation.
 //
 // When a call says that a round has ended, the caller applies state() to the home's own partition,
-// answers every held Prepare with it, and sends it once to the other partitions. If it is lost,
+// answers every held Vote with it, and sends it once to the other partitions. If it is lost,
 // the next Sync returns it. Not thread-safe.
 class Rounds {
  public:
@@ -40,16 +40,16 @@ class Rounds {
     int64_t incarnation = 0;
     std::vector<Member> members;  // By partition, as the registry has them.
     int64_t base_version = 0;     // The number of the version that the incarnation begins with.
-    int64_t settings_revision = 0;
+    int64_t tracks_revision = 0;
     absl::Duration session_timeout = absl::Seconds(30);
-    absl::Duration registry_patience = absl::Minutes(10);
+    absl::Duration max_registry_outage = absl::Minutes(10);
   };
   // `now`: when the registry was asked for the options.
   Rounds(Options options, SteadyTime now);
 
   const GroupState& state() const { return state_; }
   // Whether `id` is that of a partition of this incarnation, with its boot.
-  bool HasPartition(const PartId& id) const;
+  bool HasPartition(const PartitionId& id) const;
   // OK: all partitions have joined. UNAVAILABLE, GROUP_DEGRADED: names one that has not.
   absl::Status CheckJoined() const;
   // Why no step can be committed.
@@ -83,7 +83,7 @@ class Rounds {
   // Each message also joins its sender, unless Sync::loading is set. Round 0 ends when all
   // partitions have joined.
   // `commit_time`: for the version's record, if the round ends with a commit.
-  Result OnPrepare(const Prepare& prepare, SteadyTime now, absl::Time commit_time);
+  Result OnVote(const Vote& vote, SteadyTime now, absl::Time commit_time);
   Result OnSync(const Sync& sync, SteadyTime now);
 
   // The home has accepted a push of `step` in the current round.
@@ -97,27 +97,28 @@ class Rounds {
   // makes trainers push the step again, the step becomes GroupState::failed_step.
   bool Abort(int64_t round, const absl::Status& why);
   // Aborts a round in which something has arrived, but nothing more for Options::session_timeout,
-  // and ends Freeze() when its time is over. To be called at kSyncInterval.
+  // and accepts pushes again when the time of RejectPushes() is over. To be called at
+  // kSyncInterval.
   bool Expire(SteadyTime now);
   // Fences the open run. `run_epoch` is higher than its epoch.
   bool OpenRun(int64_t run_epoch, std::string_view launch_id);
-  // Permits no pushes until EndFreeze(`until`), or until Expire() is called at that time or later.
-  // Ends the open round with `why`, unless pushes are frozen already. Several freezes may overlap:
-  // pushes are permitted when all have ended.
-  bool Freeze(const absl::Status& why, SteadyTime until);
-  // Ends one freeze with that `until`; does nothing if there is none.
-  bool EndFreeze(SteadyTime until);
-  // Every partition has the settings of that revision ready. They come into force with the next
+  // Rejects pushes until AcceptPushes(`until`), or until Expire() is called at that time or later.
+  // Ends the open round with `why`, unless pushes are rejected already. Several such periods may
+  // overlap: pushes are accepted when all have ended.
+  bool RejectPushes(const absl::Status& why, SteadyTime until);
+  // Ends one period of RejectPushes() with that `until`; does nothing if there is none.
+  bool AcceptPushes(SteadyTime until);
+  // Every partition has the tracks of that revision ready. They come into force with the next
   // commit, or the next run; `is_urgent`: now, and the round ends. An aborted round changes
   // nothing, so that trainers learn the new plan from the reply to a push.
-  bool SetSettings(int64_t revision, bool is_urgent);
+  bool SetTracksRevision(int64_t revision, bool is_urgent);
 
   // The registry has answered. The home commits nothing if that is longer ago than
-  // Options::registry_patience: then it may have been replaced.
+  // Options::max_registry_outage: then it may have been replaced.
   void NoteRegistryReached(SteadyTime now) { registry_reached_ = now; }
   // As in GroupState.
-  void SetHeldVersions(std::vector<int64_t> versions) {
-    state_.held_versions = std::move(versions);
+  void SetHomePinnedVersions(std::vector<int64_t> versions) {
+    state_.home_pinned_versions = std::move(versions);
   }
 
  private:
@@ -131,7 +132,7 @@ class Rounds {
     std::vector<int64_t> missing_ranks;
   };
 
-  Result Receive(const PartId& from, std::string_view loading, SteadyTime now);
+  Result Receive(const PartitionId& from, std::string_view loading, SteadyTime now);
   // "partition 2 (ema-2)"
   std::string NameOf(size_t partition) const;
   // Nullopt: the home has reached the registry recently enough.
@@ -139,10 +140,10 @@ class Rounds {
   // Why the step that `partition` has prepared cannot be committed with those of the others.
   absl::Status CheckAgreement(size_t partition) const;
   void Commit(absl::Time commit_time);
-  // After the end of a freeze: ends the round, unless another freeze lasts.
+  // After the end of a period of RejectPushes(): ends the round, unless another one lasts.
   bool PermitPushes();
-  // Ends the round, and the new settings come into force.
-  bool AbortForSettings(const absl::Status& why);
+  // Ends the round, and the new tracks come into force.
+  bool AbortForTracks(const absl::Status& why);
   void BeginNextRound();
 
   const Options options_;
@@ -152,10 +153,10 @@ class Rounds {
   size_t joined_count_ = 0;
   size_t prepared_count_ = 0;
   int64_t step_ = 0;  // The last step in the round that a partition has reported; 0: none.
-  std::optional<SteadyTime> last_progress_;  // Nullopt: nothing has arrived in the round.
-  int64_t version_;                          // The newest one.
-  std::multiset<SteadyTime> frozen_until_;   // One for each freeze.
-  int64_t next_settings_revision_;
+  std::optional<SteadyTime> last_progress_;         // Nullopt: nothing has arrived in the round.
+  int64_t version_;                                 // The newest one.
+  std::multiset<SteadyTime> rejects_pushes_until_;  // One for each RejectPushes().
+  int64_t next_tracks_revision_;
   SteadyTime registry_reached_;
 };
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "ema/internal/status_macros.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 
 namespace ema::group {
 namespace {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // float32 to float16 and bfloat16, many elements at a time; Highway compiles the first part of this
-// file once for each family of processors, as in ema_kernel_cpu.cc.
+// file once for each family of processors, as in fold_cpu.cc.
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>
 
 #include "server/kernel/cast.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 
 // The same families as the ema kernel's. Those before AVX2 have no conversion to float16.
 #undef HWY_DISABLED_TARGETS

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Sums of squares in float64, many elements at a time; Highway compiles the first part of this file
-// once for each family of processors, as in ema_kernel_cpu.cc.
+// once for each family of processors, as in fold_cpu.cc.
 #include <algorithm>
 #include <array>
 
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 #include "server/kernel/sum.h"
 
 // The same families as the ema kernel's.

@@ -453,7 +453,7 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Text("etcd-password-file", o.etcd_password_file, "FILE",
              "File with the password of --etcd-user");
   table.Duration(
-      "etcd-patience", o.etcd_patience, absl::Seconds(10),
+      "max-etcd-outage", o.max_etcd_outage, absl::Seconds(10),
       "While etcd does not answer, keep committing steps for this long. Afterwards reject "
       "them, because another server may have replaced this one");
   table.Text("group-token-file", o.group_token_file, "FILE",
@@ -481,7 +481,7 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"etcd-key", !o.etcd_key.empty()},
         {"etcd-user", !o.etcd_user.empty()},
         {"etcd-password-file", !o.etcd_password_file.empty()},
-        {"etcd-patience", o.etcd_patience != ServerOptions().etcd_patience},
+        {"max-etcd-outage", o.max_etcd_outage != ServerOptions().max_etcd_outage},
         {"group-token-file", !o.group_token_file.empty()},
         {"group-ca", !o.group_ca.empty()},
     };

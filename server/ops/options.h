@@ -65,7 +65,7 @@ struct ServerOptions {
   std::string etcd_user;  // Empty: none.
   std::string etcd_password_file;
   // How long the server may commit steps while etcd does not answer.
-  absl::Duration etcd_patience = absl::Minutes(10);
+  absl::Duration max_etcd_outage = absl::Minutes(10);
   std::string group_token_file;  // With this server's token for the other members.
   std::string group_ca;  // PEM file with the CA of the members' certificates; empty: tls_client_ca.
   // After SIGTERM: how long all calls are still served while probes report NOT_SERVING; then how

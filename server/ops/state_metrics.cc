@@ -16,14 +16,14 @@ namespace {
 
 double Seconds(absl::Time time) { return absl::ToDoubleSeconds(time - absl::UnixEpoch()); }
 
-// What does not work without a thread of this need.
-const char* NeedName(Heartbeats::Need need) {
-  switch (need) {
-    case Heartbeats::Need::kServing:
+// What does not work while a thread that is needed for it is stuck.
+const char* NeededForName(Heartbeats::NeededFor needed_for) {
+  switch (needed_for) {
+    case Heartbeats::NeededFor::kServing:
       return "serving";
-    case Heartbeats::Need::kCheckpoints:
+    case Heartbeats::NeededFor::kCheckpoints:
       return "checkpoints";
-    case Heartbeats::Need::kNeither:
+    case Heartbeats::NeededFor::kNeither:
       break;
   }
   return "neither";
@@ -182,8 +182,8 @@ void AddGroup(const GroupInfo& group, MetricFamilies& families) {
   MetricFamily& degraded = families.Gauge(
       "ema_group_degraded_seconds",
       "For how long no step of the model could be committed, as far as this server knows.");
-  MetricFamily& reforms =
-      families.Counter("ema_group_reforms_total",
+  MetricFamily& returns =
+      families.Counter("ema_group_checkpoint_returns_total",
                        "Times that the model has returned to a checkpoint on all servers.");
   MetricFamily& waits = families.Counter(
       "ema_group_commit_wait_seconds_total",
@@ -197,7 +197,7 @@ void AddGroup(const GroupInfo& group, MetricFamilies& families) {
     const MetricLabels labels = {{"model", model.name}};
     incarnations.Add(static_cast<double>(model.incarnation), labels);
     degraded.Add(absl::ToDoubleSeconds(model.degraded), labels);
-    reforms.Add(static_cast<double>(model.reform_count), labels);
+    returns.Add(static_cast<double>(model.checkpoint_return_count), labels);
     waits.Add(absl::ToDoubleSeconds(model.commit_wait), labels);
     if (!model.progress.has_value()) continue;
     rounds.Add(static_cast<double>(model.progress->round), labels);
@@ -231,7 +231,7 @@ void AddHealth(const ServerState& state, MetricFamilies& families) {
                      "Time that a busy thread has made no progress; 0 if it is idle.");
   for (const Heartbeats::Age& worker : state.workers) {
     workers.Add(absl::ToDoubleSeconds(absl::FromChrono(worker.silent_time)),
-                {{"worker", worker.name}, {"need", NeedName(worker.need)}});
+                {{"worker", worker.name}, {"need", NeededForName(worker.needed_for)}});
   }
   families
       .Gauge("ema_build_info",

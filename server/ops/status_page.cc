@@ -94,7 +94,7 @@ Json GroupJson(const GroupInfo& group) {
                               {"home", model.members.empty() ? "" : model.members[0]},
                               {"incarnation", model.incarnation},
                               {"checkpoint_step", nullptr},
-                              {"reform_count", model.reform_count}});
+                              {"checkpoint_return_count", model.checkpoint_return_count}});
     if (model.checkpoint.has_value()) {
       json["models"].back()["checkpoint_step"] = model.checkpoint_step;
     }

@@ -223,7 +223,7 @@ function groupSection(status) {
       element("span", model.state === "serving" ? "good" : "wait", model.state),
       model.home,
       model.checkpoint_step === null ? "none" : `step ${model.checkpoint_step}`,
-      String(model.reform_count),
+      String(model.checkpoint_return_count),
     ])));
   }
   return made;

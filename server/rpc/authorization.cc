@@ -60,7 +60,7 @@ constexpr Rule kRules[] = {
 
     {"/ema.v1.GroupService/ReservePartition", Role::kServer, /*is_rejected_while_draining=*/true},
     {"/ema.v1.GroupService/ProposeTracks", Role::kServer},
-    {"/ema.v1.GroupService/Prepare", Role::kServer},
+    {"/ema.v1.GroupService/Vote", Role::kServer},
     {"/ema.v1.GroupService/Sync", Role::kServer},
     {"/ema.v1.GroupService/PublishState", Role::kServer},
     {"/ema.v1.GroupService/GetPartStatistics", Role::kServer,

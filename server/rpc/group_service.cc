@@ -15,9 +15,9 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                    const GroupWorkers& workers) {
   using Service = v1::GroupService::AsyncService;
   Service* const service = &rpc->group_service;
-  ModelGroup* const group = rpc->group;
+  GroupCalls* const group = rpc->group;
   const auto on = [](Worker* worker) {
-    return [worker](const auto&) { return Placement{.worker = worker, .held = nullptr}; };
+    return [worker](const auto&) { return WorkerChoice{.worker = worker, .held = nullptr}; };
   };
   ListenUnary(
       rpc, queue, service, "/ema.v1.GroupService/ReservePartition",
@@ -32,9 +32,9 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
         return group->ProposeTracks(request);
       },
       on(workers.reserving));
-  ListenHeld(rpc, queue, service, "/ema.v1.GroupService/Prepare", &Service::RequestPrepare,
-             [group](const v1::PrepareRequest& request, const Access&, auto reply) {
-               group->Prepare(request, std::move(reply));
+  ListenHeld(rpc, queue, service, "/ema.v1.GroupService/Vote", &Service::RequestVote,
+             [group](const v1::VoteRequest& request, const Access&, auto reply) {
+               group->Vote(request, std::move(reply));
              });
   ListenUnary(
       rpc, queue, service, "/ema.v1.GroupService/Sync", &Service::RequestSync,
@@ -69,7 +69,7 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
             const Access&) -> absl::StatusOr<v1::SaveNowResponse> {
         const std::string& name = request.from().model();
         EMA_RETURN_IF_ERROR(rpc->group->CheckHome(name));
-        EMA_RETURN_IF_ERROR(rpc->group->FreezeForStop(request));
+        EMA_RETURN_IF_ERROR(rpc->group->RejectPushesForStop(request));
         EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model, rpc->store->Get(name));
         if (model->history().latest().has_value()) {
           EMA_RETURN_IF_ERROR(rpc->checkpoints->Save(*model, {}).status());

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "ema/error_reason.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 
 namespace ema {
 

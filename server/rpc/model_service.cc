@@ -17,7 +17,7 @@
 #include "server/core/attached_files.h"
 #include "server/core/trainer_run.h"
 #include "server/core/version_statistics.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 #include "server/rpc/unary_call.h"
 #include "server/wire/lane_pipe.h"
 
@@ -75,18 +75,18 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                 return method(request);                                   \
               } __VA_OPT__(, ) __VA_ARGS__)
   const auto on = [](Worker* worker) {
-    return [worker](const auto&) { return Placement{.worker = worker, .held = nullptr}; };
+    return [worker](const auto&) { return WorkerChoice{.worker = worker, .held = nullptr}; };
   };
   const auto pinned_on = [this](Worker* worker) {
     return [this, worker](const auto& request) {
-      return Placement{worker, PinNamed(*store_, request, &VersionHistory::PinLeavingOneFree)};
+      return WorkerChoice{worker, PinNamed(*store_, request, &VersionHistory::PinLeavingOneFree)};
     };
   };
   EMA_LISTEN(CreateModel, [this, workers](const v1::CreateModelRequest& request) {
     // In a group it waits for other servers, whose calls wait for the worker that creates.
-    if (group_ != nullptr) return Placement{.worker = workers.changing, .held = nullptr};
-    return Placement{.worker = HasLargeTables(request) ? workers.creating : nullptr,
-                     .held = nullptr};
+    if (group_ != nullptr) return WorkerChoice{.worker = workers.changing, .held = nullptr};
+    return WorkerChoice{.worker = HasLargeTables(request) ? workers.creating : nullptr,
+                        .held = nullptr};
   });
   EMA_LISTEN(GetModel);
   ListenUnary(rpc, queue, &rpc->service, "/ema.v1.EmaService/ListModels",
@@ -94,9 +94,9 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
               [this](const v1::ListModelsRequest&, const Access& access)
                   -> absl::StatusOr<v1::ListModelsResponse> { return ListModels(access); });
   EMA_LISTEN(UpdateModel, [this, workers](const v1::UpdateModelRequest& request) {
-    if (group_ != nullptr) return Placement{.worker = workers.changing, .held = nullptr};
-    return Placement{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr,
-                     .held = nullptr};
+    if (group_ != nullptr) return WorkerChoice{.worker = workers.changing, .held = nullptr};
+    return WorkerChoice{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr,
+                        .held = nullptr};
   });
   EMA_LISTEN(DeleteModel, on(workers.saving));
   EMA_LISTEN(RecoverModel, on(workers.restoring));
@@ -104,7 +104,8 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(AttachFile);
   EMA_LISTEN(GetAttachedFile, on(workers.disk));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
-    return Placement{.worker = request.has_resume() ? workers.restoring : nullptr, .held = nullptr};
+    return WorkerChoice{.worker = request.has_resume() ? workers.restoring : nullptr,
+                        .held = nullptr};
   });
   EMA_LISTEN(QueryPush);
   EMA_LISTEN(GetLane);
@@ -118,7 +119,7 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
     // A version that is only on the disk is labelled after the save that is running.
     const bool is_quick = request.async() &&
                           (request.label().empty() || request.version() == 0 || version != nullptr);
-    return Placement{is_quick ? workers.disk : workers.saving, std::move(version)};
+    return WorkerChoice{is_quick ? workers.disk : workers.saving, std::move(version)};
   });
   EMA_LISTEN(GetCheckpoint, on(workers.disk));
   EMA_LISTEN(ListCheckpoints, on(workers.disk));

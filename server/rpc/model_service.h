@@ -12,7 +12,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/log_event.h"
 #include "server/core/checkpoints.h"
-#include "server/rpc/model_group.h"
+#include "server/rpc/group_calls.h"
 #include "server/rpc/rpc_context.h"
 
 namespace ema {
@@ -22,7 +22,7 @@ class ModelService {
  public:
   // `checkpoints` and `group` outlive this. Null `group`: the server is not in one. `log` gets an
   // event for each model created, changed or deleted.
-  ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, ModelGroup* group,
+  ModelService(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints, GroupCalls* group,
                LogSink log)
       : store_(std::move(store)), checkpoints_(*checkpoints), group_(group), log_(std::move(log)) {}
 
@@ -52,10 +52,10 @@ class ModelService {
 
  private:
   // The model that a call concerns as a whole. Errors as ModelStore::Get(), and in a group as
-  // ModelGroup::CheckHome().
+  // GroupCalls::CheckHome().
   absl::StatusOr<std::shared_ptr<Model>> FindModel(const std::string& name) const;
   // The model, or in a group this server's partition of it. Errors as ModelStore::Get(), and
-  // ModelGroup::CheckLoaded().
+  // GroupCalls::CheckLoaded().
   absl::StatusOr<std::shared_ptr<Model>> FindPartition(const std::string& name) const;
   v1::Model Describe(const Model& model, bool in_a_list) const;
   absl::StatusOr<v1::CreateModelResponse> CreateModel(const v1::CreateModelRequest& request);
@@ -88,7 +88,7 @@ class ModelService {
 
   const std::shared_ptr<ModelStore> store_;
   Checkpoints& checkpoints_;
-  ModelGroup* const group_;
+  GroupCalls* const group_;
   const LogSink log_;
   v1::GetLaneResponse lane_;
 };

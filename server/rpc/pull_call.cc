@@ -84,7 +84,7 @@ void PullCall::OnWritten(bool ok) {
   SetWaiting(false);
   CountBytes(std::exchange(writing_bytes_, 0));
   if (!ok) return Finish(absl::CancelledError("client cancelled the call"));
-  if (trailer_written_) return Finish(absl::OkStatus());
+  if (has_written_trailer_) return Finish(absl::OkStatus());
   if (is_revoked_.load(std::memory_order_relaxed)) return Finish(RevokedError());
   auto write_next = [self = shared_from_this()] { self->WriteNext(); };
   if (handler_.needs_disk()) return RunOn(*rpc_->disk_reader, std::move(write_next));
@@ -104,7 +104,7 @@ absl::StatusOr<grpc::ByteBuffer> PullCall::NextMessage() {
   if (chunk.has_value()) return MessageOf(*std::move(chunk));
   v1::PullResponse response;
   *response.mutable_trailer() = handler_.Trailer(digest_);
-  trailer_written_ = true;
+  has_written_trailer_ = true;
   return Serialize(response);
 }
 

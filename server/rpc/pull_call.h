@@ -65,7 +65,7 @@ class PullCall final : public StreamCall, public std::enable_shared_from_this<Pu
   PullHandler handler_;
   uint32_t digest_ = 0;
   int64_t writing_bytes_ = 0;  // Size of the message that is being written.
-  bool trailer_written_ = false;
+  bool has_written_trailer_ = false;
   std::atomic<bool> is_revoked_ = false;  // Relaxed: checked before each message.
 };
 

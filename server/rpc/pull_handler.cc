@@ -9,7 +9,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
 #include "server/core/known_versions.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 
 namespace ema {
 namespace {

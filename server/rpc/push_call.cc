@@ -11,7 +11,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 #include "server/rpc/grpc_status.h"
 #include "server/rpc/raw_message.h"
 #include "server/wire/chunk_codec.h"
@@ -58,7 +58,7 @@ void PushCall::OnRead(bool ok) {
   const LogCallerScope scope(&caller_.log);
   {
     absl::MutexLock lock(&mu_);
-    if (finishing_) return;
+    if (is_finishing_) return;
   }
   if (!ok) {
     // gRPC reports a malformed or oversized message as a clean end, too: without a commit nothing
@@ -71,7 +71,7 @@ void PushCall::OnRead(bool ok) {
   slices_.clear();
   message_.Clear();
   if (!status.ok()) return Finish(status);
-  if (!committed_) Read();
+  if (!is_committed_) Read();
 }
 
 absl::Status PushCall::HandleMessage() {
@@ -132,14 +132,14 @@ absl::Status PushCall::HandleHeader(const v1::PushHeader& header) {
 }
 
 absl::Status PushCall::HandleCommit(const v1::PushCommit& commit) {
-  committed_ = true;
+  is_committed_ = true;
   handler_.EndChunks();
   // While this rank waits for others, they may need its slot.
   rpc_->pushes.Leave(this);
   {
     // If the stream was ended as stalled, the client got an error: its step must not be committed.
     absl::MutexLock lock(&mu_);
-    if (finishing_) return absl::OkStatus();
+    if (is_finishing_) return absl::OkStatus();
     timing_ = {.commit_arrival = marked_time(),
                .receive = absl::FromChrono(waited()),
                .fold = absl::FromChrono(worked())};
@@ -162,9 +162,9 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
   void* tag = nullptr;
   {
     absl::MutexLock lock(&mu_);
-    if (finishing_) return;
-    finishing_ = true;
-    // Before another thread sees finishing_ and drops its reference.
+    if (is_finishing_) return;
+    is_finishing_ = true;
+    // Before another thread sees is_finishing_ and drops its reference.
     tag = finished_.Arm(shared_from_this());
     if (timing_.has_value()) {
       if (result.ok() && !result->duplicate) phases = PhasesOf(*timing_, *result);

@@ -58,13 +58,13 @@ class PushCall final : public StreamCall, public std::enable_shared_from_this<Pu
   // Only on the queue's thread. Vectors are reused: nothing is allocated per chunk.
   Caller caller_;
   PushHandler handler_;
-  bool committed_ = false;
+  bool is_committed_ = false;
   grpc::ByteBuffer message_;
   std::vector<grpc::Slice> slices_;
   std::vector<std::span<const std::byte>> pieces_;
 
   absl::Mutex mu_;
-  bool finishing_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_finishing_ ABSL_GUARDED_BY(mu_) = false;
   // Set by the commit message.
   std::optional<PushTiming> timing_ ABSL_GUARDED_BY(mu_);
 };

@@ -8,7 +8,7 @@
 #include "absl/types/span.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 
 namespace ema {
 

@@ -15,7 +15,7 @@
 #include "server/core/model_store.h"
 #include "server/rpc/admission.h"
 #include "server/rpc/call_count.h"
-#include "server/rpc/model_group.h"
+#include "server/rpc/group_calls.h"
 #include "server/rpc/stream_slots.h"
 #include "server/rpc/worker.h"
 
@@ -41,18 +41,18 @@ struct RpcContext {
   StreamSlots watches;
   LogSink log;
   Checkpoints* checkpoints = nullptr;  // Outlives this. Never null in a server.
-  ModelGroup* group = nullptr;         // Outlives this. Null: the server is not in a group.
+  GroupCalls* group = nullptr;         // Outlives this. Null: the server is not in a group.
   ServerObserver* observer = nullptr;  // Outlives this. Never null.
   // Their threads make the chunks of pulls that need the disk, and of those that need an
   // accelerator: one chunk of each pull in turn. Never null in a server.
   Worker* disk_reader = nullptr;
   Worker* device_reader = nullptr;
 
-  // As ModelGroup::CheckLoaded(); OK if the server is not in a group.
+  // As GroupCalls::CheckLoaded(); OK if the server is not in a group.
   absl::Status CheckLoaded(std::string_view model) const {
     return group != nullptr ? group->CheckLoaded(model) : absl::OkStatus();
   }
-  // As ModelGroup::CheckLoaded() if only a partition is pulled, otherwise as CheckHome(); OK if the
+  // As GroupCalls::CheckLoaded() if only a partition is pulled, otherwise as CheckHome(); OK if the
   // server is not in a group.
   absl::Status CheckPull(const v1::PullRequest& request) const {
     if (group == nullptr) return absl::OkStatus();

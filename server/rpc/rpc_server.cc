@@ -16,7 +16,7 @@
 #include "server/base/quoted.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 #include "server/rpc/group_service.h"
 #include "server/rpc/pull_call.h"
 #include "server/rpc/push_call.h"
@@ -112,7 +112,7 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
   for (int i = 0; i < options.thread_count; ++i) {
     server->queues_.push_back(std::make_unique<CallQueue>(builder.AddCompletionQueue()));
     server->queues_.back()->SetHeartbeat(
-        options.heartbeats->Add(absl::StrCat("rpc-", i), Heartbeats::Need::kServing));
+        options.heartbeats->Add(absl::StrCat("rpc-", i), Heartbeats::NeededFor::kServing));
   }
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr) return absl::InternalError("gRPC did not start");
@@ -133,26 +133,28 @@ void RpcServer::StartThreads() {
   for (const std::unique_ptr<CallQueue>& queue : queues_) {
     queue_threads_.emplace_back([this, queue = queue.get()] { ServeQueue(queue); });
   }
-  using Need = Heartbeats::Need;
-  for (const auto& [worker, need] :
-       {std::pair(&disk_calls_, Need::kCheckpoints), std::pair(&saving_calls_, Need::kCheckpoints),
-        std::pair(&disk_reader_, Need::kCheckpoints), std::pair(&device_reader_, Need::kServing),
-        std::pair(&creating_calls_, Need::kServing),
-        // These may run for minutes.
-        std::pair(&restoring_calls_, Need::kNeither),
-        std::pair(&computing_calls_, Need::kNeither)}) {
-    worker->Start(options_.heartbeats->Add(worker->name(), need));
+  using NeededFor = Heartbeats::NeededFor;
+  for (const auto& [worker, needed_for] : {std::pair(&disk_calls_, NeededFor::kCheckpoints),
+                                           std::pair(&saving_calls_, NeededFor::kCheckpoints),
+                                           std::pair(&disk_reader_, NeededFor::kCheckpoints),
+                                           std::pair(&device_reader_, NeededFor::kServing),
+                                           std::pair(&creating_calls_, NeededFor::kServing),
+                                           // These may run for minutes.
+                                           std::pair(&restoring_calls_, NeededFor::kNeither),
+                                           std::pair(&computing_calls_, NeededFor::kNeither)}) {
+    worker->Start(options_.heartbeats->Add(worker->name(), needed_for));
   }
   if (context_.group != nullptr) {
     for (Worker* const worker :
          {&saving_parts_, &computing_parts_, &changing_calls_, &moving_calls_}) {
-      worker->Start(options_.heartbeats->Add(worker->name(), Need::kNeither));
+      worker->Start(options_.heartbeats->Add(worker->name(), NeededFor::kNeither));
     }
   }
   watchdog_ = std::thread([this] { CheckStalled(); });
   if (certificate_ != nullptr || options_.authenticator != nullptr) {
-    file_watch_ = std::thread([this, heartbeat = options_.heartbeats->Add(
-                                         "file-watch", Need::kNeither)] { WatchFiles(heartbeat); });
+    file_watch_ =
+        std::thread([this, heartbeat = options_.heartbeats->Add(
+                               "file-watch", NeededFor::kNeither)] { WatchFiles(heartbeat); });
   }
 }
 
@@ -193,10 +195,11 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
 
 RpcServer::~RpcServer() { Shutdown(SteadyNow()); }
 
-absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const {
+absl::Status RpcServer::CheckWorkers(Heartbeats::NeededFor needed_for,
+                                     absl::Duration timeout) const {
   for (const Heartbeats::Age& age : options_.heartbeats->Ages(Heartbeats::Clock::now())) {
     const absl::Duration silent_time = absl::FromChrono(age.silent_time);
-    if (age.need != need || silent_time < timeout) continue;
+    if (age.needed_for != needed_for || silent_time < timeout) continue;
     return absl::UnavailableError(absl::StrCat("worker \"", age.name,
                                                "\" has made no progress for ",
                                                absl::ToInt64Seconds(silent_time), " s"));
@@ -205,9 +208,9 @@ absl::Status RpcServer::CheckWorkers(Heartbeats::Need need, absl::Duration timeo
 }
 
 absl::Status RpcServer::health() const {
-  if (!serving_.load(std::memory_order_relaxed)) return DrainingError();
+  if (!is_serving_.load(std::memory_order_relaxed)) return DrainingError();
   EMA_RETURN_IF_ERROR(context_.store->device().health());
-  return CheckWorkers(Heartbeats::Need::kServing, options_.worker_timeout);
+  return CheckWorkers(Heartbeats::NeededFor::kServing, options_.worker_timeout);
 }
 
 absl::Status RpcServer::checkpoints_health() const {
@@ -218,7 +221,7 @@ absl::Status RpcServer::checkpoints_health() const {
   }
   EMA_RETURN_IF_ERROR(health());
   EMA_RETURN_IF_ERROR(store);
-  return CheckWorkers(Heartbeats::Need::kCheckpoints, options_.disk_timeout);
+  return CheckWorkers(Heartbeats::NeededFor::kCheckpoints, options_.disk_timeout);
 }
 
 RpcUsage RpcServer::usage() const {
@@ -297,7 +300,7 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   {
     // Not before: calls that run until the deadline need these threads.
     absl::MutexLock lock(&mu_);
-    stopping_ = true;
+    is_stopping_ = true;
     stop_wait_.WakeAll();
   }
   // No operation may be started on a queue that has been shut down: first the other threads end,
@@ -345,7 +348,7 @@ void RpcServer::ServeQueue(CallQueue* queue) {
 bool RpcServer::MustStopWithin(absl::Duration interval) {
   absl::MutexLock lock(&mu_);
   return stop_wait_.AwaitUntil(mu_, After(SteadyNow(), interval),
-                               [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_; });
+                               [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopping_; });
 }
 
 void RpcServer::CheckStalled() {

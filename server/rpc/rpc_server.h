@@ -64,7 +64,7 @@ class RpcServer {
     absl::Duration disk_timeout = absl::Minutes(5);
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
-    ModelGroup* group = nullptr;  // Outlives the server. Null: the server is not in a group.
+    GroupCalls* group = nullptr;  // Outlives the server. Null: the server is not in a group.
     ServingProcess process;
     LogSink log;
   };
@@ -99,7 +99,7 @@ class RpcServer {
 
   // False: health() reports an error from now on. True after Start(), unless the server is in a
   // group: then the caller sets it when the server has joined.
-  void SetServing(bool serving) { serving_.store(serving, std::memory_order_relaxed); }
+  void SetServing(bool serving) { is_serving_.store(serving, std::memory_order_relaxed); }
   // From now on calls that start work are rejected: see IsRejectedWhileDraining().
   void StartDraining() { context_.admission.StartDraining(); }
   // The answer to health checks: OK, or why the server does not serve: it is draining, its device
@@ -123,8 +123,8 @@ class RpcServer {
   void StartThreads();
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const grpc::health::v1::HealthCheckRequest& request) const;
-  // UNAVAILABLE: a thread with this need is stuck.
-  absl::Status CheckWorkers(Heartbeats::Need need, absl::Duration timeout) const;
+  // UNAVAILABLE: a thread that is needed for it is stuck.
+  absl::Status CheckWorkers(Heartbeats::NeededFor needed_for, absl::Duration timeout) const;
   std::vector<OperatorService::Limit> Limits() const;
   void ServeQueue(CallQueue* queue);
   // Waits for `interval`, or until the calling thread has to end: then true.
@@ -139,7 +139,7 @@ class RpcServer {
   RpcContext context_;
   ModelService models_;
   OperatorService operator_;
-  std::atomic<bool> serving_ = false;  // Relaxed: a probe may see it late.
+  std::atomic<bool> is_serving_ = false;  // Relaxed: a probe may see it late.
   OpenConnections connections_;
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::unique_ptr<LaneServer> lanes_;  // Null: no lanes.
@@ -152,8 +152,8 @@ class RpcServer {
 
   absl::Mutex mu_;
   bool is_shut_down_ ABSL_GUARDED_BY(mu_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both threads above end.
-  SteadyWait stop_wait_;                        // Woken when `stopping_` changes.
+  bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both threads above end.
+  SteadyWait stop_wait_;                           // Woken when `is_stopping_` changes.
 
   // Last: calls that wait there refer to the members above. Requests of the first five are short;
   // those that create have a manifest, those that restore the layout of a rank, and pulls may have

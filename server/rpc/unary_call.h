@@ -48,8 +48,8 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
   return {};
 }
 
-// Where a handler runs. (Not the placement of a model's partitions.)
-struct Placement {
+// Where a handler runs.
+struct WorkerChoice {
   Worker* worker = nullptr;          // On its thread, where it may block. Null: on the queue's.
   std::shared_ptr<const void> held;  // Kept until the handler has run, or will not run.
 };
@@ -67,7 +67,7 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
                        grpc::ServerCompletionQueue*, void* tag)>
         request_next;
     std::function<absl::StatusOr<Response>(const Request&, const Access&)> handle;
-    std::function<Placement(const Request&)> choose_placement;
+    std::function<WorkerChoice(const Request&)> choose_worker;
     // If set, runs on the queue's thread in place of both, and answers later: it calls `reply`
     // once, from any thread, before the queue is shut down.
     std::function<void(const Request&, const Access&,
@@ -112,13 +112,13 @@ class UnaryCall final : public std::enable_shared_from_this<UnaryCall<Request, R
                     });
       return absl::OkStatus();
     }
-    Placement placement = method_->choose_placement(request_);
-    if (placement.worker == nullptr) {
+    WorkerChoice choice = method_->choose_worker(request_);
+    if (choice.worker == nullptr) {
       Finish(Handle());
       return absl::OkStatus();
     }
-    return placement.worker->Run(
-        [self = this->shared_from_this(), held = std::move(placement.held)] {
+    return choice.worker->Run(
+        [self = this->shared_from_this(), held = std::move(choice.held)] {
           self->Finish(CatchExceptions([&self] { return self->RunQueued(); }));
         },
         static_cast<int64_t>(request_.SpaceUsedLong()));
@@ -183,16 +183,16 @@ void ListenUnary(
                                grpc::ServerAsyncResponseWriter<Response>*, grpc::CompletionQueue*,
                                grpc::ServerCompletionQueue*, void*),
     std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::handle)> handle,
-    std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::choose_placement)>
-        choose_placement = [](const Request&) { return Placement(); }) {
+    std::type_identity_t<decltype(UnaryCall<Request, Response>::Method::choose_worker)>
+        choose_worker = [](const Request&) { return WorkerChoice(); }) {
   using Call = UnaryCall<Request, Response>;
   auto next = [=](auto* context, auto* request, auto* responder, auto* on, void* tag) {
     (service->*request_next)(context, request, responder, on, on, tag);
   };
-  Call::Listen(rpc, queue,
-               std::make_shared<const typename Call::Method>(
-                   typename Call::Method{name, std::move(next), std::move(handle),
-                                         std::move(choose_placement), /*hold=*/nullptr}));
+  Call::Listen(
+      rpc, queue,
+      std::make_shared<const typename Call::Method>(typename Call::Method{
+          name, std::move(next), std::move(handle), std::move(choose_worker), /*hold=*/nullptr}));
 }
 
 // The same for a method whose calls are answered later, by `hold`.
@@ -211,7 +211,7 @@ void ListenHeld(RpcContext* rpc, grpc::ServerCompletionQueue* queue, Service* se
   Call::Listen(rpc, queue,
                std::make_shared<const typename Call::Method>(
                    typename Call::Method{name, std::move(next), /*handle=*/nullptr,
-                                         /*choose_placement=*/nullptr, std::move(hold)}));
+                                         /*choose_worker=*/nullptr, std::move(hold)}));
 }
 
 }  // namespace ema

@@ -9,7 +9,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/catch_exceptions.h"
 #include "ema/internal/status_macros.h"
-#include "server/rpc/convert.h"
+#include "server/rpc/convert_core.h"
 #include "server/rpc/grpc_status.h"
 
 namespace ema {
@@ -51,7 +51,7 @@ absl::Status WatchCall::Start(const v1::WatchRequest& request) {
       rpc_->watches.Enter(this, caller_.authorization, caller_.log.peer, request.model()));
   {
     absl::MutexLock lock(&mu_);
-    if (finishing_) return absl::OkStatus();  // End() was called a moment ago.
+    if (is_finishing_) return absl::OkStatus();  // End() was called a moment ago.
     if (request.has_after_version()) {
       last_version_ = request.after_version();
       last_incarnation_ = request.incarnation();
@@ -59,7 +59,7 @@ absl::Status WatchCall::Start(const v1::WatchRequest& request) {
       last_version_ = latest->number;
       last_incarnation_ = latest->incarnation;
     }
-    writing_ = true;  // The headers come first.
+    is_writing_ = true;  // The headers come first.
   }
   watcher_ = model_->watchers().Watch([this] { Advance(); });
   // Tells the reader that it misses nothing from here on.
@@ -71,13 +71,13 @@ void WatchCall::End(StreamEnd why) {
   absl::MutexLock lock(&mu_);
   end_error_ = why == StreamEnd::kRevoked ? RevokedError() : FairShareError("watch");
   // A reader that accepts nothing would not receive a status either: the stream is cut.
-  if (writing_) return context_.TryCancel();
+  if (is_writing_) return context_.TryCancel();
   FinishLocked(end_error_);
 }
 
 void WatchCall::Advance() {
   absl::MutexLock lock(&mu_);
-  if (writing_ || finishing_) return;
+  if (is_writing_ || is_finishing_) return;
   const absl::Status status = CatchExceptions([this] {
     mu_.AssertHeld();
     return SendNextLocked();
@@ -98,7 +98,7 @@ absl::Status WatchCall::SendNextLocked() {
   }
   last_version_ = record.number;
   last_incarnation_ = record.incarnation;
-  writing_ = true;
+  is_writing_ = true;
   stream_.Write(response, written_.Arm(shared_from_this()));
   return absl::OkStatus();
 }
@@ -106,7 +106,7 @@ absl::Status WatchCall::SendNextLocked() {
 void WatchCall::OnWritten(bool ok) {
   {
     absl::MutexLock lock(&mu_);
-    writing_ = false;
+    is_writing_ = false;
     // It may also have been cancelled while this was written.
     if (!ok || is_cancelled_)
       return FinishLocked(absl::CancelledError("client cancelled the call"));
@@ -118,12 +118,12 @@ void WatchCall::OnWritten(bool ok) {
 void WatchCall::OnDone(bool) {
   absl::MutexLock lock(&mu_);
   is_cancelled_ = true;
-  if (!writing_) FinishLocked(absl::CancelledError("client cancelled the call"));
+  if (!is_writing_) FinishLocked(absl::CancelledError("client cancelled the call"));
 }
 
 void WatchCall::FinishLocked(const absl::Status& status) {
-  if (finishing_) return;
-  finishing_ = true;
+  if (is_finishing_) return;
+  is_finishing_ = true;
   rpc_->observer->OnRpcEnded("Watch", status);
   stream_.Finish(ToGrpcStatus(status, context_), finished_.Arm(shared_from_this()));
 }

@@ -64,10 +64,10 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   // The last version that the reader has. Incarnation 0: that of the first record that is sent.
   int64_t last_version_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t last_incarnation_ ABSL_GUARDED_BY(mu_) = 0;
-  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_writing_ ABSL_GUARDED_BY(mu_) = false;
   bool is_cancelled_ ABSL_GUARDED_BY(mu_) = false;  // By the client.
   absl::Status end_error_ ABSL_GUARDED_BY(mu_);     // Given by End().
-  bool finishing_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_finishing_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace ema

@@ -33,14 +33,15 @@ void Worker::Start(Heartbeat* heartbeat) {
 void Worker::Stop() {
   {
     absl::MutexLock lock(&mu_);
-    stopping_ = true;
+    is_stopping_ = true;
   }
   if (thread_.joinable()) thread_.join();
 }
 
 void Worker::RunAll(Heartbeat* heartbeat) {
-  const auto ready = [this]()
-                         ABSL_SHARED_LOCKS_REQUIRED(mu_) { return stopping_ || !waiting_.empty(); };
+  const auto ready = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return is_stopping_ || !waiting_.empty();
+  };
   Work work;
   while (true) {
     {

@@ -52,7 +52,7 @@ class Worker {
   absl::Mutex mu_;
   std::deque<Work> waiting_ ABSL_GUARDED_BY(mu_);
   int64_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };
 

@@ -56,7 +56,7 @@ GroupInfo::Model FromProto(const Response::Model& proto) {
                          .members = {proto.members().begin(), proto.members().end()},
                          .checkpoint_step = proto.checkpoint_step(),
                          .degraded = absl::Seconds(proto.degraded_seconds()),
-                         .reform_count = proto.reform_count(),
+                         .checkpoint_return_count = proto.checkpoint_return_count(),
                          .commit_wait = absl::Seconds(proto.commit_wait_seconds()),
                          .problem = proto.problem()};
   if (proto.has_checkpoint()) {

@@ -111,9 +111,9 @@ void SharedRing::Advance(End& own, const End& peer) {
 
 std::span<std::byte> SharedRing::WaitForFree(absl::Duration max_wait) {
   const uint32_t full_at = position_ - kSlotCount;
-  if (broken_ || !Await(control_.writer, control_.reader, max_wait, full_at)) return {};
+  if (is_broken_ || !Await(control_.writer, control_.reader, max_wait, full_at)) return {};
   if (unreleased_count() >= kSlotCount) {
-    broken_ = true;
+    is_broken_ = true;
     return {};
   }
   return {slots_ + position_ % kSlotCount * kSlotBytes, kSlotBytes};
@@ -134,7 +134,9 @@ uint32_t SharedRing::unreleased_count() const {
 }
 
 std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_wait) {
-  if (broken_ || !Await(control_.reader, control_.writer, max_wait, position_)) return std::nullopt;
+  if (is_broken_ || !Await(control_.reader, control_.writer, max_wait, position_)) {
+    return std::nullopt;
+  }
   const uint32_t filled = control_.writer.count.load(std::memory_order_acquire) - position_;
   const uint32_t slot = position_ % kSlotCount;
   const Control::SharedLabel& shared = control_.labels[slot];
@@ -144,7 +146,7 @@ std::optional<SharedRing::Filled> SharedRing::WaitForFilled(absl::Duration max_w
                     .crc32c = shared.crc32c.load(std::memory_order_relaxed),
                     .window_offset = shared.window_offset.load(std::memory_order_relaxed)};
   if (filled > kSlotCount || label.length_bytes < 0 || label.length_bytes > kSlotBytes) {
-    broken_ = true;
+    is_broken_ = true;
     return std::nullopt;
   }
   return Filled{label, {slots_ + slot * kSlotBytes, static_cast<size_t>(label.length_bytes)}};

@@ -63,7 +63,7 @@ class SharedRing {
   void Release();
 
   // True: the peer has broken the protocol.
-  bool broken() const { return broken_; }
+  bool broken() const { return is_broken_; }
 
  private:
   struct Control;
@@ -78,7 +78,7 @@ class SharedRing {
   std::byte* const slots_;
   const bool may_move_;
   uint32_t position_ = 0;  // Slots published, or released, by this end.
-  bool broken_ = false;
+  bool is_broken_ = false;
   bool is_idle_ = false;  // The last wait timed out.
 };
 

@@ -27,12 +27,12 @@ class HeartbeatTest : public testing::Test {
 };
 
 TEST_F(HeartbeatTest, NobodyIsKnownBeforeSomebodyHasLooked) {
-  workers_.Add("a", Heartbeats::Need::kServing);
+  workers_.Add("a", Heartbeats::NeededFor::kServing);
   EXPECT_THAT(workers_.Ages(now_), testing::IsEmpty());
 }
 
 TEST_F(HeartbeatTest, WorkWithoutProgressIsSilent) {
-  Heartbeat* const worker = workers_.Add("a", Heartbeats::Need::kServing);
+  Heartbeat* const worker = workers_.Add("a", Heartbeats::NeededFor::kServing);
   LookAfter(seconds(1));
   EXPECT_EQ(SilentTime(), seconds(0));
   worker->Begin();
@@ -41,11 +41,11 @@ TEST_F(HeartbeatTest, WorkWithoutProgressIsSilent) {
   LookAfter(seconds(7));
   EXPECT_EQ(SilentTime(), seconds(7));
   EXPECT_EQ(workers_.Ages(now_)[1].name, "a");
-  EXPECT_EQ(workers_.Ages(now_)[1].need, Heartbeats::Need::kServing);
+  EXPECT_EQ(workers_.Ages(now_)[1].needed_for, Heartbeats::NeededFor::kServing);
 }
 
 TEST_F(HeartbeatTest, TheEndOfWorkEndsTheSilenceAtOnce) {
-  Heartbeat* const worker = workers_.Add("a", Heartbeats::Need::kServing);
+  Heartbeat* const worker = workers_.Add("a", Heartbeats::NeededFor::kServing);
   worker->Begin();
   LookAfter(seconds(1));
   LookAfter(seconds(9));
@@ -54,7 +54,7 @@ TEST_F(HeartbeatTest, TheEndOfWorkEndsTheSilenceAtOnce) {
 }
 
 TEST_F(HeartbeatTest, ABeatOfTheThreadAtWorkIsProgress) {
-  Heartbeat* const worker = workers_.Add("a", Heartbeats::Need::kCheckpoints);
+  Heartbeat* const worker = workers_.Add("a", Heartbeats::NeededFor::kCheckpoints);
   const Heartbeat::Work work(worker);
   LookAfter(seconds(1));
   LookAfter(seconds(9));
@@ -67,7 +67,7 @@ TEST_F(HeartbeatTest, ABeatOfTheThreadAtWorkIsProgress) {
 }
 
 TEST_F(HeartbeatTest, ABeatOfAThreadWithoutWorkIsNobodys) {
-  workers_.Add("a", Heartbeats::Need::kServing)->Begin();
+  workers_.Add("a", Heartbeats::NeededFor::kServing)->Begin();
   LookAfter(seconds(1));
   Heartbeat::Beat();
   LookAfter(seconds(5));
@@ -78,7 +78,7 @@ TEST_F(HeartbeatTest, WhoeverLooksIsAWorkerToo) {
   LookAfter(seconds(1));
   now_ += seconds(40);
   EXPECT_EQ(workers_.Ages(now_).at(0).silent_time, seconds(40));
-  EXPECT_EQ(workers_.Ages(now_).at(0).need, Heartbeats::Need::kServing);
+  EXPECT_EQ(workers_.Ages(now_).at(0).needed_for, Heartbeats::NeededFor::kServing);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/device/device.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 
 namespace ema {
 namespace {

@@ -61,7 +61,7 @@ int64_t LoadedVersion(FakeFileSystem& files, const TestVersions& versions) {
     const auto report = (*store)->LoadAll(models);
     EXPECT_THAT(report, IsOk());
     // Nothing that a crash leaves has the name of a checkpoint without being one.
-    EXPECT_TRUE(report->quarantined.empty());
+    EXPECT_TRUE(report->corrupt.empty());
     const int64_t found = report->loaded.empty() ? 0 : report->loaded[0].record.number;
     if (start > 0) {
       EXPECT_EQ(found, version);

@@ -106,7 +106,7 @@ TEST(CheckpointStoreTest, WhatIsSavedIsLoadedBitForBitByTheNextServer) {
   ModelStore models(TestDevice(), SmallBlocks());
   EMA_ASSERT_OK_AND_ASSIGN(const auto report, store->LoadAll(models));
   ASSERT_EQ(report.loaded.size(), 1u);
-  EXPECT_THAT(report.quarantined, IsEmpty());
+  EXPECT_THAT(report.corrupt, IsEmpty());
   EXPECT_EQ(report.loaded[0].model, "m");
   EXPECT_EQ(report.loaded[0].checkpoint, name);
   EXPECT_EQ(report.loaded[0].record.step, 30);
@@ -321,12 +321,12 @@ class DamageTest : public testing::Test {
   }
 
   // Expects that version 2 is set aside with this problem, and 1 loaded.
-  void ExpectQuarantine(const std::string& problem) {
+  void ExpectCorrupt(const std::string& problem) {
     Restarted server(files_);
-    ASSERT_EQ(server.report.quarantined.size(), 1u);
-    EXPECT_EQ(server.report.quarantined[0].model, "m");
-    EXPECT_EQ(server.report.quarantined[0].checkpoint, "step-000000000020-version-7-2");
-    EXPECT_THAT(server.report.quarantined[0].problem,
+    ASSERT_EQ(server.report.corrupt.size(), 1u);
+    EXPECT_EQ(server.report.corrupt[0].model, "m");
+    EXPECT_EQ(server.report.corrupt[0].checkpoint, "step-000000000020-version-7-2");
+    EXPECT_THAT(server.report.corrupt[0].problem,
                 AllOf(StatusIs(absl::StatusCode::kDataLoss, HasSubstr(problem)),
                       ReasonIs(ErrorReason::kCheckpointCorrupt)));
     EMA_ASSERT_OK_AND_ASSIGN(const auto model, server.models.Get("m"));
@@ -352,7 +352,7 @@ TEST_F(DamageTest, EveryChangedByteIsDetectedAndTheOlderVersionIsLoaded) {
       std::string& bytes = files->FileBytes(file);
       bytes[at] = static_cast<char>(bytes[at] ^ (1 << (at % 8)));
       Restarted server(*files);
-      ASSERT_EQ(server.report.quarantined.size(), 1u) << file << " " << at;
+      ASSERT_EQ(server.report.corrupt.size(), 1u) << file << " " << at;
       ASSERT_EQ(server.report.loaded.size(), 1u) << file << " " << at;
       ASSERT_EQ(server.report.loaded[0].record.number, 1) << file << " " << at;
     }
@@ -362,29 +362,29 @@ TEST_F(DamageTest, EveryChangedByteIsDetectedAndTheOlderVersionIsLoaded) {
 TEST_F(DamageTest, AChangedTensorIsNamed) {
   std::string& bytes = files_.FileBytes(PathOf(2) + "/tracks/raw/model.safetensors");
   bytes.back() = static_cast<char>(bytes.back() ^ 1);
-  ExpectQuarantine("track \"raw\": tensor \"u8\": its checksum is wrong");
+  ExpectCorrupt("track \"raw\": tensor \"u8\": its checksum is wrong");
 }
 
 TEST_F(DamageTest, AShortFileIsNamed) {
   files_.FileBytes(PathOf(2) + "/tracks/raw/model.safetensors").pop_back();
-  ExpectQuarantine("track \"raw\": file \"model.safetensors\": it has");
+  ExpectCorrupt("track \"raw\": file \"model.safetensors\": it has");
 }
 
 TEST_F(DamageTest, AMissingFileIsNamed) {
   ASSERT_THAT(files_.RemoveFile(PathOf(2) + "/tracks/raw/model.safetensors"), IsOk());
-  ExpectQuarantine("track \"raw\": ");
+  ExpectCorrupt("track \"raw\": ");
 }
 
 TEST_F(DamageTest, AMissingManifestIsNamed) {
   ASSERT_THAT(files_.RemoveFile(PathOf(2) + "/manifest.json"), IsOk());
-  ExpectQuarantine("manifest.json");
+  ExpectCorrupt("manifest.json");
 }
 
 TEST_F(DamageTest, ACheckpointUnderAnotherVersionsNameIsNotLoaded) {
   ASSERT_THAT(files_.RemoveTree(PathOf(2)), IsOk());
   ASSERT_THAT(files_.Rename(PathOf(1), PathOf(2)), IsOk());
   Restarted server(files_);
-  EXPECT_EQ(server.report.quarantined.size(), 1u);
+  EXPECT_EQ(server.report.corrupt.size(), 1u);
   EXPECT_THAT(server.report.loaded, IsEmpty());
   EXPECT_THAT(server.models.List(), IsEmpty());
 }
@@ -445,7 +445,7 @@ TEST_F(DamageTest, WhatIsSetAsideIsNotMissedNorIsItOnceItIsDeleted) {
   files_.FileBytes(PathOf(2) + "/manifest.json")[100] ^= 1;
   for (int start = 0; start < 2; ++start) {
     Restarted server(files_);
-    EXPECT_EQ(server.report.quarantined.size(), start == 0 ? 1u : 0u);
+    EXPECT_EQ(server.report.corrupt.size(), start == 0 ? 1u : 0u);
     EXPECT_THAT(server.report.missing, IsEmpty());
     if (start == 0) continue;
     EXPECT_THAT(server.store->FolderOf("m").Delete(".corrupt-step-000000000020-version-7-2"),
@@ -460,8 +460,8 @@ TEST_F(DamageTest, WhatWasLoadedInItsPlaceIsTheNewest) {
   EXPECT_THAT(server.store->FolderOf("m").Delete("step-000000000010-version-7-1"),
               ReasonIs(ErrorReason::kCheckpointInUse));
   // And if it goes bad in its turn, nothing is left that a restart could load.
-  EXPECT_THAT(server.store->FolderOf("m").Quarantine("step-000000000010-version-7-1", DataLoss(),
-                                                     /*waits=*/true),
+  EXPECT_THAT(server.store->FolderOf("m").SetAside("step-000000000010-version-7-1", DataLoss(),
+                                                   /*waits=*/true),
               IsOkAndHolds(true));
 }
 
@@ -473,8 +473,8 @@ TEST(CheckpointStoreTest, AfterTheNewestIsSetAsideAnOlderOneDoesNotTakeItsPlace)
     for (const int64_t version : {2, 3}) {
       ASSERT_THAT(store->FolderOf("m").Save(*versions.model, versions[version]), IsOk());
     }
-    EXPECT_THAT(store->FolderOf("m").Quarantine("step-000000000030-version-7-3", DataLoss(),
-                                                /*waits=*/true),
+    EXPECT_THAT(store->FolderOf("m").SetAside("step-000000000030-version-7-3", DataLoss(),
+                                              /*waits=*/true),
                 IsOkAndHolds(true));
     ASSERT_THAT(
         store->FolderOf("m").Save(*versions.model, versions[1], {.label = CheckpointLabel{"old"}}),
@@ -538,7 +538,7 @@ TEST(CheckpointStoreTest, AVersionThatWasHalfSetAsideIsSavedAnew) {
     return operation == "syncdir" ? absl::ResourceExhaustedError("too many open files")
                                   : absl::OkStatus();
   });
-  EXPECT_THAT(store->FolderOf("m").Quarantine(saved.name, DataLoss(), /*waits=*/true),
+  EXPECT_THAT(store->FolderOf("m").SetAside(saved.name, DataLoss(), /*waits=*/true),
               StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("open files")));
   files.set_hook(nullptr);
   EXPECT_THAT(store->FolderOf("m").Save(*versions.model, versions[1]), IsOk());
@@ -553,7 +553,7 @@ TEST_F(DamageTest, AllDamagedCheckpointsAreKeptAndTheNextSaveIsLoaded) {
   }
   {
     Restarted server(files_);
-    EXPECT_EQ(server.report.quarantined.size(), 2u);
+    EXPECT_EQ(server.report.corrupt.size(), 2u);
     EXPECT_THAT(server.report.loaded, IsEmpty());
     EXPECT_THAT(server.store->FolderOf("m").Save(*versions_.model, versions_[1]), IsOk());
   }
@@ -604,7 +604,7 @@ TEST(CheckpointStoreTest, ADeletedModelIsNotLoadedAndNotSavedAgain) {
   }
   Restarted server(files);
   EXPECT_THAT(server.report.loaded, IsEmpty());
-  EXPECT_THAT(server.report.quarantined, IsEmpty());
+  EXPECT_THAT(server.report.corrupt, IsEmpty());
   const std::string deleted = absl::StrCat("/data/models/.deleted-1760000000000000-");
   EXPECT_THAT(files.AllPaths(),
               Contains(deleted + "1-m/checkpoints/step-000000000020-version-7-2"));
@@ -649,7 +649,7 @@ TEST(CheckpointStoreTest, OptionsAreChecked) {
 
 TEST(IncarnationTest, GrowsWithEveryStart) {
   FakeFileSystem files;
-  constexpr int64_t kLife = DataDirectory::kIncarnationsPerLife;
+  constexpr int64_t kLife = DataDirectory::kIncarnationsPerStart;
   const int64_t first = IncarnationWithoutStore(kNow);
   const auto start_at = [&](int64_t micros) {
     return OpenStore(files, kNow + absl::Microseconds(micros))->data().incarnation() - first;
@@ -713,7 +713,7 @@ TEST(IncarnationTest, GrowsWhenItsFileIsLost) {
   for (const char* bad : {"", "x", "-5\n", "99999999999999999999\n", "9223372036854775807\n"}) {
     files.FileBytes("/data/INCARNATION") = bad;
     EXPECT_EQ(OpenStore(files, absl::FromUnixMicros(3))->data().incarnation(),
-              kTestIncarnation + DataDirectory::kIncarnationsPerLife)
+              kTestIncarnation + DataDirectory::kIncarnationsPerStart)
         << bad;
   }
 }
@@ -750,7 +750,7 @@ TEST(CheckpointStoreTest, PatternsThatOneRequestMayNotHaveAreSavedAndLoaded) {
       OpenStore(files)->FolderOf("m").Save(*created.model, *created.model->history().Pin(0)),
       IsOk());
   Restarted next(files);
-  EXPECT_THAT(next.report.quarantined, IsEmpty());
+  EXPECT_THAT(next.report.corrupt, IsEmpty());
   EMA_ASSERT_OK_AND_ASSIGN(const auto loaded, next.models.Get("m"));
   EXPECT_EQ(loaded->Describe().tracks.size(), 2u);
 }

@@ -24,7 +24,7 @@ class IdleGate final : public CommitGate {
  public:
   bool is_home() const override { return false; }
   int64_t round() const override { return 0; }
-  int64_t settings_revision() const override { return 0; }
+  int64_t tracks_revision() const override { return 0; }
   absl::Status CheckLaunch(const Launch&) override { return absl::OkStatus(); }
   void OnRunOpened(int64_t, std::string_view) override {}
   absl::Status CheckPush(const PushStart&) override { return absl::OkStatus(); }

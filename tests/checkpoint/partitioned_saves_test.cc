@@ -30,8 +30,8 @@ const absl::Time kNow = absl::FromUnixSeconds(1'760'000'000);
 absl::Status Fenced() {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, "newer incarnation");
 }
-absl::Status RegistryAway() {
-  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kRegistryAway, "no answer");
+absl::Status RegistryUnavailable() {
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kRegistryUnavailable, "no answer");
 }
 absl::Status InUse() {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse, "base");
@@ -227,7 +227,7 @@ TEST_F(PartitionedSavesTest, AFencedCheckpointIsNotDurableAndIsRemoved) {
 
 TEST_F(PartitionedSavesTest, AFencedCheckpointThatTheRegistryNeedsStays) {
   // The commit had reached the registry, and the next incarnation has begun from it.
-  saves_.commit_error = RegistryAway();
+  saves_.commit_error = RegistryUnavailable();
   EXPECT_THAT(PushAndSave(10), StatusIs(absl::StatusCode::kUnavailable, _));
   saves_.commit_error = Fenced();
   saves_.in_use_version = 1;
@@ -238,8 +238,8 @@ TEST_F(PartitionedSavesTest, AFencedCheckpointThatTheRegistryNeedsStays) {
 }
 
 TEST_F(PartitionedSavesTest, AFailedCommitIsRepeatedWithoutWritingAgain) {
-  saves_.commit_error = RegistryAway();
-  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryAway));
+  saves_.commit_error = RegistryUnavailable();
+  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryUnavailable));
   EXPECT_EQ(home().durable().step(), 0);
   saves_.commit_error = absl::OkStatus();
   ASSERT_THAT(Save(), IsOk());
@@ -247,12 +247,12 @@ TEST_F(PartitionedSavesTest, AFailedCommitIsRepeatedWithoutWritingAgain) {
   EXPECT_THAT(saves_.calls, ElementsAre("write 10", "commit 10", "commit 10"));
 }
 
-TEST_F(PartitionedSavesTest, SavesDoNotFillTheDiskWhileTheRegistryIsAway) {
-  saves_.commit_error = RegistryAway();
-  saves_.remove_error = RegistryAway();
-  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryAway));
-  EXPECT_THAT(PushAndSave(20), ReasonIs(ErrorReason::kRegistryAway));
-  EXPECT_THAT(PushAndSave(30), ReasonIs(ErrorReason::kRegistryAway));
+TEST_F(PartitionedSavesTest, SavesDoNotFillTheDiskWhileTheRegistryIsUnavailable) {
+  saves_.commit_error = RegistryUnavailable();
+  saves_.remove_error = RegistryUnavailable();
+  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryUnavailable));
+  EXPECT_THAT(PushAndSave(20), ReasonIs(ErrorReason::kRegistryUnavailable));
+  EXPECT_THAT(PushAndSave(30), ReasonIs(ErrorReason::kRegistryUnavailable));
   EXPECT_THAT(Names(), ElementsAre(Name(10)));
   saves_.commit_error = absl::OkStatus();
   saves_.remove_error = absl::OkStatus();
@@ -261,8 +261,8 @@ TEST_F(PartitionedSavesTest, SavesDoNotFillTheDiskWhileTheRegistryIsAway) {
 }
 
 TEST_F(PartitionedSavesTest, ADeletedModelLeavesNothingToRemove) {
-  saves_.commit_error = RegistryAway();
-  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryAway));
+  saves_.commit_error = RegistryUnavailable();
+  EXPECT_THAT(PushAndSave(10), ReasonIs(ErrorReason::kRegistryUnavailable));
   ASSERT_THAT(folder().DeleteAll(), IsOk());
   saves_.commit_error = absl::OkStatus();
   ASSERT_THAT(PushAndSave(20), IsOk());
@@ -271,10 +271,10 @@ TEST_F(PartitionedSavesTest, ADeletedModelLeavesNothingToRemove) {
 
 TEST_F(PartitionedSavesTest, TheRegistryForgetsACheckpointBeforeItsFilesGo) {
   ASSERT_THAT(PushAndSave(10), IsOk());
-  saves_.remove_error = RegistryAway();
+  saves_.remove_error = RegistryUnavailable();
   ASSERT_THAT(PushAndSave(20), IsOk());
   EXPECT_THAT(Names(), ElementsAre(Name(10), Name(20)));
-  EXPECT_THAT(folder().Delete(Name(10), &home()), ReasonIs(ErrorReason::kRegistryAway));
+  EXPECT_THAT(folder().Delete(Name(10), &home()), ReasonIs(ErrorReason::kRegistryUnavailable));
   EXPECT_THAT(Names(), ElementsAre(Name(10), Name(20)));
   // One that the registry needs keeps no other from being removed.
   saves_.remove_error = absl::OkStatus();

@@ -274,9 +274,9 @@ std::string FindProblem(FakeFileSystem& files, const Versions& versions, Allowed
     ModelStore models(TestDevice(), SmallBlocks());
     const auto report = (*store)->LoadAll(models);
     if (!report.ok()) return absl::StrCat("it does not load: ", report.status().ToString());
-    if (!report->quarantined.empty() && !(allowed.damaged_before && start == 0)) {
-      return absl::StrCat("checkpoint ", report->quarantined[0].checkpoint,
-                          " is none: ", report->quarantined[0].problem.ToString());
+    if (!report->corrupt.empty() && !(allowed.damaged_before && start == 0)) {
+      return absl::StrCat("checkpoint ", report->corrupt[0].checkpoint,
+                          " is none: ", report->corrupt[0].problem.ToString());
     }
     const int64_t found = report->loaded.empty() ? 0 : report->loaded[0].record.number;
     if (!allowed.versions.contains(found)) return absl::StrCat("it loads version ", found);

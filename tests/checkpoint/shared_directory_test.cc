@@ -46,7 +46,7 @@ TEST_F(SharedDirectoryTest, EachMemberHasALockAndAnIncarnation) {
   const int64_t before = a->incarnation();
   a.reset();
   EMA_ASSERT_OK_AND_ASSIGN(a, Open("a"));
-  EXPECT_GE(a->incarnation(), before + DataDirectory::kIncarnationsPerLife);
+  EXPECT_GE(a->incarnation(), before + DataDirectory::kIncarnationsPerStart);
 }
 
 TEST_F(SharedDirectoryTest, AMemberIsTheNameOfAFolder) {

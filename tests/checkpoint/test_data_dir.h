@@ -40,7 +40,7 @@ class DataDirTest : public testing::Test {
     EMA_ASSIGN_OR_RETURN(const auto store,
                          CheckpointStore::Open(PosixFileSystem(), {.data_dir = directory_}));
     EMA_ASSIGN_OR_RETURN(const auto report, store->LoadAll(models));
-    if (!report.quarantined.empty()) return report.quarantined[0].problem;
+    if (!report.corrupt.empty()) return report.corrupt[0].problem;
     return models.Get("m");
   }
 

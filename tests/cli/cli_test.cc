@@ -378,9 +378,9 @@ TEST(VersionOrLabelTest, NumbersAreVersionsAndNamesAreLabels) {
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("--incarnation 3")));
 }
 
-Client::CheckpointInfo SomeCheckpoint() {
+CheckpointInfo SomeCheckpoint() {
   return {.name = "c7",
-          .state = Client::CheckpointInfo::State::kCorrupt,
+          .state = CheckpointInfo::State::kCorrupt,
           .id = {.version = 7, .incarnation = 2},
           .step = 70,
           .tracks = {"ema", "raw"},
@@ -395,7 +395,7 @@ TEST(CheckpointOutputTest, SaysEverything) {
   EXPECT_THAT(table, HasSubstr("CHECKPOINT  VERSION  STEP"));
   EXPECT_THAT(table, HasSubstr("c7          7        70    -          corrupt, partial  2.0 KiB  "
                                "best, stable  a byte is wrong\n"));
-  Client::CheckpointInfo good = SomeCheckpoint();
+  CheckpointInfo good = SomeCheckpoint();
   good.problem = "";
   EXPECT_THAT(CheckpointTable({good}), HasSubstr("best, stable  -\n"));
   EXPECT_THAT(DescribeCheckpoint(SomeCheckpoint()),
@@ -409,9 +409,9 @@ TEST(CheckpointOutputTest, SaysEverything) {
 }
 
 TEST(CheckpointOutputTest, LabelsSayTheirScores) {
-  const Client::Label by_hand = {
+  const CheckpointLabel by_hand = {
       .name = "stable", .id = {.version = 7, .incarnation = 2}, .step = 70};
-  Client::Label scored = by_hand;
+  CheckpointLabel scored = by_hand;
   scored.name = "best";
   scored.metric = 0.25;
   scored.lower_is_better = true;

@@ -51,7 +51,7 @@ TEST_F(CheckpointCallsTest, CreateAsksForWhatItIsGiven) {
   EXPECT_EQ(result.checkpoint, "c7");
   EXPECT_EQ(result.version.number, 7);
   EXPECT_EQ(result.total_bytes, 4096);
-  EXPECT_EQ(result.state, Client::CheckpointInfo::State::kComplete);
+  EXPECT_EQ(result.state, CheckpointInfo::State::kComplete);
 
   server_.checkpoint.set_state(v1::Checkpoint::STATE_SAVING);
   EMA_ASSERT_OK_AND_ASSIGN(result, client_->CreateCheckpoint("m", {.version = 7,
@@ -59,7 +59,7 @@ TEST_F(CheckpointCallsTest, CreateAsksForWhatItIsGiven) {
                                                                    .tracks = {"ema", "raw"},
                                                                    .async = true,
                                                                    .label = "stable"}));
-  EXPECT_EQ(result.state, Client::CheckpointInfo::State::kSaving);
+  EXPECT_EQ(result.state, CheckpointInfo::State::kSaving);
   EXPECT_THAT(server_.checkpoint_calls(),
               ElementsAre("CreateCheckpoint model: \"m\"",
                           "CreateCheckpoint model: \"m\" version: 7 incarnation: 2 tracks: \"ema\" "
@@ -67,9 +67,9 @@ TEST_F(CheckpointCallsTest, CreateAsksForWhatItIsGiven) {
 }
 
 TEST_F(CheckpointCallsTest, GetAndListSayEverything) {
-  EMA_ASSERT_OK_AND_ASSIGN(const Client::CheckpointInfo one, client_->GetCheckpoint("m", "c7"));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointInfo one, client_->GetCheckpoint("m", "c7"));
   EXPECT_EQ(one.name, "c7");
-  EXPECT_EQ(one.state, Client::CheckpointInfo::State::kComplete);
+  EXPECT_EQ(one.state, CheckpointInfo::State::kComplete);
   EXPECT_EQ(one.id, kSeven);
   EXPECT_EQ(one.step, 70);
   EXPECT_EQ(one.commit_time, absl::FromUnixSeconds(1'700'000'000));
@@ -81,9 +81,9 @@ TEST_F(CheckpointCallsTest, GetAndListSayEverything) {
   server_.checkpoint.set_state(v1::Checkpoint::STATE_CORRUPT);
   server_.checkpoint.set_is_partial(true);
   server_.checkpoint.set_problem("a byte is wrong");
-  EMA_ASSERT_OK_AND_ASSIGN(const Client::CheckpointList list, client_->ListCheckpoints("m"));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList list, client_->ListCheckpoints("m"));
   ASSERT_THAT(list.checkpoints, SizeIs(1));
-  EXPECT_EQ(list.checkpoints[0].state, Client::CheckpointInfo::State::kCorrupt);
+  EXPECT_EQ(list.checkpoints[0].state, CheckpointInfo::State::kCorrupt);
   EXPECT_TRUE(list.checkpoints[0].is_partial);
   EXPECT_EQ(list.checkpoints[0].problem, "a byte is wrong");
   ASSERT_THAT(list.labels, SizeIs(1));
@@ -94,7 +94,7 @@ TEST_F(CheckpointCallsTest, GetAndListSayEverything) {
   EXPECT_TRUE(list.labels[0].lower_is_better);
 
   server_.label.clear_metric();
-  EMA_ASSERT_OK_AND_ASSIGN(const Client::CheckpointList by_hand, client_->ListCheckpoints("m"));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList by_hand, client_->ListCheckpoints("m"));
   EXPECT_EQ(by_hand.labels[0].metric, std::nullopt);
 }
 
@@ -105,12 +105,12 @@ TEST_F(CheckpointCallsTest, AStateThatNobodyKnowsIsMalformed) {
 }
 
 TEST_F(CheckpointCallsTest, LabelsAreSetMovedAndRemoved) {
-  EMA_ASSERT_OK_AND_ASSIGN(const Client::Label label, client_->SetLabel("m", "best", kSeven));
+  EMA_ASSERT_OK_AND_ASSIGN(const CheckpointLabel label, client_->SetLabel("m", "best", kSeven));
   EXPECT_EQ(label.id, kSeven);
   ASSERT_THAT(client_->SetLabel("m", "best"), IsOk());
   ASSERT_THAT(client_->RemoveLabel("m", "best"), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(
-      const Client::MetricResult scored,
+      const MetricResult scored,
       client_->ReportMetric("m", {.id = kSeven, .value = 0.5, .lower_is_better = true}));
   EXPECT_TRUE(scored.moved);
   EXPECT_EQ(scored.label.metric, 0.5);
@@ -199,9 +199,8 @@ TEST_F(CheckpointCallsTest, ARunResumesUntilAllHaveJoinedAndNeverAgain) {
   server_.not_ready_count = 2;
   TrainingTime time;
   time.Set(TimeUnit::kBatch, 72);
-  EMA_ASSERT_OK_AND_ASSIGN(
-      const std::unique_ptr<ema::Run> run,
-      client_->OpenRun("m", {.resume = Client::ResumePoint{72, kSeven, time}}));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<ema::Run> run,
+                           client_->OpenRun("m", {.resume = ResumePoint{72, kSeven, time}}));
   ASSERT_THAT(run->WaitReady(), IsOk());
   const std::array<float, 4> weights = {1, 2, 3, 4};
   ASSERT_THAT(run->Push(80, time, {std::as_bytes(std::span(weights))}, absl::Seconds(20)), IsOk());
@@ -221,7 +220,7 @@ TEST_F(CheckpointCallsTest, ARunResumesUntilAllHaveJoinedAndNeverAgain) {
 }
 
 TEST_F(CheckpointCallsTest, AResumeByStepAloneLeavesTheRestToTheServer) {
-  ASSERT_THAT(client_->OpenRun("m", {.resume = Client::ResumePoint{.step = 72}}), IsOk());
+  ASSERT_THAT(client_->OpenRun("m", {.resume = ResumePoint{.step = 72}}), IsOk());
   ASSERT_THAT(client_->OpenRun("m", {}), IsOk());
   const std::vector<v1::OpenRunRequest> joins = server_.open_runs();
   ASSERT_THAT(joins, SizeIs(2));

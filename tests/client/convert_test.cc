@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/cpp/transport/convert.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/v1/error.pb.h"
 #include "tests/testutil/status_matchers.h"

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 
 namespace ema {

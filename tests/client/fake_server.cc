@@ -6,7 +6,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/v1/error.pb.h"
@@ -48,7 +48,7 @@ std::string FakeServer::address() const { return absl::StrCat("127.0.0.1:", port
 void FakeServer::Start() {
   {
     absl::MutexLock lock(&mu_);
-    stopping_ = false;
+    is_stopping_ = false;
   }
   grpc::ServerBuilder builder;
   builder.AddListeningPort(absl::StrCat("127.0.0.1:", port_), grpc::InsecureServerCredentials(),
@@ -61,7 +61,7 @@ void FakeServer::Start() {
 void FakeServer::Stop() {
   {
     absl::MutexLock lock(&mu_);
-    stopping_ = true;
+    is_stopping_ = true;
   }
   if (server_ == nullptr) return;
   server_->Shutdown(std::chrono::system_clock::now());
@@ -289,7 +289,7 @@ grpc::Status FakeServer::OpenRun(grpc::ServerContext* context, const v1::OpenRun
 
 void FakeServer::Hold(grpc::ServerContext* context) {
   absl::MutexLock lock(&mu_);
-  const auto is_over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return released_ || stopping_; };
+  const auto is_over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return released_ || is_stopping_; };
   while (!context->IsCancelled() &&
          !mu_.AwaitWithTimeout(absl::Condition(&is_over), absl::Milliseconds(2))) {
   }
@@ -356,12 +356,12 @@ absl::Status FakeServer::Answer(grpc::ServerContext* context, const v1::PushHead
   absl::MutexLock lock(&mu_);
   const auto is_over = [&]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     const Step& step = steps_[header.step()];
-    return stopping_ || step.abandoned || step.record.version() != 0;
+    return is_stopping_ || step.abandoned || step.record.version() != 0;
   };
   while (!mu_.AwaitWithTimeout(absl::Condition(&is_over), absl::Milliseconds(2))) {
     if (context->IsCancelled()) return absl::CancelledError("cancelled");
   }
-  if (stopping_) return absl::UnavailableError("stopping");
+  if (is_stopping_) return absl::UnavailableError("stopping");
   if (steps_[header.step()].abandoned) {
     return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned, "abandoned");
   }

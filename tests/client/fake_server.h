@@ -211,7 +211,7 @@ class FakeServer final : public v1::EmaService::Service {
   std::unique_ptr<grpc::Server> server_;
 
   mutable absl::Mutex mu_;
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool released_ ABSL_GUARDED_BY(mu_) = false;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
   std::string launch_id_ ABSL_GUARDED_BY(mu_);

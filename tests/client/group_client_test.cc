@@ -293,7 +293,7 @@ TEST_F(GroupClientTest, AFailedPushEndsTheRoundInWhichItBegan) {
   };
   // Its query, the next thing after it has learned of round 2, has to be repeated later.
   group_.server(2).unary_errors = {MakeError(absl::StatusCode::kUnavailable,
-                                             ErrorReason::kSessionBusy, "busy", absl::Seconds(10))};
+                                             ErrorReason::kModelBusy, "busy", absl::Seconds(10))};
   group_.server(1).push_scripts = {{.break_after_chunks = 0,
                                     .break_status = MakeError(absl::StatusCode::kInvalidArgument,
                                                               ErrorReason::kNonFinite, "a NaN"),
@@ -324,7 +324,7 @@ TEST_F(GroupClientTest, AStepThatIsBeingPublishedIsNotTakenForAbandoned) {
   // The first call at the home was GetModel, the second is the one that abandons the step.
   ASSERT_EQ(group_.server(0).unary_count(), 1);
   group_.server(0).unary_errors = {
-      absl::OkStatus(), MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+      absl::OkStatus(), MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                                   "committed as version 1", absl::Milliseconds(1))};
   EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(10));
   EXPECT_EQ(version.number, 1);
@@ -544,11 +544,11 @@ TEST(GroupWatchTest, GoesToTheHome) {
   home.Release();
 }
 
-TEST(SendTurnsTest, TheLowestPositionIsNext) {
-  client_internal::SendSemaphore turns(1);
+TEST(SendSlotsTest, TheLowestPositionIsNext) {
+  client_internal::SendSlots slots(1);
   client_internal::Interrupt interrupt;
-  ASSERT_TRUE(turns.Acquire(0, SteadyTime::max(), &interrupt));
-  EXPECT_FALSE(turns.Acquire(1, SteadyNow(), &interrupt));
+  ASSERT_TRUE(slots.Acquire(0, SteadyTime::max(), &interrupt));
+  EXPECT_FALSE(slots.Acquire(1, SteadyNow(), &interrupt));
   std::vector<int64_t> order;
   absl::Mutex mu;
   absl::BlockingCounter missing_waiters(3);
@@ -561,21 +561,21 @@ TEST(SendTurnsTest, TheLowestPositionIsNext) {
         return false;
       };
       client_internal::Interrupt polled(&count_once);
-      ASSERT_TRUE(turns.Acquire(position, SteadyTime::max(), &polled));
+      ASSERT_TRUE(slots.Acquire(position, SteadyTime::max(), &polled));
       {
         absl::MutexLock lock(&mu);
         order.push_back(position);
       }
-      turns.Release();
+      slots.Release();
     });
   }
   missing_waiters.Wait();
-  turns.Release();
+  slots.Release();
   threads.clear();
   EXPECT_THAT(order, ElementsAre(3, 4, 5));
   interrupt.Fire();
-  ASSERT_TRUE(turns.Acquire(0, SteadyTime::max(), &interrupt));
-  EXPECT_FALSE(turns.Acquire(1, SteadyTime::max(), &interrupt));
+  ASSERT_TRUE(slots.Acquire(0, SteadyTime::max(), &interrupt));
+  EXPECT_FALSE(slots.Acquire(1, SteadyTime::max(), &interrupt));
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "tests/testutil/status_matchers.h"
 

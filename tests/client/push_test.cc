@@ -284,7 +284,7 @@ TEST_F(PushTest, NeverResendsAfterTheRelease) {
 
 TEST_F(PushTest, StartsAnewIfTheServerKnowsNothing) {
   server_.push_scripts = {
-      {.refuse = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy, "busy")},
+      {.refuse = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy, "busy")},
       {.refuse = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "drain")}};
   Open();
   ASSERT_THAT(Push(1), IsOk());
@@ -648,7 +648,7 @@ TEST_F(PushTest, RefusesASecondPushMeanwhile) {
   const auto second =
       run_->StartPush(2, TrainingTime::AtBatch(2), weights_->shards(), absl::Seconds(1));
   EXPECT_THAT(second, StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("still pushing")));
-  EXPECT_THAT(second, ReasonIs(ErrorReason::kSessionBusy));
+  EXPECT_THAT(second, ReasonIs(ErrorReason::kModelBusy));
   server_.Release();
   ASSERT_THAT(push->Wait(), IsOk());
   EXPECT_THAT(Push(2), IsOk());

@@ -69,8 +69,10 @@ class TrainerTraceTest : public testing::Test {
   // Until the run has been rejoined.
   void AwaitRejoined() {
     const absl::Time give_up = absl::Now() + kPatience;
-    while (pusher_->stats().is_away && absl::Now() < give_up) absl::SleepFor(absl::Milliseconds(5));
-    EXPECT_FALSE(pusher_->stats().is_away) << pusher_->stats().last_error;
+    while (pusher_->stats().is_disconnected && absl::Now() < give_up) {
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    EXPECT_FALSE(pusher_->stats().is_disconnected) << pusher_->stats().last_error;
   }
 
   std::vector<int64_t> PushedSteps() const {

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "server/device/device.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 #include "tests/conformance/device_testing.h"
 #include "tests/testutil/status_matchers.h"
 

@@ -15,7 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/device/device.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 #include "tests/conformance/device_testing.h"
 
 namespace ema {

@@ -40,7 +40,7 @@ class RecordingGate final : public CommitGate {
  public:
   bool is_home() const override { return true; }
   int64_t round() const override { return present_round; }
-  int64_t settings_revision() const override { return present_settings; }
+  int64_t tracks_revision() const override { return tracks_in_force; }
   absl::Status CheckLaunch(const Launch&) override { return check_launch; }
   void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
   absl::Status CheckPush(const PushStart&) override { return check_push; }
@@ -56,7 +56,7 @@ class RecordingGate final : public CommitGate {
   }
 
   int64_t present_round = 1;
-  int64_t present_settings = 0;
+  int64_t tracks_in_force = 0;
   absl::Status check_launch;
   absl::Status check_push;
   int64_t opened_run = 0;
@@ -138,7 +138,7 @@ TEST_F(CommitGateTest, PublishesAPreparedStepAsDecided) {
 TEST_F(CommitGateTest, AVersionThatAnotherPartitionHoldsIsEvictedLast) {
   for (int64_t step = 1; step <= 10; ++step) {
     Prepare(step, 3);
-    model_->PublishPrepared(0, {.commit_time = kCommitTime, .held_versions = {1}});
+    model_->PublishPrepared(0, {.commit_time = kCommitTime, .home_pinned_versions = {1}});
   }
   EXPECT_THAT(model_->history().PinnedVersions(), IsEmpty());
   EMA_ASSERT_OK_AND_ASSIGN(const SnapshotRef held, model_->history().Pin(1));
@@ -211,7 +211,7 @@ TEST_F(CommitGateTest, OnlyTheDecisionEndsAPreparedStep) {
   ASSERT_THAT(gate_->abandoned, SizeIs(1));
   EXPECT_THAT(gate_->abandoned[0].why, ReasonIs(ErrorReason::kStepGivenUp));
   TestRank later(model_, "another launch");
-  EXPECT_THAT(later.Join(), ReasonIs(ErrorReason::kSessionBusy));
+  EXPECT_THAT(later.Join(), ReasonIs(ErrorReason::kModelBusy));
   ASSERT_THAT(gate_->abandoned, SizeIs(2));
   EXPECT_THAT(gate_->abandoned[1].why, ReasonIs(ErrorReason::kFenced));
   EXPECT_THAT(ranks_[0].Open(2, std::make_shared<PushOutcome>()),
@@ -222,7 +222,7 @@ TEST_F(CommitGateTest, OnlyTheDecisionEndsAPreparedStep) {
                                []() -> absl::StatusOr<std::shared_ptr<Snapshot>> {
                                  return absl::InternalError("it is not loaded");
                                }),
-              ReasonIs(ErrorReason::kSessionBusy));
+              ReasonIs(ErrorReason::kModelBusy));
   // A rank that has lost the connection, and sends damaged bytes.
   EMA_ASSERT_OK_AND_ASSIGN(const auto again, ranks_[0].Open(1, std::make_shared<PushOutcome>()));
   const std::vector<std::byte> other = Weights(4);
@@ -280,7 +280,7 @@ TEST_F(CommitGateTest, AStepOfALaterRoundReplacesOneThatReceives) {
   ASSERT_THAT(gate_->prepared, SizeIs(1));
   EXPECT_EQ(gate_->prepared[0].round, 2);
   // A prepared step waits for the decision of its round.
-  EXPECT_THAT(open(6, 3), ReasonIs(ErrorReason::kSessionBusy));
+  EXPECT_THAT(open(6, 3), ReasonIs(ErrorReason::kModelBusy));
   model_->DropOpenStep(/*round=*/1, absl::AbortedError("an earlier round"));
   EXPECT_TRUE(Publish(/*round=*/2));
   EXPECT_EQ(NewestStep(), 5);
@@ -289,7 +289,7 @@ TEST_F(CommitGateTest, AStepOfALaterRoundReplacesOneThatReceives) {
 TEST_F(CommitGateTest, ALaterStepInOneRoundEndsTheEarlierOneOnly) {
   EMA_ASSERT_OK_AND_ASSIGN(push_, ranks_[0].Open(1, std::make_shared<PushOutcome>()));
   EXPECT_THAT(ranks_[0].Open(2, std::make_shared<PushOutcome>()),
-              ReasonIs(ErrorReason::kSessionBusy));
+              ReasonIs(ErrorReason::kModelBusy));
   EXPECT_THAT(gate_->dropped, SizeIs(1));
 }
 

@@ -164,7 +164,7 @@ TEST_F(ModelStoreTest, ANameIsFreeAgainWhenWhatElseThereWasIsForgotten) {
                                 EXPECT_THAT(store_.Create(Config("m")),
                                             AllOf(StatusIs(absl::StatusCode::kUnavailable,
                                                            HasSubstr("is being deleted")),
-                                                  ReasonIs(ErrorReason::kSessionBusy)));
+                                                  ReasonIs(ErrorReason::kModelBusy)));
                                 EXPECT_THAT(store_.Create(Config("other")), IsOk());
                                 return absl::InternalError("no");
                               }),

@@ -250,7 +250,7 @@ TEST_F(ModelTest, ARankThatBeginsALaterStepEndsTheOpenOne) {
   ASSERT_THAT(TestRank::AddChunk(*push, a, 0, 4000), IsOk());
   ASSERT_THAT(push->Commit(TestRank::EndOf(a, 1)), IsOk());
   // Rank 0 has committed: for it the step is not over yet.
-  EXPECT_THAT(first.Open(2, std::make_shared<PushOutcome>()), ReasonIs(ErrorReason::kSessionBusy));
+  EXPECT_THAT(first.Open(2, std::make_shared<PushOutcome>()), ReasonIs(ErrorReason::kModelBusy));
   EXPECT_EQ(waiting->calls, 0);
   EMA_ASSERT_OK_AND_ASSIGN(auto later, second.Open(2, std::make_shared<PushOutcome>()));
   EXPECT_THAT(waiting->result, ReasonIs(ErrorReason::kStepAbandoned));

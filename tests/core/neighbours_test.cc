@@ -139,9 +139,9 @@ TEST_F(NeighboursTest, AreFoldedAsEachByItself) {
                 shards[Below(random_, std::ssize(shards))]);
     }
     EMA_ASSERT_OK_AND_ASSIGN(const RankLayout layout, RankLayout::Create(*manifest, shards));
-    int stretches = 0;
-    layout.ForEachJoinedRange(0, layout.total_bytes(), [&](const auto&) { return ++stretches; });
-    joined += stretches < std::ssize(shards) ? 1 : 0;
+    int ranges = 0;
+    layout.ForEachJoinedRange(0, layout.total_bytes(), [&](const auto&) { return ++ranges; });
+    joined += ranges < std::ssize(shards) ? 1 : 0;
     TestRank rank(one.model, "launch", 0, 1, shards, /*whole=*/false);
     TestRank single(other.model, "launch", 0, 1, apart, /*whole=*/false);
     ASSERT_THAT(rank.Join(), IsOk());

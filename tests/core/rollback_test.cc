@@ -362,7 +362,7 @@ TEST_F(RollbackTest, NobodyGetsInWhileItLoadsButReadersDo) {
         model_->RollBack({2, 7}, [] { return absl::InternalError("never called"); }).status()};
     for (const absl::Status& status : refused) {
       EXPECT_THAT(status, StatusIs(absl::StatusCode::kUnavailable, HasSubstr("rolled back")));
-      EXPECT_EQ(GetErrorReason(status), ErrorReason::kSessionBusy);
+      EXPECT_EQ(GetErrorReason(status), ErrorReason::kModelBusy);
       EXPECT_GT(GetRetryDelay(status), absl::ZeroDuration());
     }
     EXPECT_EQ(model_->history().latest()->number, 2);
@@ -537,7 +537,7 @@ TEST_F(RollbackTest, ARunThatIsToGoOnFromAVersionFindsNoOther) {
   };
   const auto is_busy =
       AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("version 1 was committed")),
-            ReasonIs(ErrorReason::kSessionBusy));
+            ReasonIs(ErrorReason::kModelBusy));
   const auto rank = OpenRun(model_, "old");
   Train(*rank, 1, 1);
   EXPECT_THAT(join("new", {}), is_busy);
@@ -586,7 +586,7 @@ TEST_F(RollbackTest, WhatItHasMadeIsKeptWithinTheModelsMemory) {
     const absl::Status refused = next->Open(2, outcome).status();
     EXPECT_THAT(refused, AllOf(StatusIs(absl::StatusCode::kUnavailable,
                                         HasSubstr("readers and saves hold 5")),
-                               ReasonIs(ErrorReason::kSessionBusy)));
+                               ReasonIs(ErrorReason::kModelBusy)));
     EXPECT_EQ(roll_back().status(), refused);
     EXPECT_EQ(GetErrorReason(model_->history().Pin(4).status()), ErrorReason::kUnspecified);
     if (is_saved) {
@@ -748,7 +748,7 @@ TEST_F(RollbackTest, WritersAndReadersMeetItAtAnyMoment) {
       }
       const ErrorReason reason = GetErrorReason(status);
       EXPECT_TRUE(status.ok() || reason == ErrorReason::kFenced ||
-                  reason == ErrorReason::kSessionBusy || reason == ErrorReason::kStaleStep)
+                  reason == ErrorReason::kModelBusy || reason == ErrorReason::kStaleStep)
           << status;
     }
   });

@@ -24,7 +24,7 @@
 // What fails prints "failed=CODE REASON", is tried once more, and prints "again=CODE REASON".
 // Prints "done" when the call has answered OK; then, if it was not stopped, what is in memory (all
 // zero: nothing), "from" being the version that a rollback has made it of,
-//   version=3 step=30 from=0 digest=89abcdef incarnation=17 quarantined=0
+//   version=3 step=30 from=0 digest=89abcdef incarnation=17 corrupt=0
 // and, if it has only recovered, which versions are on the disk, all of them whole, and have
 // labels:
 //   checkpoints=2,3 labels=best:2
@@ -130,17 +130,17 @@ uint32_t Digest(Model& model) {
   return crc;
 }
 
-void PrintState(ModelStore& models, int64_t incarnation, size_t quarantined) {
+void PrintState(ModelStore& models, int64_t incarnation, size_t corrupt) {
   Version record;
   uint32_t digest = 0;
   if (const auto model = models.Get(kModel); model.ok()) {
     record = ValueOf((*model)->history().Pin(0))->record;
     digest = Digest(**model);
   }
-  Print(absl::StrFormat("version=%d step=%d from=%d digest=%08x incarnation=%d quarantined=%d\n",
+  Print(absl::StrFormat("version=%d step=%d from=%d digest=%08x incarnation=%d corrupt=%d\n",
                         record.number, record.step,
                         record.restored_from.value_or(VersionId{}).version, digest, incarnation,
-                        quarantined));
+                        corrupt));
 }
 
 void PrintDisk(CheckpointStore& store, const LoadReport& report) {
@@ -207,7 +207,7 @@ void LiveOnStore(const std::string& data_dir, const std::string& mode, bool stop
     Print("done\n");
   }
   if (stops) return;
-  PrintState(models, store->data().incarnation(), report.quarantined.size());
+  PrintState(models, store->data().incarnation(), report.corrupt.size());
   if (mode == "recover") PrintDisk(*store, report);
 }
 
@@ -283,7 +283,7 @@ void LiveOnManager(const std::string& data_dir, const std::string& mode, bool st
   ActOnManager(*manager, TheModel(*models), mode, stops);
   // To close the directory is not in question, and may be another thread's than what was.
   if (stops) _exit(0);
-  PrintState(*models, manager->incarnation(), /*quarantined=*/0);
+  PrintState(*models, manager->incarnation(), /*corrupt=*/0);
 }
 
 void Live(const std::string& data_dir, const std::string& mode, bool stops) {

@@ -8,7 +8,7 @@
 #include "ema/v1/ema_service.pb.h"
 #include "server/core/model_config.h"
 #include "server/format/record_json.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace ema {
@@ -59,16 +59,16 @@ void CheckModel(const v1::CreateModelRequest& request) {
   EMA_FUZZ_CHECK(config.DifferenceFrom(config).empty());
 }
 
-// The stretches of a layout follow each other, from its first byte to its last one.
-void CheckStretches(const RankLayout& layout) {
+// The ranges of a layout follow each other, from its first byte to its last one.
+void CheckRanges(const RankLayout& layout) {
   for (const auto walk : {&RankLayout::ForEachRange, &RankLayout::ForEachJoinedRange}) {
     int64_t next = 0;
     int visited = 0;
-    (layout.*walk)(0, layout.total_bytes(), [&](const RankLayout::ContiguousRange& stretch) {
-      EMA_FUZZ_CHECK(stretch.byte_offset == next && stretch.element_count > 0);
-      EMA_FUZZ_CHECK(layout.FindShard(next) == stretch.shard_index);
+    (layout.*walk)(0, layout.total_bytes(), [&](const RankLayout::ContiguousRange& range) {
+      EMA_FUZZ_CHECK(range.byte_offset == next && range.element_count > 0);
+      EMA_FUZZ_CHECK(layout.FindShard(next) == range.shard_index);
       EMA_FUZZ_CHECK(layout.IsElementBoundary(next));
-      next += stretch.element_count * DtypeSize(stretch.dtype);
+      next += range.element_count * DtypeSize(range.dtype);
       return ++visited < 100;
     });
     EMA_FUZZ_CHECK(visited == 100 || next == layout.total_bytes());
@@ -86,7 +86,7 @@ void CheckLayout(const v1::CreateModelRequest& model, const v1::RankLayout& prot
   const std::vector<Shard> shards = RoundTrip<v1::RankLayout>(*layout);
   EMA_FUZZ_CHECK(layout->shards() == absl::MakeConstSpan(shards));
   EMA_FUZZ_CHECK(layout->total_bytes() >= layout->trained_bytes() && layout->trained_bytes() >= 0);
-  CheckStretches(*layout);
+  CheckRanges(*layout);
 }
 
 void CheckSelection(const v1::Selection& proto) {

@@ -246,9 +246,9 @@ TEST_F(GroupCheckpointTest, ASaveThatTheRegistryDoesNotRecordIsNoCheckpoint) {
   ASSERT_NE(run, nullptr);
   const auto saved = PushAndSave(group, *run, 1);
   ASSERT_THAT(Push(*run, 2), IsOk());
-  group.registry_.SetAway(true);
+  group.registry_.SetUnavailable(true);
   EXPECT_THAT(group.client().CreateCheckpoint("m", /*timeout=*/absl::Seconds(1)).status(),
-              ReasonIs(ErrorReason::kRegistryAway));
+              ReasonIs(ErrorReason::kRegistryUnavailable));
   EXPECT_THAT(Folders(), SizeIs(2));
   EXPECT_THAT(Latest(), HasSubstr(saved.checkpoint));
   EMA_ASSERT_OK_AND_ASSIGN(const CheckpointList list,
@@ -258,7 +258,7 @@ TEST_F(GroupCheckpointTest, ASaveThatTheRegistryDoesNotRecordIsNoCheckpoint) {
   EXPECT_EQ(list.checkpoints[1].name, saved.checkpoint);
 
   for (const auto& server : group.servers_) server->Stop();
-  group.registry_.SetAway(false);
+  group.registry_.SetUnavailable(false);
   for (size_t i = 0; i < group.servers_.size(); ++i) group.Restart(*group.servers_[i]);
   EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled found, group.Pull("ema"));
   EXPECT_EQ(found.info.version.id(), saved.version.id());
@@ -745,7 +745,7 @@ TEST_F(GroupCheckpointTest, OneServerLoadsTheGroupsFolder) {
                            CheckpointStore::Open(PosixFileSystem(), {.data_dir = copy}));
   EMA_ASSERT_OK_AND_ASSIGN(const LoadReport report, store->LoadAll(models));
   ASSERT_THAT(report.loaded, SizeIs(1));
-  EXPECT_THAT(report.quarantined, IsEmpty());
+  EXPECT_THAT(report.corrupt, IsEmpty());
   EMA_ASSERT_OK_AND_ASSIGN(const std::shared_ptr<Model> model, models.Get("m"));
   const SnapshotRef newest = model->history().newest();
   EXPECT_EQ(newest->record.step, 3);

@@ -310,20 +310,20 @@ TEST_F(GroupCommitTest, AHomeThatStopsAnswersHeldCallsOnItsOwnThread) {
       .partitions = {{.member = "ema-0", .boot = "a"}, {.member = "ema-1", .boot = "b"}},
       .peers = peers.get(),
       .member = &servers_[0]->member()});
-  const PartId other = {.incarnation = kIncarnation, .partition = 1, .boot = "b"};
+  const PartitionId other = {.incarnation = kIncarnation, .partition = 1, .boot = "b"};
   ASSERT_THAT(home->OnSync({.from = home->id()}), IsOk());
   ASSERT_THAT(home->OnSync({.from = other}), IsOk());
   absl::Notification release;
   peers->Post([&release] { release.WaitForNotification(); });
   absl::StatusOr<GroupState> answer = absl::UnknownError("no answer yet");
-  home->OnPrepare({.from = other, .round = 1},
-                  [&answer](const absl::StatusOr<GroupState>& state) { answer = state; });
+  home->OnVote({.from = other, .round = 1},
+               [&answer](const absl::StatusOr<GroupState>& state) { answer = state; });
   EXPECT_THAT(answer, StatusIs(absl::StatusCode::kUnknown, "no answer yet"));
   home->ReleaseHeldCalls();
   EXPECT_THAT(answer, IsOk());
   if (answer.ok()) {
     EXPECT_EQ(answer->round, 2);
-    EXPECT_TRUE(answer->frozen);
+    EXPECT_TRUE(answer->rejects_pushes);
     EXPECT_THAT(answer->last_abort->why, ReasonIs(ErrorReason::kDraining));
   }
   home->ReleaseHeldCalls();
@@ -346,7 +346,7 @@ TEST_F(GroupCommitTest, LostRepliesOfTheHomeDelayACommitOnly) {
   std::vector<std::future<Pushed>> running;
   for (const size_t i : {1, 2}) running.push_back(trainer.Push(i, 1, 5));
   for (const size_t i : {1, 2}) AwaitReceived(trainer, i, 1);
-  // Prepare() of both is held now, or on its way. Their pushes go through the proxies, too, so
+  // Vote() of both is held now, or on its way. Their pushes go through the proxies, too, so
   // only the home's connections are cut.
   for (const std::unique_ptr<TcpProxy>& proxy : proxies) {
     if (proxy->address() != trainer.described().partitions(0).address()) continue;

@@ -20,7 +20,7 @@
 #include "ema/internal/status_macros.h"
 #include "ema/shard.h"
 #include "server/server.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 #include "tests/checkpoint/test_checkpoints.h"
 #include "tests/testutil/etcd_cluster.h"
 #include "tests/testutil/status_matchers.h"

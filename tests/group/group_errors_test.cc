@@ -12,12 +12,12 @@ namespace {
 
 using ::testing::AllOf;
 
-TEST(GroupErrorsTest, ARegistryThatDoesNotServeThisServerIsAway) {
+TEST(GroupErrorsTest, ARegistryThatRejectsThisServerIsUnavailable) {
   for (const absl::Status& status :
        {absl::UnavailableError("no answer"), absl::PermissionDeniedError("no answer"),
         absl::UnauthenticatedError("no answer")}) {
     EXPECT_THAT(RegistryError(status), AllOf(StatusIs(absl::StatusCode::kUnavailable, "no answer"),
-                                             ReasonIs(ErrorReason::kRegistryAway)));
+                                             ReasonIs(ErrorReason::kRegistryUnavailable)));
   }
   const absl::Status damaged = absl::DataLossError("models/m: partitions is empty");
   EXPECT_EQ(RegistryError(damaged), damaged);

@@ -36,7 +36,7 @@
 #include "server/group/member.h"
 #include "server/group/peers.h"
 #include "server/rpc/rpc_server.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 #include "tests/testutil/memory_registry.h"
 #include "tests/testutil/status_matchers.h"
 #include "tests/testutil/test_device.h"
@@ -171,7 +171,7 @@ GroupCall RetryBusy(Call call) {
     GroupCall result = call();
     const bool is_cut = result.status.error_code() == grpc::StatusCode::UNAVAILABLE &&
                         result.detail.reason() == v1::ERROR_REASON_UNSPECIFIED;
-    const bool is_busy = is_cut || result.detail.reason() == v1::ERROR_REASON_SESSION_BUSY ||
+    const bool is_busy = is_cut || result.detail.reason() == v1::ERROR_REASON_MODEL_BUSY ||
                          result.detail.reason() == v1::ERROR_REASON_RUN_INCOMPLETE;
     if (result.ok() || !is_busy || std::chrono::steady_clock::now() > deadline) return result;
     std::this_thread::sleep_for(std::chrono::milliseconds(2));

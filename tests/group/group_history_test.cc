@@ -55,7 +55,7 @@ class GroupHistoryTest : public testing::Test {
 TEST_F(GroupHistoryTest, AGroupThatBeginsHasNoIncident) {
   EXPECT_THAT(Incident(), IsEmpty());
   EXPECT_THAT(history_.missing(), IsEmpty());
-  EXPECT_EQ(history_.ReformCount("m"), 0);
+  EXPECT_EQ(history_.CheckpointReturnCount("m"), 0);
 }
 
 TEST_F(GroupHistoryTest, AMissingProcessIsRememberedUntilItIsBack) {
@@ -78,13 +78,13 @@ TEST_F(GroupHistoryTest, AMissingProcessIsRememberedUntilItIsBack) {
   Observe();
   EXPECT_THAT(history_.missing(), IsEmpty());
   EXPECT_THAT(Incident(), HasSubstr("member \"ema-1\" is back after 5s"));
-  EXPECT_EQ(history_.ReformCount("m"), 0);
+  EXPECT_EQ(history_.CheckpointReturnCount("m"), 0);
 }
 
 TEST_F(GroupHistoryTest, ARestartIsCounted) {
   now_ += absl::Minutes(5);
   Restart("ema-1");
-  EXPECT_EQ(history_.ReformCount("m"), 1);
+  EXPECT_EQ(history_.CheckpointReturnCount("m"), 1);
   EXPECT_EQ(Incident(),
             "model \"m\" returned to version 12 (step 30): member \"ema-1\" has restarted");
   EXPECT_EQ(history_.last_incident()->time, now_);
@@ -96,7 +96,7 @@ TEST_F(GroupHistoryTest, RestartsOfAllServersTogetherCountOnce) {
   Restart("ema-0");
   now_ += absl::Seconds(20);
   Restart("ema-1");
-  EXPECT_EQ(history_.ReformCount("m"), 1);
+  EXPECT_EQ(history_.CheckpointReturnCount("m"), 1);
 }
 
 TEST_F(GroupHistoryTest, ARollbackIsAnIncident) {

@@ -147,8 +147,8 @@ TEST_F(GroupMessagesTest, APushCostsOneCallOfEachOtherServerAndNoWriteToEtcd) {
   const absl::Duration elapsed = absl::Now() - begin;
   for (auto& [rpc, count] : calls) count -= before[rpc];
 
-  // A Prepare and its reply are two messages.
-  EXPECT_EQ(calls["Prepare"], kPushes * (kServers - 1));
+  // A Vote and its reply are two messages.
+  EXPECT_EQ(calls["Vote"], kPushes * (kServers - 1));
   EXPECT_EQ(calls["PublishState"], 0);
   // These are sent at an interval, whatever is pushed. The first one may have been sent before.
   EXPECT_LE(calls["Sync"], (kServers - 1) * (2 + elapsed / kSyncInterval));

@@ -86,17 +86,17 @@ TEST_F(GroupOverviewTest, APartitionThatWaitsForARankIsNamed) {
   EXPECT_THAT(GetGroup(address).models(0).progress().slowest_member(), IsEmpty());
 }
 
-TEST_F(GroupOverviewTest, ARegistryThatIsAwayIsAProblem) {
+TEST_F(GroupOverviewTest, AnUnavailableRegistryIsAProblem) {
   StartServers(2);
   Create();
-  registry_.SetAway(true);
+  registry_.SetUnavailable(true);
   const v1::GetGroupResponse response = GetGroup(servers_[0]->address());
-  EXPECT_THAT(response.registry().error(), HasSubstr("away"));
+  EXPECT_THAT(response.registry().error(), HasSubstr("unavailable"));
   ASSERT_EQ(response.problems_size(), 1);
   EXPECT_THAT(response.problems(0), HasSubstr("etcd has not answered for"));
   EXPECT_EQ(response.members_size(), 2);
   EXPECT_EQ(response.models_size(), 1);
-  registry_.SetAway(false);
+  registry_.SetUnavailable(false);
   Await([&] { return IsWell(GetGroup(servers_[0]->address())); });
 }
 

@@ -197,7 +197,7 @@ TEST_F(GroupRebalanceTest, AChangeOfTracksThatIsNotSavedIsNotLost) {
 TEST_F(GroupRebalanceTest, AfterAnErrorTheModelIsTrainedWhereItIs) {
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
-  // Pushes were frozen by then.
+  // Pushes were rejected by then.
   EXPECT_THAT(Rebalance({"ema-1"}), ReasonIs(ErrorReason::kNoVersion));
   EMA_ASSERT_OK_AND_ASSIGN(const Version first, Push(*run, 1));
   EXPECT_THAT(Rebalance({"ema-9"}),

@@ -13,7 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "server/group/part.h"
+#include "server/group/participant.h"
 #include "server/group/rounds.h"
 
 namespace ema::group {
@@ -30,14 +30,14 @@ class LargeGroup {
  public:
   LargeGroup() : rounds_(OptionsOf(), now_) {
     for (size_t p = 0; p < kPartitions; ++p) {
-      parts_.emplace_back(IdOf(p), /*base_version=*/0);
+      participants_.emplace_back(IdOf(p), /*base_version=*/0);
       rounds_.OnSync({.from = IdOf(p)}, now_);
     }
     rounds_.OpenRun(kEpoch, "launch");
-    for (Part& part : parts_) part.OnState(rounds_.state());
+    for (Participant& participant : participants_) participant.OnState(rounds_.state());
   }
 
-  const std::vector<Part>& parts() const { return parts_; }
+  const std::vector<Participant>& participants() const { return participants_; }
   int64_t round() const { return rounds_.state().round; }
   int64_t requests() const { return requests_; }
   int64_t replies() const { return replies_; }
@@ -48,23 +48,23 @@ class LargeGroup {
     for (size_t p = 0; p < kPartitions; ++p) arrivals.insert(arrivals.end(), kRanks, p);
     std::shuffle(arrivals.begin(), arrivals.end(), random);
     std::vector<int64_t> missing_ranks(kPartitions, kRanks);
-    const Part::Header header = HeaderOf(step, round());
+    const Participant::Header header = HeaderOf(step, round());
     for (const size_t p : arrivals) {
-      ASSERT_EQ(parts_[p].OnHeader(header), Part::HeaderAnswer::kAccept) << p;
+      ASSERT_EQ(participants_[p].OnHeader(header), Participant::HeaderAnswer::kAccept) << p;
       if (--missing_ranks[p] > 0) continue;
-      ASSERT_TRUE(
-          parts_[p].EndReceiving(header.round, PreparedStep{.step = step, .run_epoch = kEpoch}));
-      ASSERT_NO_FATAL_FAILURE(SendPrepare(p));
+      ASSERT_TRUE(participants_[p].EndReceiving(header.round,
+                                                PreparedStep{.step = step, .run_epoch = kEpoch}));
+      ASSERT_NO_FATAL_FAILURE(SendVote(p));
     }
   }
 
   // The answer of a partition to a push of that round.
-  Part::HeaderAnswer PushLate(size_t partition, int64_t step, int64_t round) {
-    return parts_[partition].OnHeader(HeaderOf(step, round));
+  Participant::HeaderAnswer PushLate(size_t partition, int64_t step, int64_t round) {
+    return participants_[partition].OnHeader(HeaderOf(step, round));
   }
 
  private:
-  static PartId IdOf(size_t partition) {
+  static PartitionId IdOf(size_t partition) {
     return {kIncarnation, static_cast<int64_t>(partition), absl::StrCat("boot-", partition)};
   }
   static Rounds::Options OptionsOf() {
@@ -74,28 +74,29 @@ class LargeGroup {
     }
     return options;
   }
-  static Part::Header HeaderOf(int64_t step, int64_t round) {
+  static Participant::Header HeaderOf(int64_t step, int64_t round) {
     return {.incarnation = kIncarnation, .round = round, .run_epoch = kEpoch, .step = step};
   }
 
-  void SendPrepare(size_t from) {
+  void SendVote(size_t from) {
     if (from != 0) ++requests_;
     held_.push_back(from);
     const Rounds::Result result =
-        rounds_.OnPrepare(*parts_[from].to_send(), now_, absl::FromUnixSeconds(1000));
+        rounds_.OnVote(*participants_[from].to_send(), now_, absl::FromUnixSeconds(1000));
     ASSERT_EQ(result.round_ended, held_.size() == kPartitions);
     if (!result.round_ended) return;
     for (const size_t p : held_) {
       if (p != 0) ++replies_;
-      ASSERT_EQ(parts_[p].OnState(rounds_.state()).kind, Part::Action::Kind::kPublish) << p;
+      ASSERT_EQ(participants_[p].OnState(rounds_.state()).kind, Participant::Action::Kind::kPublish)
+          << p;
     }
     held_.clear();
   }
 
   const SteadyTime now_{std::chrono::hours(1)};
-  std::vector<Part> parts_;
+  std::vector<Participant> participants_;
   Rounds rounds_;
-  std::vector<size_t> held_;  // The partitions whose Prepare the home has not answered.
+  std::vector<size_t> held_;  // The partitions whose Vote the home has not answered.
   int64_t requests_ = 0;
   int64_t replies_ = 0;
 };
@@ -106,13 +107,15 @@ TEST(GroupScaleTest, APushCostsOneRequestAndOneReplyForEachOtherServer) {
   LargeGroup group;
   for (int64_t step = 1; step <= kSteps; ++step) {
     ASSERT_NO_FATAL_FAILURE(group.Push(step, random)) << step;
-    for (const Part& part : group.parts()) ASSERT_EQ(part.version(), step) << part.id().partition;
+    for (const Participant& participant : group.participants()) {
+      ASSERT_EQ(participant.version(), step) << participant.id().partition;
+    }
   }
   EXPECT_EQ(group.requests(), kSteps * (static_cast<int64_t>(kPartitions) - 1));
   EXPECT_EQ(group.replies(), group.requests());
   // A rank that pushes the last step again, in its old round, does not begin a session.
   EXPECT_EQ(group.PushLate(kPartitions - 1, kSteps, group.round() - 1),
-            Part::HeaderAnswer::kStaleRound);
+            Participant::HeaderAnswer::kStaleRound);
 }
 
 }  // namespace

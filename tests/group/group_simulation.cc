@@ -136,7 +136,7 @@ void GroupSimulation::Settle() {
     for (int p = 0; p < partition_count_; ++p) {
       Process& process = *FindProcess(p);
       ReadRegistry(process);
-      if (process.part->to_send() != nullptr) SendPrepare(process);
+      if (process.participant->to_send() != nullptr) SendVote(process);
       SendSync(process);
     }
     Process& home = *FindProcess(0);
@@ -164,7 +164,7 @@ void GroupSimulation::Settle() {
       messages_.clear();
       for (int p = 0; p < partition_count_; ++p) {
         Process& process = *FindProcess(p);
-        if (process.part->phase() == Part::Phase::kReceiving) Complete(process);
+        if (process.participant->phase() == Participant::Phase::kReceiving) Complete(process);
       }
     }
     if (decisions_.size() >= decision_count + 2) return;
@@ -203,7 +203,8 @@ void GroupSimulation::Start(int partition) {
 void GroupSimulation::Enter(Process& process) {
   Trace("process ", process.index, " (partition ", process.partition, ") enters incarnation ",
         incarnation_, " with version ", base_.id.version);
-  process.part.emplace(PartId{incarnation_, process.partition, process.boot}, base_.id.version);
+  process.participant.emplace(PartitionId{incarnation_, process.partition, process.boot},
+                              base_.id.version);
   process.versions = {base_};
   process.registry_reached = now_;
   if (process.partition == 0) {
@@ -254,7 +255,7 @@ void GroupSimulation::SaveCheckpoint() {
     if (current_[static_cast<size_t>(p)] < 0) return;
     const Process& process = processes_[static_cast<size_t>(current_[static_cast<size_t>(p)])];
     if (process.incarnation() != incarnation_) return;
-    version = std::min(version, process.part->version());
+    version = std::min(version, process.participant->version());
   }
   const Process& home = processes_[static_cast<size_t>(current_[0])];
   if (home.is_cut_off) return;
@@ -274,9 +275,9 @@ void GroupSimulation::Deliver(const Message& message) {
   switch (message.kind) {
     case Message::Kind::kPush:
       return DeliverPush(*to, message.value);
-    case Message::Kind::kPrepare:
+    case Message::Kind::kVote:
     case Message::Kind::kRefuse:
-      return DeliverPrepare(*to, message);
+      return DeliverVote(*to, message);
     case Message::Kind::kSync:
       return DeliverSync(*to, message);
     case Message::Kind::kState:
@@ -287,18 +288,18 @@ void GroupSimulation::Deliver(const Message& message) {
 }
 
 void GroupSimulation::DeliverPush(Process& to, int64_t push) {
-  using Answer = Part::HeaderAnswer;
-  Part::Header header = pushes_[static_cast<size_t>(push)].header;
-  if (mutation_ == Mutation::kNoRounds) header.round = to.part->round();
-  const Part::Phase before = to.part->phase();
-  const Answer answer = to.part->OnHeader(header);
+  using Answer = Participant::HeaderAnswer;
+  Participant::Header header = pushes_[static_cast<size_t>(push)].header;
+  if (mutation_ == Mutation::kNoRounds) header.round = to.participant->round();
+  const Participant::Phase before = to.participant->phase();
+  const Answer answer = to.participant->OnHeader(header);
   Trace("push ", push, " (step ", header.step, ", round ", header.round, ") to process ", to.index,
         ": answer ", static_cast<int>(answer));
   switch (answer) {
     case Answer::kAccept:
-      if (before == Part::Phase::kNone) {
+      if (before == Participant::Phase::kNone) {
         to.push = push;
-      } else if (before == Part::Phase::kReceiving &&
+      } else if (before == Participant::Phase::kReceiving &&
                  pushes_[static_cast<size_t>(to.push)].header.step != header.step) {
         Refuse(to);
       }
@@ -312,7 +313,7 @@ void GroupSimulation::DeliverPush(Process& to, int64_t push) {
         trainers_[0].incarnation = 0;
       }
       break;
-    case Answer::kFrozen:
+    case Answer::kPushesRejected:
       break;
     case Answer::kSync:
       SendSync(to);
@@ -323,45 +324,46 @@ void GroupSimulation::DeliverPush(Process& to, int64_t push) {
   }
 }
 
-void GroupSimulation::SendPrepare(Process& process) {
-  const Prepare& prepare = *process.part->to_send();
+void GroupSimulation::SendVote(Process& process) {
+  const Vote& vote = *process.participant->to_send();
   Message message{.kind = Message::Kind::kRefuse,
                   .from = process.index,
                   .incarnation = process.incarnation(),
-                  .round = prepare.round};
-  if (prepare.step.ok()) {
-    message.kind = Message::Kind::kPrepare;
-    message.value = prepare.step->step;
-    message.epoch = prepare.step->run_epoch;
-    message.skipped = prepare.step->skipped_tensor_count;
+                  .round = vote.round};
+  if (vote.step.ok()) {
+    message.kind = Message::Kind::kVote;
+    message.value = vote.step->step;
+    message.epoch = vote.step->run_epoch;
+    message.skipped = vote.step->skipped_tensor_count;
   }
-  if (process.rounds.has_value()) return DeliverPrepare(process, message);
+  if (process.rounds.has_value()) return DeliverVote(process, message);
   Send(message);
 }
 
-void GroupSimulation::DeliverPrepare(Process& home, const Message& message) {
+void GroupSimulation::DeliverVote(Process& home, const Message& message) {
   const Process& from = processes_[message.from];
   const int64_t round = home.rounds->state().round;
-  const bool was_frozen = home.rounds->state().frozen;
-  Prepare prepare{{message.incarnation, from.partition, from.boot}, message.round};
-  if (message.kind == Message::Kind::kPrepare) {
-    prepare.step = PreparedStep{
+  const bool rejected_pushes = home.rounds->state().rejects_pushes;
+  Vote vote{{message.incarnation, from.partition, from.boot}, message.round};
+  if (message.kind == Message::Kind::kVote) {
+    vote.step = PreparedStep{
         .step = message.value, .run_epoch = message.epoch, .skipped_tensor_count = message.skipped};
   } else {
-    prepare.step = absl::AbortedError("refused");
+    vote.step = absl::AbortedError("refused");
   }
-  if (mutation_ == Mutation::kNoRounds) prepare.round = round;
-  Trace("prepare of process ", from.index, " for round ", message.round, ", ",
-        prepare.step.ok() ? "step " : "refused", message.value, ", to home ", home.index);
-  Reply(home, message, home.rounds->OnPrepare(prepare, now_, absl::UnixEpoch()), round, was_frozen);
+  if (mutation_ == Mutation::kNoRounds) vote.round = round;
+  Trace("vote of process ", from.index, " for round ", message.round, ", ",
+        vote.step.ok() ? "step " : "refused", message.value, ", to home ", home.index);
+  Reply(home, message, home.rounds->OnVote(vote, now_, absl::UnixEpoch()), round, rejected_pushes);
 }
 
 void GroupSimulation::SendSync(Process& process) {
-  const Message message{.kind = Message::Kind::kSync,
-                        .from = process.index,
-                        .incarnation = process.incarnation(),
-                        .round = process.part->round(),
-                        .value = process.part->phase() == Part::Phase::kReceiving ? 1 : 0};
+  const Message message{
+      .kind = Message::Kind::kSync,
+      .from = process.index,
+      .incarnation = process.incarnation(),
+      .round = process.participant->round(),
+      .value = process.participant->phase() == Participant::Phase::kReceiving ? 1 : 0};
   if (process.rounds.has_value()) return DeliverSync(process, message);
   Send(message);
 }
@@ -374,8 +376,8 @@ void GroupSimulation::DeliverSync(Process& home, const Message& message) {
 }
 
 void GroupSimulation::Reply(Process& home, const Message& message, const Rounds::Result& result,
-                            int64_t round, bool was_frozen) {
-  if (result.round_ended) NoteRoundEnd(home, round, was_frozen);
+                            int64_t round, bool rejected_pushes) {
+  if (result.round_ended) NoteRoundEnd(home, round, rejected_pushes);
   const int to = processes_[message.from].partition;
   if (result.answer == Rounds::Answer::kFenced) {
     Send({.kind = Message::Kind::kRegistry, .to = to});
@@ -387,12 +389,12 @@ void GroupSimulation::Reply(Process& home, const Message& message, const Rounds:
   }
 }
 
-void GroupSimulation::NoteRoundEnd(Process& home, int64_t round, bool was_frozen) {
+void GroupSimulation::NoteRoundEnd(Process& home, int64_t round, bool rejected_pushes) {
   const GroupState state = home.rounds->state();
   home.state = states_.size();
   states_.push_back(state);
   if (state.last_commit.has_value() && state.last_commit->round == round) {
-    if (was_frozen) Violate("a commit in a frozen round");
+    if (rejected_pushes) Violate("a commit in a round that rejects pushes");
     CheckDecision(home, *state.last_commit);
   } else if (round > 0) {
     Trace("home ", home.index, " aborts round ", round);
@@ -425,8 +427,8 @@ void GroupSimulation::CheckDecision(const Process& home, const GroupCommit& comm
       skipped += process.skipped;
       ++holder_count;
       const bool is_of_round =
-          process.part->round() == commit.round || mutation_ == Mutation::kNoRounds;
-      if (process.part->phase() != Part::Phase::kPrepared || !is_of_round ||
+          process.participant->round() == commit.round || mutation_ == Mutation::kNoRounds;
+      if (process.participant->phase() != Participant::Phase::kPrepared || !is_of_round ||
           process.push != home.push) {
         Violate(absl::StrCat("push ", home.push, " is decided in round ", commit.round,
                              ", but process ", process.index, " does not hold it"));
@@ -443,44 +445,44 @@ void GroupSimulation::CheckDecision(const Process& home, const GroupCommit& comm
 }
 
 void GroupSimulation::ApplyState(Process& process, const GroupState& state) {
-  const Part::Phase phase = process.part->phase();
-  const int64_t round = process.part->round();
-  Part::Action action;
+  const Participant::Phase phase = process.participant->phase();
+  const int64_t round = process.participant->round();
+  Participant::Action action;
   if (mutation_ == Mutation::kNoRounds && state.last_commit.has_value() &&
-      state.last_commit->version > process.part->version()) {
+      state.last_commit->version > process.participant->version()) {
     GroupState changed = state;
     changed.last_commit->round = round;
-    action = process.part->OnState(changed);
+    action = process.participant->OnState(changed);
   } else {
-    action = process.part->OnState(state);
+    action = process.participant->OnState(state);
   }
   switch (action.kind) {
-    case Part::Action::Kind::kNothing:
+    case Participant::Action::Kind::kNothing:
       break;
-    case Part::Action::Kind::kPublish:
+    case Participant::Action::Kind::kPublish:
       Publish(process);
       break;
-    case Part::Action::Kind::kDrop:
+    case Participant::Action::Kind::kDrop:
       Trace("process ", process.index, " drops push ", process.push, " of round ", round);
       for (const Decision& decision : decisions_) {
-        if (phase == Part::Phase::kPrepared && decision.round == round &&
+        if (phase == Participant::Phase::kPrepared && decision.round == round &&
             decision.id.incarnation == process.incarnation()) {
           Violate(absl::StrCat("process ", process.index, " drops what was decided"));
         }
       }
       Learn(process.push, process);
       break;
-    case Part::Action::Kind::kReadRegistry:
+    case Participant::Action::Kind::kReadRegistry:
       ReadRegistry(process);
       break;
-    case Part::Action::Kind::kDiverged:
+    case Participant::Action::Kind::kDiverged:
       Violate(absl::StrCat("process ", process.index, " has missed a version"));
       break;
   }
 }
 
 void GroupSimulation::Publish(Process& process) {
-  const VersionId id{process.part->version(), process.incarnation()};
+  const VersionId id{process.participant->version(), process.incarnation()};
   Trace("process ", process.index, " publishes version ", id.version, " of incarnation ",
         id.incarnation, ": push ", process.push);
   counts_.publications += has_faults_ ? 1 : 0;
@@ -505,45 +507,47 @@ void GroupSimulation::Publish(Process& process) {
 // --- What processes do by themselves ---
 
 void GroupSimulation::Complete(Process& process) {
-  const Part::Header& header = pushes_[static_cast<size_t>(process.push)].header;
+  const Participant::Header& header = pushes_[static_cast<size_t>(process.push)].header;
   process.skipped = Happens(20) ? 1 : 0;
-  process.part->EndReceiving(process.part->round(),
-                             PreparedStep{.step = header.step,
-                                          .run_epoch = header.run_epoch,
-                                          .skipped_tensor_count = process.skipped});
-  SendPrepare(process);
+  process.participant->EndReceiving(process.participant->round(),
+                                    PreparedStep{.step = header.step,
+                                                 .run_epoch = header.run_epoch,
+                                                 .skipped_tensor_count = process.skipped});
+  SendVote(process);
 }
 
 void GroupSimulation::Refuse(Process& process) {
-  process.part->EndReceiving(process.part->round(), absl::AbortedError("refused"));
-  SendPrepare(process);
+  process.participant->EndReceiving(process.participant->round(), absl::AbortedError("refused"));
+  SendVote(process);
 }
 
 void GroupSimulation::Act(Process& process) {
-  switch (process.part->phase()) {
-    case Part::Phase::kNone:
+  switch (process.participant->phase()) {
+    case Participant::Phase::kNone:
       return SendSync(process);
-    case Part::Phase::kReceiving:
+    case Participant::Phase::kReceiving:
       if (Happens(85)) return Complete(process);
       return Happens(25) && Below(partition_count_) == 0 ? Refuse(process) : SendSync(process);
-    case Part::Phase::kPrepared:
+    case Participant::Phase::kPrepared:
       if (mutation_ == Mutation::kPreparedGivesUp && Happens(10)) return GiveUp(process);
-      if (process.part->EndReceiving(process.part->round(), absl::AbortedError("expired"))) {
+      if (process.participant->EndReceiving(process.participant->round(),
+                                            absl::AbortedError("expired"))) {
         Violate("a prepared step was refused");
       }
-      return SendPrepare(process);
-    case Part::Phase::kRefused:
-      return SendPrepare(process);
+      return SendVote(process);
+    case Participant::Phase::kRefused:
+      return SendVote(process);
   }
 }
 
 void GroupSimulation::GiveUp(Process& process) {
   Trace("process ", process.index, " gives up push ", process.push);
   const GroupState state{.incarnation = process.incarnation(),
-                         .round = process.part->round(),
+                         .round = process.participant->round(),
                          .run_epoch = pushes_[static_cast<size_t>(process.push)].header.run_epoch};
-  process.part.emplace(PartId(process.part->id()), process.part->version());
-  process.part->OnState(state);
+  process.participant.emplace(PartitionId(process.participant->id()),
+                              process.participant->version());
+  process.participant->OnState(state);
 }
 
 void GroupSimulation::ActAsHome(Process& home) {
@@ -555,14 +559,14 @@ void GroupSimulation::ActAsHome(Process& home) {
   const int64_t round = rounds.state().round;
   const int64_t dice = Below(10);
   bool has_ended = false;
-  if (rounds.state().frozen || dice < 6) {
+  if (rounds.state().rejects_pushes || dice < 6) {
     has_ended = rounds.Expire(now_);
   } else if (dice < 7) {
-    has_ended = rounds.Freeze(absl::UnavailableError("frozen"), /*until=*/now_);
+    has_ended = rounds.RejectPushes(absl::UnavailableError("rejected"), /*until=*/now_);
   } else if (dice < 8) {
     has_ended = rounds.Abort(round, absl::AbortedError("abandoned"));
   } else {
-    has_ended = rounds.SetSettings(rounds.state().settings_revision + 1, Happens(50));
+    has_ended = rounds.SetTracksRevision(rounds.state().tracks_revision + 1, Happens(50));
   }
   if (has_ended) NoteRoundEnd(home, round, false);
 }
@@ -606,7 +610,7 @@ void GroupSimulation::OpenRun(Trainer& trainer, Process& home) {
   Rounds& rounds = *home.rounds;
   const GroupState& state = rounds.state();
   const int64_t round = state.round;
-  if (round == 0 || state.frozen) return;
+  if (round == 0 || state.rejects_pushes) return;
   const std::string launch_id = absl::StrCat(trainer.launch);
   if (state.launch_id != launch_id) {
     if (rounds.OpenRun(++home.run_epoch, launch_id)) NoteRoundEnd(home, round, false);
@@ -641,7 +645,7 @@ void GroupSimulation::Learn(int64_t push, const Process& process) {
   for (Trainer& trainer : trainers_) {
     if (trainer.launch == pushes_[static_cast<size_t>(push)].launch &&
         trainer.incarnation == process.incarnation()) {
-      trainer.round = std::max(trainer.round, process.part->round());
+      trainer.round = std::max(trainer.round, process.participant->round());
     }
   }
 }

@@ -17,7 +17,7 @@
 
 #include "ema/version_id.h"
 #include "server/base/steady_wait.h"
-#include "server/group/part.h"
+#include "server/group/participant.h"
 #include "server/group/rounds.h"
 
 namespace ema::group {
@@ -33,8 +33,8 @@ enum class Mutation {
 
 // Messages are lost, repeated, late and reordered. Processes crash, lose their memory and start
 // again with a new boot, while the old process may live on (a zombie), though not those of all
-// partitions at once. Processes lose the registry, pushes are refused, abandoned and frozen, ranks
-// and trainers restart.
+// partitions at once. Processes lose the registry, pushes are refused, abandoned and rejected by
+// all, ranks and trainers restart.
 //
 // Checked after each event: a version has the bytes of one push on all partitions, the order of a
 // partition's versions has no gap, what is decided is held by every partition of that incarnation
@@ -70,7 +70,7 @@ class GroupSimulation {
     std::string boot;
     bool is_cut_off = false;  // From the registry.
     SteadyTime registry_reached;
-    std::optional<Part> part;
+    std::optional<Participant> participant;
     std::optional<Rounds> rounds;     // Of the home.
     int64_t run_epoch = 0;            // The last that the home has given.
     int64_t push = 0;                 // What the session is made of.
@@ -78,11 +78,11 @@ class GroupSimulation {
     size_t state = 0;                 // Of the home, in states_.
     std::array<Version, 4> versions;  // The newest one first.
 
-    int64_t incarnation() const { return part->id().incarnation; }
+    int64_t incarnation() const { return participant->id().incarnation; }
   };
   // One attempt to push a step.
   struct Push {
-    Part::Header header;
+    Participant::Header header;
     int64_t launch = 0;
   };
   // Knows what the replies have said.
@@ -97,14 +97,14 @@ class GroupSimulation {
   };
   struct Message {
     // kRegistry: the receiver reads the registry, which has changed, or has been FENCED.
-    enum class Kind { kPush, kPrepare, kRefuse, kSync, kState, kRegistry } kind = Kind::kPush;
+    enum class Kind { kPush, kVote, kRefuse, kSync, kState, kRegistry } kind = Kind::kPush;
     int to = 0;       // Partition.
     size_t from = 0;  // Process.
     int64_t incarnation = 0;
     int64_t round = 0;
     int64_t value = 0;    // Push, its step, bytes, or index in states_.
-    int64_t epoch = 0;    // Of kPrepare.
-    int64_t skipped = 0;  // Of kPrepare.
+    int64_t epoch = 0;    // Of kVote.
+    int64_t skipped = 0;  // Of kVote.
   };
   struct Decision {
     VersionId id;
@@ -135,14 +135,14 @@ class GroupSimulation {
   void Send(const Message& message);
   void Deliver(const Message& message);
   void DeliverPush(Process& to, int64_t push);
-  void SendPrepare(Process& process);
-  void DeliverPrepare(Process& home, const Message& message);
+  void SendVote(Process& process);
+  void DeliverVote(Process& home, const Message& message);
   void SendSync(Process& process);
   void DeliverSync(Process& home, const Message& message);
-  // `round`, `was_frozen`: before the message.
+  // `round`, `rejected_pushes`: before the message.
   void Reply(Process& home, const Message& message, const Rounds::Result& result, int64_t round,
-             bool was_frozen);
-  void NoteRoundEnd(Process& home, int64_t round, bool was_frozen);
+             bool rejected_pushes);
+  void NoteRoundEnd(Process& home, int64_t round, bool rejected_pushes);
   void CheckDecision(const Process& home, const GroupCommit& commit);
   void ApplyState(Process& process, const GroupState& state);
   void Publish(Process& process);

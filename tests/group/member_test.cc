@@ -130,8 +130,9 @@ TEST_F(MemberTest, KeyOfAnEarlierLifeIsWaitedFor) {
 }
 
 TEST_F(MemberTest, JoinSaysThatTheRegistryDoesNotAnswer) {
-  registry_.SetAway(true);
-  EXPECT_THAT(Join("a", "b1"), StatusIs(absl::StatusCode::kUnavailable, HasSubstr("is away")));
+  registry_.SetUnavailable(true);
+  EXPECT_THAT(Join("a", "b1"),
+              StatusIs(absl::StatusCode::kUnavailable, HasSubstr("is unavailable")));
 }
 
 TEST_F(MemberTest, RecordIsReplacedOnlyByWhoHasReadIt) {
@@ -173,8 +174,8 @@ TEST_F(MemberTest, DamagedRecordIsLoggedOnceAndLeftOut) {
                            registry_.CompareAndPut("/ema/g/models/m", good, "{"));
   EXPECT_TRUE(AwaitChange(*a, [&] { return a->models().empty() && log_.size() == 1; }));
   // All keys are reported again.
-  registry_.SetAway(true);
-  registry_.SetAway(false);
+  registry_.SetUnavailable(true);
+  registry_.SetUnavailable(false);
   EMA_ASSERT_OK_AND_ASSIGN(const auto b, Join("b", "b2"));
   EXPECT_THAT(b->models(), IsEmpty());
   while (a->members().size() < 2) absl::SleepFor(absl::Milliseconds(1));
@@ -191,7 +192,7 @@ TEST_F(MemberTest, OutageKeepsTheCache) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto b, Join("b", "b2"));
   EMA_ASSERT_OK_AND_ASSIGN(const int64_t revision, b->Write("m", ModelOn("b", "b2"), 0));
   ASSERT_TRUE(AwaitChange(*a, [&] { return a->models().size() == 1; }));
-  registry_.SetAway(true);
+  registry_.SetUnavailable(true);
   EXPECT_THAT(a->members(), ElementsAre(Key("a"), Key("b")));
   EXPECT_EQ(a->model("m"), ModelOn("b", "b2"));
   EXPECT_THAT(a->Read("m"), StatusIs(absl::StatusCode::kUnavailable, testing::_));

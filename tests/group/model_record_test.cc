@@ -195,7 +195,7 @@ TEST(ModelRecordTest, OtherStatesRefuseChanges) {
   creating.state = State::kCreating;
   const auto is_refused =
       StatusIs(absl::StatusCode::kFailedPrecondition, "state: CREATING, expected ACTIVE");
-  EXPECT_THAT(Reform(creating, {.partitions = creating.partitions}), is_refused);
+  EXPECT_THAT(BeginIncarnation(creating, {.partitions = creating.partitions}), is_refused);
   EXPECT_THAT(AddCheckpoint(creating, kIncarnation, CheckpointOf(7)), is_refused);
   EXPECT_THAT(RemoveCheckpoint(creating, {4, 7}), is_refused);
 
@@ -222,7 +222,8 @@ TEST(ModelRecordTest, RestartedMemberBeginsAnIncarnation) {
   EXPECT_EQ(record.PartitionsWithBoot("ema-3", "new"), record.partitions);
   EMA_ASSERT_OK_AND_ASSIGN(
       const ModelRecord next,
-      Reform(record, {.now_micros = 1, .newest_stored_incarnation = 2, .partitions = partitions}));
+      BeginIncarnation(
+          record, {.now_micros = 1, .newest_stored_incarnation = 2, .partitions = partitions}));
   EXPECT_EQ(next.PartitionOf("ema-2", "b2"), std::nullopt);
   EXPECT_EQ(next.PartitionOf("ema-2", "new"), 1);
   ModelRecord expected = SomeRecord();
@@ -234,7 +235,7 @@ TEST(ModelRecordTest, RestartedMemberBeginsAnIncarnation) {
 TEST(ModelRecordTest, CrashGoesBackToTheNewestCheckpointSinceTheRollback) {
   ModelRecord record = SomeRecord();
   const auto base_after_crash = [&] {
-    return Reform(record, {.partitions = record.partitions})->base;
+    return BeginIncarnation(record, {.partitions = record.partitions})->base;
   };
   EXPECT_EQ(base_after_crash(), (VersionId{5, 7}));
   EMA_ASSERT_OK_AND_ASSIGN(record, AddCheckpoint(record, kIncarnation, CheckpointOf(6)));
@@ -246,48 +247,49 @@ TEST(ModelRecordTest, CrashGoesBackToTheNewestCheckpointSinceTheRollback) {
 
 TEST(ModelRecordTest, RollbackAndRebalanceBeginAnIncarnation) {
   const std::vector<Partition> two = {{"ema-4", "b4", 0, 5}, {"ema-5", "b5", 5, 3}};
-  EMA_ASSERT_OK_AND_ASSIGN(
-      const ModelRecord next,
-      Reform(SomeRecord(),
-             {.now_micros = kIncarnation + 50, .partitions = two, .base = VersionId{4, 7}}));
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelRecord next,
+                           BeginIncarnation(SomeRecord(), {.now_micros = kIncarnation + 50,
+                                                           .partitions = two,
+                                                           .base = VersionId{4, 7}}));
   EXPECT_EQ(next.incarnation, kIncarnation + 50);
   EXPECT_EQ(next.partitions, two);
   EXPECT_EQ(next.base, (VersionId{4, 7}));
 
-  EXPECT_THAT(Reform(SomeRecord(), {.partitions = two, .base = VersionId{4, 8}}),
+  EXPECT_THAT(BeginIncarnation(SomeRecord(), {.partitions = two, .base = VersionId{4, 8}}),
               AllOf(StatusIs(absl::StatusCode::kNotFound,
                              "base: there is no checkpoint of version 4 of incarnation 8"),
                     ReasonIs(ErrorReason::kCheckpointNotFound)));
   EXPECT_THAT(
-      Reform(SomeRecord(), {.partitions = {{"ema-4", "b4", 0, 7}}}),
+      BeginIncarnation(SomeRecord(), {.partitions = {{"ema-4", "b4", 0, 7}}}),
       StatusIs(absl::StatusCode::kInvalidArgument, "partitions: they have 7 tensors, expected 8"));
 }
 
 TEST(ModelRecordTest, ARollbackLeavesTheHistoryAndMayBeUndone) {
   // Incarnation 7 has versions 4 to 6. A rollback to version 4 has begun the present one.
   ModelRecord record = SomeRecord();
-  EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.now_micros = kIncarnation + 1,
-                                                   .partitions = record.partitions,
-                                                   .base = VersionId{4, 7}}));
+  EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.now_micros = kIncarnation + 1,
+                                                             .partitions = record.partitions,
+                                                             .base = VersionId{4, 7}}));
   const int64_t newest = std::numeric_limits<int64_t>::max();
   EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 1}, VersionId{4, 7}));
   EMA_ASSERT_OK_AND_ASSIGN(
       record, AddCheckpoint(record, record.incarnation, CheckpointOf(5, record.incarnation)));
   // After a crash, version 4 of incarnation 7 is still in the history; 5 and 6 are not.
-  EMA_ASSERT_OK_AND_ASSIGN(
-      record, Reform(record, {.now_micros = kIncarnation + 2, .partitions = record.partitions}));
+  EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.now_micros = kIncarnation + 2,
+                                                             .partitions = record.partitions}));
   EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 2},
                                             VersionId{5, kIncarnation + 1}, VersionId{4, 7}));
   EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
   // The operator wants the discarded version after all.
-  EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.now_micros = kIncarnation + 3,
-                                                   .partitions = record.partitions,
-                                                   .base = VersionId{6, 7}}));
+  EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.now_micros = kIncarnation + 3,
+                                                             .partitions = record.partitions,
+                                                             .base = VersionId{6, 7}}));
   EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 3}, VersionId{6, 7}));
   // And then the other one again.
-  EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.now_micros = kIncarnation + 4,
-                                                   .partitions = record.partitions,
-                                                   .base = VersionId{5, kIncarnation + 1}}));
+  EMA_ASSERT_OK_AND_ASSIGN(record,
+                           BeginIncarnation(record, {.now_micros = kIncarnation + 4,
+                                                     .partitions = record.partitions,
+                                                     .base = VersionId{5, kIncarnation + 1}}));
   EXPECT_THAT(record.History(), ElementsAre(VersionId{newest, kIncarnation + 4},
                                             VersionId{5, kIncarnation + 1}, VersionId{4, 7}));
 }
@@ -295,7 +297,7 @@ TEST(ModelRecordTest, ARollbackLeavesTheHistoryAndMayBeUndone) {
 TEST(ModelRecordTest, BasesThatNothingDescendsFromAreForgotten) {
   ModelRecord record = SomeRecord();
   for (int i = 1; i <= 5; ++i) {
-    EMA_ASSERT_OK_AND_ASSIGN(record, Reform(record, {.partitions = record.partitions}));
+    EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.partitions = record.partitions}));
   }
   EXPECT_THAT(record.earlier_bases, IsEmpty());
 }
@@ -305,23 +307,23 @@ TEST(ModelRecordTest, ALostBaseIsReplacedByTheNextOlderOneInTheHistory) {
   const VersionId lost = {5, 7};
   EMA_ASSERT_OK_AND_ASSIGN(
       const ModelRecord next,
-      Reform(record, {.partitions = record.partitions, .base = lost, .lost = lost}));
+      BeginIncarnation(record, {.partitions = record.partitions, .base = lost, .lost = lost}));
   EXPECT_EQ(next.base, (VersionId{4, 7}));  // Version 6 has been discarded.
   EXPECT_EQ(next.Find(lost), nullptr);
   EXPECT_THAT(ParseModelRecord(kKey, TextOf(next)), IsOkAndHolds(next));
-  EXPECT_THAT(
-      Reform(next,
-             {.partitions = record.partitions, .base = VersionId{4, 7}, .lost = VersionId{4, 7}}),
-      AllOf(StatusIs(absl::StatusCode::kNotFound,
-                     "base: version 4 of incarnation 7 cannot be read, and the model has "
-                     "no older checkpoint"),
-            ReasonIs(ErrorReason::kCheckpointNotFound)));
+  EXPECT_THAT(BeginIncarnation(next, {.partitions = record.partitions,
+                                      .base = VersionId{4, 7},
+                                      .lost = VersionId{4, 7}}),
+              AllOf(StatusIs(absl::StatusCode::kNotFound,
+                             "base: version 4 of incarnation 7 cannot be read, and the model has "
+                             "no older checkpoint"),
+                    ReasonIs(ErrorReason::kCheckpointNotFound)));
 }
 
 TEST(ModelRecordTest, AnOldRegistryBeginsNoIncarnation) {
   const ModelRecord record = SomeRecord();
-  EXPECT_THAT(Reform(record, {.newest_stored_incarnation = kIncarnation + 1,
-                              .partitions = record.partitions}),
+  EXPECT_THAT(BeginIncarnation(record, {.newest_stored_incarnation = kIncarnation + 1,
+                                        .partitions = record.partitions}),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        AllOf(HasSubstr("the folder has a checkpoint of 1760000001"),
                              HasSubstr("`emactl group recover`"))));

@@ -23,7 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "ema/v1/group.grpc.pb.h"
-#include "server/wire/convert.h"
+#include "server/wire/convert_types.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema::group {
@@ -57,7 +57,7 @@ class FakeMember final : public v1::GroupService::Service {
 
   std::string address() const { return absl::StrCat("127.0.0.1:", port_); }
 
-  // Prepare() is answered after Release(), or when it was cancelled.
+  // Vote() is answered after Release(), or when it was cancelled.
   void Release() {
     absl::MutexLock lock(&mu_);
     is_released_ = true;
@@ -105,8 +105,8 @@ class FakeMember final : public v1::GroupService::Service {
                                 v1::ReservePartitionResponse* /*response*/) override {
     return Answer(context);
   }
-  grpc::Status Prepare(grpc::ServerContext* context, const v1::PrepareRequest* request,
-                       v1::GroupState* response) override {
+  grpc::Status Vote(grpc::ServerContext* context, const v1::VoteRequest* request,
+                    v1::GroupState* response) override {
     response->set_round(request->round());
     {
       absl::MutexLock lock(&mu_);
@@ -216,10 +216,10 @@ TEST(PeersTest, ResultsOfAllCallsComeOnTheThread) {
   started.WaitForNotification();
   Result<v1::ReservePartitionResponse> reserved;
   peers->ReservePartition(member.address(), {}, kLong, reserved.callback());
-  v1::PrepareRequest prepare;
-  prepare.set_round(3);
+  v1::VoteRequest vote;
+  vote.set_round(3);
   Result<v1::GroupState> prepared;
-  peers->Prepare(member.address(), prepare, kLong, prepared.callback());
+  peers->Vote(member.address(), vote, kLong, prepared.callback());
   v1::SyncRequest sync;
   sync.set_round(4);
   Result<v1::GroupState> synced;
@@ -253,15 +253,14 @@ TEST(PeersTest, HeldCallEndsAtItsTimeoutWhileOthersAreAnswered) {
   FakeMember member;
   const auto peers = StartPeers();
   Result<v1::GroupState> held;
-  peers->Prepare(member.address(), {}, kLong, held.callback());
+  peers->Vote(member.address(), {}, kLong, held.callback());
   member.AwaitHeld(1);
   Result<v1::GroupState> late;
-  peers->Prepare(member.address(), {}, absl::Milliseconds(50), late.callback());
-  EXPECT_THAT(
-      late.Await(),
-      AllOf(StatusIs(absl::StatusCode::kDeadlineExceeded,
-                     absl::StrCat("Prepare at ", member.address(), ": no answer within 50ms")),
-            ReasonIs(ErrorReason::kGroupDegraded)));
+  peers->Vote(member.address(), {}, absl::Milliseconds(50), late.callback());
+  EXPECT_THAT(late.Await(),
+              AllOf(StatusIs(absl::StatusCode::kDeadlineExceeded,
+                             absl::StrCat("Vote at ", member.address(), ": no answer within 50ms")),
+                    ReasonIs(ErrorReason::kGroupDegraded)));
   EXPECT_THAT(Sync(*peers, member.address()), IsOk());
   member.AwaitHeld(1);  // The late one was cancelled.
   member.Release();
@@ -292,7 +291,7 @@ TEST(PeersTest, CallThatTheStoppingServerEndsIsUnavailable) {
   std::optional<FakeMember> member(std::in_place);
   const auto peers = StartPeers();
   Result<v1::GroupState> held;
-  peers->Prepare(member->address(), {}, kLong, held.callback());
+  peers->Vote(member->address(), {}, kLong, held.callback());
   member->AwaitHeld(1);
   member->Abort();
   EXPECT_THAT(held.Await(), AllOf(StatusIs(absl::StatusCode::kUnavailable, testing::_),
@@ -303,7 +302,7 @@ TEST(PeersTest, StopRunsPostedWorkAndCancelsCalls) {
   FakeMember member;
   const auto peers = StartPeers();
   Result<v1::GroupState> held;
-  peers->Prepare(member.address(), {}, kLong, held.callback());
+  peers->Vote(member.address(), {}, kLong, held.callback());
   member.AwaitHeld(1);
   const auto timer = std::make_shared<bool>(false);
   peers->PostAfter(absl::Hours(1), [timer] { *timer = true; });

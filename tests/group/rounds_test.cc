@@ -8,7 +8,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "tests/testutil/status_matchers.h"
 
 namespace ema::group {
@@ -34,7 +34,7 @@ class RoundsTest : public testing::Test {
     rounds_.OpenRun(kEpoch, "launch");
   }
 
-  static PartId IdOf(int64_t partition) {
+  static PartitionId IdOf(int64_t partition) {
     return {kIncarnation, partition, absl::StrCat("boot-", partition)};
   }
   static Rounds::Options OptionsOf() {
@@ -48,9 +48,9 @@ class RoundsTest : public testing::Test {
     return {.step = step, .run_epoch = kEpoch, .plan_digest = 5};
   }
   int64_t round() const { return rounds_.state().round; }
-  // Sends a Prepare of the current round.
-  Rounds::Result Prepare(int64_t partition, absl::StatusOr<PreparedStep> step = StepOf(100)) {
-    return rounds_.OnPrepare({IdOf(partition), round(), std::move(step)}, now_, kCommitTime);
+  // Sends a Vote of the current round.
+  Rounds::Result Vote(int64_t partition, absl::StatusOr<PreparedStep> step = StepOf(100)) {
+    return rounds_.OnVote({IdOf(partition), round(), std::move(step)}, now_, kCommitTime);
   }
   void ExpectAbort(const Rounds::Result& result, int64_t round, ErrorReason reason,
                    const std::string& message) {
@@ -76,7 +76,7 @@ TEST(RoundsLoadingTest, APartitionThatIsLoadingHasNotJoined) {
   const SteadyTime now{std::chrono::hours(1)};
   Rounds rounds({.incarnation = kIncarnation, .members = {{"ema-0", "b0"}, {"ema-1", "b1"}}}, now);
   rounds.OnSync({.from = {kIncarnation, 0, "b0"}}, now);
-  const PartId second{kIncarnation, 1, "b1"};
+  const PartitionId second{kIncarnation, 1, "b1"};
   EXPECT_EQ(rounds.CheckJoined().message(), "partition 1 on member \"ema-1\" has not joined");
   EXPECT_FALSE(rounds.OnSync({.from = second, .loading = "is loading"}, now).round_ended);
   EXPECT_THAT(rounds.CheckJoined(), ReasonIs(ErrorReason::kGroupDegraded));
@@ -104,7 +104,7 @@ TEST_F(RoundsTest, ASilentPartitionIsAProblem) {
   EXPECT_FALSE(rounds_.FindProblem(now_).has_value());
 }
 
-TEST_F(RoundsTest, ARegistryThatIsAwayForTooLongIsAProblem) {
+TEST_F(RoundsTest, ARegistryThatIsUnavailableForTooLongIsAProblem) {
   now_ += minutes(11);
   for (int64_t p = 0; p < kPartitions; ++p) rounds_.OnSync({.from = IdOf(p)}, now_);
   const auto problem = rounds_.FindProblem(now_);
@@ -120,17 +120,17 @@ TEST_F(RoundsTest, TheSlowestPartitionIsTheOneWithTheFewestBytes) {
   rounds_.OnSync({.from = IdOf(0), .round = round(), .received_bytes = 30}, now_);
   rounds_.OnSync({.from = IdOf(1), .round = round(), .received_bytes = 20, .missing_ranks = {3, 5}},
                  now_);
-  Prepare(2);
+  Vote(2);
   auto slowest = rounds_.FindSlowest();
   ASSERT_TRUE(slowest.has_value());
   EXPECT_EQ(slowest->partition, 1);
   EXPECT_EQ(slowest->activity, "has received 20 bytes and waits for ranks 3, 5");
-  Prepare(1);
+  Vote(1);
   slowest = rounds_.FindSlowest();
   ASSERT_TRUE(slowest.has_value());
   EXPECT_EQ(slowest->partition, 0);
   EXPECT_EQ(slowest->activity, "has received 30 bytes");
-  Prepare(0);
+  Vote(0);
   EXPECT_FALSE(rounds_.FindSlowest().has_value());
 }
 
@@ -155,18 +155,18 @@ TEST_F(RoundsTest, MessagesOfAnotherIncarnationOrBootAreFenced) {
     EXPECT_EQ(rounds_.OnSync({.from = {kIncarnation, partition, "boot-1"}}, now_).answer,
               Answer::kFenced);
   }
-  EXPECT_EQ(rounds_.OnPrepare({{kIncarnation, 1, "other"}, round(), StepOf(100)}, now_, kCommitTime)
-                .answer,
-            Answer::kFenced);
+  EXPECT_EQ(
+      rounds_.OnVote({{kIncarnation, 1, "other"}, round(), StepOf(100)}, now_, kCommitTime).answer,
+      Answer::kFenced);
   EXPECT_EQ(rounds_.OnSync({.from = IdOf(1)}, now_).answer, Answer::kState);
 }
 
 TEST_F(RoundsTest, CommitsWhenAllPartitionsHavePrepared) {
   const int64_t ended = round();
-  EXPECT_EQ(Prepare(0).answer, Answer::kHold);
-  EXPECT_EQ(Prepare(2).answer, Answer::kHold);
-  EXPECT_EQ(Prepare(2).answer, Answer::kHold);
-  const Rounds::Result result = Prepare(1);
+  EXPECT_EQ(Vote(0).answer, Answer::kHold);
+  EXPECT_EQ(Vote(2).answer, Answer::kHold);
+  EXPECT_EQ(Vote(2).answer, Answer::kHold);
+  const Rounds::Result result = Vote(1);
   EXPECT_EQ(result.answer, Answer::kState);
   EXPECT_TRUE(result.round_ended);
 
@@ -178,10 +178,10 @@ TEST_F(RoundsTest, CommitsWhenAllPartitionsHavePrepared) {
   EXPECT_EQ(state.last_commit->step.step, 100);
   EXPECT_EQ(state.last_commit->commit_time, kCommitTime);
 
-  // A repeated Prepare of the round is answered at once.
-  EXPECT_EQ(rounds_.OnPrepare({IdOf(2), ended, StepOf(100)}, now_, kCommitTime).answer,
+  // A repeated Vote of the round is answered at once.
+  EXPECT_EQ(rounds_.OnVote({IdOf(2), ended, StepOf(100)}, now_, kCommitTime).answer,
             Answer::kState);
-  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p, StepOf(101));
+  for (int64_t p = 0; p < kPartitions; ++p) Vote(p, StepOf(101));
   EXPECT_EQ(rounds_.state().last_commit->version, kBaseVersion + 2);
 }
 
@@ -189,11 +189,11 @@ TEST_F(RoundsTest, CommitMergesWhatPartitionsHaveSkipped) {
   PreparedStep step = StepOf(100);
   step.skipped_tensor_count = 20;
   for (int i = 0; i < 10; ++i) step.skipped_tensors.push_back(absl::StrCat("b", i));
-  Prepare(2, step);
+  Vote(2, step);
   step.skipped_tensor_count = 10;
   for (std::string& name : step.skipped_tensors) name[0] = 'a';
-  Prepare(1, step);
-  Prepare(0);
+  Vote(1, step);
+  Vote(0);
   const PreparedStep& all = rounds_.state().last_commit->step;
   EXPECT_EQ(all.skipped_tensor_count, 30);
   EXPECT_THAT(all.skipped_tensors, SizeIs(Version::kMaxNamedTensors));
@@ -202,48 +202,47 @@ TEST_F(RoundsTest, CommitMergesWhatPartitionsHaveSkipped) {
 }
 
 TEST_F(RoundsTest, RefusalAborts) {
-  Prepare(0);
+  Vote(0);
   const absl::Status why =
       MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kNonFinite, "tensor \"w\": NaN");
-  ExpectAbort(Prepare(2, why), 2, ErrorReason::kNonFinite,
-              "partition 2 (ema-2): tensor \"w\": NaN");
+  ExpectAbort(Vote(2, why), 2, ErrorReason::kNonFinite, "partition 2 (ema-2): tensor \"w\": NaN");
 }
 
 TEST_F(RoundsTest, DifferentStepsAbort) {
-  Prepare(0);
-  ExpectAbort(Prepare(1, StepOf(101)), 2, ErrorReason::kStepAbandoned,
+  Vote(0);
+  ExpectAbort(Vote(1, StepOf(101)), 2, ErrorReason::kStepAbandoned,
               "partition 1 (ema-1) has step 101, but partition 0 (ema-0) has step 100");
 }
 
 TEST_F(RoundsTest, DifferentPlansAbort) {
-  Prepare(0);
+  Vote(0);
   PreparedStep step = StepOf(100);
   step.plan_digest = 6;
-  ExpectAbort(Prepare(1, step), 2, ErrorReason::kPlanMismatch,
+  ExpectAbort(Vote(1, step), 2, ErrorReason::kPlanMismatch,
               "step 100: the plan of partition 1 (ema-1) differs from that of partition 0");
 }
 
 TEST_F(RoundsTest, NewRunFencesTheStepsOfTheOldOne) {
-  Prepare(0);
-  Prepare(1);
+  Vote(0);
+  Vote(1);
   EXPECT_TRUE(rounds_.OpenRun(kEpoch + 1, "next"));
   ExpectAbort(2, ErrorReason::kFenced, "run epoch 4 has replaced epoch 3");
   EXPECT_EQ(rounds_.state().run_epoch, kEpoch + 1);
   EXPECT_EQ(rounds_.state().launch_id, "next");
-  ExpectAbort(Prepare(0), 3, ErrorReason::kFenced, "step 100 is of run epoch 3, but epoch 4");
+  ExpectAbort(Vote(0), 3, ErrorReason::kFenced, "step 100 is of run epoch 3, but epoch 4");
 }
 
 // The answer of Abort() is the only one about an abandoned step, for all partitions.
 TEST_F(RoundsTest, AbandonedStepIsAbortedUnlessItsRoundHasEnded) {
-  Prepare(0);
-  Prepare(1);
+  Vote(0);
+  Vote(1);
   const absl::Status why =
       MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned, "abandoned by rank 4");
   EXPECT_TRUE(rounds_.Abort(2, why));
   ExpectAbort(2, ErrorReason::kStepAbandoned, "rank 4");
-  EXPECT_EQ(rounds_.OnPrepare({IdOf(2), 2, StepOf(100)}, now_, kCommitTime).answer, Answer::kState);
+  EXPECT_EQ(rounds_.OnVote({IdOf(2), 2, StepOf(100)}, now_, kCommitTime).answer, Answer::kState);
 
-  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().last_commit->round, 3);
   EXPECT_FALSE(rounds_.Abort(3, why));
   EXPECT_EQ(round(), 4);
@@ -261,17 +260,17 @@ TEST_F(RoundsTest, StateNamesTheHighestFailedStepOfTheOpenRun) {
   EXPECT_EQ(failed_step_after(abandoned), 100);
   rounds_.OnSync({.from = IdOf(1), .round = round(), .step = 101}, now_);
   EXPECT_EQ(failed_step_after(abandoned), 101);
-  Prepare(0, StepOf(102));
+  Vote(0, StepOf(102));
   rounds_.OnSync({.from = IdOf(1), .round = round(), .step = 101}, now_);
   EXPECT_EQ(failed_step_after(abandoned), 102);
   // A late one of an earlier step, and one that trainers push again.
   rounds_.NotePush(101);
   EXPECT_EQ(failed_step_after(absl::DataLossError("late")), 102);
   rounds_.NotePush(103);
-  EXPECT_EQ(failed_step_after(absl::UnavailableError("frozen")), 102);
+  EXPECT_EQ(failed_step_after(absl::UnavailableError("rejected")), 102);
   EXPECT_EQ(rounds_.state().failed_step->why, abandoned);
-  rounds_.OnPrepare({IdOf(2), round(), absl::DataLossError("NaN"), /*refused_step=*/103}, now_,
-                    kCommitTime);
+  rounds_.OnVote({IdOf(2), round(), absl::DataLossError("NaN"), /*refused_step=*/103}, now_,
+                 kCommitTime);
   EXPECT_EQ(rounds_.state().failed_step->step, 103);
   rounds_.NotePush(104);
   EXPECT_TRUE(rounds_.OpenRun(/*run_epoch=*/99, "next"));
@@ -281,9 +280,9 @@ TEST_F(RoundsTest, StateNamesTheHighestFailedStepOfTheOpenRun) {
 TEST_F(RoundsTest, RoundWithoutProgressExpires) {
   now_ += seconds(100);
   EXPECT_FALSE(rounds_.Expire(now_));  // Nothing has arrived.
-  Prepare(0);
+  Vote(0);
   now_ += seconds(29);
-  Prepare(0);  // This is no progress.
+  Vote(0);  // This is no progress.
   EXPECT_FALSE(rounds_.Expire(now_));
   rounds_.OnSync({.from = IdOf(1), .round = 2, .received_bytes = 10, .missing_ranks = {4, 5}},
                  now_);
@@ -299,87 +298,87 @@ TEST_F(RoundsTest, RoundWithoutProgressExpires) {
   EXPECT_FALSE(rounds_.Expire(now_));
 }
 
-TEST_F(RoundsTest, FrozenRoundsFollowFreezeUntilItsTimeIsOver) {
+TEST_F(RoundsTest, PushesAreRejectedUntilTheTimeIsOver) {
   const auto stops = [](const std::string& member) {
     return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, member + " stops");
   };
-  Prepare(0);
-  EXPECT_TRUE(rounds_.Freeze(stops("ema-1"), now_ + minutes(2)));
+  Vote(0);
+  EXPECT_TRUE(rounds_.RejectPushes(stops("ema-1"), now_ + minutes(2)));
   ExpectAbort(2, ErrorReason::kDraining, "ema-1 stops");
-  EXPECT_TRUE(rounds_.state().frozen);
+  EXPECT_TRUE(rounds_.state().rejects_pushes);
   // A second server stops, then a third.
-  EXPECT_FALSE(rounds_.Freeze(stops("ema-2"), now_ + minutes(3)));
-  EXPECT_FALSE(rounds_.Freeze(stops("ema-0"), now_ + minutes(1)));
+  EXPECT_FALSE(rounds_.RejectPushes(stops("ema-2"), now_ + minutes(3)));
+  EXPECT_FALSE(rounds_.RejectPushes(stops("ema-0"), now_ + minutes(1)));
   now_ += minutes(2);
   EXPECT_FALSE(rounds_.Expire(now_));
-  EXPECT_TRUE(rounds_.state().frozen);
+  EXPECT_TRUE(rounds_.state().rejects_pushes);
   EXPECT_EQ(round(), 3);
   now_ += minutes(1);
   EXPECT_TRUE(rounds_.Expire(now_));
-  EXPECT_FALSE(rounds_.state().frozen);
+  EXPECT_FALSE(rounds_.state().rejects_pushes);
   EXPECT_EQ(round(), 4);
 }
 
-TEST_F(RoundsTest, PushesArePermittedWhenAllFreezesHaveEnded) {
+TEST_F(RoundsTest, PushesAreAcceptedWhenAllRejectionsHaveEnded) {
   const absl::Status why = absl::UnavailableError("moves");
   const SteadyTime never = SteadyTime::max();
-  rounds_.Freeze(why, never);
-  EXPECT_TRUE(rounds_.EndFreeze(never));
-  EXPECT_FALSE(rounds_.state().frozen);
-  EXPECT_FALSE(rounds_.EndFreeze(never));
+  rounds_.RejectPushes(why, never);
+  EXPECT_TRUE(rounds_.AcceptPushes(never));
+  EXPECT_FALSE(rounds_.state().rejects_pushes);
+  EXPECT_FALSE(rounds_.AcceptPushes(never));
   // A server stops meanwhile: before the move begins, or after.
   for (const bool stops_first : {true, false}) {
     SCOPED_TRACE(stops_first);
-    if (stops_first) rounds_.Freeze(why, now_ + minutes(20));
-    rounds_.Freeze(why, never);
-    if (!stops_first) rounds_.Freeze(why, now_ + minutes(20));
-    EXPECT_FALSE(rounds_.EndFreeze(never));
-    EXPECT_TRUE(rounds_.state().frozen);
+    if (stops_first) rounds_.RejectPushes(why, now_ + minutes(20));
+    rounds_.RejectPushes(why, never);
+    if (!stops_first) rounds_.RejectPushes(why, now_ + minutes(20));
+    EXPECT_FALSE(rounds_.AcceptPushes(never));
+    EXPECT_TRUE(rounds_.state().rejects_pushes);
     now_ += minutes(20);
     EXPECT_TRUE(rounds_.Expire(now_));
-    EXPECT_FALSE(rounds_.state().frozen);
+    EXPECT_FALSE(rounds_.state().rejects_pushes);
   }
   // The move lasts longer than the stop of a server.
-  rounds_.Freeze(why, never);
-  rounds_.Freeze(why, now_ + minutes(20));
+  rounds_.RejectPushes(why, never);
+  rounds_.RejectPushes(why, now_ + minutes(20));
   now_ += minutes(20);
   EXPECT_FALSE(rounds_.Expire(now_));
-  EXPECT_TRUE(rounds_.state().frozen);
-  EXPECT_TRUE(rounds_.EndFreeze(never));
+  EXPECT_TRUE(rounds_.state().rejects_pushes);
+  EXPECT_TRUE(rounds_.AcceptPushes(never));
 }
 
 TEST_F(RoundsTest, SettingsComeIntoForceWithACommitOrARun) {
-  EXPECT_FALSE(rounds_.SetSettings(1, false));
+  EXPECT_FALSE(rounds_.SetTracksRevision(1, false));
   EXPECT_TRUE(rounds_.Abort(round(), absl::AbortedError("abandoned")));
-  EXPECT_EQ(rounds_.state().settings_revision, 0);
-  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
-  EXPECT_EQ(rounds_.state().settings_revision, 1);
-  EXPECT_TRUE(rounds_.SetSettings(2, true));
-  EXPECT_EQ(rounds_.state().settings_revision, 2);
-  EXPECT_FALSE(rounds_.SetSettings(3, false));
+  EXPECT_EQ(rounds_.state().tracks_revision, 0);
+  for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
+  EXPECT_EQ(rounds_.state().tracks_revision, 1);
+  EXPECT_TRUE(rounds_.SetTracksRevision(2, true));
+  EXPECT_EQ(rounds_.state().tracks_revision, 2);
+  EXPECT_FALSE(rounds_.SetTracksRevision(3, false));
   EXPECT_TRUE(rounds_.OpenRun(/*run_epoch=*/99, "next"));
-  EXPECT_EQ(rounds_.state().settings_revision, 3);
+  EXPECT_EQ(rounds_.state().tracks_revision, 3);
 }
 
 TEST_F(RoundsTest, NothingIsCommittedLongAfterTheRegistryHasAnswered) {
   now_ += minutes(10);
-  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().last_commit->round, 2);
   now_ += seconds(1);
-  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().last_commit->round, 2);
   EXPECT_THAT(rounds_.state().last_abort->why,
               StatusIs(absl::StatusCode::kUnavailable,
                        HasSubstr("has not reached the registry for 10m1s (limit 10m, "
-                                 "--etcd-patience)")));
+                                 "--max-etcd-outage)")));
   rounds_.NoteRegistryReached(now_);
-  for (int64_t p = 0; p < kPartitions; ++p) Prepare(p);
+  for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().last_commit->round, 4);
 }
 
 TEST_F(RoundsTest, StateHasWhatPartitionsKeepForReadersAndSaves) {
-  rounds_.SetHeldVersions({41, 43});
-  EXPECT_THAT(rounds_.state().held_versions, ElementsAre(41, 43));
+  rounds_.SetHomePinnedVersions({41, 43});
+  EXPECT_THAT(rounds_.state().home_pinned_versions, ElementsAre(41, 43));
   EXPECT_EQ(round(), 2);
 }
 

@@ -213,23 +213,23 @@ TEST(RankLayoutTest, NeighboursThatAreWholeTensorsAreJoined) {
     const int64_t begin = Below(random, static_cast<int64_t>(naive.size()));
     const int64_t begin_byte = naive[begin].byte_offset;
     std::vector<Element> elements;
-    std::vector<RankLayout::ContiguousRange> stretches;
+    std::vector<RankLayout::ContiguousRange> ranges;
     layout.ForEachJoinedRange(
         begin_byte, layout.total_bytes() - begin_byte,
-        [&](const RankLayout::ContiguousRange& stretch) {
-          stretches.push_back(stretch);
-          const int64_t size = DtypeSize(stretch.dtype);
-          for (int64_t i = 0; i < stretch.element_count; ++i) {
-            const int64_t byte = stretch.byte_offset + i * size;
+        [&](const RankLayout::ContiguousRange& range) {
+          ranges.push_back(range);
+          const int64_t size = DtypeSize(range.dtype);
+          for (int64_t i = 0; i < range.element_count; ++i) {
+            const int64_t byte = range.byte_offset + i * size;
             const int64_t shard = layout.FindShard(byte);
             const int64_t tensor = layout.shards()[shard].tensor_index;
-            const bool is_first = shard == stretch.shard_index;
-            elements.push_back({tensor, byte,
-                                is_first ? stretch.tensor_element + i
-                                         : (byte - layout.shard_start(shard)) / size});
+            const bool is_first = shard == range.shard_index;
+            elements.push_back(
+                {tensor, byte,
+                 is_first ? range.tensor_element + i : (byte - layout.shard_start(shard)) / size});
             joined_count += is_first ? 0 : 1;
           }
-          EXPECT_EQ(layout.FindShard(stretch.byte_offset), stretch.shard_index);
+          EXPECT_EQ(layout.FindShard(range.byte_offset), range.shard_index);
           return true;
         });
     ASSERT_EQ(elements, std::vector<Element>(naive.begin() + begin, naive.end()))
@@ -237,11 +237,11 @@ TEST(RankLayoutTest, NeighboursThatAreWholeTensorsAreJoined) {
     const auto is_whole = [&](int64_t i) {
       return shards[i] == WholeTensor(manifest, shards[i].tensor_index);
     };
-    for (size_t i = 1; i < stretches.size(); ++i) {
-      const int64_t shard = stretches[i].shard_index;
+    for (size_t i = 1; i < ranges.size(); ++i) {
+      const int64_t shard = ranges[i].shard_index;
       const bool could_be_one = is_whole(shard) && is_whole(shard - 1) &&
                                 shards[shard - 1].tensor_index + 1 == shards[shard].tensor_index &&
-                                stretches[i].dtype == stretches[i - 1].dtype;
+                                ranges[i].dtype == ranges[i - 1].dtype;
       ASSERT_FALSE(could_be_one && shards[shard - 1].element_count() > 0) << "round " << round;
     }
   }

@@ -106,7 +106,7 @@ TEST_F(OverlapTest, AnEarlyNextStepIsToldToComeBackAndTakesNoMemory) {
   const auto found = trailers.find("ema-error-detail-bin");
   ASSERT_NE(found, trailers.end());
   ASSERT_TRUE(detail.ParseFromArray(found->second.data(), static_cast<int>(found->second.size())));
-  EXPECT_EQ(detail.reason(), v1::ERROR_REASON_SESSION_BUSY);
+  EXPECT_EQ(detail.reason(), v1::ERROR_REASON_MODEL_BUSY);
   EXPECT_GT(detail.retry_delay_ms(), 0);
   EXPECT_LT(server_->resident_bytes(), resident_before + kMemoryBytes);
 

@@ -17,7 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/device/fold_batch.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 #include "tests/testutil/walk_grid.h"
 
 namespace ema {

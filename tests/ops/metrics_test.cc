@@ -119,7 +119,7 @@ TEST(MetricsTest, AStateIsShownAsItIs) {
   model.overview.begun_step = 45;
   model.overview.tracks.push_back(
       {.name = "ema", .update_weight = 0.25, .statistics = TrackStatistics{"ema", 3, 0.5}});
-  state.workers.push_back({"rpc-0", Heartbeats::Need::kServing, std::chrono::seconds(2)});
+  state.workers.push_back({"rpc-0", Heartbeats::NeededFor::kServing, std::chrono::seconds(2)});
   const std::string text = metrics.Text(state);
   for (const char* const line :
        {"ema_model_step{model=\"m\"} 40", "ema_model_version{model=\"m\"} 4",
@@ -148,7 +148,7 @@ TEST(MetricsTest, AGroupIsShownAsItIs) {
                    .incarnation = 1'700'000'000'000'001,
                    .progress = GroupInfo::Progress{.round = 42, .checkpoint_age = absl::Minutes(1)},
                    .degraded = absl::Seconds(5),
-                   .reform_count = 2,
+                   .checkpoint_return_count = 2,
                    .commit_wait = absl::Seconds(1.5)},
                   {.name = "elsewhere"}};
   const std::string text = metrics.Text(state);
@@ -157,7 +157,7 @@ TEST(MetricsTest, AGroupIsShownAsItIs) {
         "ema_group_incarnation{model=\"m\"} 1700000000000001",
         "ema_group_degraded_seconds{model=\"m\"} 5",
         "ema_group_degraded_seconds{model=\"elsewhere\"} 0",
-        "ema_group_reforms_total{model=\"m\"} 2",
+        "ema_group_checkpoint_returns_total{model=\"m\"} 2",
         "ema_group_commit_wait_seconds_total{model=\"m\"} 1.5", "ema_group_round{model=\"m\"} 42",
         "ema_group_checkpoint_age_seconds{model=\"m\"} 60"}) {
     EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
@@ -227,7 +227,7 @@ TEST(MetricsTest, TheSameProblemOfSeveralCallsIsCounted) {
 
 TEST(MetricsTest, WhatClientsMeetInTheOrdinaryCourseIsNoProblem) {
   Metrics metrics;
-  metrics.OnRpcEnded("Push", MakeError(absl::StatusCode::kUnavailable, ErrorReason::kSessionBusy,
+  metrics.OnRpcEnded("Push", MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                                        "come back", absl::Milliseconds(20)));
   metrics.OnRpcEnded("Pull", absl::CancelledError("client cancelled the call"));
   EXPECT_THAT(metrics.Problems(), IsEmpty());

@@ -141,7 +141,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   const ParsedOptions parsed =
       Parse({"--group=g", "--etcd=https://a:2379,b", "--advertise=host:50051", "--member=ema-0",
              "--etcd-ca=ca", "--etcd-cert=cert", "--etcd-key=key", "--etcd-user=ema",
-             "--etcd-password-file=secret", "--etcd-patience=1m", "--group-token-file=token",
+             "--etcd-password-file=secret", "--max-etcd-outage=1m", "--group-token-file=token",
              "--group-ca=members", "--tls-cert=own", "--tls-key=own"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
@@ -154,7 +154,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(o.etcd_key, "key");
   EXPECT_EQ(o.etcd_user, "ema");
   EXPECT_EQ(o.etcd_password_file, "secret");
-  EXPECT_EQ(o.etcd_patience, absl::Minutes(1));
+  EXPECT_EQ(o.max_etcd_outage, absl::Minutes(1));
   EXPECT_EQ(o.group_token_file, "token");
   EXPECT_EQ(o.group_ca, "members");
   ASSERT_EQ(parsed.warnings.size(), 1);
@@ -165,7 +165,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
 
   const ParsedOptions defaults = Parse({"--group=g", "--etcd=http://a", "--advertise=host:1"});
   ASSERT_FALSE(defaults.should_exit) << defaults.text;
-  EXPECT_EQ(defaults.options.etcd_patience, absl::Minutes(10));
+  EXPECT_EQ(defaults.options.max_etcd_outage, absl::Minutes(10));
   std::array<char, 256> host{};
   ASSERT_EQ(gethostname(host.data(), host.size()), 0);
   EXPECT_EQ(defaults.options.member, host.data());
@@ -320,7 +320,7 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "=25s (Env:EMA_DRAIN_GRACE)",
                            "(Env:EMA_GROUP)",
                            "(Env:EMA_ETCD)",
-                           "=10m (Env:EMA_ETCD_PATIENCE)",
+                           "=10m (Env:EMA_MAX_ETCD_OUTAGE)",
                            "=info (Env:EMA_LOG_LEVEL)",
                            "--version"}) {
     EXPECT_THAT(parsed.text, HasSubstr(text));

@@ -101,7 +101,7 @@ TEST(StatusJsonTest, HasTheGroup) {
                    .members = {"ema-1", "ema-0"},
                    .checkpoint = VersionId{4, 7},
                    .checkpoint_step = 40,
-                   .reform_count = 2}};
+                   .checkpoint_return_count = 2}};
   group.problems = {"member \"ema-1\" is missing"};
   const json shown = Parsed(state)["group"];
   EXPECT_EQ(shown["name"], "g");
@@ -119,7 +119,7 @@ TEST(StatusJsonTest, HasTheGroup) {
                                            {"home", "ema-1"},
                                            {"incarnation", 7},
                                            {"checkpoint_step", 40},
-                                           {"reform_count", 2}}}));
+                                           {"checkpoint_return_count", 2}}}));
   EXPECT_EQ(shown["problems"], json::array({"member \"ema-1\" is missing"}));
 }
 

@@ -36,13 +36,13 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual std::shared_ptr<Registry> NewRegistry() = 0;
-  virtual void SetAway(bool is_away) = 0;
+  virtual void SetUnavailable(bool is_unavailable) = 0;
 };
 
 class MemoryBackend final : public Backend {
  public:
   std::shared_ptr<Registry> NewRegistry() override { return registry_; }
-  void SetAway(bool is_away) override { registry_->SetAway(is_away); }
+  void SetUnavailable(bool is_unavailable) override { registry_->SetUnavailable(is_unavailable); }
 
  private:
   const std::shared_ptr<MemoryRegistry> registry_ = std::make_shared<MemoryRegistry>();
@@ -56,8 +56,8 @@ class EtcdBackend final : public Backend {
     return *EtcdRegistry::Create(
         {.endpoints = cluster_->endpoints(), .call_timeout = absl::Seconds(20)});
   }
-  void SetAway(bool is_away) override {
-    if (is_away) {
+  void SetUnavailable(bool is_unavailable) override {
+    if (is_unavailable) {
       cluster_->Kill(0);
     } else {
       EXPECT_THAT(cluster_->Restart(0), IsOk());
@@ -206,7 +206,7 @@ TEST_P(RegistryTest, OutageKeepsMembersAndEndsInAllKeys) {
   const auto watch = registry_->Watch("/s/", keys.callback());
   EXPECT_EQ(keys.AwaitCompleteCount(1), 1);
 
-  backend_->SetAway(true);
+  backend_->SetUnavailable(true);
   const SteadyTime away = SteadyNow();
   EXPECT_THAT(registry_->Read("/s/a"), StatusIs(absl::StatusCode::kUnavailable, testing::_));
   EXPECT_THAT(other_->CompareAndPut("/s/b", 0, "x"),
@@ -221,7 +221,7 @@ TEST_P(RegistryTest, OutageKeepsMembersAndEndsInAllKeys) {
   EXPECT_THAT(registry_->health().endpoints, Not(IsEmpty()));
   EXPECT_THAT(registry_->health().error, StatusIs(absl::StatusCode::kUnavailable, testing::_));
 
-  backend_->SetAway(false);
+  backend_->SetUnavailable(false);
   EXPECT_EQ(keys.AwaitCompleteCount(2), 2);
   while (!member->status().ok()) absl::SleepFor(absl::Milliseconds(10));
   EXPECT_EQ(registry_->Read("/s/a")->value, "boot-1");

@@ -474,7 +474,7 @@ TEST_F(RacingResumeTest, ARunThatWouldFindALaterVersionIsNotOpened) {
   };
   const CallResult refused = open();
   EXPECT_EQ(refused.status.error_code(), grpc::StatusCode::UNAVAILABLE);
-  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_SESSION_BUSY);
+  EXPECT_EQ(refused.detail.reason(), v1::ERROR_REASON_MODEL_BUSY);
   EXPECT_TRUE(PushFilled(3, 1.0f, &pushed).status.ok());
   EXPECT_TRUE(open().status.ok());
   EXPECT_FALSE(PushFilled(4, 1.0f, &pushed).status.ok());

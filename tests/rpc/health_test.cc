@@ -70,7 +70,8 @@ TEST_F(HealthTest, AQueueThatIsStuckTurnsHealthUntilItGetsOn) {
 
 TEST_F(HealthTest, AWorkerAtTheDiskThatIsStuckIsTheCheckpointsConcern) {
   observer_.release.Notify();
-  Heartbeat* const stuck = options_.heartbeats->Add("at the disk", Heartbeats::Need::kCheckpoints);
+  Heartbeat* const stuck =
+      options_.heartbeats->Add("at the disk", Heartbeats::NeededFor::kCheckpoints);
   checkpoints_ = &disk_;
   ASSERT_NO_FATAL_FAILURE(StartServer(options_));
   EXPECT_TRUE(Eventually([this] { return server_->checkpoints_health().ok(); }));

@@ -15,7 +15,8 @@ namespace ema {
 class MemoryRegistry::Store {
  public:
   absl::Status Check() const ABSL_SHARED_LOCKS_REQUIRED(mu) {
-    return is_away ? absl::UnavailableError("the registry in memory is away") : absl::OkStatus();
+    return is_unavailable ? absl::UnavailableError("the registry in memory is unavailable")
+                          : absl::OkStatus();
   }
   RegistryEntry Find(const std::string& key) const ABSL_SHARED_LOCKS_REQUIRED(mu) {
     const auto found = entries.find(key);
@@ -58,7 +59,7 @@ class MemoryRegistry::Store {
   std::map<std::string, RegistryEntry> entries ABSL_GUARDED_BY(mu);
   std::vector<RegistryEntry> changes ABSL_GUARDED_BY(mu);  // All that were ever made.
   int64_t revision ABSL_GUARDED_BY(mu) = 0;
-  bool is_away ABSL_GUARDED_BY(mu) = false;
+  bool is_unavailable ABSL_GUARDED_BY(mu) = false;
   bool loses_next_reply ABSL_GUARDED_BY(mu) = false;
   int64_t outage_count ABSL_GUARDED_BY(mu) = 0;
   SteadyTime last_contact ABSL_GUARDED_BY(mu) = SteadyNow();
@@ -115,8 +116,8 @@ class MemoryRegistry::Watcher final : public RegistryWatch {
       {
         absl::MutexLock lock(&store_->mu);
         const auto has_news = [&]() ABSL_SHARED_LOCKS_REQUIRED(store_->mu) {
-          return is_stopped_ || (!store_->is_away && (outages != store_->outage_count ||
-                                                      next < store_->changes.size()));
+          return is_stopped_ || (!store_->is_unavailable && (outages != store_->outage_count ||
+                                                             next < store_->changes.size()));
         };
         store_->wait.AwaitUntil(store_->mu, SteadyTime::max(), has_news);
         if (is_stopped_) return;
@@ -144,11 +145,11 @@ class MemoryRegistry::Watcher final : public RegistryWatch {
 
 MemoryRegistry::MemoryRegistry() : store_(std::make_shared<Store>()) {}
 
-void MemoryRegistry::SetAway(bool is_away) {
+void MemoryRegistry::SetUnavailable(bool is_unavailable) {
   absl::MutexLock lock(&store_->mu);
   store_->last_contact = SteadyNow();
-  store_->is_away = is_away;
-  if (is_away) ++store_->outage_count;
+  store_->is_unavailable = is_unavailable;
+  if (is_unavailable) ++store_->outage_count;
   store_->wait.WakeAll();
 }
 
@@ -205,7 +206,7 @@ std::unique_ptr<RegistryWatch> MemoryRegistry::Watch(
 
 SteadyTime MemoryRegistry::last_contact() const {
   absl::MutexLock lock(&store_->mu);
-  return store_->is_away ? store_->last_contact : SteadyNow();
+  return store_->is_unavailable ? store_->last_contact : SteadyNow();
 }
 
 RegistryHealth MemoryRegistry::health() const {

@@ -21,9 +21,9 @@ class MemoryRegistry final : public Registry {
  public:
   MemoryRegistry();
 
-  // While it is away, calls and memberships say UNAVAILABLE, and watches report nothing. Afterwards
-  // they report all keys again.
-  void SetAway(bool is_away);
+  // While it is unavailable, calls and memberships say UNAVAILABLE, and watches report nothing.
+  // Afterwards they report all keys again.
+  void SetUnavailable(bool is_unavailable);
   // The next CompareAndPut() that changes a value says UNAVAILABLE.
   void LoseNextReply();
 

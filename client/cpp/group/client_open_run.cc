@@ -10,7 +10,7 @@
 #include "client/cpp/group/group_run.h"
 #include "client/cpp/group/rejoining_run.h"
 #include "client/cpp/push/run_core.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -48,9 +48,10 @@ absl::StatusOr<std::unique_ptr<Run>> Client::OpenRun(std::string_view model,
   Interrupt interrupt(&impl_->options().is_interrupted);
   const SteadyTime deadline = impl_->Deadline(timeout);
   EMA_ASSIGN_OR_RETURN(const RunOptions checked, CheckRunOptions(options));
-  EMA_ASSIGN_OR_RETURN(v1::Model reply,
-                       impl_->Unary(&Stub::PrepareAsyncGetModel,
-                                    MakeRequest<v1::GetModelRequest>(model), deadline, &interrupt));
+  EMA_ASSIGN_OR_RETURN(
+      v1::Model reply,
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model),
+                              deadline, &interrupt));
   if (reply.partitions().empty()) {
     EMA_ASSIGN_OR_RETURN(ModelInfo info, client_internal::FromProto(reply));
     EMA_ASSIGN_OR_RETURN(

@@ -8,7 +8,7 @@
 #include "client/cpp/group/group_pull.h"
 #include "client/cpp/group/partition_map.h"
 #include "client/cpp/pull/puller.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -37,8 +37,8 @@ absl::StatusOr<PullInfo> PullFromGroup(Client::Impl& client, const v1::PullReque
     if (!was_known) {
       EMA_ASSIGN_OR_RETURN(
           const v1::Model reply,
-          client.Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model),
-                       deadline, interrupt));
+          client.UnaryWithRetries(&Stub::PrepareAsyncGetModel,
+                                  MakeRequest<v1::GetModelRequest>(model), deadline, interrupt));
       EMA_ASSIGN_OR_RETURN(PartitionMap partitions, PartitionMap::Create(reply));
       map = std::make_shared<const PartitionMap>(std::move(partitions));
       client.SetPartitions(model, map);

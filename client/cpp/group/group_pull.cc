@@ -11,7 +11,7 @@
 #include "client/cpp/group/check_incarnation.h"
 #include "client/cpp/group/same_commit.h"
 #include "client/cpp/pull/puller.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"

@@ -10,7 +10,7 @@
 #include "client/cpp/group/same_commit.h"
 #include "client/cpp/push/await_push.h"
 #include "client/cpp/push/drop_step.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -18,7 +18,7 @@ namespace ema::client_internal {
 namespace {
 
 constexpr int64_t kMaxSenders = 8;
-// The same limits as for a push to one server (push.cc).
+// The same limits as for a push to one server (server_push.cc).
 constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long the message that this rank will never push a step may take.
@@ -46,7 +46,7 @@ GroupPush::GroupPush(std::shared_ptr<GroupRun> run, PushArguments arguments, Rej
       arguments_(std::move(arguments)),
       rejoin_(std::move(rejoin)),
       has_gpu_weights_(HasGpuWeights(arguments_.options)),
-      turns_(kMaxSenders),
+      slots_(kMaxSenders),
       round_(run_->round().incarnation()) {}
 
 absl::StatusOr<std::shared_ptr<GroupPush>> GroupPush::Create(std::shared_ptr<GroupRun> run,
@@ -69,11 +69,11 @@ absl::Status GroupPush::AddPart(const GroupRun::PushingPart& part) {
                            .options = arguments_.options};
   of_part.options.gpu_weights.devices = Pick(arguments_.options.gpu_weights.devices, part.places);
   of_part.options.strides = Pick(arguments_.options.strides, part.places);
-  const GroupPart place = {.turns = &turns_,
+  const GroupPart place = {.slots = &slots_,
                            .position = static_cast<int64_t>(index),
                            .round = &round_,
                            .on_end = [this, index] { OnEnd(index); }};
-  EMA_ASSIGN_OR_RETURN(std::shared_ptr<PendingPush::Impl> push,
+  EMA_ASSIGN_OR_RETURN(std::shared_ptr<ServerPush> push,
                        part.run->MakePush(std::move(of_part), &place));
   parts_.push_back(std::move(push));
   return absl::OkStatus();
@@ -119,7 +119,7 @@ absl::Status GroupPush::Push() {
   EMA_RETURN_IF_ERROR(run_->WaitReady(arguments_.deadline, &interrupt_));
   if (run_->run_epoch() != run_epoch || round_.get() == 0) round_.Note(run_->round().get());
   try {
-    for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
+    for (const std::shared_ptr<ServerPush>& part : parts_) {
       {
         absl::MutexLock lock(&mu_);
         ++started_count_;
@@ -258,12 +258,12 @@ std::string GroupPush::Name() const {
 }
 
 void GroupPush::ReleaseAndAbandon() {
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->ReleaseAndAbandon();
+  for (const std::shared_ptr<ServerPush>& part : parts_) part->ReleaseAndAbandon();
 }
 
 void GroupPush::MakeStreamsWait(absl::Span<const GpuStream> streams) {
   streams_wait_ = true;
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->MakeStreamsWait(streams);
+  for (const std::shared_ptr<ServerPush>& part : parts_) part->MakeStreamsWait(streams);
 }
 
 bool GroupPush::AwaitDone(absl::Duration max_wait) const {
@@ -327,7 +327,7 @@ bool GroupPush::WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream
   }
   interrupt_.Fire();
   ReleaseAndAbandon();
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) part->AwaitNoReader();
+  for (const std::shared_ptr<ServerPush>& part : parts_) part->AwaitNoReader();
   MakeStreamsWait(streams);
   AwaitDone(kAbandonGrace);
   return false;
@@ -366,7 +366,7 @@ bool GroupPush::Abandon() {
 PendingPush::Stats GroupPush::stats() const {
   if (const std::shared_ptr<GroupPush> again = repeated()) return again->stats();
   PendingPush::Stats total;
-  for (const std::shared_ptr<PendingPush::Impl>& part : parts_) {
+  for (const std::shared_ptr<ServerPush>& part : parts_) {
     const PendingPush::Stats stats = part->stats();
     total.total_bytes += stats.total_bytes;
     total.sent_bytes += stats.sent_bytes;

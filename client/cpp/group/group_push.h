@@ -22,8 +22,8 @@
 #include "client/cpp/group/group_run.h"
 #include "client/cpp/push/group_part.h"
 #include "client/cpp/push/opened_run.h"
-#include "client/cpp/push/push.h"
 #include "client/cpp/push/running_push.h"
+#include "client/cpp/push/server_push.h"
 #include "client/cpp/transport/interrupt.h"
 #include "server/base/steady_wait.h"
 
@@ -103,9 +103,9 @@ class GroupPush final : public RunningPush {
   const RejoinRun rejoin_;
   const bool has_gpu_weights_;
   Interrupt interrupt_;  // Ends the waits of this object's thread.
-  SendSemaphore turns_;
+  SendSlots slots_;
   NewestRound round_;
-  std::atomic<bool> streams_wait_ = false;  // See PendingPush::Impl::streams_wait_.
+  std::atomic<bool> streams_wait_ = false;  // See ServerPush::streams_wait_.
 
   mutable absl::Mutex mu_;
   mutable SteadyWait wait_;  // Woken when a part has ended, and when there is a result.
@@ -118,7 +118,7 @@ class GroupPush final : public RunningPush {
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
 
   // Constant after Create(). They use the members above, so they are destroyed first.
-  std::vector<std::shared_ptr<PendingPush::Impl>> parts_;
+  std::vector<std::shared_ptr<ServerPush>> parts_;
   std::thread thread_;
 };
 

@@ -77,8 +77,9 @@ absl::StatusOr<std::shared_ptr<GroupRun>> GroupRun::OpenNewest(std::shared_ptr<C
     }
     if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
     EMA_ASSIGN_OR_RETURN(
-        model, client->Unary(&Stub::PrepareAsyncGetModel,
-                             MakeRequest<v1::GetModelRequest>(model.name()), deadline, interrupt));
+        model, client->UnaryWithRetries(&Stub::PrepareAsyncGetModel,
+                                        MakeRequest<v1::GetModelRequest>(model.name()), deadline,
+                                        interrupt));
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/internal/tensor_pattern.h"

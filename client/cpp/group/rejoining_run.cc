@@ -6,7 +6,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/group/group_push.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -36,9 +36,10 @@ absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::OpenAgain(const GroupRun
   Client::RunOptions options = options_;
   options.resume.reset();  // The average continues from the server's state.
   options.last_run_epoch = fenced.run_epoch();
-  EMA_ASSIGN_OR_RETURN(v1::Model model, client_.Unary(&Stub::PrepareAsyncGetModel,
-                                                      MakeRequest<v1::GetModelRequest>(model_),
-                                                      deadline, interrupt));
+  EMA_ASSIGN_OR_RETURN(
+      v1::Model model,
+      client_.UnaryWithRetries(&Stub::PrepareAsyncGetModel,
+                               MakeRequest<v1::GetModelRequest>(model_), deadline, interrupt));
   return GroupRun::OpenNewest(client_.shared_from_this(), std::move(model), options, deadline,
                               interrupt);
 }

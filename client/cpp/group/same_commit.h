@@ -4,7 +4,7 @@
 #ifndef EMA_CLIENT_CPP_GROUP_SAME_COMMIT_H_
 #define EMA_CLIENT_CPP_GROUP_SAME_COMMIT_H_
 
-#include "ema/model_info.h"
+#include "ema/version.h"
 
 namespace ema::client_internal {
 

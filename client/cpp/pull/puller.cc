@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/pull/receive_heap.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/message_reader.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
@@ -108,8 +108,8 @@ absl::Status Puller::Attempt(Call& call) {
 }
 
 bool Puller::StartOver() {
-  if (!wants_current_ || !info_.has_value()) return false;
-  request_ = asked_;
+  if (!wants_newest_ || !info_.has_value()) return false;
+  request_ = original_request_;
   request_.clear_if_newer_than();
   request_.clear_base();  // What was there has been written over.
   info_.reset();

@@ -27,8 +27,8 @@ class Puller {
   Puller(v1::PullRequest request, const Client::PullTarget* target,
          const std::function<void(int64_t)>* on_progress)
       : request_(std::move(request)),
-        asked_(request_),
-        wants_current_(request_.version() == 0),
+        original_request_(request_),
+        wants_newest_(request_.version() == 0),
         target_(*target),
         on_progress_(*on_progress) {}
 
@@ -61,8 +61,8 @@ class Puller {
   absl::Status OnTrailer(const v1::PullTrailer& trailer);
 
   v1::PullRequest request_;
-  const v1::PullRequest asked_;
-  const bool wants_current_;
+  const v1::PullRequest original_request_;
+  const bool wants_newest_;
   const Client::PullTarget& target_;
   const std::function<void(int64_t)>& on_progress_;
 

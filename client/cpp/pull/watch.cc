@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/client_impl.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/fork_guard.h"
 #include "client/cpp/transport/message_reader.h"
 #include "client/cpp/transport/retry.h"
@@ -158,10 +158,10 @@ absl::StatusOr<std::unique_ptr<VersionWatch>> Client::Watch(std::string_view mod
   } else {
     // "From now on" is fixed here, so that what is committed while a connection is broken, or
     // before the first Next(), is not lost.
-    EMA_ASSIGN_OR_RETURN(
-        const v1::Model info,
-        impl_->Unary(&Stub::PrepareAsyncGetModel, MakeRequest<v1::GetModelRequest>(model),
-                     std::min(timeout, impl_->options().timeout)));
+    EMA_ASSIGN_OR_RETURN(const v1::Model info,
+                         impl_->UnaryWithRetries(&Stub::PrepareAsyncGetModel,
+                                                 MakeRequest<v1::GetModelRequest>(model),
+                                                 std::min(timeout, impl_->options().timeout)));
     request.set_after_version(info.latest().version());
     request.set_incarnation(info.latest().incarnation());
   }

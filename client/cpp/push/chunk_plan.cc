@@ -58,7 +58,7 @@ ChunkWriter::ChunkWriter(const RankLayout* layout, const ChunkPlan* plan, int64_
 uint32_t ChunkWriter::CopyInto(int64_t chunk, const std::byte* from, std::byte* to) const {
   uint32_t crc32c = 0;
   std::vector<std::byte> gathered;
-  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t offset, int64_t length) {
     const int64_t source_bytes = weights_.RangeBytes(shard, length);
     const bool is_rounded = source_bytes != length;
     const bool is_gathered = from == nullptr && !weights_.IsContiguous(shard);
@@ -66,11 +66,11 @@ uint32_t ChunkWriter::CopyInto(int64_t chunk, const std::byte* from, std::byte* 
     if (from != nullptr) {
       from += source_bytes;
     } else if (!is_gathered) {
-      source = weights_.ContiguousRange(shard, in_shard, length).data();
+      source = weights_.ContiguousRange(shard, offset, length).data();
     } else {
       if (is_rounded) gathered.resize(source_bytes);
       std::byte* const into = is_rounded ? gathered.data() : to;
-      weights_.CopyRange(shard, in_shard, length, into);
+      weights_.CopyRange(shard, offset, length, into);
       source = into;
     }
     const std::span<std::byte> written(to, length);
@@ -104,8 +104,8 @@ bool ChunkWriter::Checksum(int64_t chunk) {
   if (!gate_->BeginRead()) return false;
   uint32_t crc32c = 0;
   if (IsInPlace(chunk)) {
-    ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-      crc32c = Crc32c(crc32c, weights_.ContiguousRange(shard, in_shard, length));
+    ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t offset, int64_t length) {
+      crc32c = Crc32c(crc32c, weights_.ContiguousRange(shard, offset, length));
     });
   } else {
     copy.resize(plan_->length_bytes(chunk));
@@ -128,8 +128,8 @@ std::optional<grpc::ByteBuffer> ChunkWriter::Write(int64_t chunk, Scratch& scrat
 grpc::ByteBuffer ChunkWriter::Encode(int64_t chunk, Scratch& scratch, bool copies) {
   auto& [pieces, slices] = scratch;
   pieces.clear();
-  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
-    scratch.pieces.push_back(weights_.ContiguousRange(shard, in_shard, length));
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t offset, int64_t length) {
+    scratch.pieces.push_back(weights_.ContiguousRange(shard, offset, length));
   });
   const auto is_long = [copies](std::span<const std::byte> piece) {
     return !copies && static_cast<int64_t>(piece.size()) >= kCopyBelowBytes;

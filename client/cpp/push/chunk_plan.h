@@ -47,16 +47,16 @@ class ChunkPlan {
   std::vector<int64_t> starts_;  // Start of each chunk, and the end of the last.
 };
 
-// Calls `visit(shard, in_shard, length_bytes)` for each shard's part of a chunk, in order. The part
-// begins at the offset `in_shard` in the shard. Both count bytes as sent.
+// Calls `visit(shard, offset, length_bytes)` for each shard's part of a chunk, in order. The part
+// begins at `offset` in the shard. Both count bytes as sent.
 template <typename Visitor>
 void ForEachPiece(const RankLayout& layout, const ChunkPlan& plan, int64_t chunk, Visitor visit) {
   int64_t offset = plan.offset(chunk);
   const int64_t end = offset + plan.length_bytes(chunk);
   for (int64_t shard = layout.FindShard(offset); offset < end; ++shard) {
-    const int64_t in_shard = offset - layout.shard_start(shard);
+    const int64_t offset_in_shard = offset - layout.shard_start(shard);
     const int64_t length = std::min(end, layout.shard_start(shard + 1)) - offset;
-    if (length > 0) visit(shard, in_shard, length);
+    if (length > 0) visit(shard, offset_in_shard, length);
     offset += length;
   }
 }

@@ -15,7 +15,7 @@ absl::Status CurrentPush::Start(const OpenedRun& run, const std::shared_ptr<Runn
   const std::shared_ptr<RunningPush> previous = push_.lock();
   if (previous != nullptr && !previous->done()) {
     return MakeError(
-        absl::StatusCode::kFailedPrecondition, ErrorReason::kSessionBusy,
+        absl::StatusCode::kFailedPrecondition, ErrorReason::kModelBusy,
         absl::StrCat(
             "rank ", run.rank(), " of model \"", run.model(),
             "\" is still pushing: wait for that push, or abandon it, before the next one"));

@@ -17,7 +17,7 @@ namespace ema::client_internal {
 // The last push of a run. Thread-safe.
 class CurrentPush {
  public:
-  // Starts `push` of `run`. FAILED_PRECONDITION, SESSION_BUSY: the previous push has not ended.
+  // Starts `push` of `run`. FAILED_PRECONDITION, MODEL_BUSY: the previous push has not ended.
   // UNAVAILABLE: the system has no thread for it.
   absl::Status Start(const OpenedRun& run, const std::shared_ptr<RunningPush>& push)
       ABSL_LOCKS_EXCLUDED(mu_);

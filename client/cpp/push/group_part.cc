@@ -5,7 +5,7 @@
 
 namespace ema::client_internal {
 
-bool SendSemaphore::Acquire(int64_t position, SteadyTime deadline, Interrupt* interrupt) {
+bool SendSlots::Acquire(int64_t position, SteadyTime deadline, Interrupt* interrupt) {
   absl::MutexLock lock(&mu_);
   waiting_.insert(position);
   const auto is_next = [this, position]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
@@ -28,7 +28,7 @@ bool SendSemaphore::Acquire(int64_t position, SteadyTime deadline, Interrupt* in
   return has_turn;
 }
 
-void SendSemaphore::Release() {
+void SendSlots::Release() {
   absl::MutexLock lock(&mu_);
   ++free_;
   wait_.WakeAll();

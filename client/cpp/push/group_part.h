@@ -37,27 +37,27 @@ class NewestRound {
   std::atomic<int64_t> round_ = 0;  // Relaxed: it publishes no other data.
 };
 
-// Limits how many parts of a push send at once: each needs a turn. The part with the lowest
+// Limits how many parts of a push send at once: each needs a slot. The part with the lowest
 // position is the next one. Thread-safe.
-class SendSemaphore {
+class SendSlots {
  public:
-  explicit SendSemaphore(int64_t max_senders) : free_(max_senders) {}
+  explicit SendSlots(int64_t max_senders) : free_(max_senders) {}
 
-  // Waits for a turn. False: `deadline` is over, or `interrupt` was fired.
+  // Waits for a slot. False: `deadline` is over, or `interrupt` was fired.
   bool Acquire(int64_t position, SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   void Release() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   absl::Mutex mu_;
-  SteadyWait wait_;  // Woken when a turn is free, or a waiter has left.
+  SteadyWait wait_;  // Woken when a slot is free, or a waiter has left.
   int64_t free_ ABSL_GUARDED_BY(mu_);
   std::set<int64_t> waiting_ ABSL_GUARDED_BY(mu_);  // Positions.
 };
 
 // The place of a push to one server in a push to a group. All pointers outlive the push.
 struct GroupPart {
-  SendSemaphore* turns = nullptr;
+  SendSlots* slots = nullptr;
   int64_t position = 0;  // In the order in which the parts send.
   // The round of the step, shared by all parts. If a server rejects it with STALE_ROUND, the parts
   // adopt the newer round and send all bytes again.

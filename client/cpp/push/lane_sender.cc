@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "client/cpp/push/window_chunks.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/lanes.h"
 #include "ema/internal/status_macros.h"
 

@@ -7,9 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/push/due_tracks.h"
-#include "client/cpp/push/push.h"
+#include "client/cpp/push/server_push.h"
 #include "client/cpp/push/staged_chunks.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/fork_guard.h"
 #include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
@@ -23,7 +23,7 @@ constexpr absl::Duration kWindowRetryInterval = absl::Minutes(1);
 // Less is not worth a connection.
 constexpr int64_t kMinBytesOfConnection = int64_t{16} << 20;
 
-void FillResume(const Client::ResumePoint& point, v1::Resume* proto) {
+void FillResume(const ResumePoint& point, v1::Resume* proto) {
   proto->set_step(point.step);
   if (point.version.has_value()) {
     proto->mutable_version()->set_version(point.version->version);
@@ -101,8 +101,9 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
     request.set_run_epoch(group_.home->run_epoch());
     request.set_incarnation(group_.round->incarnation());
   }
-  EMA_ASSIGN_OR_RETURN(const v1::OpenRunResponse response,
-                       client_->Unary(&Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
+  EMA_ASSIGN_OR_RETURN(
+      const v1::OpenRunResponse response,
+      client_->UnaryWithRetries(&Stub::PrepareAsyncOpenRun, request, deadline, interrupt));
   if (response.layout_digest() != layout_.digest()) {
     return MalformedReply(absl::StrCat("the layout's digest is ", response.layout_digest(),
                                        ", expected ", layout_.digest()));
@@ -118,12 +119,12 @@ absl::StatusOr<std::vector<int64_t>> RunCore::Join(SteadyTime deadline, Interrup
   if (run_epoch_ != response.run_epoch()) {
     // A server that was restarted may have an older version.
     run_epoch_ = response.run_epoch();
-    ready_ = false;
+    is_ready_ = false;
     latest_.reset();
     plan_ = RunPlan();
   }
-  ready_ |= is_ready;
-  has_been_ready_ |= ready_;
+  is_ready_ |= is_ready;
+  has_been_ready_ |= is_ready_;
   TakeLocked(std::move(latest), std::move(plan));
   if (is_ready) return std::vector<int64_t>();
   // So that "not ready" is never an empty list.
@@ -138,8 +139,8 @@ absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
   while (true) {
     {
       absl::MutexLock lock(&mu_);
-      if (home_epoch != 0 && run_epoch_ != home_epoch) ready_ = false;
-      if (ready_ || !fenced_.ok()) return fenced_;
+      if (home_epoch != 0 && run_epoch_ != home_epoch) is_ready_ = false;
+      if (is_ready_ || !fenced_.ok()) return fenced_;
     }
     absl::StatusOr<std::vector<int64_t>> missing = Join(deadline, interrupt);
     if (GetErrorReason(missing.status()) == ErrorReason::kFenced) {
@@ -160,7 +161,7 @@ absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
 
 bool RunCore::IsReady(int64_t run_epoch) const {
   absl::MutexLock lock(&mu_);
-  return ready_ && run_epoch_ == run_epoch;
+  return is_ready_ && run_epoch_ == run_epoch;
 }
 
 bool RunCore::HasBeenReady() const {
@@ -171,7 +172,7 @@ bool RunCore::HasBeenReady() const {
 void RunCore::MarkNotReady() {
   if (group_.home != nullptr) group_.home->MarkNotReady();
   absl::MutexLock lock(&mu_);
-  ready_ = false;
+  is_ready_ = false;
 }
 
 v1::QueryPushRequest RunCore::MakeQuery(int64_t step, bool abandon_if_unfinished) const {
@@ -195,8 +196,8 @@ absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_un
   request.set_give_up_reason(std::string(give_up_reason));
   constexpr auto kMethod = &Stub::PrepareAsyncQueryPush;
   EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
-                       retry ? client_->Unary(kMethod, request, deadline, interrupt)
-                             : client_->Once(kMethod, request, deadline, interrupt));
+                       retry ? client_->UnaryWithRetries(kMethod, request, deadline, interrupt)
+                             : client_->UnaryOnce(kMethod, request, deadline, interrupt));
   return FromResponse(response);
 }
 
@@ -204,8 +205,8 @@ absl::StatusOr<int64_t> RunCore::FindRound(int64_t step, SteadyTime deadline,
                                            Interrupt* interrupt) {
   EMA_ASSIGN_OR_RETURN(
       const v1::QueryPushResponse response,
-      client_->Once(&Stub::PrepareAsyncQueryPush, MakeQuery(step, /*abandon_if_unfinished=*/false),
-                    deadline, interrupt));
+      client_->UnaryOnce(&Stub::PrepareAsyncQueryPush,
+                         MakeQuery(step, /*abandon_if_unfinished=*/false), deadline, interrupt));
   return response.state() == v1::QueryPushResponse::STATE_OPEN ? response.round() : 0;
 }
 
@@ -219,11 +220,11 @@ absl::StatusOr<PushProgress> RunCore::DropStep(int64_t step, int64_t round, Stea
   Backoff backoff;
   while (true) {
     const absl::StatusOr<v1::QueryPushResponse> response =
-        retry ? client_->Unary(kMethod, request, deadline, interrupt)
-              : client_->Once(kMethod, request, deadline, interrupt);
+        retry ? client_->UnaryWithRetries(kMethod, request, deadline, interrupt)
+              : client_->UnaryOnce(kMethod, request, deadline, interrupt);
     if (response.ok()) return FromResponse(*response);
     // The home has committed the step, and is publishing it.
-    const bool is_ending = GetErrorReason(response.status()) == ErrorReason::kSessionBusy;
+    const bool is_ending = GetErrorReason(response.status()) == ErrorReason::kModelBusy;
     const absl::Duration delay = backoff.Next(response.status());
     if (!is_ending || After(SteadyNow(), delay) >= deadline) return response.status();
     if (!interrupt->Sleep(delay)) return absl::CancelledError("interrupted");
@@ -234,16 +235,16 @@ absl::StatusOr<std::shared_ptr<RunningPush>> RunCore::MakePush(PushArguments arg
   return MakePush(std::move(arguments), /*part=*/nullptr);
 }
 
-absl::StatusOr<std::shared_ptr<PendingPush::Impl>> RunCore::MakePush(PushArguments arguments,
-                                                                     const GroupPart* part) {
+absl::StatusOr<std::shared_ptr<ServerPush>> RunCore::MakePush(PushArguments arguments,
+                                                              const GroupPart* part) {
   const bool check = arguments.options.check;
   const std::vector<int>& devices = arguments.options.gpu_weights.devices;
   std::vector<Gpu*> gpus;
   if (std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; })) {
     EMA_ASSIGN_OR_RETURN(gpus, ring_.Follow(arguments.options.gpu_weights));
   }
-  auto push = std::make_shared<PendingPush::Impl>(shared_from_this(), std::move(arguments),
-                                                  std::move(gpus), part);
+  auto push =
+      std::make_shared<ServerPush>(shared_from_this(), std::move(arguments), std::move(gpus), part);
   if (check) push->CheckContent();
   return push;
 }

@@ -26,6 +26,8 @@
 
 namespace ema::client_internal {
 
+class ServerPush;
+
 // One rank of one run, on one server. Thread-safe; shared by the Run and its pushes.
 //
 // It may be the part of a run that one server of a group has: then model, manifest and layout are
@@ -85,7 +87,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   // The round in which the server has `step` open; 0: it has not. Tries once.
   absl::StatusOr<int64_t> FindRound(int64_t step, SteadyTime deadline, Interrupt* interrupt);
   // Drops a step that was pushed in `round` (0: the model is on one server, or the round is
-  // unknown). Without `retry`, retries only while the server answers SESSION_BUSY, because the step
+  // unknown). Without `retry`, retries only while the server answers MODEL_BUSY, because the step
   // is committed and being published.
   absl::StatusOr<PushProgress> DropStep(int64_t step, int64_t round, SteadyTime deadline,
                                         Interrupt* interrupt, bool retry = false,
@@ -93,8 +95,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
 
   absl::StatusOr<std::shared_ptr<RunningPush>> MakePush(PushArguments arguments) override;
   // The same. `part`: null if the model is on one server.
-  absl::StatusOr<std::shared_ptr<PendingPush::Impl>> MakePush(PushArguments arguments,
-                                                              const GroupPart* part);
+  absl::StatusOr<std::shared_ptr<ServerPush>> MakePush(PushArguments arguments,
+                                                       const GroupPart* part);
   // Records the round of a reply or an error, if it has one.
   void NoteRound(int64_t round) {
     if (group_.round != nullptr) group_.round->Note(round);
@@ -146,7 +148,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
 
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
-  bool ready_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_ready_ ABSL_GUARDED_BY(mu_) = false;
   // Never reset: the run may have changed the model since, so RunOptions::resume is not sent again.
   bool has_been_ready_ ABSL_GUARDED_BY(mu_) = false;
   // Not OK: a newer run took over. Permanent, because a restarted server would not know that, and

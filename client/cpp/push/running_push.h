@@ -12,7 +12,7 @@
 
 namespace ema::client_internal {
 
-// A push to one server (PendingPush::Impl) or to all servers of a group (GroupPush). Thread-safe.
+// A push to one server (ServerPush) or to all servers of a group (GroupPush). Thread-safe.
 // The functions are those of PendingPush, and are not to be called in a forked child, except
 // fork_guard().
 class RunningPush {

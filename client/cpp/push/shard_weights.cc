@@ -7,10 +7,10 @@
 
 namespace ema::client_internal {
 
-void ShardWeights::CopyRange(int64_t shard, int64_t in_shard, int64_t length_bytes,
+void ShardWeights::CopyRange(int64_t shard, int64_t offset_in_shard, int64_t length_bytes,
                              std::byte* to) const {
   if (IsContiguous(shard)) {
-    const std::span<const std::byte> from = ContiguousRange(shard, in_shard, length_bytes);
+    const std::span<const std::byte> from = ContiguousRange(shard, offset_in_shard, length_bytes);
     std::memcpy(to, from.data(), from.size());
     return;
   }
@@ -20,7 +20,7 @@ void ShardWeights::CopyRange(int64_t shard, int64_t in_shard, int64_t length_byt
           .element_bytes = element_bytes,
           .extents = box.extents,
           .strides = strides_[shard]},
-         RangeBytes(shard, in_shard) / element_bytes,
+         RangeBytes(shard, offset_in_shard) / element_bytes,
          RangeBytes(shard, length_bytes) / element_bytes, to);
 }
 

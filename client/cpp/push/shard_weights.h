@@ -28,10 +28,10 @@ class ShardWeights {
 
   // A part of a shard in memory; offset and length are in bytes as sent. REQUIRES:
   // IsContiguous(shard).
-  std::span<const std::byte> ContiguousRange(int64_t shard, int64_t in_shard,
+  std::span<const std::byte> ContiguousRange(int64_t shard, int64_t offset_in_shard,
                                              int64_t length_bytes) const {
     const int64_t scale = Scale(shard);
-    return bytes_[shard].subspan(in_shard * scale, length_bytes * scale);
+    return bytes_[shard].subspan(offset_in_shard * scale, length_bytes * scale);
   }
 
   // The length of such a part in memory.
@@ -40,7 +40,7 @@ class ShardWeights {
   }
   // Copies a range to `to`, which has room for RangeBytes(), row-major. REQUIRES: it begins and
   // ends between elements, and is in host memory.
-  void CopyRange(int64_t shard, int64_t in_shard, int64_t length_bytes, std::byte* to) const;
+  void CopyRange(int64_t shard, int64_t offset_in_shard, int64_t length_bytes, std::byte* to) const;
 
  private:
   int64_t Scale(int64_t shard) const {

@@ -145,13 +145,13 @@ absl::Status StagedChunks::StartCopies(int64_t chunk, Staged& staged) const {
     status = gpu->CopyToHost(copies, staged.slot);
     copies.clear();
   };
-  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t in_shard, int64_t length) {
+  ForEachPiece(*layout_, *plan_, chunk, [&](int64_t shard, int64_t offset, int64_t length) {
     if (gpus_[shard] == nullptr) {
-      weights_.CopyRange(shard, in_shard, length, to);
+      weights_.CopyRange(shard, offset, length, to);
     } else {
       if (gpus_[shard] != gpu) queue();
       gpu = gpus_[shard];
-      copies.push_back({to, weights_.ContiguousRange(shard, in_shard, length)});
+      copies.push_back({to, weights_.ContiguousRange(shard, offset, length)});
     }
     to += weights_.RangeBytes(shard, length);
   });

@@ -25,7 +25,7 @@ bool IsRetryableStep(const absl::Status& error) {
          reason == ErrorReason::kSessionExpired;
 }
 
-bool IsFinal(const absl::Status& error) {
+bool MustReportToOtherRanks(const absl::Status& error) {
   return !IsRetryableStep(error) && !absl::IsAborted(error);
 }
 

@@ -16,8 +16,9 @@ namespace ema::client_internal {
 bool IsOutage(const absl::Status& error);
 // True if a retry of the step may succeed: the error comes from an outage, here or at another rank.
 bool IsRetryableStep(const absl::Status& error);
-// True if this rank can never push the step, and must tell the other ranks, which do not know.
-bool IsFinal(const absl::Status& error);
+// True if this rank can never push the step. The other ranks do not know that, so it must report
+// it.
+bool MustReportToOtherRanks(const absl::Status& error);
 
 // Limits how long a trainer waits in one outage.
 class OutageTimer {

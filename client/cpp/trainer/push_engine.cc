@@ -117,10 +117,10 @@ void PushEngine::WaitReleased(absl::Span<const GpuStream> streams) {
   if (push != nullptr && !push->WaitReleased(wait_left_, streams) && !IsInterrupted()) {
     const absl::Duration waited = Since(start);
     // The wait is shorter where the server is gone or hangs, or ranks have not joined.
-    AbandonPush(push,
-                absl::StrFormat("%sits bytes had not been sent after %.1f s",
-                                waited < wait_left_ ? "the server or a rank was away, and " : "",
-                                absl::ToDoubleSeconds(waited)));
+    AbandonPush(push, absl::StrFormat(
+                          "%sits bytes had not been sent after %.1f s",
+                          waited < wait_left_ ? "the server or a rank was unavailable, and " : "",
+                          absl::ToDoubleSeconds(waited)));
   }
   pushed_.reset();
   AbandonRetry();
@@ -163,7 +163,7 @@ absl::Status PushEngine::PushIfDue(const TrainingTime& now,
   if (due.empty()) return absl::OkStatus();
   const bool can_push = AwaitRun() && AwaitPreviousPush();
   if (IsInterrupted()) return absl::OkStatus();
-  if (can_push && run_ == nullptr) return AwayError();  // A signal handler has closed it.
+  if (can_push && run_ == nullptr) return DisconnectedError();  // A signal handler has closed it.
   // All ranks have the reply to the push before by now, and go by its plan from this step on.
   if (can_push) due_.Adopt(run_->plan());
   // A single rank may have adopted the plan when the reply came.
@@ -208,7 +208,7 @@ bool PushEngine::AwaitRun() {
   if (waits() && run_ == nullptr && !outage_.has_stopped_waiting()) {
     AdoptRejoinedRun(outage_.deadline());
     if (run_ == nullptr && !IsInterrupted()) {
-      ReportSkip(step(), AwayError());
+      ReportSkip(step(), DisconnectedError());
       outage_.StopWaiting();
     }
   }
@@ -244,7 +244,8 @@ absl::Status PushEngine::ReadAndStart(const TrainingTime& now,
   const RankLayout& layout = run->layout();
   const size_t count = layout.shards().size() - (omits_frozen ? layout.frozen_shards().size() : 0);
   EMA_ASSIGN_OR_RETURN(StepWeights weights, training_step->Read(*run, 0, count));
-  if (run != run_ || push_ != nullptr) return AwayError();  // A signal handler has changed it.
+  // A signal handler has closed the run.
+  if (run != run_ || push_ != nullptr) return DisconnectedError();
   return Start({.step = step(),
                 .time = now,
                 .frozen_changed = frozen_changed,
@@ -349,14 +350,14 @@ void PushEngine::CountLostUpdates() {
   const Progress before = progress();
   const std::optional<Version>& last = before.version;
   if (!last.has_value() || (there.has_value() && there->step >= last->step)) return;
-  const int64_t kept = before.stats.pushes - before.stats.gone;
-  const int64_t gone =
+  const int64_t kept = before.stats.pushes - before.stats.lost_versions;
+  const int64_t lost =
       there.has_value() ? std::clamp<int64_t>(last->number - there->number, 0, kept) : kept;
   UpdateProgress([&](Progress& progress) {
-    progress.stats.gone += gone;
+    progress.stats.lost_versions += lost;
     progress.version = there;
   });
-  lost_updates_ = {.from_step = std::nullopt, .count = gone};
+  lost_updates_ = {.from_step = std::nullopt, .count = lost};
   if (there.has_value()) {
     lost_updates_->from_step = last->step;
     lost_updates_->to_step = there->step;
@@ -433,7 +434,8 @@ void PushEngine::PushAgain(SteadyTime until) {
       EMA_ASSIGN_OR_RETURN(StepWeights frozen, push.training_step->Read(*run, have, need));
       push.weights.Append(std::move(frozen));
     }
-    if (run != run_ || push_ != nullptr) return AwayError();  // A signal handler has changed it.
+    // A signal handler has closed the run.
+    if (run != run_ || push_ != nullptr) return DisconnectedError();
     return Start(std::move(push));
   });
   if (!status.ok() && !IsInterrupted()) Skip(step, status);
@@ -443,7 +445,7 @@ void PushEngine::AbandonRetry() {
   if (!retry_.has_value()) return;
   const int64_t step = std::exchange(retry_, std::nullopt)->step;
   UpdateProgress([](Progress& progress) { ++progress.stats.skipped; });
-  const absl::Status error = is_fenced() ? AwayError() : retry_error_;
+  const absl::Status error = is_fenced() ? DisconnectedError() : retry_error_;
   ReportAbandonedStep(step, error);
   ReportSkip(step, error);
 }
@@ -464,11 +466,11 @@ absl::Status PushEngine::RejoinError() const {
 
 bool PushEngine::is_fenced() const { return GetErrorReason(RejoinError()) == ErrorReason::kFenced; }
 
-absl::Status PushEngine::AwayError() const {
+absl::Status PushEngine::DisconnectedError() const {
   absl::Status problem = RejoinError();
   if (GetErrorReason(problem) == ErrorReason::kFenced) return problem;
-  return absl::UnavailableError(
-      absl::StrCat("model \"", model_, "\": the server or a rank is away: ", ErrorText(problem)));
+  return absl::UnavailableError(absl::StrCat(
+      "model \"", model_, "\": the server or a rank is unavailable: ", ErrorText(problem)));
 }
 
 absl::Status PushEngine::TakeError() {
@@ -503,8 +505,8 @@ void PushEngine::AbandonPush(const std::shared_ptr<PendingPush>& push, const std
 
 void PushEngine::Skip(int64_t step, const absl::Status& error, std::shared_ptr<PendingPush> lost) {
   ranks_agree_on_step_ = false;
-  const bool is_away = IsOutage(error);
-  if (is_away && !skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
+  const bool is_outage = IsOutage(error);
+  if (is_outage && !skipped_before_.has_value()) skipped_before_ = progress().stats.skipped;
   if (pushed_.has_value() && !is_closed_ && outage_.ShouldRetry(error)) {
     retry_ = *std::exchange(pushed_, std::nullopt);
     retry_error_ = error;
@@ -513,12 +515,12 @@ void PushEngine::Skip(int64_t step, const absl::Status& error, std::shared_ptr<P
         absl::StrFormat("push of step %d waits for the server, at most %g s: %s", step,
                         absl::ToDoubleSeconds(options_.max_outage), ErrorText(error)));
   } else {
-    if (IsFinal(error)) ReportAbandonedStep(step, error);
+    if (MustReportToOtherRanks(error)) ReportAbandonedStep(step, error);
     UpdateProgress([](Progress& progress) { ++progress.stats.skipped; });
     ReportSkip(step, error);
   }
   pushed_.reset();
-  if (is_closed_ || run_ == nullptr || !is_away) return;
+  if (is_closed_ || run_ == nullptr || !is_outage) return;
   rejoiner_ = std::make_shared<Rejoiner>(joiner_, log_, step, std::move(lost),
                                          std::exchange(run_, nullptr));
   // Where there is no thread for it, the next step tries again.

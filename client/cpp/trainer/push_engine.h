@@ -135,11 +135,11 @@ class PushEngine {
   int64_t rank() const { return rank_; }
   // The epoch of the run; while the server is unreachable, of the last run. 0: there was none.
   int64_t run_epoch() const { return run_epoch_; }
-  bool is_away() const { return run_ == nullptr; }  // No run to push to.
+  bool is_disconnected() const { return run_ == nullptr; }  // No run to push to.
   // A newer run pushes, or the model was rolled back: this engine will never push again.
   bool is_fenced() const;
   // The error that explains why nothing can be pushed now.
-  absl::Status AwayError() const;
+  absl::Status DisconnectedError() const;
   // The error of the last try to rejoin; OK: there was none.
   absl::Status RejoinError() const;
   bool is_closed() const { return is_closed_; }  // EndPushes() or Leave() was called.

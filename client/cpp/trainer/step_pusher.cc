@@ -316,7 +316,7 @@ StepPusher::Stats StepPusher::stats() {
   PushEngine& engine = impl_->engine();
   engine.Poll();
   Stats stats = engine.progress().stats;
-  stats.is_away = engine.is_away() && !engine.is_closed();
+  stats.is_disconnected = engine.is_disconnected() && !engine.is_closed();
   if (absl::Status error = engine.RejoinError(); !error.ok()) stats.last_error = std::move(error);
   return stats;
 }

@@ -48,9 +48,9 @@ void TrainerLog::WriteWithoutPrefix(LogLevel level, const std::string& text) con
 
 void TrainerLog::SkippedStep(int64_t step, const absl::Status& error) {
   int64_t count = 1;
-  if (!IsOutage(error) && (!warns_of_all_ || IsFinal(error))) {
+  if (!IsOutage(error) && (!warns_of_all_ || MustReportToOtherRanks(error))) {
     const Cause cause(error.code(), GetErrorReason(error));
-    if (IsFinal(error)) lasting_causes_.insert(cause);
+    if (MustReportToOtherRanks(error)) lasting_causes_.insert(cause);
     count = ++skip_counts_[cause];
   }
   const bool is_power_of_two = (count & (count - 1)) == 0;

@@ -15,7 +15,7 @@
 
 #include "absl/status/status.h"
 #include "ema/error_reason.h"
-#include "ema/model_info.h"
+#include "ema/version.h"
 #include "server/base/log_event.h"
 
 namespace ema::client_internal {

@@ -18,7 +18,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/transport/client_certificate.h"
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/grpc_time.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -60,7 +60,7 @@ absl::StatusOr<std::string> ReadPem(const char* field, const std::string& path) 
 struct TlsChannel {
   std::shared_ptr<grpc::Channel> channel;
   // For the error if the server closes the connection during the handshake: the likely cause.
-  std::string objection;
+  std::string likely_problem;
 };
 
 absl::StatusOr<TlsChannel> OpenTlsChannel(const Address& address, const Client::Tls& tls) {
@@ -68,12 +68,12 @@ absl::StatusOr<TlsChannel> OpenTlsChannel(const Address& address, const Client::
   EMA_ASSIGN_OR_RETURN(files.pem_root_certs, ReadPem("ca_file", tls.ca_file));
   EMA_ASSIGN_OR_RETURN(files.pem_cert_chain, ReadPem("certificate_file", tls.certificate_file));
   EMA_ASSIGN_OR_RETURN(files.pem_private_key, ReadPem("key_file", tls.key_file));
-  std::string objection = "the server may ask for a client certificate, and none is set";
+  std::string likely_problem = "the server may ask for a client certificate, and none is set";
   if (!files.pem_cert_chain.empty()) {
     EMA_ASSIGN_OR_RETURN(
         const std::string certificate,
         CheckClientCertificate(tls.certificate_file, files.pem_cert_chain, absl::Now()));
-    objection = absl::StrCat("the server may not accept ", certificate);
+    likely_problem = absl::StrCat("the server may not accept ", certificate);
   }
   grpc::ChannelArguments settings = ChannelSettings(address);
   // A connection of its own, without the pauses after another one's failures.
@@ -83,7 +83,7 @@ absl::StatusOr<TlsChannel> OpenTlsChannel(const Address& address, const Client::
   settings.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5000);
   return TlsChannel{
       grpc::CreateCustomChannel(address.Authority(), grpc::SslCredentials(files), settings),
-      std::move(objection)};
+      std::move(likely_problem)};
 }
 
 // OK: it is connected, or its first call will say why not.
@@ -125,8 +125,9 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
     KeepGrpcStarted();
     EMA_ASSIGN_OR_RETURN(TlsChannel tls_channel, OpenTlsChannel(dialer.address(), tls));
     EMA_RETURN_IF_ERROR(AwaitTls(*tls_channel.channel, text, deadline, interrupt));
-    return std::shared_ptr<Connection>(new Connection(
-        text, token, /*fd=*/-1, std::move(tls_channel.channel), std::move(tls_channel.objection)));
+    return std::shared_ptr<Connection>(new Connection(text, token, /*fd=*/-1,
+                                                      std::move(tls_channel.channel),
+                                                      std::move(tls_channel.likely_problem)));
   }
   absl::StatusOr<int> fd = dialer.Dial(deadline, interrupt);
   if (!fd.ok()) {
@@ -148,11 +149,11 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(Dialer& dialer, con
 }
 
 Connection::Connection(std::string address, const Token& token, int fd,
-                       std::shared_ptr<grpc::Channel> channel, std::string tls_objection)
+                       std::shared_ptr<grpc::Channel> channel, std::string likely_tls_problem)
     : address_(std::move(address)),
       token_(token),
       fd_(fd),
-      likely_tls_problem_(std::move(tls_objection)),
+      likely_tls_problem_(std::move(likely_tls_problem)),
       channel_(std::move(channel)),
       stub_(channel_),
       generic_stub_(channel_),
@@ -172,14 +173,14 @@ bool Connection::alive() const {
 
 bool Connection::broken() const {
   absl::MutexLock lock(&mu_);
-  return broken_;
+  return is_broken_;
 }
 
 void Connection::Break() {
   std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
   {
     absl::MutexLock lock(&mu_);
-    broken_ = true;
+    is_broken_ = true;
     contexts = contexts_;
   }
   // A write that waits for the peer's window fails at once, and drops its slices.
@@ -193,7 +194,7 @@ void Connection::Add(std::shared_ptr<grpc::ClientContext> context) {
   {
     absl::MutexLock lock(&mu_);
     contexts_.push_back(std::move(context));
-    broken = broken_;
+    broken = is_broken_;
   }
   if (broken) added->TryCancel();
 }
@@ -284,10 +285,10 @@ absl::Status Call::Result(const grpc::Status& status) {
   if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
     connection_->Break();
     // A server that rejects the certificate closes the connection while gRPC connects.
-    if (const std::string& objection = connection_->likely_tls_problem_;
-        !objection.empty() && absl::StrContains(message, "failed to connect") &&
+    if (const std::string& likely_problem = connection_->likely_tls_problem_;
+        !likely_problem.empty() && absl::StrContains(message, "failed to connect") &&
         absl::StrContains(message, "Socket closed")) {
-      return CertificateError(absl::StrCat(message, " (", objection, ")"));
+      return CertificateError(absl::StrCat(message, " (", likely_problem, ")"));
     }
   }
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), message);

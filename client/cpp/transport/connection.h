@@ -64,7 +64,7 @@ class Connection {
   friend class Call;
 
   Connection(std::string address, const Token& token, int fd,
-             std::shared_ptr<grpc::Channel> channel, std::string tls_objection = "");
+             std::shared_ptr<grpc::Channel> channel, std::string likely_tls_problem = "");
 
   // Register running calls, so that Break() can end them. Once for each call, not for each message.
   void Add(std::shared_ptr<grpc::ClientContext> context) ABSL_LOCKS_EXCLUDED(mu_);
@@ -84,7 +84,7 @@ class Connection {
   grpc::health::v1::Health::Stub health_stub_;
 
   mutable absl::Mutex mu_;
-  bool broken_ ABSL_GUARDED_BY(mu_) = false;
+  bool is_broken_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::shared_ptr<grpc::ClientContext>> contexts_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -12,7 +12,7 @@ void Interrupt::Fire() {
   std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
   {
     absl::MutexLock lock(&mu_);
-    fired_ = true;
+    has_fired_ = true;
     wait_.WakeAll();
     contexts = contexts_;
   }
@@ -22,7 +22,7 @@ void Interrupt::Fire() {
 bool Interrupt::fired() {
   {
     absl::MutexLock lock(&mu_);
-    if (fired_) return true;
+    if (has_fired_) return true;
   }
   if (poll_ == nullptr || !(*poll_)()) return false;
   Fire();
@@ -34,7 +34,7 @@ bool Interrupt::Sleep(absl::Duration duration) {
   while (!fired()) {
     const SteadyTime now = SteadyNow();
     if (now >= end) return true;
-    const auto is_fired = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return fired_; };
+    const auto is_fired = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return has_fired_; };
     absl::MutexLock lock(&mu_);
     wait_.AwaitUntil(mu_, poll_ == nullptr ? end : std::min(end, After(now, kPollInterval)),
                      is_fired);
@@ -48,7 +48,7 @@ void Interrupt::AddCall(std::shared_ptr<grpc::ClientContext> context) {
   {
     absl::MutexLock lock(&mu_);
     contexts_.push_back(std::move(context));
-    fired = fired_;
+    fired = has_fired_;
   }
   if (fired) added->TryCancel();
 }

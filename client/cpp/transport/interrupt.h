@@ -51,8 +51,8 @@ class Interrupt {
   const bool is_of_user_;
   const std::function<bool()>* const poll_;
   absl::Mutex mu_;
-  SteadyWait wait_;  // Woken when `fired_` changes.
-  bool fired_ ABSL_GUARDED_BY(mu_) = false;
+  SteadyWait wait_;  // Woken when `has_fired_` changes.
+  bool has_fired_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::shared_ptr<grpc::ClientContext>> contexts_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "client/cpp/transport/convert.h"
+#include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 

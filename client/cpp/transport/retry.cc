@@ -25,7 +25,7 @@ bool IsRetryable(const absl::Status& status) {
 }
 
 absl::Duration Backoff::Next(const absl::Status& last_error) {
-  if (!tell_time_.has_value()) tell_time_ = After(SteadyNow(), kQuietTime);
+  if (!log_time_.has_value()) log_time_ = After(SteadyNow(), kQuietTime);
   const absl::Duration asked = GetRetryDelay(last_error);
   const double factor = std::uniform_real_distribution<double>(0.8, 1.2)(random_);
   const absl::Duration own = delay_ * factor;
@@ -35,12 +35,12 @@ absl::Duration Backoff::Next(const absl::Status& last_error) {
 
 void Backoff::Reset() {
   delay_ = first_;
-  tell_time_.reset();
+  log_time_.reset();
 }
 
 bool Backoff::ShouldLog() {
-  if (!tell_time_.has_value() || SteadyNow() < *tell_time_) return false;
-  tell_time_ = SteadyTime::max();
+  if (!log_time_.has_value() || SteadyNow() < *log_time_) return false;
+  log_time_ = SteadyTime::max();
   return true;
 }
 

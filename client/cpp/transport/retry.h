@@ -36,7 +36,7 @@ class Backoff {
   const absl::Duration longest_;
   std::minstd_rand random_;
   absl::Duration delay_;
-  std::optional<SteadyTime> tell_time_;  // Absent before the first Next().
+  std::optional<SteadyTime> log_time_;  // Absent before the first Next().
 };
 
 }  // namespace ema::client_internal

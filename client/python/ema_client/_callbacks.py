@@ -199,7 +199,7 @@ def with_copy_track(options: Mapping[str, Any]) -> dict[str, Any]:
 def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, float]:
     """The norm of each average, and its distance from the raw weights, as the server has them now,
     by the names for a logger. {}: there are none yet, or the server cannot be reached."""
-    if attachment._pusher.away_error() is not None:
+    if attachment._pusher.disconnected_error() is not None:
         return {}
     try:
         record = attachment._client.statistics(

@@ -148,7 +148,7 @@ class LocalEngine:
     """
 
     rank = run_epoch = 0
-    is_away = is_fenced = False
+    is_disconnected = is_fenced = False
     is_push_done = True
 
     def __init__(self, client: LocalClient | None, step: int) -> None:

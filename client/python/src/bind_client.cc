@@ -21,9 +21,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/python/src/bind.h"
-#include "client/python/src/convert.h"
 #include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
+#include "client/python/src/python_values.h"
 #include "ema/error_reason.h"
 
 namespace nb = nanobind;
@@ -433,7 +433,8 @@ void BindClient(nb::module_& module) {
            "purge"_a, "timeout_s"_a)
       .def("attach_file", &PyClient::AttachFile, "model"_a, "name"_a, "data"_a, "timeout_s"_a)
       .def("get_attached_file", &PyClient::GetAttachedFile, "model"_a, "name"_a, "timeout_s"_a)
-      .def("remove_file", &Forward<&Client::RemoveFile, std::string, std::string>::Call, "model"_a,
+      .def("remove_attached_file",
+           &Forward<&Client::RemoveAttachedFile, std::string, std::string>::Call, "model"_a,
            "name"_a, "timeout_s"_a)
       .def("list_versions", &Forward<&Client::ListVersions, std::string, int64_t>::Call, "model"_a,
            "after"_a, "timeout_s"_a)

@@ -27,9 +27,9 @@
 #include "client/cpp/trainer/push_engine.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
-#include "client/python/src/convert.h"
 #include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
+#include "client/python/src/python_values.h"
 #include "ema/internal/status_macros.h"
 
 namespace nb = nanobind;
@@ -306,11 +306,12 @@ void BindEngine(nb::module_& module) {
       .def("end_pushes", &PyPushEngine::EndPushes, "timeout_s"_a)
       .def("leave", &PyPushEngine::Leave, "timeout_s"_a)
       .def("poll", &PyPushEngine::Poll, "leaves_failure"_a)
-      .def("away_error",
-           [](const PyPushEngine& self) { return ExceptionOf(self.engine().AwayError()); })
+      .def("disconnected_error",
+           [](const PyPushEngine& self) { return ExceptionOf(self.engine().DisconnectedError()); })
       .def_prop_ro("is_push_done",
                    [](const PyPushEngine& self) { return self.engine().is_pending_push_done(); })
-      .def_prop_ro("is_away", [](const PyPushEngine& self) { return self.engine().is_away(); })
+      .def_prop_ro("is_disconnected",
+                   [](const PyPushEngine& self) { return self.engine().is_disconnected(); })
       .def_prop_ro("is_fenced", [](const PyPushEngine& self) { return self.engine().is_fenced(); })
       .def_prop_ro("rank", [](const PyPushEngine& self) { return self.engine().rank(); })
       .def_prop_ro("run_epoch", [](const PyPushEngine& self) { return self.engine().run_epoch(); })

@@ -31,7 +31,7 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/tensor_spec.h"
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.

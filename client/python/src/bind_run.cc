@@ -17,9 +17,9 @@
 #include "absl/time/time.h"
 #include "client/python/src/array.h"
 #include "client/python/src/bind.h"
-#include "client/python/src/convert.h"
 #include "client/python/src/gil.h"
 #include "client/python/src/python_error.h"
+#include "client/python/src/python_values.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <filesystem>
 
-#include "server/kernel/ema_kernel.h"
+#include "server/kernel/fold.h"
 #include "tests/bench/peers/peer_server.h"
 
 namespace ema::bench {

@@ -74,8 +74,8 @@ def test_every_checkpoint_from_then_on_has_them_over_restarts(tmp_path, rng, mod
     with ServerProcess(tmp_path, data_dir=data_dir) as server:
         with ema_client.Client(server.address) as client:
             assert client.model(model).attached_files == sizes(with_files["ema"])
-            client.remove_file(model, "large.json")
-            client.remove_file(model, "large.json")
+            client.remove_attached_file(model, "large.json")
+            client.remove_attached_file(model, "large.json")
             client.attach_files(model, {"config.json": b"{}"})
             with client.open_run(model) as run:
                 run.push(step=3, weights=random_weights(rng))

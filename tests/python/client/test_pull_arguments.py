@@ -99,7 +99,7 @@ NOTHING = {
     "save": lambda c, m: c.save(m, "averaged/", track="raw", files=""),
     "save_path": lambda c, m: c.save(m, None, track="raw"),
     "attach_files": lambda c, m: c.attach_files(m, ""),
-    "remove_file": lambda c, m: c.remove_file(m, ""),
+    "remove_attached_file": lambda c, m: c.remove_attached_file(m, ""),
     "import": lambda c, m: c.import_weights("other", "", tracks={"ema": "4ba"}),
     "import_none": lambda c, m: c.import_weights("other", None, tracks={"ema": "4ba"}),
     "remove": lambda c, m: c.update_model(m, remove=""),

@@ -119,7 +119,7 @@ def test_a_folder_has_the_attached_files(client, model, pushed, save, tmp_path):
     assert got.keys() == {*FILES, "model.safetensors"}
     # Again, into the folder that is there now: by its name alone.
     client.attach_files(model, {"config.json": b"{}"})
-    client.remove_file(model, "vocab.txt")
+    client.remove_attached_file(model, "vocab.txt")
     assert save(folder, track="ema") is None
     assert (folder / "config.json").read_bytes() == b"{}"
     assert {path.name for path in folder.iterdir()} == got.keys()

@@ -42,8 +42,8 @@ def check_killed_at(
     assert second == first
     assert (second.checkpoints, second.labels) == (first.checkpoints, first.labels)
     # Nothing that a kill leaves looks like a checkpoint without being one.
-    assert second.quarantined == 0
-    assert first.quarantined <= (1 if case.after_accident else 0)
+    assert second.corrupt == 0
+    assert first.corrupt <= (1 if case.after_accident else 0)
     assert second.incarnation > first.incarnation
     left = [path for path in data.rglob("*") if path.name.startswith(".tmp-")]
     assert not left, left

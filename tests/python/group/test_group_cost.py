@@ -51,7 +51,7 @@ def test_messages_of_a_push_and_writes_of_a_save(group):
             run.push(step=1, weights=WEIGHTS)
             before = {
                 name: [calls(server, name) for server in group.servers]
-                for name in ("Push", "Prepare", "PublishState")
+                for name in ("Push", "Vote", "PublishState")
             }
             writes = etcd_writes(group)
             for step in range(2, PUSHES + 2):
@@ -66,10 +66,11 @@ def test_messages_of_a_push_and_writes_of_a_save(group):
                     for name, counts in before.items()
                 }
 
-            # The home gets a Prepare, and answers it, from each of the others. Its reply has the commit.
+            # The home gets a Vote, and answers it, from each of the others. Its reply has the
+            # commit.
             expected = {
                 "Push": [PUSHES] * SERVERS,
-                "Prepare": [0, 0, PUSHES * (SERVERS - 1)],
+                "Vote": [0, 0, PUSHES * (SERVERS - 1)],
                 "PublishState": [0, 0, 0],
             }
             wait_for(lambda: new_calls() == expected, lambda: f"{new_calls()}, not {expected}")

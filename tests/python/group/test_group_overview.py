@@ -110,7 +110,7 @@ def test_metrics_and_status_page_of_a_group(servers, client):
         assert value(of_one, "ema_group_registry_contact_age_seconds") < 10
         assert value(of_one, "ema_group_incarnation", model="m") > 1.7e15
         assert value(of_one, "ema_group_degraded_seconds", model="m") == 0
-        assert value(of_one, "ema_group_reforms_total", model="m") == 0
+        assert value(of_one, "ema_group_checkpoint_returns_total", model="m") == 0
         assert 0 < value(of_one, "ema_group_commit_wait_seconds_total", model="m") < 10
     shown = get_status(url_of(servers[0]))["group"]
     assert shown["name"] == "local" and shown["member"] == "ema-0" and shown["problems"] == []
@@ -118,7 +118,7 @@ def test_metrics_and_status_page_of_a_group(servers, client):
     assert [(model["name"], model["checkpoint_step"]) for model in shown["models"]] == [("m", 7)]
 
 
-def test_etcd_is_away(running, servers, client):
+def test_etcd_is_unavailable(running, servers, client):
     etcd = running.etcd
     etcd.stop()
     for server in servers:

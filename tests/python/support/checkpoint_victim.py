@@ -32,7 +32,7 @@ class State:
     restored_from: int
     digest: str
     incarnation: int = dataclasses.field(compare=False)
-    quarantined: int = dataclasses.field(compare=False)
+    corrupt: int = dataclasses.field(compare=False)
     # Versions; and the labels with theirs ("best:2").
     checkpoints: frozenset[str] = dataclasses.field(compare=False)
     labels: frozenset[str] = dataclasses.field(compare=False)
@@ -40,11 +40,11 @@ class State:
 
 def state_of(output: str) -> State:
     match = re.search(
-        r"version=(\d+) step=(\d+) from=(\d+) digest=(\w+) incarnation=(\d+) quarantined=(\d+)",
+        r"version=(\d+) step=(\d+) from=(\d+) digest=(\w+) incarnation=(\d+) corrupt=(\d+)",
         output,
     )
     assert match, output
-    version, step, restored_from, digest, incarnation, quarantined = match.groups()
+    version, step, restored_from, digest, incarnation, corrupt = match.groups()
     on_disk = [
         frozenset(filter(None, text.split(",")))
         for what in ("checkpoints", "labels")
@@ -52,7 +52,7 @@ def state_of(output: str) -> State:
     ]
     return State(
         *(int(version), int(step), int(restored_from), digest),
-        *(int(incarnation), int(quarantined), *on_disk),
+        *(int(incarnation), int(corrupt), *on_disk),
     )
 
 

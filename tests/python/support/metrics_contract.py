@@ -72,7 +72,7 @@ GROUP_ONLY: dict[str, set[str]] = {
     "ema_group_incarnation": {"model"},
     "ema_group_round": {"model"},
     "ema_group_degraded_seconds": {"model"},
-    "ema_group_reforms_total": {"model"},
+    "ema_group_checkpoint_returns_total": {"model"},
     "ema_group_commit_wait_seconds_total": {"model"},
     "ema_group_checkpoint_age_seconds": {"model"},
 }

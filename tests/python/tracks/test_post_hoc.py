@@ -14,7 +14,7 @@ import pytest
 import torch
 from ema_client import Track
 from ema_client._client.pieces import pieces_of
-from ema_client._evaluator.reading import Reading, pull_pieces
+from ema_client._evaluator.reading import AverageReader, pull_pieces
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import named_tensors
 from server_process import ServerProcess
@@ -492,7 +492,7 @@ def test_all_ranks_get_the_same_build(client, made):
             answers.append([item, item if answers else old])
             return answers[-1]
 
-    asked = Reading(
+    reader = AverageReader(
         client=client,
         ranks=OneIsEarly(rank=0, world_size=1, group=None),
         info=client.model(made),
@@ -503,7 +503,7 @@ def test_all_ranks_get_the_same_build(client, made):
         may_be_part=True,
         is_part=True,
     )
-    weights, version = pull_pieces(asked, pieces_of(asked.named.parameters))
+    weights, version = pull_pieces(reader, pieces_of(reader.named.parameters))
     assert weights.version == version == new
     assert answers == [[new, old], [new, new]]
 

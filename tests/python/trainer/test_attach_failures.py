@@ -148,7 +148,7 @@ def test_a_server_that_hangs_holds_the_training_for_seconds(model, tmp_path, cap
             step_until(lambda: ema.stats.pushes >= 2, optimizer.step)
             skipped = ema.stats.skipped
     assert "push of step" in caplog.text
-    why = "the server or a rank was away, and its bytes had not been sent after"
+    why = "the server or a rank was unavailable, and its bytes had not been sent after"
     assert (why in caplog.text) == (count > 3)
     # However many were left out without a word meanwhile.
     lost = re.findall(r"pushing again, (\d+) steps were lost", caplog.text)

@@ -451,5 +451,5 @@ def test_ctrl_c_in_close_lets_the_optimizer_and_the_server_go(server, model, mon
             ema.close()
     optimizer.step()
     assert ema.step == 0
-    assert ema._pusher.engine.is_away
+    assert ema._pusher.engine.is_disconnected
     ema.close()

@@ -131,8 +131,8 @@ for _ in range(2):
     optimizer.step()
 own = net.weight.detach().clone()
 for attachment in (ema, None):
-    for is_away in (False, True):
-        of_rank = "ema://127.0.0.1:1/away" if is_away and rank == 1 else url
+    for is_disconnected in (False, True):
+        of_rank = "ema://127.0.0.1:1/away" if is_disconnected and rank == 1 else url
         for on_error in ("skip", "raise"):
             options = {"on_error": on_error, "timeout_s": 2}
             try:

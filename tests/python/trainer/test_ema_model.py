@@ -269,7 +269,7 @@ def test_which_average_must_be_clear(server, model, trainer):
 
 
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
-def test_when_the_server_is_away(model, trainer, tmp_path, caplog, on_error):
+def test_when_the_server_is_unavailable(model, trainer, tmp_path, caplog, on_error):
     with ServerProcess(tmp_path) as server:
         ema = ema_client.attach(
             trainer.net,

@@ -13,10 +13,10 @@ from server_process import ServerProcess
 from testing import step_until, wait_for
 
 
-def is_away(ema: ema_client.Attachment) -> bool:
+def is_disconnected(ema: ema_client.Attachment) -> bool:
     """As far as it is known by now."""
     _ = ema.stats
-    return ema._pusher.engine.is_away
+    return ema._pusher.engine.is_disconnected
 
 
 def test_a_restart_forgets_nobody_who_was_fenced(tmp_path, model, caplog):
@@ -36,9 +36,9 @@ def test_a_restart_forgets_nobody_who_was_fenced(tmp_path, model, caplog):
         newer.ema.wait_pushed()
         server.kill()
         # It has not heard that it was fenced, and comes back first.
-        step_until(lambda: is_away(fenced.ema), fenced.step)
+        step_until(lambda: is_disconnected(fenced.ema), fenced.step)
         server.start(port=server.port)
-        wait_for(lambda: not is_away(fenced.ema), "the fenced one came back")
+        wait_for(lambda: not is_disconnected(fenced.ema), "the fenced one came back")
         step_until(lambda: newer.ema.stats.pushes >= 2, newer.step)
         step_until(lambda: "has taken over; this one no longer pushes." in caplog.text, fenced.step)
         pushes = newer.ema.stats.pushes

@@ -587,12 +587,12 @@ def test_a_server_that_got_a_data_directory_keeps_states(tmp_path, model, traine
         ema.close()
 
 
-AWAY = (ema_client.UnavailableError, ema_client.DeadlineExceededError)
+UNAVAILABLE = (ema_client.UnavailableError, ema_client.DeadlineExceededError)
 
 
 @pytest.mark.parametrize("on_error", ["skip", "raise", "wait"])
 @pytest.mark.parametrize("is_known", [False, True], ids=["not known", "known"])
-def test_a_server_that_is_away(tmp_path, model, trainer, caplog, on_error, is_known):
+def test_an_unavailable_server(tmp_path, model, trainer, caplog, on_error, is_known):
     """Costs the trainer's checkpoint its average, or raises."""
     with ServerProcess(tmp_path, data_dir=tmp_path / "data") as server:
         with trainer.attach(server, model, on_error=on_error, max_outage_s=2) as ema:
@@ -601,25 +601,25 @@ def test_a_server_that_is_away(tmp_path, model, trainer, caplog, on_error, is_kn
             server.kill()
             if is_known:
                 trainer.step()
-                with contextlib.suppress(*AWAY):
+                with contextlib.suppress(*UNAVAILABLE):
                     trainer.step()
-                with contextlib.suppress(*AWAY):
+                with contextlib.suppress(*UNAVAILABLE):
                     trainer.step()
             start = time.monotonic()
             if on_error == "skip":
                 assert ema.state_dict(timeout_s=30 if is_known else 1) is None
             else:
-                with pytest.raises(AWAY, match="is away"):
+                with pytest.raises(UNAVAILABLE, match="is unavailable"):
                     ema.state_dict(timeout_s=1)
             assert time.monotonic() - start < 10
     said = f"checkpoint of step {ema.step} has no average to resume from"
     assert (said in caplog.text) == (on_error == "skip")
     if on_error == "skip":
-        assert "is away" in caplog.text[caplog.text.index(said) :]
+        assert "is unavailable" in caplog.text[caplog.text.index(said) :]
 
 
 @pytest.mark.parametrize("on_error", ["skip", "raise"])
-def test_a_server_that_cannot_write_is_not_away(tmp_path, model, trainer, caplog, on_error):
+def test_a_server_that_cannot_write_is_not_unavailable(tmp_path, model, trainer, caplog, on_error):
     data = tmp_path / "data"
     with ServerProcess(tmp_path, data_dir=data) as server:
         with trainer.attach(server, model, on_error=on_error) as ema:
@@ -635,7 +635,7 @@ def test_a_server_that_cannot_write_is_not_away(tmp_path, model, trainer, caplog
                     ema.state_dict()
                 said = str(error.value)
             assert "data directory is missing" in said and "STORE_READ_ONLY" in said
-            assert "is away" not in said
+            assert "is unavailable" not in said
 
 
 def test_a_state_that_was_not_saved_resumes_nothing(server, client, model, trainer):

@@ -142,7 +142,7 @@ class Client:
     delete_model = model_calls.delete_model
     attach_files = model_calls.attach_files
     attached_files = model_calls.attached_files
-    remove_file = model_calls.remove_file
+    remove_attached_file = model_calls.remove_attached_file
 
     open_run = run.open_run
     _open_run = run.join_run

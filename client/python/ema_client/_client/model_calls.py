@@ -304,9 +304,9 @@ def attached_files(
     return {file: client._client.get_attached_file(name, file, timeout) for file in names}
 
 
-def remove_file(
+def remove_attached_file(
     client: Connection, name: str, file: str, *, timeout_s: float | None = None
 ) -> None:
     """Removes a file of `attach_files`, if it exists."""
     check_name("file", file)
-    client._client.remove_file(name, file, client._timeout(timeout_s))
+    client._client.remove_attached_file(name, file, client._timeout(timeout_s))

@@ -18,7 +18,7 @@ from ema_client._client.pieces import Piece, pieces_of, selected
 from ema_client._client.types import ModelInfo, Overflow, Version, VersionLike, Weights
 from ema_client._client.unread import wait_unread
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._evaluator.reading import Reading, WhichAverage, names_there, reading
+from ema_client._evaluator.reading import AverageReader, WhichAverage, names_there, reading
 from ema_client._evaluator.started import warn_of_no_average
 from ema_client._model.ranks import Ranks
 from ema_client._model.recalibrate import Recalibration, recalibrated
@@ -248,26 +248,26 @@ def read_average(model: torch.nn.Module, which: WhichAverage) -> Average:
     """Reads the averages for this rank's part of a model."""
 
     def match(
-        asked: Reading,
+        reader: AverageReader,
     ) -> tuple[set[str], dict[str, torch.Tensor], dict[str, Piece]]:
-        named = asked.named
-        names = asked.names()
-        ignored = asked.ignored()
+        named = reader.named
+        names = reader.names()
+        ignored = reader.ignored()
         wanted = _without(named, ignored)
-        check_values_here(f'model "{asked.info.name}"', unwrap(model), wanted)
-        pieces = asked.pieces(wanted, names)
-        _check_pieces(asked.info, pieces)
+        check_values_here(f'model "{reader.info.name}"', unwrap(model), wanted)
+        pieces = reader.pieces(wanted, names)
+        _check_pieces(reader.info, pieces)
         return ignored, wanted, pieces
 
-    with reading(model, which, match) as (asked, (ignored, wanted, pieces)):
-        weights, pulled = asked.pull(wanted, pieces, overflow=which.overflow)
-    if asked.ranks.rank == 0:
-        warn_of_first_weights(asked.info.name, pulled, asked.track)
+    with reading(model, which, match) as (reader, (ignored, wanted, pieces)):
+        weights, pulled = reader.pull(wanted, pieces, overflow=which.overflow)
+    if reader.ranks.rank == 0:
+        warn_of_first_weights(reader.info.name, pulled, reader.track)
     return Average(
-        asked.info.name,
-        asked.track,
+        reader.info.name,
+        reader.track,
         which.rename,
-        asked.ranks,
+        reader.ranks,
         weights,
         weights.aliases if isinstance(weights, Weights) else {},
         ignored,

@@ -17,7 +17,7 @@ from ema_client._client.types import Overflow, Version, VersionLike
 from ema_client._client.unread import wait_unread
 from ema_client._errors import InvalidArgumentError
 from ema_client._evaluator.reading import (
-    Reading,
+    AverageReader,
     WhichAverage,
     first_names_of,
     names_there,
@@ -130,32 +130,34 @@ def load_into(
 
     model = as_module(model)
 
-    def match_all(asked: Reading) -> tuple[_Match, dict[str, torch.Tensor], dict[str, Piece]]:
+    def match_all(
+        reader: AverageReader,
+    ) -> tuple[_Match, dict[str, torch.Tensor], dict[str, Piece]]:
         if device is not None:
             check_device(device)
-        match = _match(asked)
-        matched = {name: asked.named.all()[name] for name in match.names}
-        check_values_here(f'model "{asked.info.name}"', unwrap(model), matched)
-        match.check(asked.info.name, strict, asked.may_be_part)
+        match = _match(reader)
+        matched = {name: reader.named.all()[name] for name in match.names}
+        check_values_here(f'model "{reader.info.name}"', unwrap(model), matched)
+        match.check(reader.info.name, strict, reader.may_be_part)
         _check_place(matched, device)
         check_writable(
-            f'model "{asked.info.name}"',
+            f'model "{reader.info.name}"',
             {name: local_of(one) for name, one in matched.items() if not one.is_meta},
         )
-        return match, matched, asked.pieces(matched, match.names)
+        return match, matched, reader.pieces(matched, match.names)
 
     if is_disabled(url):
         return Loaded(no_version(), (), (), (), tuple(named_tensors(unwrap(model)).all()))
     values: Mapping[str, torch.Tensor] = {}
     which = WhichAverage(url, track, version, step, rename, process_group, timeout_s)
-    with reading(model, which, match_all) as (asked, (match, matched, pieces)):
-        info, named, ranks = asked.info, asked.named, asked.ranks
-        if not match.names and not match.is_all and not asked.is_part:
-            pulled = version_alone(asked.client, info, asked.track, version, step)
+    with reading(model, which, match_all) as (reader, (match, matched, pieces)):
+        info, named, ranks = reader.info, reader.named, reader.ranks
+        if not match.names and not match.is_all and not reader.is_part:
+            pulled = version_alone(reader.client, info, reader.track, version, step)
         else:
             names = None if match.is_all else list(dict.fromkeys(match.names.values()))
-            values, pulled = asked.pull(matched, pieces, names=names, overflow=overflow)
-        if not asked.is_part:
+            values, pulled = reader.pull(matched, pieces, names=names, overflow=overflow)
+        if not reader.is_part:
             # The version may be from before a change of the track.
             lacking = [name for name in match.names if match.names[name] not in values]
             _refuse(info.name, missing=lacking if strict else [], unexpected=[], wrong=[])
@@ -163,8 +165,8 @@ def load_into(
                 match.missing.append(name)
                 del match.names[name]
     if ranks.rank == 0:
-        warn_of_no_average(info.name, pulled, asked.track)
-        warn_of_first_weights(info.name, pulled, asked.track)
+        warn_of_no_average(info.name, pulled, reader.track)
+        warn_of_first_weights(info.name, pulled, reader.track)
     module = unwrap(model)
     failure: Exception | None = None
     made: dict[int, torch.Tensor] = {}
@@ -240,11 +242,11 @@ class _Match:
         )
 
 
-def _match(asked: Reading) -> _Match:
-    info, named = asked.info, asked.named
-    ignored = asked.ignored()
+def _match(reader: AverageReader) -> _Match:
+    info, named = reader.info, reader.named
+    ignored = reader.ignored()
     ignored_there = ignored_by(
-        asked.track, info.tracks, [arrays.spec_of(spec.name, spec) for spec in info.tensors]
+        reader.track, info.tracks, [arrays.spec_of(spec.name, spec) for spec in info.tensors]
     )
     specs = {spec.name: spec for spec in info.tensors if spec.name not in ignored_there}
     names = names_there(named, first_names_of(specs.values()))

@@ -76,7 +76,7 @@ class WhichAverage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class AverageReader:
     """One rank's part in reading averages.
 
     Attributes:
@@ -155,8 +155,8 @@ class Reading:
 
 @contextlib.contextmanager
 def reading(
-    model: torch.nn.Module, which: WhichAverage, match: Callable[[Reading], Wanted]
-) -> Iterator[tuple[Reading, Wanted]]:
+    model: torch.nn.Module, which: WhichAverage, match: Callable[[AverageReader], Wanted]
+) -> Iterator[tuple[AverageReader, Wanted]]:
     """Connects, and asks the server about the model; `match` selects the wanted tensors. If the
     model is in parts, an error on any rank raises on all of them."""
     module = unwrap(model)
@@ -186,12 +186,14 @@ def reading(
             else:
                 info = _model_with_version(client, model_name, timeout_s)
             track = only_average_of(info) if which.track is None else which.track
-            asked = Reading(client, ranks, info, track, version, step, named, may_be_part, is_part)
-            wanted = match(asked)
+            reader = AverageReader(
+                client, ranks, info, track, version, step, named, may_be_part, is_part
+            )
+            wanted = match(reader)
         except Exception as raised:
             failure = raised
         ranks.gather_or_raise(failure, None)
-        yield asked, wanted
+        yield reader, wanted
 
 
 def _wait_pushed(address: str, model_name: str, timeout_s: float | None) -> bool:
@@ -269,11 +271,11 @@ def _pieces_there(
 
 
 def pull_pieces(
-    asked: Reading, pieces: Mapping[str, Piece], overflow: Overflow = "error"
+    reader: AverageReader, pieces: Mapping[str, Piece], overflow: Overflow = "error"
 ) -> tuple[Mapping[str, torch.Tensor], Version]:
     """Pulls each rank's pieces, all of the same version. Collective."""
-    client, ranks, info = asked.client, asked.ranks, asked.info
-    track, version, step = asked.track, asked.version, asked.step
+    client, ranks, info = reader.client, reader.ranks, reader.info
+    track, version, step = reader.track, reader.version, reader.step
     whole, boxes = selection_of(pieces)
     dtype = half_of({name: piece.local for name, piece in pieces.items()})
     for attempt in range(1, _ATTEMPTS + 1):

@@ -313,8 +313,8 @@ class EmaModel:
             is_whole = copied is not None and not copied.problem
             if copied is not None and is_whole and version_id(copied.version) == version_id(newest):
                 return  # It is the newest, since only this run pushes.
-            if (away := pusher.away_error()) is not None:
-                raise away
+            if (disconnected := pusher.disconnected_error()) is not None:
+                raise disconnected
             if copied is None:
                 self._copy = AveragedCopy(
                     self._module,

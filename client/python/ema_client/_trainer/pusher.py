@@ -120,11 +120,11 @@ class Pusher:
     def step(self) -> int:
         return self.engine.step
 
-    def away_error(self) -> EmaError | None:
+    def disconnected_error(self) -> EmaError | None:
         """Why nothing can be pushed now: the server is unreachable; or, FENCED, a newer run pushes, or the
         model was rolled back, and nothing is pushed any more. None: steps can be pushed."""
         with self.lock:
-            return self.engine.away_error() if self.engine.is_away else None
+            return self.engine.disconnected_error() if self.engine.is_disconnected else None
 
     @property
     def is_in_this_process(self) -> bool:

@@ -47,7 +47,7 @@ class ResumableState:
     def check_disk(self) -> None:
         """Warns on rank 0 if the server can be reached and keeps no checkpoints."""
         engine = self._pusher.engine
-        if engine.rank != 0 or engine.is_away:
+        if engine.rank != 0 or engine.is_disconnected:
             return
         try:
             self._client.labels(self._model_name)
@@ -76,11 +76,11 @@ class ResumableState:
             return None
         except (UnavailableError, DeadlineExceededError) as error:
             problem: EmaError = error
-            if (away := pusher.away_error()) is not None:
-                problem = away
+            if (disconnected := pusher.disconnected_error()) is not None:
+                problem = disconnected
             elif not error.reason:  # It does not come from the server, as one of its disk does.
                 problem = type(error)(
-                    f'model "{self._model_name}": the server is away, or takes too long: {error.args[0]}'
+                    f'model "{self._model_name}": the server is unavailable or too slow: {error.args[0]}'
                 )
             if options.on_error != "skip":
                 raise problem from None
@@ -92,9 +92,13 @@ class ResumableState:
         pusher = self._pusher
         pusher.wait_pushed(timeout_s)
         pusher.raise_error()
-        away = pusher.away_error()
-        if away is not None and away.reason != "FENCED" and pusher.options.on_error != "wait":
-            raise away
+        disconnected = pusher.disconnected_error()
+        if (
+            disconnected is not None
+            and disconnected.reason != "FENCED"
+            and pusher.options.on_error != "wait"
+        ):
+            raise disconnected
         # Not this rank's last reply: after a restart of the server the average may be an earlier one.
         # Until this rank pushes again, nothing can be committed, so all ranks find the same.
         # The lookup needs a timeout, even if the caller gave 0 for the push.
