@@ -186,9 +186,9 @@ class PendingPush {
   // Afterwards only bytes in pinned memory can be sent again: if the connection breaks, the step is
   // lost.
   //
-  // Weights on a GPU may be written by work that is queued, from now on, on `streams` and on the
-  // streams of the push: these streams wait for the copies, not the caller. The call itself waits
-  // only until every copy has been started. None of the streams may be capturing.
+  // Work that is queued after this call on `streams`, or on the streams of the push, may write
+  // weights on a GPU: these streams wait for the copies, not the caller. The call itself waits only
+  // until every copy has been started. None of the streams may be capturing.
   bool WaitReleased(absl::Duration max_wait, absl::Span<const GpuStream> streams = {});
 
   // Waits until the push has ended. Errors of Push in ema_service.proto; DEADLINE_EXCEEDED after

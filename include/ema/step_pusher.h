@@ -139,8 +139,8 @@ class StepPusher {
   StepPusher& operator=(const StepPusher&) = delete;
 
   // Waits until no push reads the weights any more; then they may be written. A push whose bytes
-  // have not left in time is abandoned. Weights on a GPU may be written by work that is queued from
-  // then on on `streams` and on the streams of the push: these streams wait, not the caller.
+  // have not left in time is abandoned. Work that is queued after this call on `streams`, or on the
+  // streams of the push, may write weights on a GPU: these streams wait, not the caller.
   void WaitReleased(absl::Span<const GpuStream> streams = {});
 
   // Counts a step that is done, and starts a push if one is due. `read` is called only during this
