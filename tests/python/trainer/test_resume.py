@@ -345,6 +345,7 @@ def test_a_run_that_has_not_passed_the_last_step_goes_on(
     assert (ema.stats.pushes, ema.stats.skipped) == ((5, 0) if start_step is None else (2, 2))
 
 
+@pytest.mark.one_server("a rollback in a group makes no new version")
 @pytest.mark.parametrize("how", ["attach", "load_state_dict"])
 def test_the_model_goes_back_to_where_the_trainer_stands(server, client, model, trainer, how):
     with trainer.attach(server, model) as ema:
