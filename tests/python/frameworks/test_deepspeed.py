@@ -33,6 +33,7 @@ STEPS = 12
 KINDS = {
     2: ["3", "3-bf16", "2", "2-bf16", "1-bf16", "0", "3-bf16-cpu-master", "2-bf16-cpu-master"],
     3: ["3", "3-bf16-master", "2-bf16-master", "1-bf16-master", "1-bf16-fp32grad-master"],
+    4: ["3", "2-bf16-master"],
 }
 # At the first step, and when an update is due.
 DUE = [1, *range(3, STEPS + 1, 3)]
