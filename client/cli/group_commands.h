@@ -22,8 +22,9 @@ std::string DescribeGroup(const GroupInfo& info);
 // Spreads the tensors of a model evenly over the running servers, except `without`.
 absl::Status RebalanceModel(const Session& session, const std::string& model,
                             const std::vector<std::string>& without);
-// Moves the partitions of lost servers, of all models, to the other servers. FAILED_PRECONDITION:
-// one of them runs. Goes on after an error of a model, and returns the first.
+// Moves all partitions of lost servers to the other servers. FAILED_PRECONDITION: one of the
+// servers runs. If a model cannot be moved, moves the next ones all the same, and returns the first
+// error.
 absl::Status ReplaceMembers(const Session& session, const std::vector<std::string>& lost);
 
 }  // namespace ema::cli

@@ -222,15 +222,16 @@ class Client {
   struct RebalancedModel {
     bool has_changed = false;          // False: the tensors were there already.
     int64_t incarnation = 0;           // The current one of the model.
-    VersionId base;                    // The checkpoint from which it continues.
-    int64_t step = 0;                  // Of the base.
+    VersionId base;                    // The checkpoint from which the model continues.
+    int64_t step = 0;                  // The step of `base`.
     std::vector<std::string> members;  // The servers that have a part of it; the first is its home.
   };
   // For a group of servers: spreads the tensors of a model evenly over the servers that run now,
   // but those in `without`. The newest version is saved first, and trainers skip some steps. If a
   // server in `without` has a part of the model and does not run, the model returns to its newest
-  // checkpoint instead. After an error nothing has moved. FAILED_PRECONDITION: another server
-  // that has a part does not run. RESOURCE_EXHAUSTED, MEMORY_BUDGET: it does not fit.
+  // checkpoint instead. After an error other than REGISTRY_UNAVAILABLE nothing has moved.
+  // FAILED_PRECONDITION: another server that has a part does not run. RESOURCE_EXHAUSTED,
+  // MEMORY_BUDGET: the model does not fit.
   absl::StatusOr<RebalancedModel> RebalanceModel(std::string_view model,
                                                  const std::vector<std::string>& without = {},
                                                  absl::Duration timeout = absl::ZeroDuration());

@@ -307,7 +307,6 @@ class Model : public std::enable_shared_from_this<Model> {
   // Applies pending changes of the tracks, of a partition only those that are in force. The result
   // is to be dropped without the lock.
   [[nodiscard]] TrackTable::Replaced ApplyPendingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The plan for the trainer.
   // Makes the version of a step that was the open one the newest. `home_pinned_versions`: see
   // Decision.
   PublishedStep PublishLocked(OpenStep::Prepared step, absl::Time commit_time,

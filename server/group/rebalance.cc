@@ -59,8 +59,8 @@ absl::Status CheckNames(const Names& without, const Members& members, const Mode
   return absl::OkStatus();
 }
 
-// Whether the processes of all partitions run. FAILED_PRECONDITION: one that does not may come
-// back, as it is not in `without`.
+// Whether the processes of all partitions run. FAILED_PRECONDITION: one does not run, and its
+// member is not in `without`, so it may come back.
 absl::StatusOr<bool> AllRun(const std::string& model, const ModelRecord& record,
                             const Member& member, const Names& without) {
   bool all_run = true;
@@ -92,8 +92,8 @@ absl::StatusOr<ModelConfig> StoredConfig(CheckpointStore& checkpoints, const std
   return ConfigOf(manifest);
 }
 
-// The members but `without`. INVALID_ARGUMENT: there are none. The memory that the model has on
-// them now counts as free: it is freed before the new part is loaded.
+// The members except those in `without`. INVALID_ARGUMENT: there are none. The memory that the
+// model has on them now counts as free: it is freed before the new part is loaded.
 absl::StatusOr<Members> Candidates(const Members& members, const Names& without,
                                    const ModelRecord& record,
                                    const std::vector<int64_t>& tensor_bytes) {

@@ -30,7 +30,7 @@ absl::StatusOr<PullInfo> PullFromGroup(Client::Impl& client, const v1::PullReque
                                        const std::function<void(int64_t)>& on_progress,
                                        SteadyTime deadline, Interrupt* interrupt) {
   const std::string& model = request.model();
-  int64_t last_incarnation = 0;  // Of the partitions that were tried last.
+  int64_t last_incarnation = 0;  // Of the partitions of the last attempt; 0: there was none.
   while (true) {
     std::shared_ptr<const PartitionMap> map = client.FindPartitions(model);
     const bool was_known = map != nullptr;

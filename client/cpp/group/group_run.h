@@ -68,8 +68,9 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   RunCore& home() const { return *parts_.front().run; }
   const NewestRound& round() const { return *round_; }
 
-  // A part to which this rank pushes: one with shards of this rank, for rank 0 also one whose
-  // tensors have no elements, or the home's part if there is none of these.
+  // A part to which this rank pushes. Each rank pushes to the parts that have shards of it, and
+  // rank 0 also to parts whose tensors have no elements. A rank without any such part pushes to the
+  // home.
   struct PushingPart {
     RunCore* run = nullptr;
     std::vector<size_t> places;  // The index in layout() of each of its shards.

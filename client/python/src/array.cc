@@ -42,7 +42,7 @@ bool IsInBox(const std::vector<int64_t>& offsets) {
   return offsets.size() > 1 && offsets.size() % 2 == 1;
 }
 
-// Whether the offsets fit an array of so many dimensions.
+// Whether an array with this number of dimensions can have these offsets.
 bool AreOffsets(const std::vector<int64_t>& offsets, size_t dimensions) {
   return offsets.size() == dimensions || (dimensions == 1 && IsInBox(offsets));
 }
@@ -54,7 +54,7 @@ bool IsRange(const Array& array, const TensorSpec& spec) {
   return array.offsets->size() == 1 && spec.shape.size() != 1;
 }
 
-// What the range's elements are counted in: the tensor, or the box in it.
+// Where the range counts its elements: in the whole tensor, or in a box of it.
 Shard BoxOfRange(const Array& range, const Manifest& manifest, int64_t tensor_index) {
   if (!IsInBox(*range.offsets)) return WholeTensor(manifest, tensor_index);
   const auto begin = range.offsets->begin() + 1;
