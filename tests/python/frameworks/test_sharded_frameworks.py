@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frameworks that shard a model by FSDP or DeepSpeed, on two ranks: the average is that of the gathered weights, bit by bit, and the
+"""Frameworks that shard a model by FSDP or DeepSpeed, on several ranks: the average is that of the gathered weights, bit by bit, and the
 frameworks' own evaluations and checkpoints have it."""
 
 from __future__ import annotations
@@ -53,6 +53,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         assert process.stop() == 0, process.log()
 
 
+def run_ranks(
+    library: str, world_size: int, folder: pathlib.Path, url: str, kinds: list[str]
+) -> None:
+    (folder / "init").unlink(missing_ok=True)
+    python = beside_python(library) if library else sys.executable
+    command = [python, SUPPORT / "example_rank.py", SUPPORT / "sharded_framework_rank.py"]
+    commands = [[*command, rank, world_size, folder, url, *kinds] for rank in range(world_size)]
+    path = [str(pathlib.Path(ema_client.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **{"PYTHONPATH": ":".join(filter(None, path)), "CUDA_VISIBLE_DEVICES": ""},
+        **({"DS_ACCELERATOR": "cpu"} if library else {}),
+    }
+    with started(*commands, env={**os.environ, **environment}) as ranks:
+        assert exit_codes(ranks, timeout_s=500) == [0] * world_size
+
+
 @pytest.fixture(scope="module")
 def train(server, tmp_path_factory) -> Callable[[str, str], pathlib.Path]:
     """Trains all kinds of a framework in a virtual environment, once, and returns where their logs are."""
@@ -60,18 +76,8 @@ def train(server, tmp_path_factory) -> Callable[[str, str], pathlib.Path]:
     @functools.cache
     def run(library: str, framework: str) -> pathlib.Path:
         folder: pathlib.Path = tmp_path_factory.mktemp("ranks")
-        python = beside_python(library) if library else sys.executable
-        command = [python, SUPPORT / "example_rank.py", SUPPORT / "sharded_framework_rank.py"]
-        url = server.url("m")
         kinds = [kind for kind in KINDS[library] if kind.startswith(framework)]
-        commands = [[*command, rank, 2, folder, url, *kinds] for rank in range(2)]
-        path = [str(pathlib.Path(ema_client.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **{"PYTHONPATH": ":".join(filter(None, path)), "CUDA_VISIBLE_DEVICES": ""},
-            **({"DS_ACCELERATOR": "cpu"} if library else {}),
-        }
-        with started(*commands, env={**os.environ, **environment}) as ranks:
-            assert exit_codes(ranks, timeout_s=500) == [0, 0]
+        run_ranks(library, 2, folder, server.url("m"), kinds)
         return folder
 
     return run
@@ -136,6 +142,26 @@ def test_the_average_is_that_of_the_gathered_weights(client, train, library, kin
         check_saved(folder / kind / f"checkpoint-{SAVED}", SAVED, expected, logs[0])
         # The second training has resumed from it.
         assert_same_bits(logged(logs[1], SAVED), logged(logs[1], f"begin {SAVED}"))
+
+
+@pytest.mark.timeout(1200)
+def test_a_trainer_resumes_on_another_number_of_ranks(server, client, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    kinds = ["hf_fsdp1", "hf_fsdp2"]
+    for training, world_size in (("first", 3), ("second", 2)):
+        trained = [f"{kind}-{training}" for kind in kinds]
+        run_ranks("", world_size, tmp_path, server.url("other"), trained)
+    for kind in kinds:
+        first, second = (
+            dict(np.load(tmp_path / f"{kind}-{training}.0.npz")) for training in ("first", "second")
+        )
+        assert_same_bits(logged(first, SAVED), logged(second, f"begin {SAVED}"))
+        log, model = {**first, **second}, f"other-{kind}"
+        pushes = [
+            (entry.version, logged(log, entry.version.step)) for entry in client.versions(model)
+        ]
+        assert [version.step for version, _ in pushes] == [1, 3, 6, 9]
+        assert_same_bits(replay(pushes, "ema"), client.pull(model, track="ema"))
 
 
 def check_saved(checkpoint: pathlib.Path, step: int, expected: Weights, log: Weights) -> None:

@@ -3,7 +3,8 @@
 
 Usage: sharded_framework_rank.py RANK WORLD_SIZE FOLDER URL KIND...
 KIND: a function of this file that starts with "train_". Each pushes to URL-KIND, and logs to FOLDER/KIND.RANK.npz, by step and name,
-whole tensors, which the library that shards the model has gathered.
+whole tensors, which the library that shards the model has gathered. With "-first" or "-second" behind it, only that training of the
+Trainer's two.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 STEPS = 9
 # The step whose checkpoint of the Trainer the second training resumes from.
 SAVED = 6
+# The trainings of the Trainer that are to run.
+TRAININGS = ["first", "second"]
 SCHEDULE: dict[str, Any] = {"half_life": "5ba", "update_interval": "3ba", "max_wait_s": 300}
 Log = dict[str, np.ndarray]
 
@@ -108,7 +111,10 @@ def train_hf(
         **{"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0},
     )
     data = lines(8 * STEPS)
-    for steps, resumed in ((SAVED, None), (STEPS, str(folder / kind / f"checkpoint-{SAVED}"))):
+    for training in TRAININGS:
+        is_first = training == "first"
+        steps = SAVED if is_first else STEPS
+        resumed = None if is_first else str(folder / kind / f"checkpoint-{SAVED}")
         torch.manual_seed(steps)
         trainer = transformers.Trainer(
             model=transformers.GPT2LMHeadModel(config),
@@ -434,7 +440,9 @@ def main() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for kind in kinds:
         log: Log = {}
-        globals()[f"train_{kind}"](kind, folder, f"{url}-{kind}", log)
+        name, _, training = kind.partition("-")
+        TRAININGS[:] = [training] if training else ["first", "second"]
+        globals()[f"train_{name}"](name, folder, f"{url}-{name}", log)
         np.savez(folder / f"{kind}.{rank}.npz", **log)
         print(f"{kind} done", flush=True)
     dist.barrier()
