@@ -544,6 +544,23 @@ TEST(GroupWatchTest, GoesToTheHome) {
   home.Release();
 }
 
+TEST(GroupPushTest, APushReachesMoreServersThanItSendsToAtOnce) {
+  constexpr size_t kServers = 10;
+  std::vector<TensorSpec> tensors;
+  for (size_t i = 0; i < kServers; ++i) {
+    tensors.push_back({.name = absl::StrCat("t", i), .shape = {1000}});
+  }
+  FakeGroup group(*Manifest::Create(std::move(tensors)), std::vector<int64_t>(kServers, 1));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(group.address()));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {.launch_id = "life"}));
+  std::vector<std::string> weights;
+  std::vector<std::span<const std::byte>> shards;
+  for (size_t i = 0; i < kServers; ++i) weights.emplace_back(4000, static_cast<char>(i));
+  for (const std::string& tensor : weights) shards.push_back(std::as_bytes(std::span(tensor)));
+  EXPECT_THAT(run->Push(1, TrainingTime::AtBatch(1), shards, kPatience), IsOk());
+  for (size_t i = 0; i < kServers; ++i) EXPECT_EQ(group.server(i).StepBytes(1, 0), weights[i]);
+}
+
 TEST(SendSlotsTest, TheLowestPositionIsNext) {
   client_internal::SendSlots slots(1);
   client_internal::Interrupt interrupt;

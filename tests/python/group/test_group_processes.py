@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
+import subprocess
 from collections.abc import Iterator
 
 import ema_client
 import numpy as np
 import pytest
 from server_group import ServerGroup
+from server_process import ServerProcess
+from testing import EMACTL
 
 # A killed member comes back when its lease of 10 s has expired.
 pytestmark = [
@@ -71,3 +75,29 @@ def test_a_stop_of_all_servers_loses_no_step(group):
         again = client.pull("m", track="ema", timeout_s=60)
         for name in WEIGHTS:
             assert np.array_equal(again[name], average[name])
+
+
+def test_a_trainer_in_cpp_has_the_averages_of_one_server(group, tmp_path):
+    example = EMACTL.parents[2] / "deploy/examples/cpp_train"
+    averages = []
+    with ServerProcess(tmp_path) as one:
+        for address in (group.address, one.address):
+            trained = subprocess.run(
+                [example, address, "m"],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert trained.returncode == 0, trained.stderr
+            with ema_client.Client(address, timeout_s=60) as client:
+                averages.append(client.pull("m", track="ema"))
+    of_group, of_one = averages
+    assert of_group.version.step == of_one.version.step == 300
+    assert (
+        set(of_group)
+        == set(of_one)
+        == {f"{a}.{b}" for a in ("hidden", "last") for b in ("weight", "bias")}
+    )
+    for name, average in of_one.items():
+        assert np.array_equal(of_group[name], average), name
