@@ -113,8 +113,8 @@ class Client {
 
   // All calls block until they end, at most for `timeout`; zero: Options::timeout. Their errors are
   // the server's, with its ErrorReason (ema_service.proto lists them), DEADLINE_EXCEEDED, or
-  // UNAVAILABLE if the server cannot be reached. Idempotent calls (all except Push,
-  // RestoreCheckpoint and Drain) are retried until the timeout after UNAVAILABLE (except
+  // UNAVAILABLE if the server cannot be reached. All calls except Push, RebalanceModel,
+  // RestoreCheckpoint and Drain are retried until the timeout after UNAVAILABLE (except
   // STORE_READ_ONLY and DISK_FAILED), TOO_MANY_STREAMS, TOO_MANY_PINS, TOO_MANY_CALLS and
   // TOO_MANY_SESSIONS.
 
@@ -209,7 +209,7 @@ class Client {
   struct RecoveredModel {
     VersionId base;  // The checkpoint from which the model continues.
     int64_t step = 0;
-    int64_t incarnation = 0;  // The one that has begun.
+    int64_t incarnation = 0;  // The new incarnation of the model.
     int64_t checkpoint_count = 0;
     std::vector<std::string> members;  // The servers that have a part of it; the first is its home.
   };
@@ -221,7 +221,7 @@ class Client {
 
   struct RebalancedModel {
     bool has_changed = false;          // False: the tensors were there already.
-    int64_t incarnation = 0;           // The current one of the model.
+    int64_t incarnation = 0;           // The current incarnation of the model.
     VersionId base;                    // The checkpoint from which the model continues.
     int64_t step = 0;                  // The step of `base`.
     std::vector<std::string> members;  // The servers that have a part of it; the first is its home.

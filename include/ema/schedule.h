@@ -25,8 +25,8 @@ namespace ema {
 // except that of MeanOfLastRule.
 // `elapsed` is the training time since the track's last update, `age` the time since its start.
 
-// `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`: late, skipped or merged updates
-// keep the half-life.
+// `d = 2^(-elapsed / h)`, `h = min(half_life, ramp_ratio * age)`: late or skipped updates keep the
+// half-life.
 struct HalfLifeRule {
   // Infinite: only `ramp_ratio` counts, in the unit of the interval.
   TrainingDuration half_life;

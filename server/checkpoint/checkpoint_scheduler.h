@@ -24,7 +24,7 @@
 
 namespace ema {
 
-// True if `snapshot` should be kept for good: a track with a snapshot_interval was updated in a
+// True if `snapshot` should be kept permanently: a track with a snapshot_interval was updated in a
 // later interval than that of `kept_time`, the time of the model's newest kept version.
 bool IsKeepDue(const Snapshot& snapshot, const std::optional<TrainingTime>& kept_time);
 
@@ -53,8 +53,8 @@ class CheckpointScheduler {
  public:
   struct Options {
     SavePolicy policy;
-    // Saves a version, to be kept for good if `keep`; sets Model::durable(), and its kept time if
-    // `keep`. Called on the scheduler's thread; may block for as long as it takes.
+    // Saves a version, to be kept permanently if `keep`; sets Model::durable(), and its kept time
+    // if `keep`. Called on the scheduler's thread; may block for as long as it takes.
     std::function<absl::Status(Model&, const SnapshotRef&, bool keep)> save;
     // Reports an error, and the version whose save failed; null: no version could be pinned. Called
     // only if code or reason differ from the model's last error, which a success clears. Called on

@@ -60,7 +60,7 @@ class FolderFiles {
     return disk().Exists(JoinPath(Path(name), kKeepFileName));
   }
   // True if the checkpoint of that name, which may have been set aside, has a KEEP file, or the
-  // disk cannot tell.
+  // disk failed.
   bool MayBeKept(std::string_view name) const;
   absl::StatusOr<std::vector<DirectoryEntry>> List() const { return disk().ListDirectory(path_); }
   absl::StatusOr<CheckpointManifest> ReadManifest(std::string_view name) const;

@@ -63,9 +63,9 @@ class PartitionedSaves {
   // a member of its group. UNAVAILABLE, REGISTRY_UNAVAILABLE. NOT_FOUND, MODEL_NOT_FOUND.
   virtual absl::StatusOr<RecordedCheckpoints> Recorded(const std::string& model) const = 0;
 
-  // Takes a checkpoint off the registry before its files are removed; OK if it is not there. After
-  // an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the model
-  // back to it.
+  // Removes a checkpoint from the registry, before its files are removed. OK if it is not there.
+  // After an error the files stay. FAILED_PRECONDITION, CHECKPOINT_IN_USE: a crash would take the
+  // model back to it.
   virtual absl::Status Remove(Model& home, const VersionId& id) = 0;
 
   // The manifest of the whole model.

@@ -50,8 +50,8 @@ class CommitGate {
   // Whether a stream of a push may enter the session of its round. ABORTED: FENCED, STALE_ROUND.
   // UNAVAILABLE: MODEL_BUSY, the round is not known here yet, or is about to end; DRAINING.
   virtual absl::Status CheckPush(const PushStart& start) = 0;
-  // Ends `round` (0: the current one) without a version. OK: it has ended so, now or earlier.
-  // UNAVAILABLE, MODEL_BUSY: it was committed, and PublishPrepared() follows.
+  // Ends `round` (0: the current one) without a version. OK: it has ended without one, now or
+  // earlier. UNAVAILABLE, MODEL_BUSY: it was committed, and PublishPrepared() follows.
   // FAILED_PRECONDITION, NOT_HOME: another server decides.
   virtual absl::Status AbandonRound(int64_t round, const absl::Status& why) = 0;
 

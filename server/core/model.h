@@ -145,16 +145,16 @@ class Model : public std::enable_shared_from_this<Model> {
   // RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION, NO_DATA_DIR.
   absl::Status UpdateTracks(const TrackChanges& changes) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The same change in several partitions of a model, in steps; TrackTable describes them. Errors
-  // of the first as UpdateTracks(), but the caller has validated the tracks: a rule may match no
+  // The same change in several partitions of a model, in steps that TrackTable describes. Errors of
+  // ProposeTracks() as UpdateTracks(), but the caller has validated the tracks: a rule may match no
   // tensor of this partition.
   absl::Status ProposeTracks(const TrackChanges& changes, int64_t number, int64_t accepted)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Returns whether the change should take effect now: no run is open, or every track is paused.
   bool AcceptTracks(int64_t number) ABSL_LOCKS_EXCLUDED(mu_);
   void WithdrawTracks(int64_t number) ABSL_LOCKS_EXCLUDED(mu_);
-  // Applies the changes that are in force by the gate, unless a prepared step is open, whose
-  // version then does. Otherwise the next push does.
+  // Applies the changes of tracks that the gate has put in force. If a prepared step is open, they
+  // are applied when its version is published.
   void ApplyTracksInForce() ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Runs ---

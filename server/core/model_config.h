@@ -25,8 +25,8 @@ struct ModelConfig {
   // For a model from a checkpoint: the tracks that CreateModel asked for; `tracks` may have changed
   // since.
   std::vector<TrackConfig> created_tracks = {};
-  // Distinct versions that readers may pin at once. So many are kept besides the current one, and
-  // one more with a data directory.
+  // The number of different versions that readers may pin at once. As many are kept besides the
+  // current one, and one more with a data directory.
   int64_t max_pinned_versions = 2;
   NonFinitePolicy non_finite = NonFinitePolicy::kReject;
 

@@ -27,9 +27,9 @@ namespace ema {
 // The error for new work on a draining server: UNAVAILABLE, DRAINING.
 absl::Status DrainingError();
 
-// OK: `given` is what `existing` is, the config of `model` or of the whole model of which it is a
-// partition: with the tracks of its creation, or as UpdateTracks() has made them. A trainer that
-// starts again gives the one or the other. ALREADY_EXISTS, MODEL_DIFFERS.
+// OK: `given` equals `existing`, the config of `model` or of the whole model of which it is a
+// partition, with the tracks of its creation, its current ones or the pending ones: a restarted
+// trainer may give any of these. ALREADY_EXISTS, MODEL_DIFFERS.
 absl::Status CheckSameModel(const ModelConfig& given, ModelConfig existing, const Model& model);
 
 // Thread-safe. A deleted model exists until its last holder has released it.

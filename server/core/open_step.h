@@ -31,8 +31,8 @@ struct GivenUpStep {
 };
 
 // Invariant: at most one session is open, it belongs to the open run, and its step is after the
-// newest version's. The caller that takes a session out ends it, without the model's lock. One that
-// is prepared (see CommitGate) is taken only by TakePrepared().
+// newest version's. The caller that removes a session ends it, without the model's lock. Only
+// TakePrepared() removes a prepared session (see CommitGate).
 //
 // Not thread-safe: the model locks it.
 class OpenStep {

@@ -44,8 +44,8 @@ class RunTable {
 
   // The epoch of the newest run or rollback.
   int64_t epoch() const { return epoch_; }
-  // Null: none is open. A run is replaced, never changed, once it is ready; fenced ones live on in
-  // their sessions.
+  // Null: none is open. A run is replaced, never changed, once it is ready; its sessions may keep a
+  // fenced one alive.
   const std::shared_ptr<TrainerRun>& run() const { return run_; }
 
   // OK: the launch's run is open or may be opened. ABORTED, FENCED. INVALID_ARGUMENT: its

@@ -114,7 +114,7 @@ class TrackTable {
                                   absl::Span<const std::shared_ptr<Track>> put,
                                   const Snapshot* newest) ABSL_LOCKS_EXCLUDED(mu_);
   // Makes the tracks after the pending changes up to number `in_force` the current ones. If that
-  // change is still a proposal, accepts it before.
+  // change is still a proposal, accepts it first.
   [[nodiscard]] Replaced ApplyPending(int64_t in_force = INT64_MAX) ABSL_LOCKS_EXCLUDED(mu_);
 
   // The same change in several partitions of a model: it has a number, which is higher than those

@@ -143,8 +143,8 @@ class GroupModels final : public GroupCalls {
   // NOT_HOME with the home's address, or GROUP_DEGRADED if the home does not run.
   absl::Status RedirectError(std::string_view model,
                              const std::vector<Partition>& partitions) const;
-  // Whether a stop of this server could lose a step of the model, which has a partition here: one
-  // that is not saved, or is open.
+  // Whether a step of the model is open or not saved, so that a stop of this server could lose it.
+  // REQUIRES: the model has a partition here.
   bool MayLose(const std::string& model) const;
   // UNAVAILABLE, GROUP_DEGRADED: the process of that partition is not in the registry.
   absl::Status CheckRuns(std::string_view model, const std::vector<Partition>& partitions,
@@ -154,10 +154,9 @@ class GroupModels final : public GroupCalls {
   absl::Status CheckNothingToLoad(std::string_view model, const Member& member) const;
   void Describe(const std::vector<Partition>& partitions, int64_t incarnation,
                 v1::Model& model) const;
-  // OK: the model that exists, of which `record` is the record, is that of `config`, and this is
-  // its home.
+  // OK: `config` is that of the existing model, whose record is `record`, and this is its home.
   absl::Status CheckIsSame(const ModelConfig& config, const ModelRecord& record) const;
-  // Sends a withdrawal to the process at `address`, and again until it has answered, or the
+  // Sends a withdrawal to the process at `address` repeatedly, until it has answered, or the
   // incarnation has ended.
   void SendWithdrawal(const std::string& address, const v1::ProposeTracksRequest& withdrawal);
   // The partition of the model that is here, as the answer to CreateModel().

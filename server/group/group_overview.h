@@ -28,14 +28,14 @@ class GroupOverview {
                 const RegistryFollower* follower, Peers* peers)
       : hosted_(*hosted), store_(*store), follower_(*follower), peers_(*peers) {}
 
-  // What this server knows: of models with another home, that is not their progress. Does not
-  // block. UNAVAILABLE, GROUP_DEGRADED: this server has not joined its group.
+  // What this server knows, without the progress of models with another home. Does not block.
+  // UNAVAILABLE, GROUP_DEGRADED: this server has not joined its group.
   absl::StatusOr<v1::GetGroupResponse> DescribeHere() const;
   // Also asks the other members. Calls `reply` once, from any thread, after at most about a second.
   // Errors as DescribeHere().
   void Describe(std::function<void(absl::StatusOr<v1::GetGroupResponse>)> reply) const;
-  // What this server tells another one for its Describe(). ABORTED, FENCED: the request is for
-  // another process.
+  // This server's part of another server's Describe(). ABORTED, FENCED: the request is for another
+  // process.
   absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
       const v1::DescribeMemberRequest& request) const;
 

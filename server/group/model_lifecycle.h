@@ -41,10 +41,9 @@ class ModelLifecycle {
     ModelRecord record;
     bool is_new = false;  // False: it existed already, perhaps with another configuration.
   };
-  // Creates the model of `config`, which is the validated one of `request`, unless there is one of
-  // that name. UNAVAILABLE, MODEL_BUSY: another call creates or deletes it. Errors also as
-  // PlaceTensors() and ReservePartition() of GroupCalls. FAILED_PRECONDITION: the model's folder
-  // has checkpoints.
+  // Creates a model, unless there is one of that name. `config`: that of `request`, validated.
+  // UNAVAILABLE, MODEL_BUSY: another call creates or deletes it. Errors also as PlaceTensors() and
+  // ReservePartition() of GroupCalls. FAILED_PRECONDITION: the model's folder has checkpoints.
   absl::StatusOr<Created> Create(const v1::CreateModelRequest& request, const ModelConfig& config);
   // As in GroupCalls.
   absl::StatusOr<v1::ReservePartitionResponse> ReservePartition(

@@ -37,9 +37,9 @@ absl::StatusOr<CheckpointManifest> ReadGroupCheckpoint(CheckpointStore& store,
                                                        const std::string& model,
                                                        const GroupCheckpoint& checkpoint);
 
-// Loads the tensors of `partition` from the checkpoint `whole`, the base of `record`, into `model`,
-// whose newest version it then is. On the home, also loads the attached files. Calls `rest` as
-// ReadCheckpoint() does, and returns its errors. REQUIRES: nothing has been committed.
+// Loads the tensors of `partition` from the checkpoint `whole`, the base of `record`, as the newest
+// version of `model`. On the home, also loads the attached files. Calls `rest` as ReadCheckpoint()
+// does, and returns its errors. REQUIRES: nothing has been committed.
 absl::Status LoadPart(CheckpointStore& store, const CheckpointManifest& whole,
                       const ModelRecord& record, size_t partition, Model& model,
                       const PauseHook& rest);

@@ -89,7 +89,7 @@ class Rounds {
   // The home has accepted a push of `step` in the current round.
   void NotePush(int64_t step) { step_ = std::max(step_, step); }
 
-  // The other ends of a round. They return whether it has ended: in round 0 nothing does.
+  // Functions that can end a round, except round 0, and return whether they have.
 
   // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
   // open run again and may push other bytes. False, and no change, if it is not the current round:

@@ -101,7 +101,7 @@ class GroupCalls {
   // Blocks for as long as it takes to write the partition.
   virtual absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) = 0;
   // The first part of SaveNow(): ends the open round of the model, and permits no pushes until the
-  // sender has left, or for some minutes. Blocks until everything that has been committed is
+  // sender has left, or for 20 minutes. Blocks until everything that has been committed is
   // published here. NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED.
   virtual absl::Status RejectPushesForStop(const v1::SaveNowRequest& request) = 0;
   virtual absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(

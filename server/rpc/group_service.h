@@ -11,8 +11,8 @@
 namespace ema {
 
 struct GroupWorkers {
-  // No call on these three may wait for another server: two servers may reserve, or save, or
-  // compute with, each other's partitions. SavePart() may take minutes.
+  // No call on these three may wait for another server, because two servers may call each other at
+  // the same time. SavePart() may take minutes.
   Worker* reserving = nullptr;
   Worker* saving_parts = nullptr;
   Worker* computing_parts = nullptr;

@@ -25,8 +25,8 @@
 namespace ema::client_internal {
 
 // Pulls each partition from its server, all at once, into one target. The first partition with a
-// selected tensor leads: it is asked for what the user wants, such as the newest version, and the
-// others for the version in its reply. For one thread, which also calls the target.
+// selected tensor leads: the version that the user wants, such as the newest, is requested from it,
+// and the version in its reply from the others. For one thread, which also calls the target.
 class GroupPull {
  public:
   // All pointers outlive it. `request`: for the whole model, without an offset.
@@ -64,8 +64,7 @@ class GroupPull {
   // The description of the whole. INTERNAL: the headers are of different versions.
   absl::StatusOr<PullInfo> JoinHeaders() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Waits until `is_reached`, while it polls `interrupt` and reports progress. `inner` is fired
-  // when `interrupt` is.
-  // Returns false if it is still false at `until`.
+  // when `interrupt` is. False: it was not reached by `until`.
   bool AwaitUntil(SteadyTime until, Interrupt* interrupt, Interrupt* inner,
                   absl::FunctionRef<bool()> is_reached) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The same without a limit. If the model has moved meanwhile, fires `inner`, and sets the error.

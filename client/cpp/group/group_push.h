@@ -39,7 +39,7 @@ namespace ema::client_internal {
 // servers, and has the round of the next step.
 //
 // A push that is fenced because a restarted server has begun another incarnation is repeated there,
-// unless the weights may have changed. In that case it tells the other ranks that the step is lost.
+// unless the weights may have changed. Then it reports to the other ranks that the step is lost.
 class GroupPush final : public RunningPush {
  public:
   // Opens a run again that was fenced: RejoiningRun.
@@ -76,7 +76,7 @@ class GroupPush final : public RunningPush {
   absl::StatusOr<Version> DropStep(const absl::Status& error);
   // The result of the same push in the newest incarnation. REQUIRES: AwaitParts() has returned.
   absl::StatusOr<Version> PushAgain() ABSL_LOCKS_EXCLUDED(mu_);
-  // Tells the other ranks that this rank will not push the step in `run`. Returns ABORTED,
+  // Reports to the other ranks that this rank will not push the step in `run`. Returns ABORTED,
   // STEP_ABANDONED.
   absl::Status GiveUpLostStep(GroupRun& run) const;
   // Null: PushAgain() has not begun it.

@@ -26,7 +26,7 @@ struct FailedPush {
 };
 
 // Drops the step on the server of `run` (the home, if the model is on a group), unless the error
-// shows that this is needless. Returns the step's progress if this push was committed. Otherwise
+// shows that this is unnecessary. Returns the step's progress if this push was committed. Otherwise
 // returns SESSION_EXPIRED if the push timed out while other ranks were missing, STEP_ABANDONED if
 // this rank abandoned it, or else the error of the push. Blocks at most a second.
 absl::StatusOr<PushProgress> DropStep(RunCore& run, const FailedPush& failed);
