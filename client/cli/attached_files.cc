@@ -26,7 +26,7 @@ bool DescribesModel(const std::string& name) {
                      [&](const char* end) { return absl::EndsWithIgnoreCase(name, end); });
 }
 
-// The files that `path` means.
+// The file at `path`, or the files of a folder that describe a model.
 absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& path) {
   std::error_code error;
   if (!std::filesystem::exists(path, error) && !error) {

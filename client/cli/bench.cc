@@ -33,7 +33,7 @@ struct Results {
   Measured pull;
 };
 
-// What this host could give a program now; nullopt: it does not say.
+// The memory that this host has for a program now; nullopt: unknown.
 std::optional<int64_t> AvailableBytes() {
   std::ifstream file("/proc/meminfo");
   std::string name;
@@ -47,7 +47,7 @@ std::optional<int64_t> AvailableBytes() {
 
 absl::Status CheckFits(int64_t bytes) {
   const std::optional<int64_t> available = AvailableBytes();
-  // What is pushed, and what is pulled.
+  // One half for the pushed weights, the other for the pulled ones.
   if (!available.has_value() || bytes <= *available / 2) return absl::OkStatus();
   return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
                    absl::StrCat("--bytes: ", FormatBytes(bytes), " given; the host needs twice ",
@@ -104,7 +104,7 @@ class Benchmark {
                                           {TrackConfig{.name = kTrack, .schedule = schedule}},
                                           {.max_pinned_versions = 1}, session_.timeout)
                             .status());
-    // The server has room for it.
+    // Filled only now, because the server has accepted the model.
     weights_.Fill();
     pulled_.resize(static_cast<size_t>(weights_.total_bytes()));
     EMA_ASSIGN_OR_RETURN(run_,
@@ -112,7 +112,7 @@ class Benchmark {
     Results results;
     // The first round does not count: it connects, and touches memory for the first time.
     for (int64_t round = 0; round <= rounds_; ++round) {
-      // Calls ask for themselves only where they wait.
+      // Calls check this only while they wait.
       if (session_.is_interrupted()) return absl::CancelledError("interrupted");
       EMA_RETURN_IF_ERROR(Push(round + 1, results.push));
       EMA_RETURN_IF_ERROR(Pull(results.pull));
@@ -196,7 +196,7 @@ absl::Status Bench(const Session& session, const BenchOptions& options) {
   const auto remove = [&] {
     return cleaner->DeleteModel(model, /*purge=*/true, std::min(session.timeout, kLongestDelete));
   };
-  // Who may not delete must not make.
+  // Create no model without the right to delete it.
   if (absl::Status allowed = remove(); !allowed.ok()) {
     return absl::IsPermissionDenied(allowed)
                ? WithPrefix(allowed,

@@ -73,7 +73,7 @@ absl::Status ShowCheckpoint(const Session& session, const std::string& model,
   return PrintResult(session.json, info, DescribeCheckpoint(info));
 }
 
-// As all that removes, this looks first: to the client one that is not there is OK.
+// Reports a checkpoint that does not exist, as all commands that remove: the client accepts it.
 absl::Status DeleteCheckpoint(const Session& session, const std::string& model,
                               const std::string& checkpoint) {
   EMA_RETURN_IF_ERROR(session.client->GetCheckpoint(model, checkpoint, session.timeout).status());

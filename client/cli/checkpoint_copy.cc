@@ -49,7 +49,7 @@ absl::StatusOr<CheckpointManifest> CopyAndVerify(FileSystem& file_system, const 
   EMA_RETURN_IF_ERROR(CopyTree(file_system, from, to));
   absl::StatusOr<CheckpointManifest> copied = VerifyCheckpoint(file_system, to);
   if (!absl::IsDataLoss(copied.status())) return copied;
-  // Which of the two is wrong?
+  // Finds out whether the original is corrupt, too.
   EMA_RETURN_IF_ERROR(VerifyCheckpoint(file_system, from).status());
   return WithPrefix(copied.status(), "the copy: ");
 }
@@ -65,7 +65,7 @@ absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const s
   if (!has_source) return absl::NotFoundError("no such checkpoint");
   EMA_ASSIGN_OR_RETURN(const bool exists, file_system.Exists(target));
   if (exists) return absl::AlreadyExistsError("the target exists");
-  // Before anything is written; what it says is verified with all the rest.
+  // Read before anything is written; it is verified with the copy.
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest checkpoint,
                        ReadCheckpointManifest(file_system, from));
   EMA_RETURN_IF_ERROR(CheckNoUnknownFiles(file_system, from, checkpoint));
@@ -78,7 +78,7 @@ absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const s
     }
   }
   if (!copied.ok()) {
-    // Best effort: the name says what it is.
+    // Best effort: the name shows that the folder is temporary.
     file_system.RemoveTree(temporary).IgnoreError();
     return copied.status();
   }

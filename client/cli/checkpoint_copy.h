@@ -12,11 +12,11 @@
 
 namespace ema::cli {
 
-// Copies the checkpoint at `from` to `to`, which is there as a whole, synced and read back, or not
-// at all: it grows under a name that begins with ".tmp-" beside `to`. ALREADY_EXISTS: there is
-// something at `to`. DATA_LOSS, CHECKPOINT_CORRUPT: `from` is not what was written; or the copy is
-// not, which the message says. Other errors as VerifyCheckpoint() and CheckNoUnknownFiles(), and
-// RESOURCE_EXHAUSTED, DISK_FULL. After an error nothing is left, unless the disk fails. Blocks.
+// Copies the checkpoint at `from` to `to` under a name beside `to` that begins with ".tmp-", syncs
+// the copy, reads it back, and renames it. ALREADY_EXISTS: `to` exists. DATA_LOSS,
+// CHECKPOINT_CORRUPT: `from` is corrupt, or the copy is, and then the message says that. Other
+// errors as VerifyCheckpoint() and CheckNoUnknownFiles(), and RESOURCE_EXHAUSTED, DISK_FULL. After
+// an error nothing is left, unless the disk fails. Blocks.
 absl::StatusOr<CheckpointManifest> CopyVerified(FileSystem& file_system, const std::string& from,
                                                 const std::string& to);
 

@@ -61,13 +61,13 @@ void AddModel(CLI::App* sub, std::string& model) {
   sub->add_option("model", model, "Name of the model")->required();
 }
 
-// Can be given several times, each with one value: what comes behind that is not its.
+// Can be given several times, each with one value. The next argument is not another value.
 CLI::Option* AddRepeatable(CLI::App* sub, const char* name, std::vector<std::string>& values,
                            const std::string& help) {
   return sub->add_option(name, values, help + ", repeatable")->take_all()->allow_extra_args(false);
 }
 
-// Behind `version`, the option of a version's number.
+// `version`: the option of the version's number, which --incarnation needs.
 void AddIncarnation(CLI::App* sub, CLI::Option* version, int64_t& incarnation) {
   sub->add_option("--incarnation", incarnation,
                   "Incarnation of the server that gave the version its number, as --json shows it "
@@ -82,7 +82,7 @@ CLI::Option* AddVersion(CLI::App* sub, int64_t& version, int64_t& incarnation, c
   return option;
 }
 
-// A command that is a family of others.
+// Declares a command that has only subcommands.
 CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
   CLI::App* const family = app.add_subcommand(name, help);
   family->require_subcommand(1);
@@ -90,7 +90,7 @@ CLI::App& AddFamily(CLI::App& app, const char* name, const char* help) {
   return *family;
 }
 
-// Declares what is about checkpoints, but for their labels.
+// Declares the commands about checkpoints, except their labels.
 void AddCheckpointCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App& family =
       AddFamily(app, "checkpoint", "Save, list, verify and copy versions on the server's disk");
@@ -219,7 +219,7 @@ void AddLabelCommands(CLI::App& app, Options& options, Command& chosen) {
 // The exit codes of commands that Docker runs as probes, which may only be 0 and 1.
 int ProbeExitCode(const absl::Status& status) { return status.ok() ? kExitOk : kExitOther; }
 
-// Declares what is about the server itself.
+// Declares the commands about the server itself.
 void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App* sub = app.add_subcommand("health",
                                      "Check the server's health, as a probe does: exit code 0 if "
@@ -289,7 +289,7 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
       ->capture_default_str();
 }
 
-// Of texts that CheckTrack() has passed.
+// REQUIRES: CheckTrack() accepts the texts.
 std::vector<TrackOption> ParseTracks(const std::vector<std::string>& texts) {
   std::vector<TrackOption> tracks;
   tracks.reserve(texts.size());
@@ -302,7 +302,7 @@ std::vector<TrackConfig> NewTracks(const std::vector<std::string>& texts) {
   return tracks;
 }
 
-// Of a model that is made.
+// Declares the options of commands that create a model.
 void AddModelOptions(CLI::App* sub, Client::ModelOptions& options) {
   sub->add_option("--max-pinned", options.max_pinned_versions,
                   "Versions that readers may hold at once (default: the server's)")
@@ -315,7 +315,7 @@ void AddModelOptions(CLI::App* sub, Client::ModelOptions& options) {
       ->check(CheckNonFinite);
 }
 
-// Declares what makes and changes models.
+// Declares the commands that create and change models.
 void AddModelCommands(CLI::App& app, Options& options, Command& chosen) {
   CLI::App* sub = Add(app, chosen, "create", "Create a model", [&](const Session& session) {
     options.create.tracks = NewTracks(options.tracks);
@@ -358,7 +358,7 @@ void AddModelCommands(CLI::App& app, Options& options, Command& chosen) {
   AddRepeatable(sub, "--resume", options.changes.resume, "Name of a paused track to update again");
 }
 
-// Declares what shows models and their versions.
+// Declares the commands that show models and their versions.
 void AddShowCommands(CLI::App& app, Options& options, Command& chosen) {
   Add(app, chosen, "list", "List the models", [](const Session& session) { return List(session); });
 
@@ -432,7 +432,7 @@ void AddPull(CLI::App& app, Options& options, Command& chosen) {
                 "Pull only this part of a tensor, such as 'head.weight[0:10,5:]', and the tensors "
                 "of --tensors");
   sub->add_option("-o,--output", options.pull.output,
-                  "File.safetensors to write, or folder/: weights named as from_pretrained wants "
+                  "File.safetensors to write, or folder/: weights named as from_pretrained expects "
                   "them, and the model's attached files")
       ->required()
       ->check([](const std::string& path) { return path.empty() ? "must not be empty" : ""; });

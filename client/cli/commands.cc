@@ -19,7 +19,7 @@ namespace ema::cli {
 
 absl::Status Create(const Session& session, const CreateOptions& options) {
   EMA_ASSIGN_OR_RETURN(const WeightsFile file, WeightsFile::Open(options.file));
-  // The server takes a rule that ignores what is not there: for an import it may be right.
+  // The server accepts a rule that ignores tensors and matches none; here that is a mistake.
   for (const TrackConfig& track : options.tracks) {
     EMA_RETURN_IF_ERROR(CheckRulesMatch(track, file.manifest()));
   }
@@ -146,7 +146,7 @@ absl::Status Delete(const Session& session, const DeleteOptions& options) {
                                    "\", the model that is to be deleted"));
   }
   const absl::Status found = session.client->GetModel(model, session.timeout).status();
-  // Also if there is none: a call before may have failed at its checkpoints.
+  // Also if there is none: an earlier call may have deleted it but not its checkpoints.
   EMA_RETURN_IF_ERROR(session.client->DeleteModel(model, options.purge, session.timeout));
   // The client accepts an unknown name, but a person may have mistyped it. A model with this reason
   // was on the disk, and the call has set its checkpoints aside.

@@ -21,7 +21,7 @@ int ExitCode(const absl::Status& status) {
     case absl::StatusCode::kUnauthenticated:
       return kExitRefused;
     case absl::StatusCode::kUnavailable: {
-      // A server that is there, and cannot write to its disk.
+      // The server is reachable, but cannot write to its disk.
       const ErrorReason reason = GetErrorReason(status);
       const bool is_of_disk =
           reason == ErrorReason::kStoreReadOnly || reason == ErrorReason::kDiskFailed;

@@ -21,13 +21,13 @@ constexpr std::array<ScheduleOption, 24> kOptions = {{
     {"smoothing", "The same decay at every update, such as 0.999"},
     {"zero_init",
      "With --smoothing: begin with zeros (plain), or also correct for their share (debias)"},
-    {"inv_gamma", "Warm-up 1 - (1 + s / inv_gamma)^-power, such as 1"},
+    {"inv_gamma", "Warm-up 1 - (1 + n / inv_gamma)^-power, such as 1"},
     {"power", "Exponent of the warm-up of --inv-gamma (default: 2/3)"},
-    {"ramp", "Warm-up (1 + s) / (ramp + s), such as 10"},
+    {"ramp", "Warm-up (1 + n) / (ramp + n), such as 10"},
     {"min_decay", "Smallest decay of a warm-up (default: 0)"},
-    {"exp_ramp", "Warm-up max_decay * (1 - exp(-s / exp_ramp)), such as 2000"},
+    {"exp_ramp", "Warm-up max_decay * (1 - exp(-n / exp_ramp)), such as 2000"},
     {"max_decay", "Largest decay of a warm-up (default: 0.9999)"},
-    {"count_offset", "Added to the position s of a warm-up, such as 1 (default: 0)"},
+    {"count_offset", "Added to the position n of a warm-up, such as 1 (default: 0)"},
     {"decays", "Decays at points of the training time, such as \"0dur:0.996 1dur:1\""},
     {"decays_shape", "Between the points of --decays: linear (the default) or cosine"},
     {"sigma_rel", "Power-function profile of this relative width, such as 0.05"},
@@ -44,7 +44,7 @@ constexpr std::array<ScheduleOption, 24> kOptions = {{
 
 constexpr int64_t kMaxUpdates = 1'000'000;
 constexpr std::array<int64_t, 4> kShareCounts = {1, 10, 100, 1000};
-// Below it, float32 averages are off by more than 2^-24 / 1e-4 = 0.06 %.
+// With smaller weights, float32 averages have a relative error above 2^-24 / 1e-4 = 0.06 %.
 constexpr double kSmallWeight = 1e-4;
 
 absl::Status Refuse(std::string_view message) {
@@ -57,8 +57,8 @@ class Pushes {
   static absl::StatusOr<Pushes> Create(const Schedule& schedule,
                                        const std::optional<TrainingDuration>& total);
 
-  // Of push `i`, from 0, in the interval's unit. Absent: training is over, or beyond what counts
-  // can say.
+  // The time of push `i`, from 0, in the interval's unit. Absent: training has ended, or the number
+  // of the push is too large.
   std::optional<double> At(int64_t i) const;
   TrainingTime TimeAt(double time) const;
   // The first push at or after `moment`; at most one earlier, by rounding.
@@ -72,7 +72,7 @@ class Pushes {
   std::optional<double> total_;  // In the interval's unit.
 };
 
-// OK if the pushes know the time that `field` is in.
+// OK if the pushes count the unit of `field`.
 absl::Status CheckUnit(const char* field, const TrainingDuration& duration,
                        const TrainingDuration& interval, bool has_total) {
   const bool is_share = duration.unit == TimeUnit::kProgress;
@@ -123,7 +123,7 @@ absl::StatusOr<Pushes> Pushes::Create(const Schedule& schedule,
 }
 
 std::optional<double> Pushes::At(int64_t i) const {
-  constexpr double kTolerance = 1e-9;  // Of the last share, summed up.
+  constexpr double kTolerance = 1e-9;  // Rounding errors of the summed shares.
   constexpr double kMaxCount = 9007199254740992.0;
   const double time = first_ + static_cast<double>(i) * interval_.value;
   const double end = interval_.unit == TimeUnit::kProgress ? 1 : total_.value_or(kMaxCount);
@@ -145,7 +145,7 @@ int64_t Pushes::IndexAt(const TrainingDuration& moment) const {
   return static_cast<int64_t>(std::clamp(index, 0.0, kMaxIndex));
 }
 
-// The share that updates of these weights have in the average after them.
+// The total share of updates with these weights in the average after the last of them.
 double ShareOf(const Schedule& schedule, absl::Span<const double> weights) {
   if (schedule.kept_weights_count() > 0) {
     return std::min(1.0, weights.back() * static_cast<double>(weights.size()));
@@ -205,7 +205,7 @@ absl::StatusOr<Explanation> ExplainSchedule(const Schedule& schedule,
   Explanation explanation{.schedule = schedule};
   Schedule::State state;
   std::vector<double> weights;
-  // What lies between the first push and the start leaves no trace.
+  // Pushes between the first one and the start do not affect the average.
   const int64_t start = pushes.IndexAt(schedule.options().start);
   for (int64_t i = 0; static_cast<int64_t>(weights.size()) < kMaxUpdates;
        i = i == 0 ? std::max<int64_t>(1, start) : i + 1) {

@@ -97,7 +97,7 @@ Json ToJson(const GroupInfo& info) {
 }
 
 std::string MemberTable(const GroupInfo& info) {
-  constexpr size_t kBootLength = 8;  // Enough to tell two lives of a process apart.
+  constexpr size_t kBootLength = 8;  // Enough to distinguish two starts of a server.
   Table table({"MEMBER", "BOOT", "ADDRESS", "DEVICE", "MEMORY", "STATE"});
   for (const GroupInfo::Member& member : info.members) {
     const std::string boot = member.boot.substr(0, kBootLength);

@@ -24,8 +24,7 @@ bool CanPlan(absl::Span<const TrackConfig> tracks, const TrainingTime& now) {
   });
 }
 
-// With the units that the tracks need and no others: each that is there once, every later push must
-// have, too.
+// Has only the units that the tracks need, because every later push must have the same units.
 TrainingTime TimeOf(int64_t step, absl::Span<const TrackConfig> tracks) {
   std::vector<TimeUnit> units;
   units.reserve(kTimeUnitCount);

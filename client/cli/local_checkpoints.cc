@@ -20,10 +20,10 @@
 namespace ema::cli {
 namespace {
 
-// What was found of one track, or of a checkpoint as a whole.
+// The result of verifying one track, or a checkpoint as a whole.
 struct Finding {
   std::string checkpoint;
-  std::string track;  // Empty: of what is not one track's.
+  std::string track;  // Empty: the checkpoint as a whole.
   int64_t file_count = 0;
   int64_t bytes = 0;
   absl::Status status;
@@ -31,7 +31,7 @@ struct Finding {
   friend bool operator==(const Finding&, const Finding&) = default;
 };
 
-// True if `path` looks like a checkpoint, whole or not.
+// True if `path` has files of a checkpoint, complete or not.
 absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
   for (const std::string& part : {JoinPath(path, kManifestFileName), TracksPath(path)}) {
     EMA_ASSIGN_OR_RETURN(const bool exists, PosixFileSystem().Exists(part));
@@ -40,7 +40,7 @@ absl::StatusOr<bool> IsCheckpoint(const std::string& path) {
   return false;
 }
 
-// False also if one of them cannot be looked at.
+// False also if one of them cannot be read.
 bool IsWithin(const std::string& path, const std::string& folder) {
   std::error_code error;
   const auto inner =
@@ -52,7 +52,7 @@ bool IsWithin(const std::string& path, const std::string& folder) {
 
 struct Found {
   std::string path;
-  std::string name;  // In what is printed.
+  std::string name;  // For the output.
 };
 
 // Adds the checkpoints that are in `directory`, if there is one; their names begin with `prefix`.
@@ -63,7 +63,7 @@ absl::Status AddCheckpointsIn(const std::string& directory, const std::string& p
   EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                        PosixFileSystem().ListDirectory(directory));
   for (const DirectoryEntry& entry : entries) {
-    // What the server has set aside or not finished begins with a dot.
+    // The names of unfinished checkpoints, and of those set aside, begin with a dot.
     if (!entry.is_directory || entry.name[0] == '.') continue;
     const std::string path = JoinPath(directory, entry.name);
     EMA_ASSIGN_OR_RETURN(const bool looks_like_one, IsCheckpoint(path));
@@ -80,7 +80,7 @@ std::string CheckpointsOf(const std::string& models, const std::string& model) {
 }
 
 // The folders that may have checkpoints: `directory`, and if it is a data directory its models'.
-// Their names are what those of their checkpoints begin with.
+// Each has as its name the prefix of its checkpoints' names.
 absl::StatusOr<std::vector<Found>> FindFolders(const std::string& directory) {
   std::vector<Found> folders = {{directory, ""}};
   const std::string models = JoinPath(directory, "models");
@@ -111,7 +111,7 @@ int64_t FileCount(const CheckpointManifest& checkpoint, const CheckpointTrack& t
   return static_cast<int64_t>(count);
 }
 
-// A finding for each track of a checkpoint, or one for a fault of the whole. Empty: it was removed.
+// A finding for each track of a checkpoint, or one for the whole. Empty: it was removed.
 std::vector<Finding> Verify(const Found& found) {
   std::vector<Finding> findings;
   bool is_bad_track = false;
@@ -134,12 +134,12 @@ std::vector<Finding> Verify(const Found& found) {
   return findings;
 }
 
-// Whether `name` is in the folder; true also if the disk does not say.
+// Whether `name` is in the folder; true also if the disk fails.
 bool IsIn(const Found& folder, std::string_view name) {
   return PosixFileSystem().Exists(JoinPath(folder.path, name)).value_or(true);
 }
 
-// What LATEST and the labels of a folder name and is not there, as far as there are any.
+// The checkpoints that LATEST and the labels of a folder name although they do not exist.
 std::vector<Finding> CheckNamesOnce(const Found& folder) {
   std::vector<Finding> findings;
   const auto add = [&](std::string_view name, const absl::Status& problem) {
@@ -176,7 +176,7 @@ std::vector<Finding> CheckNamesOnce(const Found& folder) {
   return findings;
 }
 
-// A server that saves meanwhile names another, and then removes what it named before.
+// Checks again, because a running server may have named another checkpoint and removed the old one.
 std::vector<Finding> CheckNames(const Found& folder) {
   std::vector<Finding> findings = CheckNamesOnce(folder);
   for (int i = 0; i < 10 && !findings.empty(); ++i) {
@@ -242,7 +242,7 @@ absl::Status VerifyCheckpoints(const std::string& directory, bool json) {
 absl::Status CopyCheckpoint(const std::string& from, const std::string& to, bool json) {
   EMA_ASSIGN_OR_RETURN(const bool is_one, IsCheckpoint(from));
   if (!is_one) return absl::NotFoundError(from + ": not a checkpoint's folder");
-  // Else it would be no checkpoint any more.
+  // The copy would make `from` invalid.
   if (IsWithin(to, from)) {
     return BadRequest(absl::StrCat(to, " is inside ", from, "; expected a folder elsewhere"));
   }

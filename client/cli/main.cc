@@ -34,7 +34,7 @@ constexpr char kFooter[] =
     "interrupted. An error goes to stderr; with --json as\n"
     "{\"error\": {code, reason, message}}.\n";
 
-// A word that a shell reads back as it is.
+// The word, quoted for a shell.
 std::string ShellWord(const std::string& word) {
   constexpr char kPlain[] =
       "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:=@%+,-";
@@ -42,7 +42,7 @@ std::string ShellWord(const std::string& word) {
   return absl::StrCat("'", absl::StrReplaceAll(word, {{"'", "'\\''"}}), "'");
 }
 
-// The command as it was given, with the confirmation that it lacks.
+// The error, with the given command and the missing confirmation.
 CLI::ParseError WithConfirmation(const CLI::ParseError& error, const std::string& command_name,
                                  const std::vector<std::string>& arguments,
                                  const std::string& model) {
@@ -56,7 +56,7 @@ CLI::ParseError WithConfirmation(const CLI::ParseError& error, const std::string
   return {text + confirmation, error.get_exit_code()};
 }
 
-// Also says which command or option there is none of, where CLI11 says only that one is missing.
+// Names the unknown command or option if CLI11 says only that one is missing.
 CLI::ParseError Explained(const CLI::ParseError& error, const CLI::App& app,
                           const std::vector<std::string>& arguments, const std::string& model) {
   const std::vector<CLI::App*> chosen = app.get_subcommands();
@@ -95,32 +95,32 @@ void OnSignal(int) { interrupted = 1; }
 
 bool IsInterrupted() { return interrupted != 0; }
 
-// From here on Ctrl-C ends a wait, so that a half-written file is removed. So does a terminal that
-// is closed, unless nohup ignores that.
+// Ctrl-C, and closing the terminal unless nohup ignores that, interrupt the command from now on, so
+// that it removes an incomplete file.
 void CatchSignals() {
   struct sigaction action = {};
   action.sa_handler = &OnSignal;
-  action.sa_flags = SA_RESETHAND;  // The second one kills.
+  action.sa_flags = SA_RESETHAND;  // A second signal kills the process.
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   struct sigaction hang_up = {};
   if (sigaction(SIGHUP, nullptr, &hang_up) != 0 || hang_up.sa_handler == SIG_IGN) return;
-  action.sa_flags = 0;  // It comes twice.
+  action.sa_flags = 0;  // A terminal may send SIGHUP twice.
   sigaction(SIGHUP, &action, nullptr);
 }
 
-// Of wrong usage. A probe's is 1, too: Docker has kept 2 for itself.
+// The exit code for wrong usage. For a probe it is 1, because Docker reserves 2.
 int UsageExitCode(const CLI::App& app) {
   return app.got_subcommand("health") ? ema::cli::kExitOther : ema::cli::kExitUsage;
 }
 
 }  // namespace
 
-// What CLI11 throws before it parses is a wrong declaration of ours, which may end the program.
+// An exception of CLI11 before parsing is a bug in our declarations, and may end the program.
 // NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
   ema::OccupyStandardFiles();
-  signal(SIGXFSZ, SIG_IGN);  // Where files may not grow, a write is to fail.
+  signal(SIGXFSZ, SIG_IGN);  // A write beyond `ulimit -f` then fails with an error.
 
   ema::client_internal::QuietGrpc();
   ema::cli::Options options;
@@ -163,7 +163,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& thrown) {
     const CLI::ParseError error =
         Explained(thrown, app, {argv + std::min(argc, 1), argv + argc}, options.remove.model);
-    // What has been parsed so far may not have come to it.
+    // The error may precede --json on the command line.
     const bool wants_json = std::find(argv, argv + argc, std::string_view("--json")) != argv + argc;
     if (wants_json && error.get_exit_code() != 0) {
       ema::cli::PrintError(absl::InvalidArgumentError(error.what()), /*json=*/true);
@@ -178,7 +178,7 @@ int main(int argc, char** argv) {
   absl::ParseDuration(options.timeout, &session.timeout);
   std::unique_ptr<ema::Client> client;
   if (command.needs_server) {
-    // Not a flag: everybody on a host sees those.
+    // The token is not a flag, because all users of a host can see the flags of a process.
     const char* const token = std::getenv("EMA_TOKEN");
     const Client::Options client_options{
         .timeout = session.timeout,
@@ -201,12 +201,12 @@ int main(int argc, char** argv) {
     session.client = client.get();
   }
   absl::Status status = command.run(session);
-  // As `emactl list > file` on a full disk.
+  // This fails for `emactl list > file` on a full disk, for example.
   if (status.ok() && (std::fflush(stdout) != 0 || std::ferror(stdout) != 0)) {
     status = absl::UnknownError("cannot write to the standard output");
   }
   if (!status.ok()) ema::cli::PrintError(status, options.json);
   std::fflush(stderr);
-  // Not by the destructors: where the system had no threads for gRPC, its end waits for them.
+  // Skips destructors: if the system had no threads for gRPC, its shutdown would wait for them.
   _exit(command.exit_code(status));
 }

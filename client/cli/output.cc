@@ -57,7 +57,7 @@ void to_json(Json& json, const ModelInfo& model) {
     json["attached_files"][file.name] = file.total_bytes;
   }
   if (model.manifest.tensor_count() == 0) {
-    // One of a list, which leaves rules out, too.
+    // An entry of a list, which has no rules either.
     for (const char* tracks : {"tracks", "pending_tracks"}) {
       for (Json& track : json[tracks]) track.erase("tensor_rules");
     }
@@ -86,7 +86,7 @@ std::string LatestVersion(const ModelInfo& model) {
   return model.latest.has_value() ? absl::StrCat(model.latest->number) : "-";
 }
 
-// Of one that is not whole nothing is known.
+// The size of an incomplete checkpoint is unknown.
 std::string SizeText(const CheckpointInfo& checkpoint) {
   return checkpoint.total_bytes > 0 ? FormatBytes(checkpoint.total_bytes) : "-";
 }

@@ -48,7 +48,7 @@ void ProgressBar::Show(int64_t done_bytes, int64_t total_bytes) {
   const bool is_early = last_drawn_.has_value() && Since(*last_drawn_) < kDrawInterval;
   if (done_bytes < total_bytes && is_early) return;
   last_drawn_ = SteadyNow();
-  // The spaces cover what a longer line has left.
+  // The spaces overwrite the rest of a longer line.
   std::fprintf(stderr, "\r%s    ", FormatProgress(done_bytes, total_bytes, Since(start_)).c_str());
   std::fflush(stderr);
 }

@@ -37,7 +37,7 @@ std::optional<int64_t> ParseBound(absl::string_view text, int64_t otherwise) {
   return value;
 }
 
-// A file that takes its name when it is whole.
+// Writes a file under a temporary name, and renames it when it is complete.
 absl::Status WriteFile(const std::string& path, const std::string& bytes) {
   FileSystem& files = PosixFileSystem();
   const std::string temporary_path = TemporaryPath(path);
@@ -51,7 +51,6 @@ absl::Status WriteFile(const std::string& path, const std::string& bytes) {
   };
   const absl::Status status = write();
   if (status.ok()) return absl::OkStatus();
-  // What is left of a file that could not be written.
   files.RemoveFile(temporary_path).IgnoreError();
   return FileError(path, status);
 }
@@ -77,7 +76,7 @@ absl::Status CheckFolder(const std::string& folder, const std::string& weights_n
       index, ": the folder has weights in pieces; use another folder, or remove them"));
 }
 
-// That a file may be written there.
+// OK: a file may be written to the output.
 absl::Status CheckFile(const PullOptions& options) {
   if (!options.config_from.empty()) {
     return absl::InvalidArgumentError(absl::StrCat("--config-from: the output ", options.output,
@@ -86,7 +85,7 @@ absl::Status CheckFile(const PullOptions& options) {
   std::error_code ignored;
   const auto there = std::filesystem::status(options.output, ignored);
   if (exists(there) && !is_regular_file(there)) {
-    // A rename would put a file in its place: of /dev/null, too.
+    // A rename would replace it, even /dev/null.
     return absl::FailedPreconditionError(
         absl::StrCat(options.output, ": exists and is not a regular file"));
   }
@@ -160,7 +159,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
   const bool is_folder =
       options.output.back() == '/' || std::filesystem::is_directory(options.output, ignored);
   if (!is_folder) EMA_RETURN_IF_ERROR(CheckFile(options));
-  // The pull itself waits long, also for a server: that there is one now shows here.
+  // The pull retries for a long time, so an unreachable server is reported here.
   EMA_ASSIGN_OR_RETURN(const ModelInfo model,
                        session.client->GetModel(options.model, session.timeout));
   for (const std::string& text : options.slices) {
@@ -186,7 +185,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
         [&](const PullInfo& coming) -> absl::StatusOr<std::span<std::byte>> {
           if (is_folder) EMA_RETURN_IF_ERROR(MakeFolder(options.output));
           total_bytes = coming.total_bytes;
-          // As in the server's checkpoints; transformers insists on "format".
+          // The same metadata as in the server's checkpoints; transformers requires "format".
           return file.Reserve(coming,
                               {{"format", "pt"},
                                {"ema.model", options.model},
@@ -198,7 +197,7 @@ absl::Status Pull(const Session& session, const PullOptions& options) {
         session.disk_timeout(), [&](int64_t done_bytes) { bar.Show(done_bytes, total_bytes); });
   }
   EMA_RETURN_IF_ERROR(info.status());
-  // Not before all weights are there: a pull that fails leaves the folder as it was.
+  // After the weights, so that a failed pull leaves the folder as it was.
   for (const auto& [name, bytes] : files) {
     EMA_RETURN_IF_ERROR(WriteFile(JoinPath(options.output, name), bytes));
   }

@@ -40,7 +40,7 @@ std::string DescribeServer(const Client::ServerInfo& info, absl::Time now) {
   return absl::StrCat(
       "ema-server ", info.version, " on ", info.device, ", incarnation ", info.incarnation, "\n",
       info.not_serving.empty() ? "SERVING" : absl::StrCat("NOT_SERVING: ", info.not_serving),
-      // FormatDuration() has no unit for the first second.
+      // FormatDuration() prints less than a second in smaller units.
       ", up ", up < absl::Seconds(1) ? "0s" : absl::FormatDuration(up), "\n",
       "memory for models: ", FormatBytes(info.memory_reserved_bytes), " reserved of ",
       FormatBytes(info.memory_budget_bytes), ", ", FormatBytes(info.memory_used_bytes),

@@ -18,7 +18,7 @@ namespace {
 
 std::string_view AsStd(absl::string_view text) { return {text.data(), text.size()}; }
 
-// A half-life or "copy" may come without its name.
+// The first field may be a half-life or "copy" without a name.
 absl::StatusOr<Schedule> ParseSchedule(std::string_view text) {
   const std::string_view first = text.substr(0, text.find(','));
   if (first.find('=') != std::string_view::npos || first.size() == text.size()) {
@@ -81,7 +81,7 @@ absl::Status AddTensorRule(absl::string_view text, TrackOption& option) {
   return absl::OkStatus();
 }
 
-// What is not of the schedule.
+// A field of a track that does not belong to its schedule.
 struct Field {
   absl::string_view name;
   absl::Status (*take)(absl::string_view text, TrackOption& option);
@@ -98,7 +98,7 @@ const Field* FindField(absl::string_view name) {
   return nullptr;
 }
 
-// Schedule::Parse() would guess among the fields of a schedule only.
+// Also suggests fields outside the schedule, unlike Schedule::Parse().
 absl::Status CheckName(absl::string_view name) {
   std::vector<std::string_view> names;
   for (const ScheduleOption& option : ScheduleOptions()) names.emplace_back(option.field);

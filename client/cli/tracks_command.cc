@@ -14,7 +14,7 @@
 namespace ema::cli {
 namespace {
 
-// One track, with what the newest version says of it.
+// One track, and its record in the newest version.
 struct Standing {
   TrackConfig config;
   std::string kept_as;
@@ -34,7 +34,7 @@ std::string KeptAs(const TrackConfig& track) {
   return std::string(DtypeName(track.dtype));
 }
 
-// A track that is there now, if `pending` is what the next commit makes of all.
+// The state of a current track. `pending`: all tracks after the next commit.
 std::string StateOf(const TrackConfig& track,
                     const std::optional<std::vector<TrackConfig>>& pending) {
   std::string state = track.paused ? "paused" : "active";
@@ -90,7 +90,7 @@ std::string TrackTable(const ModelInfo& model) {
     table.Add(
         {standing.config.name, TrackText(standing.config), standing.kept_as,
          absl::StrCat(last == nullptr ? 0 : last->update_count),
-         // Of this version, if the track was due.
+         // The weight of this version's update, if the track was due.
          last == nullptr || !last->updated ? "-" : absl::StrFormat("%.4g", last->update_weight),
          statistics == nullptr ? "-" : absl::StrCat(statistics->norm),
          has_distance ? absl::StrCat(*statistics->distance) : "-", standing.state});

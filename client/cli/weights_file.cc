@@ -150,7 +150,7 @@ absl::Status WeightsFile::AddPieces(const std::string& folder, const std::string
   }
   for (auto& [name, tensors] : tensors_of) {
     const std::string path = JoinPath(folder, name);
-    // What is taken is struck off.
+    // Adds the listed tensors, and removes them from the list.
     EMA_RETURN_IF_ERROR(Add(path, [&tensors = tensors](const std::string& tensor) {
       return tensors.erase(tensor) > 0;
     }));

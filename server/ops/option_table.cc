@@ -84,7 +84,7 @@ absl::Status CheckListen(const std::string& text) {
   return Bad(text, "is not host:port, such as 127.0.0.1:50051 or [::]:0, nor unix:/path");
 }
 
-// Whether the device is there, MakeDevice() finds out.
+// Checks the form only; MakeDevice() checks that the device exists.
 absl::Status CheckDevice(const std::string& text) {
   if (text == "auto" || text == "cpu") return absl::OkStatus();
   if (text.starts_with("cuda:") && NumberAfterColon(text) >= 0) return absl::OkStatus();
@@ -321,8 +321,8 @@ void AddDevice(Table& table, ServerOptions& o) {
               "Memory for all models together, such as 512M or 4G. 0: 80 % of the device's memory "
               "that is left after the server's other parts");
   table.Bytes("max-window-bytes", o.max_window_bytes, 0,
-              "Memory of all windows together: trainers on this host whose weights are on a GPU "
-              "share theirs with the server, 64 MiB each by default. 0: 1/16 of the host's memory");
+              "Limit of the memory that trainers on this host with weights on a GPU share with the "
+              "server, 64 MiB each by default. 0: 1/16 of the host's memory");
   table.Count("threads", o.thread_count, 0,
               "Threads that serve RPCs. 0: half of the processors, at least 1", 1024);
   table.Group("");  // Not in --help.
@@ -380,8 +380,8 @@ void AddLimits(Table& table, ServerOptions& o) {
   table.Count("max-streams-per-connection", o.limits.max_streams_per_connection, 1,
               "Maximum number of concurrent calls on one connection");
   table.Bytes("min-pull-bytes-per-second", o.limits.min_pull_bytes_per_second, 0,
-              "When a reader needs a pin (max_pinned_versions), end the pulls that are slower than "
-              "this, of the oldest version that has any. 0: end none",
+              "When max_pinned_versions prevents a reader from pinning another version, end pulls "
+              "that are slower than this. 0: end none",
               int64_t{1} << 40);
   table.Bytes("max-message-bytes", o.limits.max_message_bytes, int64_t{5} << 20,
               "Largest message that the server accepts. Clients send up to 4 MiB and a header",

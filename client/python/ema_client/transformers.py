@@ -349,7 +349,7 @@ class EmaCallback(_TrainerCallback):
         return best
 
     def _hook(self, optimizer: Any) -> None:
-        """Has `_begin_evaluation` called when an evaluation begins, whoever has started it: Trainer's
+        """Makes each evaluation call `_begin_evaluation`, also one that other code has started: Trainer's
         evaluation_loop calls `optimizer.eval()`, for optimizers that evaluate other weights."""
         before = vars(optimizer).get("eval")
         evaluate = getattr(optimizer, "eval", None)

@@ -43,7 +43,8 @@ class _Explained:
 
 
 class Client:
-    """A connection to one server. Thread-safe. Connects at the first call. Not for use in a forked child.
+    """A connection to a server, or to a group of servers. Thread-safe. Connects at the first call. Not for
+    use in a forked child.
 
     All calls raise a subclass of EmaError; TypeError, where an argument has a wrong type; and, while they
     wait, KeyboardInterrupt. Without a server (EMA_MODE is "local" or "disabled") there is no client:

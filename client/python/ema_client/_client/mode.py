@@ -42,8 +42,8 @@ def check_server(what: str) -> None:
 
 
 def is_disabled(url: str) -> bool:
-    """Whether there are no averages, so that a model keeps its own weights. The first call for a model
-    that finds this out logs a warning."""
+    """Whether there are no averages, so that a model keeps its own weights. Then the first call for each
+    model logs a warning."""
     if current_mode() != "disabled":
         return False
     _warn_of_own_weights(url)

@@ -231,8 +231,8 @@ def models(client: Connection, *, timeout_s: float | None = None) -> tuple[Model
 
 
 def add_model_names(client: _ema.Client, error: EmaError, args: tuple[Any, ...]) -> None:
-    """Adds the names of the models that there are to the error of a call with an unknown model. The
-    nearest ones to the call's first argument come first."""
+    """Adds the names of the existing models to the error of a call with an unknown model, beginning with
+    those nearest to the call's first argument."""
     if error.reason != "MODEL_NOT_FOUND":
         return
     try:

@@ -84,7 +84,7 @@ def awaited_model(
     # A timeout of 0 must leave time for one call.
     call_timeout_s = min(timeout_s or math.inf, client._timeout(None))
     pause_s = _FIRST_PAUSE_S
-    # The first error lists the models that there are; to look for these each time would take longer.
+    # Only the first error lists the existing models; listing them each time would take longer.
     get_model = client._client.get_model
     problem = ""
     while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meetings of all ranks of a process group, which end after a time limit and show who is absent.
+"""Barriers of all ranks of a process group, which end after a time limit and report the absent ranks.
 
 They use the group's store. A collective of PyTorch waits for the group's own timeout, and does not say
 which rank is missing.
@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import Any
 
-# The pauses between two looks for the outcome of a barrier, in seconds.
+# The pauses between two polls of the outcome of a barrier, in seconds.
 _FIRST_PAUSE_S = 0.001
 _MOST_PAUSE_S = 0.1
 # How long a rank waits for an outcome that another rank has begun to write.
@@ -29,8 +29,8 @@ def missing_ranks(
 
     Returns:
         The absent ranks: those that had not called it when the first of the others had waited for
-        `timeout_s`; each with the `call` that it made instead, or "". Empty: all ranks are here. All that
-        wait get the same. An absent rank that calls this later takes part in the next barrier.
+        `timeout_s`; each with the `call` that it made instead, or "". Empty: all ranks have called it. All
+        that wait get the same. An absent rank that calls this later takes part in the next barrier.
     """
     import torch.distributed as dist
 

@@ -168,8 +168,8 @@ def current_step(
 ) -> tuple[StepKind, torch.optim.Optimizer]:
     """Why the step() that runs the current hook was called, and the optimizer of the outermost step().
 
-    Decides by the functions on the call stack. Learning rates and gradients would not tell: a learning rate
-    is also 0 in the first step of a warm-up, and gradients may be 0 on some ranks only.
+    Decides by the functions on the call stack. Learning rates and gradients do not show it: a learning
+    rate is also 0 in the first step of a warm-up, and gradients may be 0 on some ranks only.
     """
     import torch
 

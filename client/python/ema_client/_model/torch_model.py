@@ -134,7 +134,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharding_library_of(module: torch.nn.Module) -> str | None:
-    """What has cut the module's parameters into ranges, one for each rank; None: nothing has."""
+    """The library that has cut the module's parameters into ranges, one for each rank; None: there is none."""
     if fsdp1.wrappers_in(module):
         return "FullyShardedDataParallel (FSDP1)"
     return "DeepSpeed ZeRO-3" if zero.has_partitions(module) else None
@@ -190,7 +190,7 @@ def check_values_here(
 
 
 def _keepers_of_values(module: torch.nn.Module) -> dict[int, str]:
-    """What keeps values outside a module, and advice, by the ids of their tensors."""
+    """By the id of a tensor: what keeps its values outside the module, and how to get them back."""
     accelerate = sys.modules.get("accelerate.hooks")
     diffusers = sys.modules.get("diffusers.hooks.group_offloading")
     found: dict[int, str] = {}

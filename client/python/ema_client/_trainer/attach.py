@@ -177,7 +177,7 @@ def attach(
             the server is then float32. A module with rounded parameters can still read it (`averaged`).
         rename: returns the name of a tensor on the server, for parts of a model whose tensors have the
             same names on several ranks, such as experts. Without it (the default), tensors of one name with
-            equal values at the start are taken for replicas, which must stay equal.
+            equal values at the start count as replicas, which must stay equal.
         max_staging_bytes: of this rank, as for `Client.open_run`. Default: 64 MiB.
         max_pinned_versions: as for `Client.create_model`. Default: the server's.
         check: a debugging aid: compares checksums of the weights before and after a push, and raises in the

@@ -359,8 +359,8 @@ class Attachment:
         push that fails now is skipped.
 
         Args:
-            timeout_s: seconds in all. None: that of `attach`. One second more may be needed to tell the
-                other ranks which step this rank has abandoned.
+            timeout_s: seconds in all. None: that of `attach`. One second more may be needed to report to
+                the other ranks which step this rank has abandoned.
         """
         pusher = self._pusher
         if pusher.is_closed:

@@ -40,7 +40,7 @@ def log_line(level: int, text: bytes) -> None:
 
 class Pusher:
     """Follows a training loop. The engine decides which steps are pushed, and what happens to those that
-    cannot be. For the training thread; `look`, `stats`, `version` and `step` are for any.
+    cannot be. For the training thread; `poll`, `stats`, `version` and `step` are for any.
 
     Attributes:
         options: the arguments of `attach`.
