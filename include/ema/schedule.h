@@ -206,7 +206,7 @@ class Schedule {
     int64_t update_count = 0;                 // All updates, including the first value.
     int64_t averaged_count = 0;               // Those from the start on.
     std::optional<TrainingTime> last_update;  // Absent before the first.
-    std::optional<TrainingTime> started;      // Of the first update from the start on.
+    std::optional<TrainingTime> started;      // The first update from the start on.
     friend bool operator==(const State&, const State&) = default;
   };
 

@@ -28,7 +28,7 @@ struct Selection {
   std::vector<std::string> tensors;
   std::vector<TensorSlice> slices;
   std::optional<Dtype> dtype;
-  OverflowPolicy overflow = OverflowPolicy::kError;  // Of casts to `dtype`.
+  OverflowPolicy overflow = OverflowPolicy::kError;  // For casts to `dtype`.
 
   bool selects_all() const { return tensors.empty() && slices.empty(); }
   // (A comparison with Selection() would make GCC 12 warn in builds with sanitizers.)

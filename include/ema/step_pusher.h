@@ -89,7 +89,7 @@ class StepPusher {
     // The training time after `step` steps, the same on all ranks. Null: steps are batches.
     std::function<TrainingTime(int64_t step)> time;
     absl::Duration max_wait = absl::Seconds(30);
-    absl::Duration timeout = absl::Seconds(60);  // Of a push, and of each call in Create().
+    absl::Duration timeout = absl::Seconds(60);  // For a push, and each call in Create().
     // Absent: as kSkip, but Create() fails if the server is unreachable. With kSkip, Create() waits
     // for at most kStartWait (or `timeout`, if that is shorter), calls on_warning, and starts the
     // training without its average: a thread joins the run when it can, and until then due steps

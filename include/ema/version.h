@@ -53,7 +53,7 @@ struct Version {
   // pushed values were not finite.
   int64_t skipped_tensor_count = 0;
   std::vector<std::string> skipped_tensors;
-  WireDtype wire_dtype = WireDtype::kAsPushed;  // Of the step's weights.
+  WireDtype wire_dtype = WireDtype::kAsPushed;  // That of the step's weights.
   std::optional<VersionId> restored_from;       // Set if a rollback to it made this version.
   // Statistics of some tracks, in any order. From ListVersions(), Watch() and ModelInfo::latest:
   // those computed so far.

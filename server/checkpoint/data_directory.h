@@ -162,7 +162,7 @@ class DataDirectory {
 
   FileSystem& file_system_;
   const std::string path_;
-  const std::string own_path_;  // Of LOCK, INCARNATION and SCRUBBED.
+  const std::string own_path_;  // The folder of LOCK, INCARNATION and SCRUBBED.
   const LogSink log_;
   // Constant after Open(), like incarnation_.
   std::unique_ptr<FileLock> lock_;

@@ -98,7 +98,7 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   std::map<std::string, Saving> saving_ ABSL_GUARDED_BY(mu_);  // By name.
   std::deque<CheckpointInfo> failed_ ABSL_GUARDED_BY(mu_);     // Oldest first.
   absl::Status last_requested_error_
-      ABSL_GUARDED_BY(mu_);  // Of the last save that a client requested.
+      ABSL_GUARDED_BY(mu_);  // The last save that a client requested.
 };
 
 }  // namespace ema

@@ -31,7 +31,7 @@ struct SynthesisPlan {
     const CheckpointTrack* track = nullptr;
     double weight = 0;  // They sum to 1; 0: its averages are not read.
   };
-  TrackConfig config;  // Of the result; it has the sources' tensors.
+  TrackConfig config;  // The result's; it has the sources' tensors.
   // Sorted by the track's name and step.
   std::vector<Source> sources;
   // The source of everything that is not averaged.

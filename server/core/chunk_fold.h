@@ -79,7 +79,7 @@ class ChunkFold {
   std::vector<FoldTarget> targets_;
   std::vector<size_t> tracks_;
   FoldOp run_;              // Its elements are not folded yet.
-  int64_t run_offset_ = 0;  // Of its first element, in the bytes of the run's first track.
+  int64_t run_offset_ = 0;  // The offset of its first element in the run's first track.
   std::vector<FoldTarget> run_targets_;
   std::vector<size_t> run_tracks_;
   absl::Span<const std::span<const std::byte>> pieces_;  // After the current one.

@@ -133,7 +133,7 @@ class Model : public std::enable_shared_from_this<Model> {
     int64_t begun_step = 0;  // The newest step begun in the run; 0: none.
     std::optional<Version> latest;
     DurableState::Saved saved;
-    std::shared_ptr<const PushSession> session;  // Of the open step; null: none is open.
+    std::shared_ptr<const PushSession> session;  // The open step's; null: none is open.
     std::optional<ModelOverview::Run> run;       // The open one.
   };
   Description Describe() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -216,7 +216,7 @@ class Model : public std::enable_shared_from_this<Model> {
     enum class State { kUnknown, kOpen, kCommitted, kAbandoned } state = State::kUnknown;
     std::optional<Version> record;
     PushPlan plan;  // If committed.
-    // Of the rank's bytes, if this is the last committed step.
+    // The digest of the rank's bytes, if this is the last committed step.
     std::optional<uint32_t> digest;
     bool rank_committed = false;
     std::vector<std::pair<Coverage::Range, std::string>> missing;  // With the first tensor's name.
@@ -296,7 +296,7 @@ class Model : public std::enable_shared_from_this<Model> {
   void CompleteStep(const std::shared_ptr<PushSession>& session) noexcept ABSL_LOCKS_EXCLUDED(mu_);
   // For Options::gate: the complete step becomes prepared, unless it is no longer open.
   void Prepare(OpenStep::Prepared step) ABSL_LOCKS_EXCLUDED(mu_);
-  // What is left to do for a published step without the model's lock.
+  // The remaining work for a published step, without the model's lock.
   struct PublishedStep {
     OpenStep::Prepared step;
     SnapshotRef evicted;

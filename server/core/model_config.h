@@ -45,7 +45,7 @@ struct TrackChanges {
   std::vector<std::string> resume;
 };
 
-inline constexpr int64_t kMaxTracks = 64;  // Of a model.
+inline constexpr int64_t kMaxTracks = 64;  // Per model.
 // INVALID_ARGUMENT, BAD_REQUEST: a model has 1 to kMaxTracks tracks.
 absl::Status CheckTrackCount(size_t count);
 // Bytes of a rule in a reply, besides its pattern. The few rules with a schedule take more.

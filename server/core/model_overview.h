@@ -23,7 +23,7 @@ struct ModelOverview {
     std::string name;
     std::string config;  // As in TrackVersion.
     bool is_paused = false;
-    double update_weight = 0;                   // Of its last update; 0: not remembered.
+    double update_weight = 0;                   // The last update's; 0: not remembered.
     std::optional<TrackStatistics> statistics;  // The newest that are remembered.
   };
   // The open run.

@@ -78,7 +78,7 @@ class OpenStep {
   struct Prepared {
     std::shared_ptr<PushSession> session;
     PushSession::FinishedSnapshot version;
-    absl::Time begin;  // Of its commit.
+    absl::Time begin;  // When its commit began.
   };
   // Stores `step`: its session is now prepared. False, and no change: its session is not open.
   bool Prepare(Prepared& step);

@@ -173,14 +173,14 @@ class PushSession {
   struct RankState {
     RankState(int64_t pushed_bytes, int64_t max_chunks) : coverage(pushed_bytes, max_chunks) {}
     Coverage coverage;
-    uint32_t frozen_crc32c = 0;  // Of the covered frozen bytes: see ChunkFold::Result.
+    uint32_t frozen_crc32c = 0;  // Over the covered frozen bytes: see ChunkFold::Result.
     // This stream and later ones may add chunks. 0: there is none yet.
     int64_t first_stream = 0;
     int64_t stream_group = 0;
     int64_t stream_count = 0;
     std::optional<uint32_t> group_digest;  // Once one of its streams has committed.
-    int64_t unopened_streams = 0;          // Of the group.
-    int64_t uncommitted_streams = 0;       // Of the group.
+    int64_t unopened_streams = 0;          // Streams of the group.
+    int64_t uncommitted_streams = 0;       // Streams of the group.
     std::optional<uint32_t> digest;        // Once committed.
     int64_t work_count = 0;                // As PushSession::work_count_.
     // By tensor: the first non-finite element that an asynchronous device has reported.

@@ -29,7 +29,7 @@ class RankPush {
   // A committed step that is pushed again.
   struct Committed {
     PushResult result;
-    uint32_t digest = 0;  // Of the rank's bytes.
+    uint32_t digest = 0;  // That of the rank's bytes.
   };
   RankPush(Committed committed, PushCallback on_end);
   RankPush(const RankPush&) = delete;

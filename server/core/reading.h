@@ -205,7 +205,7 @@ class Reading {
   std::unique_ptr<MemoryBudget::Reservation> table_memory_;  // Null: the tables are small.
   std::unique_ptr<MemoryBudget::Reservation> reservation_;
   std::unique_ptr<CachedChunk[]> cached_chunks_;  // Null: made chunks are not kept.
-  std::unique_ptr<ChunkFacts[]> facts_;           // Of each chunk.
+  std::unique_ptr<ChunkFacts[]> facts_;           // One for each chunk.
 };
 
 }  // namespace ema

@@ -72,7 +72,7 @@ class TrackTable {
     // withdrawn.
     int64_t accepted_change = 0;
     int64_t newest_change = 0;
-    int64_t reserved_bytes = 0;  // Of all tracks, also pending, proposed and synthesized ones.
+    int64_t reserved_bytes = 0;  // For all tracks, also pending, proposed and synthesized ones.
   };
   State state() const ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<TrackRef> after_next_commit() const ABSL_LOCKS_EXCLUDED(mu_);

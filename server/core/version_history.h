@@ -36,7 +36,7 @@ class VersionHistory {
  public:
   struct Options {
     std::string model_name;
-    int64_t incarnation = 1;  // Of the model; in every record.
+    int64_t incarnation = 1;  // The model's; in every record.
     int64_t max_pinned_versions = 0;
     bool has_data_dir = false;
     KeepAlive keep_alive;  // Every pin keeps this owner alive.

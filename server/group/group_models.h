@@ -59,7 +59,7 @@ class GroupModels final : public GroupCalls {
   struct Placement {
     std::vector<Partition> partitions;
     std::vector<std::string> addresses;  // By partition; empty: the process is not in the registry.
-    ModelConfig config;                  // Of the whole model.
+    ModelConfig config;                  // The whole model's.
   };
   // ABORTED, FENCED: this server does not have that incarnation.
   absl::StatusOr<Placement> PlacementOf(const std::string& model, int64_t incarnation) const;

@@ -31,8 +31,8 @@ namespace ema::group {
 // A model of which this server has a partition. Constant.
 struct HostedModel {
   std::shared_ptr<HostedPartition> partition;
-  ModelConfig config;          // Of the whole model.
-  int64_t reserved_bytes = 0;  // Of the whole model.
+  ModelConfig config;          // The whole model's.
+  int64_t reserved_bytes = 0;  // The whole model's.
 };
 
 // The table of the models of which this server has a partition. Each of them is also a Model in the

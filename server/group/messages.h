@@ -54,7 +54,7 @@ struct Vote {
   int64_t round = 0;
   // An error: the partition refuses the round's step.
   absl::StatusOr<PreparedStep> step = PreparedStep();
-  int64_t refused_step = 0;  // Of a refusal: the number of the step; else ignored.
+  int64_t refused_step = 0;  // With a refusal: the number of the step; else ignored.
 };
 
 // From a partition to the home; the answer is a GroupState.
@@ -71,11 +71,11 @@ struct Sync {
   int64_t step = 0;  // The step that the partition is receiving; 0: none.
 };
 
-// What every partition publishes at the end of a round.
+// The commit that every partition publishes at the end of a round.
 struct GroupCommit {
   int64_t round = 0;
   int64_t version = 0;
-  PreparedStep step;  // Of all partitions together.
+  PreparedStep step;  // For all partitions together.
   absl::Time commit_time;
 };
 

@@ -32,7 +32,7 @@ struct MemberRecord {
   std::string address;  // HOST:PORT, for clients and the other members.
   std::string device;   // Such as "cuda:0".
   int64_t memory_budget_bytes = 0;
-  int64_t free_memory_bytes = 0;  // Of the budget, when the process joined the group.
+  int64_t free_memory_bytes = 0;  // The free part of the budget at the time of joining.
   std::string program_version;
   int64_t protocol = 0;  // The version of the messages between members.
 
@@ -45,7 +45,7 @@ absl::StatusOr<MemberRecord> ParseMemberRecord(std::string_view key, std::string
 // Consecutive tensors of a model, kept by one member. The home of the model has partition 0.
 struct Partition {
   std::string member;
-  std::string boot;          // Of the member's process that has joined, or is to join.
+  std::string boot;          // The boot of the process that has joined, or must join.
   int64_t first_tensor = 0;  // An index in the manifest.
   int64_t tensor_count = 0;
 

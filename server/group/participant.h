@@ -40,7 +40,7 @@ class Participant {
   int64_t round() const { return round_; }
   int64_t version() const { return version_; }  // The newest one.
 
-  // What a push's header names.
+  // The fields of a push's header that concern the group.
   struct Header {
     int64_t incarnation = 0;
     int64_t round = 0;
@@ -89,7 +89,7 @@ class Participant {
   int64_t round_ = 0;
   int64_t run_epoch_ = 0;
   bool rejects_pushes_ = false;
-  int64_t step_ = 0;  // Of the round's session.
+  int64_t step_ = 0;  // The step of the round's session.
   Vote vote_;         // In kPrepared and kRefused.
 };
 

@@ -126,7 +126,7 @@ class Rounds {
     bool has_joined = false;
     std::string loading;      // The last Sync::loading before it has joined.
     SteadyTime last_message;  // When it arrived. Meaningless before the partition has joined.
-    // Of the current round.
+    // These belong to the current round.
     std::optional<PreparedStep> prepared;
     int64_t received_bytes = 0;
     std::vector<int64_t> missing_ranks;

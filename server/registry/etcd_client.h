@@ -99,7 +99,7 @@ class EtcdClient {
   const LogSink& log() const { return options_.log; }
 
  private:
-  // Of a Stream, whose owner ends it.
+  // A Stream, as the client sees it; its owner ends it.
   struct OpenedStream {
     std::weak_ptr<Connection> connection;
     std::weak_ptr<grpc::ClientContext> context;

@@ -50,7 +50,7 @@ class EtcdMembership final : public Membership {
   const absl::Duration requested_ttl_;
   std::thread thread_;
 
-  // Of the thread while it runs.
+  // Used only by the thread while it runs.
   int64_t lease_ = 0;  // 0: none.
   absl::Duration ttl_;
   bool has_key_ = false;  // Under `lease_`.

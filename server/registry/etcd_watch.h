@@ -42,7 +42,7 @@ class EtcdWatch final : public RegistryWatch {
   absl::Mutex mu_;
   SteadyWait stop_wait_;
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
-  std::shared_ptr<grpc::ClientContext> context_ ABSL_GUARDED_BY(mu_);  // Of the stream.
+  std::shared_ptr<grpc::ClientContext> context_ ABSL_GUARDED_BY(mu_);  // The stream's.
 
   std::thread thread_;
 };

@@ -31,11 +31,11 @@ struct RegistryEntry {
 // How well a registry answers.
 struct RegistryHealth {
   std::vector<std::string> endpoints;  // URLs, in the order of the configuration.
-  absl::Duration latency;              // Of the last answered call; zero: none was answered yet.
+  absl::Duration latency;              // The last answered call's; zero: none was answered yet.
   absl::Status error;                  // Why the last call got no answer; OK: it was answered.
 };
 
-// What a watch reports.
+// A report of a watch.
 struct RegistryUpdate {
   // True: `entries` are all keys with the prefix, sorted; any other key is gone. False: they are
   // changes, in their order.

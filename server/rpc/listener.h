@@ -62,7 +62,7 @@ class Listener {
   const int stop_fd_;                // Readable: stop.
   ConnectionAcceptor tcp_acceptor_;  // Used only by the thread, like grpc_acceptor_.
   const int port_;
-  const std::string path_;  // Of a unix socket.
+  const std::string path_;  // The unix socket's; empty: TCP.
   // Constant after Start(), like the next three.
   RpcLimits limits_;
   OpenConnections* connections_ = nullptr;

@@ -107,7 +107,7 @@ class PullHandler {
   Checkpoints* const checkpoints_;
   std::shared_ptr<Model> model_;
   Version record_;
-  std::optional<Wanted> on_disk_;     // What OpenStored() is to open.
+  std::optional<Wanted> on_disk_;     // For OpenStored().
   std::shared_ptr<Reading> reading_;  // Null: the newest version is not newer.
   // Until the header has been sent. Null: it is small.
   std::unique_ptr<MemoryBudget::Reservation> header_memory_;

@@ -26,7 +26,7 @@ namespace ema {
 class ServedCertificate {
  public:
   struct State {
-    absl::Time expiry;         // Of the certificate in use.
+    absl::Time expiry;         // The expiry of the certificate in use.
     bool is_rejected = false;  // The files are invalid and not in use.
   };
 
@@ -71,10 +71,10 @@ class ServedCertificate {
   absl::StatusOr<TlsTexts> last_processed_;            // In use, or found to be invalid.
   std::optional<absl::StatusOr<TlsTexts>> candidate_;  // Read by the previous call, if it differed.
   absl::Status reported_;                              // The last logged result.
-  Validity validity_;                                  // Of the certificate in use.
+  Validity validity_;                                  // That of the certificate in use.
   // When rejected files may become valid.
   absl::Time next_retry_time_ = absl::InfiniteFuture();
-  int64_t modified_seconds_ = 1;  // Of identity_.
+  int64_t modified_seconds_ = 1;  // The time of identity_.
 
   MemoryFile identity_;
   std::optional<MemoryFile> client_ca_;  // nullopt: clients need no certificate.

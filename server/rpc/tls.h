@@ -14,7 +14,7 @@ namespace ema {
 // PEM files of a server that uses TLS.
 struct TlsFiles {
   std::string certificate;  // With its chain, the server's own first. Empty: no TLS.
-  std::string key;          // Of the certificate.
+  std::string key;          // The certificate's private key.
   std::string client_ca;    // Clients must have a certificate signed by it. Empty: they need none.
 
   bool empty() const { return certificate.empty() && key.empty() && client_ca.empty(); }

@@ -75,7 +75,7 @@ class Puller {
 
   bool may_use_lane_ = true;  // False: it has been tried.
 
-  // Of the running call.
+  // The state of the running call.
   Lane lane_ = Lane::kGrpc;
   bool has_header_ = false;
   bool has_trailer_ = false;

@@ -23,7 +23,7 @@ struct PushMessages {
   // Returns the header. To be called once, when a stream to the server is open: afterwards the
   // server may know the step.
   std::function<v1::PushHeader()> begin;
-  absl::Span<const int64_t> chunks;  // Of `plan`, in the order in which they are sent.
+  absl::Span<const int64_t> chunks;  // Indices in `plan`, in the order of sending.
   const ChunkPlan* plan = nullptr;
   ChunkWriter* writer = nullptr;
   // CRC32C of all bytes of the push, also those of earlier tries. To be called after the last
