@@ -156,7 +156,7 @@ absl::Status WeightsFile::AddPieces(const std::string& folder, const std::string
     }));
     if (!tensors.empty()) {
       return Malformed(
-          path, absl::StrCat("has no tensor \"", *tensors.begin(), "\", but the index says so"));
+          path, absl::StrCat("has no tensor \"", *tensors.begin(), "\", which the index lists"));
     }
   }
   return absl::OkStatus();

@@ -601,8 +601,8 @@ std::vector<OptionConflict> OptionConflicts(const ServerOptions& options) {
     problems.push_back({"tls-client-ca", "given without --tls-cert and --tls-key"});
   }
   if (options.block_bytes % kBlockGranule != 0) {
-    problems.push_back(
-        {"block-bytes", absl::StrCat(options.block_bytes, " is no multiple of ", kBlockGranule)});
+    problems.push_back({"block-bytes", absl::StrCat(options.block_bytes, " is not a multiple of ",
+                                                    kBlockGranule)});
   }
   AddGroupConflicts(options, problems);
   if (HasAuthentication(options) || options.allow_unauthenticated) return problems;
