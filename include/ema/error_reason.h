@@ -78,7 +78,8 @@ namespace ema {
   X(kCheckpointCorrupt, 82, "CHECKPOINT_CORRUPT")          \
   X(kDevice, 90, "DEVICE")                                 \
   X(kBug, 91, "BUG")                                       \
-  X(kNotHome, 100, "NOT_HOME")
+  X(kNotHome, 100, "NOT_HOME")                             \
+  X(kReadOnly, 101, "READ_ONLY")
 
 enum class ErrorReason : int {
 #define EMA_ENUMERATOR(enumerator, number, name) enumerator = number,

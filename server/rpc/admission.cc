@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/rpc/admission.h"
 
+#include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
+#include "ema/internal/status_macros.h"
 #include "server/core/model_store.h"
 #include "server/rpc/authorization.h"
 
@@ -30,6 +32,7 @@ absl::StatusOr<Caller> Admission::Admit(std::string_view method, std::string_vie
   if (is_draining_.load(std::memory_order_relaxed) && IsRejectedWhileDraining(method)) {
     return DrainingError();
   }
+  if (followed_ != nullptr) EMA_RETURN_IF_ERROR(CheckFollower(method, model.has_value()));
   Caller caller{.access = *access,
                 .authorization = {},
                 .log = {.peer = std::move(peer), .role = {}},
@@ -39,6 +42,15 @@ absl::StatusOr<Caller> Admission::Admit(std::string_view method, std::string_vie
     caller.log.role = RoleName(access->role);
   }
   return caller;
+}
+
+absl::Status Admission::CheckFollower(std::string_view method, bool has_model) const {
+  if (IsRefusedByFollower(method)) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kReadOnly,
+                     absl::StrCat(std::string(ShortName(method)), ": this server follows ",
+                                  followed_->url, " and is read-only: call that server"));
+  }
+  return has_model ? followed_->check_readable() : absl::OkStatus();
 }
 
 }  // namespace ema

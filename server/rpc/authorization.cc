@@ -17,6 +17,7 @@ struct Rule {
   Role role;
   bool is_rejected_while_draining = false;
   bool concerns_all_models = false;  // A token for some models does not allow it.
+  bool changes_model = false;        // Needs to be set for evaluators' calls only.
 };
 
 constexpr Rule kRules[] = {
@@ -32,8 +33,10 @@ constexpr Rule kRules[] = {
     {"/ema.v1.EmaService/GetAttachedFile", Role::kEvaluator},
     {"/ema.v1.EmaService/GetCheckpoint", Role::kEvaluator},
     {"/ema.v1.EmaService/ListCheckpoints", Role::kEvaluator},
-    {"/ema.v1.EmaService/ReportMetric", Role::kEvaluator},
-    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.EmaService/ReportMetric", Role::kEvaluator, /*is_rejected_while_draining=*/false,
+     /*concerns_all_models=*/false, /*changes_model=*/true},
+    {"/ema.v1.EmaService/Synthesize", Role::kEvaluator, /*is_rejected_while_draining=*/true,
+     /*concerns_all_models=*/false, /*changes_model=*/true},
     {"/ema.v1.EmaService/GetLane", Role::kEvaluator},
     {"/ema.v1.EmaService/GetServerInfo", Role::kEvaluator},
     {"/ema.v1.EmaService/GetGroup", Role::kEvaluator},
@@ -96,6 +99,13 @@ std::optional<Role> RoleFor(std::string_view method) {
 bool IsRejectedWhileDraining(std::string_view method) {
   const Rule* const rule = FindRule(method);
   return rule != nullptr && rule->is_rejected_while_draining;
+}
+
+bool IsRefusedByFollower(std::string_view method) {
+  const Rule* const rule = FindRule(method);
+  if (rule == nullptr) return true;
+  return rule->changes_model ||
+         (!HasRightsOf(Role::kEvaluator, rule->role) && !rule->concerns_all_models);
 }
 
 absl::StatusOr<Access> Authorize(const Authenticator* authenticator, std::string_view method,

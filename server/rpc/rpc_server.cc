@@ -163,7 +163,7 @@ RpcServer::RpcServer(std::shared_ptr<ModelStore> store, Checkpoints* checkpoints
     : options_(options),
       context_{
           .store = store,
-          .admission = {options.authenticator, options.log},
+          .admission = {options.authenticator, options.log, options.followed},
           .pushes = StreamSlots({.kind = "push",
                                  .method = "/ema.v1.EmaService/Push",
                                  .limit = options.limits.max_push_streams,
@@ -209,6 +209,7 @@ absl::Status RpcServer::CheckWorkers(Heartbeats::NeededFor needed_for,
 
 absl::Status RpcServer::health() const {
   if (!is_serving_.load(std::memory_order_relaxed)) return DrainingError();
+  if (options_.followed != nullptr) EMA_RETURN_IF_ERROR(options_.followed->check_has_version());
   EMA_RETURN_IF_ERROR(context_.store->device().health());
   return CheckWorkers(Heartbeats::NeededFor::kServing, options_.worker_timeout);
 }

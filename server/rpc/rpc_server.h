@@ -65,6 +65,8 @@ class RpcServer {
     std::shared_ptr<Heartbeats> heartbeats = std::make_shared<Heartbeats>();
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
     GroupCalls* group = nullptr;  // Outlives the server. Null: the server is not in a group.
+    // Outlives the server. Null: the server follows no other one.
+    const FollowedServer* followed = nullptr;
     ServingProcess process;
     LogSink log;
   };
@@ -102,8 +104,9 @@ class RpcServer {
   void SetServing(bool serving) { is_serving_.store(serving, std::memory_order_relaxed); }
   // From now on calls that start work are rejected: see IsRejectedWhileDraining().
   void StartDraining() { context_.admission.StartDraining(); }
-  // The answer to health checks: OK, or why the server does not serve: it is draining, its device
-  // is broken, or a thread is stuck. Never blocks.
+  // The answer to health checks: OK, or why the server does not serve: it is draining, it follows
+  // another server and has copied no version yet, its device is broken, or a thread is stuck. Never
+  // blocks.
   absl::Status health() const;
   // The same for checkpoints: the error of health(), of the checkpoint store, or a stuck disk
   // thread. NOT_FOUND, NO_DATA_DIR: there are none.

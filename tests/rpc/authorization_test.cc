@@ -25,6 +25,7 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
+using testing::UnorderedElementsAre;
 
 constexpr Role kRoles[] = {Role::kEvaluator, Role::kTrainer, Role::kAdmin, Role::kServer};
 
@@ -160,6 +161,17 @@ TEST_F(AuthorizationTest, EveryRpcIsOpenToItsRoleAndThoseAbove) {
       }
     }
   }
+}
+
+TEST_F(AuthorizationTest, AFollowerAcceptsReadsAndCallsThatConcernItself) {
+  std::vector<std::string> accepted;
+  for (const auto* method : AllMethods()) {
+    if (!IsRefusedByFollower(PathOf(*method))) accepted.push_back(std::string(method->name()));
+  }
+  EXPECT_THAT(accepted, UnorderedElementsAre("GetModel", "ListModels", "Pull", "Watch",
+                                             "ListVersions", "GetStatistics", "GetAttachedFile",
+                                             "GetCheckpoint", "ListCheckpoints", "GetLane",
+                                             "GetServerInfo", "GetGroup", "SetLogLevel", "Drain"));
 }
 
 TEST_F(AuthorizationTest, CallsBetweenServersAreForServersOnly) {
