@@ -593,4 +593,14 @@ void Model::Restore(std::shared_ptr<const Snapshot> snapshot, int64_t fenced_run
   history_.Restore(std::move(snapshot));
 }
 
+void Model::PublishCopy(std::shared_ptr<const Snapshot> copy) {
+  SnapshotRef evicted;
+  {
+    absl::MutexLock lock(&mu_);
+    evicted = history_.PublishCopy(copy);
+  }
+  history_.Free(std::move(evicted));
+  Announce(*copy);
+}
+
 }  // namespace ema

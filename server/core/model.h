@@ -272,6 +272,11 @@ class Model : public std::enable_shared_from_this<Model> {
   // open, and the snapshot's tracks are the model's.
   void Restore(std::shared_ptr<const Snapshot> snapshot, int64_t fenced_run_epoch = 0)
       ABSL_LOCKS_EXCLUDED(mu_);
+  // Makes a copy of a version of another server the newest one, with its record as it is. Evicts an
+  // old version, and calls watchers and on_commit, like a commit. REQUIRES: nothing pushes to the
+  // model or rolls it back; only one thread calls this; the copy's tracks are the model's; its
+  // number is above the newest version's.
+  void PublishCopy(std::shared_ptr<const Snapshot> copy) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   friend class RankPush;

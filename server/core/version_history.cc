@@ -241,12 +241,23 @@ absl::Status VersionHistory::CheckRoomForNext() const {
 SnapshotRef VersionHistory::Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time,
                                     const std::vector<int64_t>& home_pinned_versions) {
   absl::MutexLock lock(&mu_);
-  is_freeing_ = true;
   next->record.incarnation = incarnation_;
   next->record.commit_time = commit_time;
+  return AddLocked(next, home_pinned_versions);
+}
+
+SnapshotRef VersionHistory::PublishCopy(SnapshotRef copy) {
+  absl::MutexLock lock(&mu_);
+  incarnation_ = copy->record.incarnation;
+  return AddLocked(std::move(copy), /*home_pinned_versions=*/{});
+}
+
+SnapshotRef VersionHistory::AddLocked(SnapshotRef next,
+                                      const std::vector<int64_t>& home_pinned_versions) {
+  is_freeing_ = true;
   if (newest_ != nullptr) older_.push_back(std::move(newest_));
-  newest_ = next;
-  records_.Add(next->record);
+  newest_ = std::move(next);
+  records_.Add(newest_->record);
   if (static_cast<int64_t>(older_.size()) <= max_older_count()) return nullptr;
   const auto is_unpinned = [&](const SnapshotRef& s) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return !pins_.contains(s.get());

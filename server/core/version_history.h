@@ -121,7 +121,10 @@ class VersionHistory {
   [[nodiscard]] SnapshotRef Publish(const std::shared_ptr<Snapshot>& next, absl::Time commit_time,
                                     const std::vector<int64_t>& home_pinned_versions)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // Frees the result of Publish(). To be called without a lock that readers take.
+  // The same for a copy of a version of another server, whose record stays as it is. The record's
+  // incarnation becomes the current one. REQUIRES: its number is above the newest version's.
+  [[nodiscard]] SnapshotRef PublishCopy(SnapshotRef copy) ABSL_LOCKS_EXCLUDED(mu_);
+  // Frees the result of Publish() or PublishCopy(). To be called without a lock that readers take.
   void Free(SnapshotRef evicted) ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until the evicted version has been freed: the next version is built in its memory.
   void AwaitFreed() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -142,6 +145,10 @@ class VersionHistory {
   int64_t max_older_count() const {
     return options_.max_pinned_versions + (options_.has_data_dir ? 1 : 0);
   }
+  // Makes `next` the newest version. Returns the evicted one, as Publish().
+  [[nodiscard]] SnapshotRef AddLocked(SnapshotRef next,
+                                      const std::vector<int64_t>& home_pinned_versions)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckHasVersionLocked() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   SnapshotRef FindLocked(const VersionId& id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // The version to pin. Errors as Pin(), but for TOO_MANY_PINS.

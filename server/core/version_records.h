@@ -13,7 +13,8 @@
 
 namespace ema {
 
-// Invariant: the records are the latest ones without a gap, at most kMaxCount of them and at most
+// Invariant: the records are the latest ones without a gap (of a copied model: those of the copied
+// versions), at most kMaxCount of them and at most
 // kMaxBytes, statistics included; the newest is always remembered, whatever its size. Not
 // thread-safe.
 class VersionRecords {

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "server/checkpoint": VALUES | {"server/format", "server/core", "server/kernel"},
     "server/rpc": VALUES | {"proto", "server/wire", "server/core"},
+    "server/follow": VALUES | {"server/device", "server/core"},
     "server/ops": VALUES | {"server/core", "server/device"},
     "client/cpp/transport": SHARED | {"client/cpp"},
     "client/cpp/gpu": SHARED | {"client/cpp", "client/cpp/transport"},
