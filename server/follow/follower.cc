@@ -47,6 +47,43 @@ absl::StatusOr<bool> HasBytes(Device& device, const TrackSnapshot& track, int64_
   return true;
 }
 
+// Bytes that are contiguous in a track and in the result of its pull.
+struct ByteRun {
+  int64_t offset = 0;  // In the track.
+  int64_t pulled_offset = 0;
+  int64_t length_bytes = 0;
+};
+
+// Finds pulled tensors, which are in the order of the manifest, in the track. A server places them
+// as the track does; a pull from a group places the tensors of one server after those of another.
+// FAILED_PRECONDITION, MODEL_DIFFERS: they are not the track's.
+absl::StatusOr<std::vector<ByteRun>> FindInTrack(const std::vector<PulledTensor>& tensors,
+                                                 const Manifest& manifest, const Track& track) {
+  const absl::Span<const StorageLayout::Entry> entries = track.layout().entries();
+  int64_t missing_count = std::count_if(entries.begin(), entries.end(),
+                                        [](const auto& entry) { return entry.is_stored; });
+  std::vector<ByteRun> runs;
+  for (const PulledTensor& tensor : tensors) {
+    const std::optional<int64_t> index = manifest.Find(tensor.spec.name);
+    if (!index.has_value()) break;
+    const StorageLayout::Entry& entry = entries[*index];
+    if (entry.dtype != tensor.spec.dtype || entry.length_bytes != tensor.length_bytes) break;
+    --missing_count;
+    if (entry.length_bytes == 0) continue;
+    if (!runs.empty() && entry.offset - runs.back().offset >= runs.back().length_bytes &&
+        entry.offset - runs.back().offset == tensor.offset - runs.back().pulled_offset) {
+      runs.back().length_bytes = entry.offset - runs.back().offset + entry.length_bytes;
+    } else {
+      runs.push_back({entry.offset, tensor.offset, entry.length_bytes});
+    }
+  }
+  if (missing_count == 0) return runs;
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
+      absl::StrCat("track \"", track.name(), "\" was replaced after the newest version, which has ",
+                   "the track of that name before"));
+}
+
 }  // namespace
 
 Follower::Follower(Options options)
@@ -149,9 +186,10 @@ absl::Status Follower::PullTracks(const Version& version, const ModelConfig& con
       pulled.bytes.resize(info.total_bytes);
       return std::span<std::byte>(pulled.bytes);
     };
-    EMA_ASSIGN_OR_RETURN(const PullInfo info, client_->Pull(options_.model, track.name, options,
-                                                            target, absl::InfiniteDuration(),
-                                                            [this](int64_t) { NoteContact(); }));
+    EMA_ASSIGN_OR_RETURN(
+        PullInfo info, client_->Pull(options_.model, track.name, options, target,
+                                     absl::InfiniteDuration(), [this](int64_t) { NoteContact(); }));
+    pulled.tensors = std::move(info.tensors);
     pulled.version = version.id();
     pulled.received_bytes = info.received_bytes;
   }
@@ -162,7 +200,7 @@ absl::Status Follower::CreateModel(const ModelConfig& config) {
   const absl::Status busy =
       MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                 absl::StrCat("model \"", options_.model, "\" is being copied again from ", url_,
-                             ": it has ", "other tensors or tracks there, or an earlier version"),
+                             ": it has other tensors or tracks there, or an earlier version"),
                 absl::Milliseconds(200));
   SetReadable(busy);
   watch_ = nullptr;
@@ -191,8 +229,6 @@ absl::StatusOr<SnapshotRef> Follower::BuildSnapshot(const Version& version) {
     const auto found = pulled_.find(track->name());
     if (found == pulled_.end() || found->second.version != version.id()) continue;
     const Pulled& pulled = found->second;
-    // A track that was removed, and added in another form: the version has the removed one.
-    if (std::ssize(pulled.bytes) != track->layout().total_bytes()) continue;
     const TrackSnapshot* const before = base != nullptr ? base->FindId(track->id()) : nullptr;
     EMA_ASSIGN_OR_RETURN(TrackSnapshot built, BuildTrack(track, pulled, before));
     copy->tracks.push_back(std::move(built));
@@ -212,27 +248,41 @@ absl::StatusOr<TrackSnapshot> Follower::BuildTrack(const TrackRef& track, const 
     copy.block_versions = base->block_versions;
     return copy;
   }
+  EMA_ASSIGN_OR_RETURN(const std::vector<ByteRun> runs,
+                       FindInTrack(pulled.tensors, model_->manifest(), *track));
+  // Calls `visit(block, offset, bytes)` for each part of a block. `offset`: in the track's bytes.
+  const auto for_each_part = [&](auto visit) -> absl::Status {
+    for (const ByteRun& run : runs) {
+      for (int64_t done = 0, length_bytes = 0; done < run.length_bytes; done += length_bytes) {
+        const int64_t offset = run.offset + done;
+        const int64_t block = track->FindBlock(offset);
+        length_bytes = std::min(run.length_bytes - done, track->block_start(block + 1) - offset);
+        const auto bytes = std::span(pulled.bytes).subspan(run.pulled_offset + done, length_bytes);
+        EMA_RETURN_IF_ERROR(visit(block, offset, bytes));
+      }
+    }
+    return absl::OkStatus();
+  };
   Device& device = model_->device();
+  const bool may_share = base != nullptr && pulled.received_bytes < std::ssize(pulled.bytes);
+  std::vector<bool> is_shared(track->block_count(), may_share);
+  if (may_share) {
+    EMA_RETURN_IF_ERROR(for_each_part([&](int64_t block, int64_t offset, auto bytes) {
+      if (!is_shared[block]) return absl::OkStatus();
+      const absl::StatusOr<bool> is_same = HasBytes(device, *base, offset, bytes);
+      is_shared[block] = is_same.value_or(false);
+      return is_same.status();
+    }));
+  }
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<BlocksWriter> writer,
                        BlocksWriter::Create(device, *track));
-  const bool may_share = base != nullptr && pulled.received_bytes < std::ssize(pulled.bytes);
-  std::vector<int64_t> shared;  // Indices of blocks.
+  EMA_RETURN_IF_ERROR(for_each_part([&](int64_t block, int64_t offset, auto bytes) {
+    return is_shared[block] ? absl::OkStatus() : writer->Write(offset, bytes);
+  }));
+  EMA_ASSIGN_OR_RETURN(copy.blocks, writer->Finish());
   copy.block_versions.assign(track->block_count(), pulled.version.version);
   for (int64_t i = 0; i < track->block_count(); ++i) {
-    const int64_t offset = track->block_start(i);
-    const auto bytes = std::span(pulled.bytes).subspan(offset, track->block_size(i));
-    bool is_same = false;
-    if (may_share) {
-      EMA_ASSIGN_OR_RETURN(is_same, HasBytes(device, *base, offset, bytes));
-    }
-    if (is_same) {
-      shared.push_back(i);
-    } else {
-      EMA_RETURN_IF_ERROR(writer->Write(offset, bytes));
-    }
-  }
-  EMA_ASSIGN_OR_RETURN(copy.blocks, writer->Finish());
-  for (const int64_t i : shared) {
+    if (!is_shared[i]) continue;
     copy.blocks[i] = base->blocks[i];
     copy.block_versions[i] = base->block_versions[i];
   }

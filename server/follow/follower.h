@@ -76,6 +76,7 @@ class Follower {
   // The bytes of one track as the last pull has left them.
   struct Pulled {
     std::vector<std::byte> bytes;
+    std::vector<PulledTensor> tensors;
     VersionId version;  // All zero: the pull has not finished.
     // What they were before the pull, which received only the differences. All zero: anything.
     VersionId base;
