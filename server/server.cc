@@ -113,6 +113,7 @@ RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
   rpc.heartbeats = heartbeats_;
   rpc.observer = &metrics_;
   rpc.group = group_ != nullptr ? group_->models() : nullptr;
+  rpc.followed = follower_ != nullptr ? &followed_ : nullptr;
   rpc.process = {.version = std::string(ServerVersion()),
                  .incarnation = incarnation_,
                  .start_time = start_time_,
@@ -133,6 +134,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   std::unique_ptr<Server> server(new Server(options));
   // Faults of the options are reported before checkpoints are read, which may take long.
   EMA_RETURN_IF_ERROR(server->OpenTokens());
+  if (!options.follow.empty()) EMA_RETURN_IF_ERROR(server->CreateFollower());
   if (!options.group.empty()) {
     EMA_ASSIGN_OR_RETURN(server->group_, ServerGroup::Create(options, server->Sink()));
     EMA_RETURN_IF_ERROR(server->group_->CheckDirectory());
@@ -164,6 +166,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 Server::~Server() {
   http_ = nullptr;
   rpc_ = nullptr;
+  if (follower_ != nullptr) follower_->Stop();
   // The threads of the checkpoints may wait for other members.
   if (group_ != nullptr) group_->Stop();
 }
@@ -175,6 +178,24 @@ absl::Status Server::OpenTokens() {
     if (status.ok()) return LogTo(log, LogLevel::kInfo, "token file reloaded", {{"path", path}});
     LogTo(log, LogLevel::kError, "token file reload failed", {{"path", path}, {"error", status}});
   };
+  return absl::OkStatus();
+}
+
+absl::Status Server::CreateFollower() {
+  EMA_ASSIGN_OR_RETURN(const FollowedModel followed, ParseFollow(options_.follow));
+  Follower::Options follower{.address = followed.address,
+                             .model = followed.model,
+                             .token_file = options_.follow_token_file,
+                             .log = Sink()};
+  if (options_.follow.starts_with("emas://")) {
+    follower.tls = {options_.follow_ca, options_.tls_cert, options_.tls_key};
+  }
+  absl::StatusOr<std::unique_ptr<Follower>> created = Follower::Create(std::move(follower));
+  if (!created.ok()) return WithPrefix(created.status(), "--follow: ");
+  follower_ = *std::move(created);
+  followed_ = {.url = options_.follow,
+               .check_readable = [this] { return follower_->CheckReadable(); },
+               .check_has_version = [this] { return follower_->CheckHasVersion(); }};
   return absl::OkStatus();
 }
 
@@ -234,6 +255,7 @@ absl::Status Server::StartRpc(const Hooks& hooks) {
     EMA_RETURN_IF_ERROR(group_->Join(port()));
     rpc_->SetServing(true);
   }
+  if (follower_ != nullptr) follower_->Start(store_);
   {
     absl::MutexLock lock(&mu_);
     serving_ = rpc_.get();
@@ -258,6 +280,7 @@ absl::Status Server::Drain() {
          {"steps", session_count},
          {"longest", options_.drain_grace}});
   }
+  if (follower_ != nullptr) follower_->Stop();
   store_->Drain(deadline);
   // Before the save: a step that is committed later would be lost.
   if (group_ != nullptr) group_->models()->ReleaseHeldCalls();

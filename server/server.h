@@ -20,12 +20,14 @@
 #include "server/core/checkpoints.h"
 #include "server/core/commit_statistics.h"
 #include "server/core/model_store.h"
+#include "server/follow/follower.h"
 #include "server/memory_formula.h"
 #include "server/ops/http_server.h"
 #include "server/ops/metrics.h"
 #include "server/ops/options.h"
 #include "server/ops/server_state.h"
 #include "server/ops/token_file.h"
+#include "server/rpc/admission.h"
 #include "server/rpc/rpc_server.h"
 #include "server/server_group.h"
 
@@ -72,6 +74,8 @@ class Server {
   RpcServer::Options RpcOptions(const Hooks& hooks);
   // The parts of Start(), in its order.
   absl::Status OpenTokens();
+  // REQUIRES: --follow is given.
+  absl::Status CreateFollower();
   absl::Status OpenCheckpoints();
   void MakeStore(std::shared_ptr<Device> device);
   absl::Status StartHttp();
@@ -92,6 +96,8 @@ class Server {
   std::unique_ptr<ServerGroup> group_;              // Null: the server is in no group.
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
   std::unique_ptr<CommitStatistics> statistics_;    // Null: computed only on request.
+  std::unique_ptr<Follower> follower_;              // Null: the server follows no other one.
+  FollowedServer followed_;                         // Of `follower_`.
   std::unique_ptr<RpcServer> rpc_;  // Destroyed before the above, which its calls use.
   mutable absl::Mutex mu_;
   // Equals rpc_ once it serves; null before.

@@ -94,6 +94,7 @@ ServerState Server::State(bool with_history) const {
     }
   }
   if (group_ != nullptr) state.group = group_->Describe();
+  if (follower_ != nullptr) state.follow_contact = follower_->last_contact();
   state.has_rejected_tokens = tokens_ != nullptr && !tokens_->problem().ok();
   state.workers = heartbeats_->Ages(Heartbeats::Clock::now());
   for (const std::shared_ptr<Model>& model : store_->List()) {

@@ -113,6 +113,10 @@ absl::Status CheckName(const std::string& text) {
   return text.empty() ? absl::OkStatus() : ValidateName("name", text);
 }
 
+absl::Status CheckFollow(const std::string& text) {
+  return text.empty() ? absl::OkStatus() : ParseFollow(text).status();
+}
+
 absl::Status CheckNotEmpty(const std::string& text) {
   return text.empty() ? Bad(text, "is empty") : absl::OkStatus();
 }
@@ -465,6 +469,46 @@ void AddGroup(Table& table, ServerOptions& o) {
              "without that the system's CAs");
 }
 
+void AddFollow(Table& table, ServerOptions& o) {
+  table.Group("Read replica");
+  table.Text(
+      "follow", o.follow, "URL",
+      "Copy each version of this model from another server, or a group of servers, and serve "
+      "it to readers under the same version numbers, such as ema://ema.example:50051/my-model "
+      "(emas:// with TLS). Versions that the copy has no time for are skipped. Empty: this "
+      "server accepts pushes",
+      CheckFollow);
+  table.Text(
+      "follow-token-file", o.follow_token_file, "FILE",
+      "File with the token that this server presents to the followed one. The role evaluator "
+      "is enough. Empty: none");
+  table.Text("follow-ca", o.follow_ca, "FILE",
+             "PEM file with the CA of the followed server's certificate. Empty: the system's CAs. "
+             "If that server asks for a certificate, this server presents its --tls-cert");
+}
+
+void AddFollowConflicts(const ServerOptions& o, std::vector<OptionConflict>& problems) {
+  const std::pair<const char*, bool> needing[] = {
+      {"follow-token-file", !o.follow_token_file.empty()},
+      {"follow-ca", !o.follow_ca.empty()},
+  };
+  const std::pair<const char*, bool> excluded[] = {
+      {"data-dir", !o.data_dir.empty()},
+      {"group", !o.group.empty()},
+  };
+  for (const auto& [name, is_given] : needing) {
+    if (is_given && o.follow.empty()) problems.push_back({name, "given without --follow"});
+  }
+  for (const auto& [name, is_given] : excluded) {
+    if (is_given && !o.follow.empty()) {
+      problems.push_back({name, "given with --follow: a follower only copies a model for readers"});
+    }
+  }
+  if (!o.follow_ca.empty() && o.follow.starts_with("ema://")) {
+    problems.push_back({"follow-ca", "given, but the URL of --follow does not begin with emas://"});
+  }
+}
+
 // True: tokens or client certificates restrict who may use the server.
 bool HasAuthentication(const ServerOptions& options) {
   return !options.tls_client_ca.empty() || !options.auth_tokens.empty();
@@ -563,6 +607,7 @@ void AddOptions(ServerOptions& options, CLI::App& app, OptionProblems& problems)
   AddCheckpoints(table, options);
   AddStatistics(table, options);
   AddGroup(table, options);
+  AddFollow(table, options);
   AddLimits(table, options);
   AddTimeLimits(table, options);
   AddLogging(table, options);
@@ -605,6 +650,7 @@ std::vector<OptionConflict> OptionConflicts(const ServerOptions& options) {
                                                     kBlockGranule)});
   }
   AddGroupConflicts(options, problems);
+  AddFollowConflicts(options, problems);
   if (HasAuthentication(options) || options.allow_unauthenticated) return problems;
   for (const std::string& listen : options.listen) {
     if (IsLocal(listen)) continue;

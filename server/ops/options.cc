@@ -21,6 +21,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "ema/internal/status_macros.h"
+#include "ema/manifest.h"
 #include "server/base/nearest_name.h"
 #include "server/base/printable.h"
 #include "server/base/quoted.h"
@@ -252,6 +254,18 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   }
   if (parsed.options.member.empty()) parsed.options.member = HostName();
   return parsed;
+}
+
+absl::StatusOr<FollowedModel> ParseFollow(const std::string& url) {
+  const size_t host = url.starts_with("ema://") ? 6 : url.starts_with("emas://") ? 7 : 0;
+  const size_t slash = url.find('/', host);
+  if (host == 0 || slash == std::string::npos || slash == host) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        Quoted(url), " is not the URL of a model, such as ema://ema.example:50051/my-model"));
+  }
+  FollowedModel followed{url.substr(0, slash), url.substr(slash + 1)};
+  EMA_RETURN_IF_ERROR(ValidateName("model", followed.model));
+  return followed;
 }
 
 std::string_view ServerVersion() { return EMA_VERSION; }

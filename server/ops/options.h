@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/base/log_event.h"
 #include "server/base/rpc_limits.h"
@@ -68,6 +69,11 @@ struct ServerOptions {
   absl::Duration max_etcd_outage = absl::Minutes(10);
   std::string group_token_file;  // With this server's token for the other members.
   std::string group_ca;  // PEM file with the CA of the members' certificates; empty: tls_client_ca.
+  // URL of a model on another server, or group of servers, that this server copies for readers,
+  // such as "ema://a:50051/m": see ParseFollow(). Empty: none, and the next two are not used.
+  std::string follow;
+  std::string follow_token_file;  // With the token for that server; empty: none.
+  std::string follow_ca;          // PEM file, for emas://; empty: the system's CAs.
   // After SIGTERM: how long all calls are still served while probes report NOT_SERVING; then how
   // long running calls may take.
   absl::Duration drain_delay = absl::ZeroDuration();
@@ -77,6 +83,14 @@ struct ServerOptions {
   int64_t block_bytes = int64_t{32} << 20;  // For tests; not in --help.
   int64_t max_file_bytes = 5'000'000'000;   // Of weights, in one file of a checkpoint.
 };
+
+// The parts of ServerOptions::follow.
+struct FollowedModel {
+  std::string address;  // As Client::Create() takes it.
+  std::string model;
+};
+// INVALID_ARGUMENT: `url` is not ema://HOST:PORT[,HOST:PORT...]/MODEL, or that with emas://.
+absl::StatusOr<FollowedModel> ParseFollow(const std::string& url);
 
 struct ParsedOptions {
   ServerOptions options;

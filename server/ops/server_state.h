@@ -91,6 +91,9 @@ struct ServerState {
   std::vector<Model> models;  // By name.
   // As this server sees it. Absent: it is not in a group, or has not joined it.
   std::optional<GroupInfo> group;
+  // When the followed server last answered; if it never has, when this server was started. Absent:
+  // this server follows no other one.
+  std::optional<absl::Time> follow_contact;
 };
 
 }  // namespace ema

@@ -267,6 +267,11 @@ void AddStateMetrics(const ServerState& state, MetricFamilies& families) {
   AddUsage(state, families);
   AddCheckpoints(state, families);
   if (state.group.has_value()) AddGroup(*state.group, families);
+  if (state.follow_contact.has_value()) {
+    families.Gauge("ema_follow_contact_age_seconds",
+                   "Time since the followed server last answered.",
+                   absl::ToDoubleSeconds(state.now - *state.follow_contact));
+  }
   AddHealth(state, families);
   AddProcess(families);
 }

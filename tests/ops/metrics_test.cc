@@ -165,6 +165,14 @@ TEST(MetricsTest, AGroupIsShownAsItIs) {
   EXPECT_THAT(text, Not(HasSubstr("ema_group_round{model=\"elsewhere\"}")));
 }
 
+TEST(MetricsTest, AFollowerShowsItsLag) {
+  Metrics metrics;
+  ServerState state{.now = absl::FromUnixSeconds(1000)};
+  EXPECT_THAT(metrics.Text(state), Not(HasSubstr("ema_follow_")));
+  state.follow_contact = absl::FromUnixSeconds(993);
+  EXPECT_THAT(metrics.Text(state), HasSubstr("ema_follow_contact_age_seconds 7\n"));
+}
+
 TEST(MetricsTest, ASaveOfWhatNoRestartLoadsIsNoLastSuccess) {
   Metrics metrics;
   metrics.OnModelCreated("m");

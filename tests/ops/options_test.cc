@@ -171,6 +171,19 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(defaults.options.member, host.data());
 }
 
+TEST(OptionsTest, OptionsOfAFollowerAreRead) {
+  const ParsedOptions parsed =
+      Parse({"--follow=emas://a:1,b:2/m", "--follow-token-file=token", "--follow-ca=ca"});
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.follow, "emas://a:1,b:2/m");
+  EXPECT_EQ(parsed.options.follow_token_file, "token");
+  EXPECT_EQ(parsed.options.follow_ca, "ca");
+  const absl::StatusOr<FollowedModel> followed = ParseFollow(parsed.options.follow);
+  ASSERT_TRUE(followed.ok()) << followed.status();
+  EXPECT_EQ(followed->address, "emas://a:1,b:2");
+  EXPECT_EQ(followed->model, "m");
+}
+
 TEST(OptionsTest, FlagsAreRead) {
   const ParsedOptions parsed = Parse({"--listen",
                                       "[::1]:0,unix:/run/ema.sock",
@@ -272,6 +285,25 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"GroupCaWithoutTls",
                 {"--group=g", "--etcd=http://a", "--advertise=a:1", "--group-ca=c"},
                 "--group-ca: given without --tls-cert and --tls-key"},
+        BadCase{"FollowWithoutModel",
+                {"--follow=ema://a:1"},
+                "--follow: \"ema://a:1\" is not the URL of a model"},
+        BadCase{"FollowOverHttp",
+                {"--follow=http://a:1/m"},
+                "--follow: \"http://a:1/m\" is not the URL of a model"},
+        BadCase{"FollowModelName", {"--follow=ema://a:1/m/n"}, "--follow: model \"m/n\""},
+        BadCase{"FollowWithDataDir",
+                {"--follow=ema://a:1/m", "--data-dir=d"},
+                "--data-dir: given with --follow: a follower only copies a model for readers"},
+        BadCase{"FollowInAGroup",
+                {"--follow=ema://a:1/m", "--group=g", "--etcd=http://a", "--advertise=a:1"},
+                "--group: given with --follow"},
+        BadCase{"FollowCaWithoutTls",
+                {"--follow=ema://a:1/m", "--follow-ca=c"},
+                "--follow-ca: given, but the URL of --follow does not begin with emas://"},
+        BadCase{"FollowTokenWithoutFollow",
+                {"--follow-token-file=t"},
+                "--follow-token-file: given without --follow"},
         BadCase{"GroupName", {"--group=a/b"}, "--group: name \"a/b\": a name must be"},
         BadCase{"AdvertiseWithoutPort", {"--advertise=a"}, "\"a\" is not host:port"},
         BadCase{"AdvertisePort", {"--advertise=a:0"}, "\"a:0\" is not host:port"},
