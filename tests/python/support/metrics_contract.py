@@ -76,7 +76,9 @@ GROUP_ONLY: dict[str, set[str]] = {
     "ema_group_commit_wait_seconds_total": {"model"},
     "ema_group_checkpoint_age_seconds": {"model"},
 }
-METRICS |= GROUP_ONLY
+# Of a server that follows another one.
+FOLLOWER_ONLY: dict[str, set[str]] = {"ema_follow_contact_age_seconds": set()}
+METRICS |= GROUP_ONLY | FOLLOWER_ONLY
 for _name, _labels in HISTOGRAMS.items():
     METRICS |= {f"{_name}_{suffix}": _labels for suffix in ("bucket", "sum", "count")}
 # Of a server that speaks TLS.
