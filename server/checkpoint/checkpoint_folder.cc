@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <set>
 #include <utility>
 
 #include "absl/algorithm/container.h"
@@ -13,16 +12,10 @@
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "server/checkpoint/checkpoint_reader.h"
+#include "server/checkpoint/retention.h"
 
 namespace ema {
 namespace {
-
-absl::Status LostLabels(const std::string& why) {
-  return MakeError(
-      absl::StatusCode::kDataLoss, ErrorReason::kCheckpointCorrupt,
-      absl::StrCat(why, "; no checkpoint of the model is removed to make room until you delete ",
-                   "the set-aside file with `emactl checkpoint delete`"));
-}
 
 absl::Status InUse(std::string_view model, std::string_view name, const std::string& why) {
   return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
@@ -251,38 +244,19 @@ absl::StatusOr<bool> CheckpointFolder::RemoveOldLocked(Model& model, std::string
   // A leftover of an error may have the temporary name that one of these needs.
   EMA_RETURN_IF_ERROR(files_.ClearTemporary());
   EMA_RETURN_IF_ERROR(index_.lost_labels());
-  std::set<VersionId> labelled;
-  for (const auto& [name, label] : index_.labels()) labelled.insert(label.id);
-  EMA_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> listing, files_.List());
-  // Only the newest abandoned one is kept: if an operator has put an old LATEST back, newer ones
-  // were set aside, too.
-  enum Kind { kWhole, kPartial, kAbandoned };
-  std::vector<std::pair<CheckpointId, std::string>> found[3];
-  for (const DirectoryEntry& listed : listing) {
-    const bool is_abandoned = listed.name.starts_with(kAbandonedPrefix);
-    const std::optional<StoredName> name =
-        is_abandoned ? ParseSetAsideName(listed.name) : ParseStoredName(listed.name);
-    if (!name.has_value() || !listed.is_directory) continue;
-    EMA_ASSIGN_OR_RETURN(const bool is_kept, files_.IsKept(listed.name));
-    const Kind kind = is_abandoned ? kAbandoned : name->is_partial ? kPartial : kWhole;
-    if (!is_kept) found[kind].emplace_back(name->id, listed.name);
-  }
+  EMA_ASSIGN_OR_RETURN(
+      const std::vector<std::string> expired,
+      FindExpiredCheckpoints(files_, {.keep_count = options_.keep_count,
+                                      .keep_step_multiple = options_.keep_step_multiple,
+                                      .labels = index_.labels(),
+                                      .latest = latest_,
+                                      .saved_name = saved_name}));
   bool is_any_removed = false;
-  for (const Kind kind : {kWhole, kPartial, kAbandoned}) {
-    auto& ids = found[kind];
-    std::sort(ids.begin(), ids.end(), std::greater<>());
-    const int64_t multiple = options_.keep_step_multiple;
-    for (size_t i = kind == kAbandoned ? 1 : options_.keep_count; i < ids.size(); ++i) {
-      const auto& [id, name] = ids[i];
-      if (name == saved_name || id == latest_ || labelled.contains(id.version_id()) ||
-          (multiple > 0 && id.step % multiple == 0)) {
-        continue;
-      }
-      const absl::StatusOr<bool> is_removed = StartRemovingLocked(name, &model);
-      if (GetErrorReason(is_removed.status()) == ErrorReason::kCheckpointInUse) continue;
-      EMA_RETURN_IF_ERROR(is_removed.status());
-      is_any_removed |= *is_removed;
-    }
+  for (const std::string& name : expired) {
+    const absl::StatusOr<bool> is_removed = StartRemovingLocked(name, &model);
+    if (GetErrorReason(is_removed.status()) == ErrorReason::kCheckpointInUse) continue;
+    EMA_RETURN_IF_ERROR(is_removed.status());
+    is_any_removed |= *is_removed;
   }
   EMA_RETURN_IF_ERROR(files_.ClearTemporary());
   return is_any_removed;
@@ -305,22 +279,8 @@ absl::Status CheckpointFolder::IndexLocked() {
   if (exists && !must_delete_) {
     EMA_ASSIGN_OR_RETURN(listing, files_.List());
   }
-  LabelMap labels;
-  absl::Status lost;
-  for (DirectoryEntry& listed : listing) {
-    if (IsSetAsideLabelFile(listed.name)) lost = LostLabels(absl::StrCat(listed.name, " exists"));
-    if (listed.name != kLabelsFileName) continue;
-    absl::StatusOr<LabelMap> read = files_.ReadLabels();
-    if (absl::IsDataLoss(read.status())) {
-      EMA_ASSIGN_OR_RETURN(listed.name,
-                           files_.SetAside(std::string(kLabelsFileName), kCorruptPrefix));
-      lost = LostLabels(std::string(read.status().message()));
-      continue;
-    }
-    EMA_RETURN_IF_ERROR(read.status());
-    labels = *std::move(read);
-  }
-  index_.Replace(listing, std::move(labels), lost);
+  EMA_ASSIGN_OR_RETURN(FolderLabels::OnDisk on_disk, labels_.Read(listing));
+  index_.Replace(listing, std::move(on_disk.labels), on_disk.lost);
   return absl::OkStatus();
 }
 
@@ -556,18 +516,7 @@ absl::Status CheckpointFolder::PutLabelLocked(const CheckpointLabel& label) {
   if (labelled == all.end()) return VersionGoneError(label);
   EMA_ASSIGN_OR_RETURN(const bool is_durable, IsDurableLocked(labelled->id));
   if (!is_durable) return VersionGoneError(label);
-  LabelMap labels = index_.labels();
-  if (const auto it = labels.find(label.name); it != labels.end() && it->second == label) {
-    // An earlier call may have ended between the rename and this.
-    return files_.Sync();
-  }
-  labels[label.name] = label;
-  if (labels.size() > kMaxLabels) {
-    return MakeError(absl::StatusCode::kResourceExhausted, ErrorReason::kBadRequest,
-                     absl::StrCat("label \"", label.name, "\": the model has ", kMaxLabels,
-                                  " labels, the maximum"));
-  }
-  return WriteLabelsLocked(std::move(labels));
+  return labels_.Put(label);
 }
 
 absl::Status CheckpointFolder::RemoveLabel(std::string_view label) {
@@ -578,16 +527,7 @@ absl::Status CheckpointFolder::RemoveLabel(std::string_view label) {
 absl::Status CheckpointFolder::RemoveLabelLocked(std::string_view label) {
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   EMA_RETURN_IF_ERROR(IndexLocked());
-  EMA_RETURN_IF_ERROR(index_.FindLabel(label).status());
-  LabelMap labels = index_.labels();
-  labels.erase(labels.find(label));
-  return WriteLabelsLocked(std::move(labels));
-}
-
-absl::Status CheckpointFolder::WriteLabelsLocked(LabelMap labels) {
-  EMA_RETURN_IF_ERROR(files_.WriteLabels(labels));
-  index_.SetLabels(std::move(labels));
-  return absl::OkStatus();
+  return labels_.Remove(label);
 }
 
 // --- At the start ---

@@ -21,6 +21,7 @@
 #include "server/checkpoint/checkpoint_records.h"
 #include "server/checkpoint/data_directory.h"
 #include "server/checkpoint/folder_files.h"
+#include "server/checkpoint/folder_labels.h"
 #include "server/checkpoint/partitioned_saves.h"
 #include "server/core/model.h"
 #include "server/format/checkpoint_name.h"
@@ -64,6 +65,7 @@ class CheckpointFolder {
         model_name_(model_name),
         files_(data, model_name),
         index_(model_name),
+        labels_(files_, index_),
         records_(options.partitions, model_name) {}
   CheckpointFolder(const CheckpointFolder&) = delete;
   CheckpointFolder& operator=(const CheckpointFolder&) = delete;
@@ -190,11 +192,10 @@ class CheckpointFolder {
     return index_.FindLabel(label);
   }
   // Puts a label on a version that is on the disk. OUT_OF_RANGE, VERSION_NOT_KEPT: it is not.
-  // RESOURCE_EXHAUSTED: the model has kMaxLabels.
+  // RESOURCE_EXHAUSTED: the model has FolderLabels::kMaxLabels.
   absl::Status PutLabel(const CheckpointLabel& label) ABSL_LOCKS_EXCLUDED(mu_);
   // NOT_FOUND, LABEL_NOT_FOUND.
   absl::Status RemoveLabel(std::string_view label) ABSL_LOCKS_EXCLUDED(mu_);
-  static constexpr size_t kMaxLabels = 1024;
 
   // --- At the start, for LoadModel() ---
 
@@ -271,7 +272,6 @@ class CheckpointFolder {
   absl::StatusOr<bool> IsDurableLocked(const CheckpointId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status PutLabelLocked(const CheckpointLabel& label) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status RemoveLabelLocked(std::string_view label) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status WriteLabelsLocked(LabelMap labels) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DeleteLocked(std::string_view name, Model* model) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DeleteAllLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Renames the checkpoint to a temporary name, which is cleared later. In a group, first removes
@@ -297,7 +297,8 @@ class CheckpointFolder {
   bool must_delete_ ABSL_GUARDED_BY(mu_) = false;  // DeleteAll() has failed.
   // The checkpoint that a restart would load; all zero: none.
   CheckpointId latest_ ABSL_GUARDED_BY(mu_);
-  int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // 0: unknown.
+  int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // 0: unknown.
+  FolderLabels labels_ ABSL_GUARDED_BY(mu_);
   CheckpointRecords records_ ABSL_GUARDED_BY(mu_);  // Of a group.
 };
 
