@@ -40,6 +40,7 @@ ones.
 from ema_client._client.client import Client
 from ema_client._client.read import pull, watch
 from ema_client._client.run import PendingPush, Run
+from ema_client._client.training_time import TrainingTime
 from ema_client._client.types import (
     Checkpoint,
     CheckpointInfo,
@@ -60,7 +61,6 @@ from ema_client._client.types import (
     TrackStatistics,
     TrackVersion,
     Tls,
-    TrainingTime,
     Version,
     Weights,
 )

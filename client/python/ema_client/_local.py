@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ema_client import _ema
 from ema_client._client import arrays
 from ema_client._client.out import check_fits
-from ema_client._client.types import TimeLike, TrackVersion, time_dict
+from ema_client._client.training_time import TimeLike, time_dict
+from ema_client._client.types import TrackVersion
 from ema_client._compute_ema import kind, on_host
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from ema_client._evaluator.averaged import write_average, swapped

@@ -21,14 +21,8 @@ from ema_client._client.client import Client
 from ema_client._client.mode import Mode, no_server_error, no_version
 from ema_client._client.pull_arguments import selection_from
 from ema_client._client.read import local_clients
-from ema_client._client.types import (
-    ModelInfo,
-    TrainingTime,
-    Version,
-    VersionLike,
-    Weights,
-    specs_from,
-)
+from ema_client._client.training_time import TrainingTime
+from ema_client._client.types import ModelInfo, Version, VersionLike, Weights, specs_from
 from ema_client._client.url import split_url
 from ema_client._client.timeouts import CALL_TIMEOUT_S
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError

@@ -31,7 +31,8 @@ from ema_client._callbacks import (
 from ema_client._client import arrays
 from ema_client._client.mode import is_disabled
 from ema_client._client.read import connect
-from ema_client._client.types import TrainingTime, Version, VersionLike, Weights
+from ema_client._client.training_time import TrainingTime
+from ema_client._client.types import Version, VersionLike, Weights
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, FailedPreconditionError, InvalidArgumentError, failure_of
 from ema_client._evaluator.averaged import OwnValues, swapped, write_average

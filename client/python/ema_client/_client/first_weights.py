@@ -9,7 +9,8 @@ import logging
 import math
 import re
 
-from ema_client._client.types import TIME_UNITS, TrackVersion, TrainingTime, Version
+from ema_client._client.training_time import TIME_UNITS, TrainingTime
+from ema_client._client.types import TrackVersion, Version
 
 _logger = logging.getLogger(__name__)
 

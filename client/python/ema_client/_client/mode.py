@@ -8,7 +8,8 @@ import logging
 import os
 from typing import Literal, cast, get_args
 
-from ema_client._client.types import TrainingTime, Version
+from ema_client._client.training_time import TrainingTime
+from ema_client._client.types import Version
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 
 _logger = logging.getLogger(__name__)

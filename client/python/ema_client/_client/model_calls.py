@@ -14,15 +14,8 @@ from ema_client._client.arrays import some, spec_of
 from ema_client._client.connection import Connection
 from ema_client._client.files import FilesLike, small_files
 from ema_client._client.run import join_run
-from ema_client._client.types import (
-    ModelInfo,
-    NonFinite,
-    ServerInfo,
-    TimeLike,
-    Version,
-    model_from,
-    time_dict,
-)
+from ema_client._client.training_time import TimeLike, time_dict
+from ema_client._client.types import ModelInfo, NonFinite, ServerInfo, Version, model_from
 from ema_client._errors import AlreadyExistsError, EmaError
 from ema_client._argument_checks import check_by_name, check_name, names_from
 from ema_client._tracks.track import TrackLike, tracks_by_name

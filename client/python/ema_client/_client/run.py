@@ -14,17 +14,16 @@ from ema_client._client.connection import Connection
 from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.pieces import BoxCache
 from ema_client._client.timeouts import check_timeout
+from ema_client._client.training_time import TimeLike, time_dict
 from ema_client._client.types import (
     PushStats,
     ResumePoint,
     Shard,
     TensorSpec,
-    TimeLike,
     Version,
     WireDtype,
     resume_tuple,
     specs_from,
-    time_dict,
 )
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
 from ema_client._argument_checks import check_int64, names_from

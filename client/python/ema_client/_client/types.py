@@ -8,10 +8,11 @@ import dataclasses
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, Union
 
 from ema_client import _ema
+from ema_client._client.training_time import TimeLike, TrainingTime, time_dict
 from ema_client._errors import InvalidArgumentError
 from ema_client._tracks.track import Track, track_from
 
@@ -40,29 +41,6 @@ class Tls:
         """The files that EMA_TLS_CA, EMA_TLS_CERT and EMA_TLS_KEY name."""
         return cls(*(os.environ.get(f"EMA_TLS_{name}", "") for name in ("CA", "CERT", "KEY")))
 
-
-@dataclasses.dataclass(frozen=True)
-class TrainingTime:
-    """How far training has come, in every unit that the trainer counts.
-
-    Attributes:
-        batch, epoch, sample, token, iteration: counts.
-        progress: share of the whole training, 0 to 1 (unit "dur").
-        seconds: time spent training; the same on all ranks.
-    """
-
-    batch: int | None = None
-    epoch: int | None = None
-    sample: int | None = None
-    token: int | None = None
-    iteration: int | None = None
-    progress: float | None = None
-    seconds: float | None = None
-
-
-#: A training time as an argument. A mapping's keys are TrainingTime's attributes, or suffixes such
-#: as "ep". None: the step is the batch.
-TimeLike = Union[TrainingTime, Mapping[str, float], None]
 
 #: The dtype in which floats are sent: their own, or float32 rounded to bfloat16, half the bytes.
 WireDtype = Literal["as pushed", "bfloat16"]
@@ -550,48 +528,6 @@ def specs_from(tuples: Sequence[_ema.Spec]) -> list[TensorSpec]:
         TensorSpec(name, dtype, tuple(shape), is_buffer, tuple(aliases))
         for name, dtype, shape, is_buffer, aliases in tuples
     ]
-
-
-#: TrainingTime's attributes, by the suffixes of times such as "2ep". Both may be keys of a training
-#: time.
-TIME_UNITS = {
-    "ba": "batch",
-    "ep": "epoch",
-    "sp": "sample",
-    "tok": "token",
-    "iter": "iteration",
-    "dur": "progress",
-    "sec": "seconds",
-}
-
-
-def time_dict(time: TimeLike, *, step: int) -> dict[str, float]:
-    """The training time in the form that the extension module takes."""
-    if time is None:
-        return {"batch": step}
-    if isinstance(time, TrainingTime):
-        given: Mapping[str, float | None] = dataclasses.asdict(time)
-    elif isinstance(time, Mapping):
-        given = time
-    else:
-        raise InvalidArgumentError(
-            f'time {time!r}: must be a TrainingTime, or numbers by unit, such as {{"batch": {step}}}'
-        )
-    fields: dict[str, float] = {}
-    for unit, value in given.items():
-        name = TIME_UNITS.get(unit, unit)
-        if name in fields:
-            raise InvalidArgumentError(f'time {time!r}: "{name}" is given twice', reason="BAD_TIME")
-        if value is not None or not isinstance(time, TrainingTime):
-            fields[name] = value  # type: ignore[assignment]
-    return fields
-
-
-def time_after(time_of: Callable[[int], TimeLike] | None, step: int) -> dict[str, float]:
-    """The training time after `step` steps. `time_of`: the `time` of `attach`; the steps are
-    batches unless it returns "batch"."""
-    given = None if time_of is None else time_of(step)
-    return {"batch": step, **time_dict(given, step=step)}
 
 
 def resume_tuple(resume: int | ResumePoint | None) -> _ema.ResumeTuple | None:

@@ -14,7 +14,8 @@ from ema_client._client.arrays import some
 from ema_client._client.files import FilesLike
 from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.timeouts import check_seconds, check_timeout
-from ema_client._client.types import NonFinite, TimeLike, WireDtype
+from ema_client._client.training_time import TimeLike
+from ema_client._client.types import NonFinite, WireDtype
 from ema_client._errors import InvalidArgumentError
 from ema_client._model.torch_model import NamedTensors
 from ema_client._tracks.track import TensorRules, TrackLike

@@ -16,7 +16,8 @@ from ema_client._client.files import FilesLike, small_files
 from ema_client._client.gpu import STAGING_BYTES
 from ema_client._client.mode import current_mode
 from ema_client._client.timeouts import CALL_TIMEOUT_S
-from ema_client._client.types import NonFinite, TimeLike, WireDtype, time_after
+from ema_client._client.training_time import TimeLike, time_after
+from ema_client._client.types import NonFinite, WireDtype
 from ema_client._client.url import split_url
 from ema_client._errors import EmaError, InvalidArgumentError
 from ema_client._model.engine import is_megatron_optimizer

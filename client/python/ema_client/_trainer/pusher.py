@@ -14,7 +14,8 @@ from ema_client import _ema
 from ema_client._client.arrays import read_all, some
 from ema_client._client.gpu import current_streams, is_capturing
 from ema_client._client.pieces import BoxCache, HeldWeights
-from ema_client._client.types import Stats, Version, time_after
+from ema_client._client.training_time import time_after
+from ema_client._client.types import Stats, Version
 from ema_client._errors import EmaError, failure_of
 from ema_client._model.torch_model import NamedTensors
 from ema_client._trainer.arguments import PushOptions
