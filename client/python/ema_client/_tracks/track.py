@@ -262,20 +262,21 @@ TrackLike = Union[str, Track, Mapping[str, Any]]
 _DURATIONS = ("half_life", "update_interval", "ema_start", "ema_end")
 _WORDS = ("before_start", "zero_init", "decays", "decays_shape")
 _FLAGS = ("debias", "uniform", "copy")
-_WHOLE_NUMBERS = ("interval_phase", "mean_of_last")
-_NUMBERS = (
-    "smoothing",
-    "ramp_ratio",
-    "inv_gamma",
-    "power",
-    "min_decay",
-    "max_decay",
-    "ramp",
-    "exp_ramp",
-    "count_offset",
-    "sigma_rel",
-    "age_offset",
-)
+# Numbers, each with an example for errors.
+_WHOLE_NUMBERS = {"interval_phase": "1", "mean_of_last": "5"}
+_NUMBERS = {
+    "smoothing": "0.999",
+    "ramp_ratio": "0.09",
+    "inv_gamma": "1.0",
+    "power": "0.75",
+    "min_decay": "0.0",
+    "max_decay": "0.9999",
+    "ramp": "10.0",
+    "exp_ramp": "2000.0",
+    "count_offset": "1.0",
+    "sigma_rel": "0.05",
+    "age_offset": "1.0",
+}
 #: Fields of a Track that are not part of its schedule; tracks of any rule or preset have them.
 WHOLE_TRACK = ("tensor_rules", "buffers", "dtype", "paused", "snapshot_interval")
 _DEFAULT_HALF_LIFE = "1000ba"
@@ -420,24 +421,8 @@ def _text(field: str, value: Any) -> str:
             return repr(kind(value))
     except (TypeError, ValueError, OverflowError):
         pass
-    raise _bad(f"{field} {value!r}: must be {what}, such as {_EXAMPLES[field]}")
-
-
-_EXAMPLES = {
-    "smoothing": "0.999",
-    "ramp_ratio": "0.09",
-    "inv_gamma": "1.0",
-    "power": "0.75",
-    "min_decay": "0.0",
-    "max_decay": "0.9999",
-    "ramp": "10.0",
-    "exp_ramp": "2000.0",
-    "count_offset": "1.0",
-    "sigma_rel": "0.05",
-    "age_offset": "1.0",
-    "interval_phase": "1",
-    "mean_of_last": "5",
-}
+    example = (_NUMBERS | _WHOLE_NUMBERS)[field]
+    raise _bad(f"{field} {value!r}: must be {what}, such as {example}")
 
 
 def only_average(where: str, are_copies: Mapping[str, bool]) -> str:
