@@ -7,19 +7,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ema_client._client.types import Shard
 
 
-class FlatMemory(Protocol):
+class FlatMemory:
     """This rank's part of parameters that are flattened and concatenated."""
 
     def tensor(self) -> Any:
         """Its elements, a torch tensor of one dimension, as the training has them now."""
+        raise NotImplementedError
 
     def writes(self) -> int:
         """Grows with each write that PyTorch counts."""
+        return int(self.tensor()._version)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ema_client._client.ranges import ParameterRange, Ranges, is_row_major
+from ema_client._client.ranges import FlatMemory, ParameterRange, Ranges, is_row_major
 from ema_client._client.safetensors import unwrapped_name
 from ema_client._errors import InvalidArgumentError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class _FlatShard:
+class _FlatShard(FlatMemory):
     """This rank's part of a flat parameter, outside forward and backward. `part`: the wrapper."""
 
     part: Any

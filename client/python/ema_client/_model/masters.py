@@ -76,7 +76,7 @@ def _master_of(name: str, parameter: Any, optimizer: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _DeepSpeedMemory:
+class _DeepSpeedMemory(FlatMemory):
     """The part of a master that this rank has with ZeRO-1, 2 or DeepSpeed's bfloat16 optimizer."""
 
     parameter: Any
@@ -90,9 +90,6 @@ class _DeepSpeedMemory:
         part: torch.Tensor = mapping.hp_fragment.detach()
         return part
 
-    def writes(self) -> int:
-        return int(self.tensor()._version)
-
 
 def _range_of_deepspeed(parameter: Any) -> MasterRange:
     mapping = parameter._hp_mapping
@@ -103,7 +100,7 @@ def _range_of_deepspeed(parameter: Any) -> MasterRange:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Zero3Memory:
+class _Zero3Memory(FlatMemory):
     """This rank's part of the masters of a group of parameters with ZeRO-3."""
 
     optimizer: Any
@@ -113,9 +110,6 @@ class _Zero3Memory:
         # DeepSpeed may move it to the CPU and back.
         flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[self.group].detach()
         return flat
-
-    def writes(self) -> int:
-        return int(self.tensor()._version)
 
 
 def _range_of_zero3(name: str, parameter: ParameterRange, optimizer: Any) -> MasterRange:
@@ -133,7 +127,7 @@ def _range_of_zero3(name: str, parameter: ParameterRange, optimizer: Any) -> Mas
 
 
 @dataclasses.dataclass(frozen=True)
-class _MegatronMemory:
+class _MegatronMemory(FlatMemory):
     """The part of a master that this rank has with Megatron-core."""
 
     parameter: Any
@@ -146,9 +140,6 @@ class _MegatronMemory:
             return torch.empty(0, device=self.parameter.device)
         flat: torch.Tensor = main.detach().view(-1)
         return flat
-
-    def writes(self) -> int:
-        return int(self.tensor()._version)
 
 
 def _part_of_megatron(part: Any, optimizer: Any) -> MasterRange | MasterBox | None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ema_client._client.ranges import ParameterRange, Ranges
+from ema_client._client.ranges import FlatMemory, ParameterRange, Ranges
 from ema_client._errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Partition:
+class _Partition(FlatMemory):
     """This rank's part of a parameter, and the padding behind it."""
 
     parameter: Any
