@@ -152,7 +152,7 @@ absl::StatusOr<ServerPush::Committed> ServerPush::Push() {
           absl::StatusCode::kDeadlineExceeded, GetErrorReason(committed.status()),
           absl::StrCat(Name(), " timed out; last error: ", committed.status().message()));
     }
-    SetCutOff(!ShowsServer(committed.status()));
+    cut_off_clock_.SetCutOff(!ShowsServer(committed.status()));
     // If the trainer still waits, it is held until the bytes to resend are known, unless the pinned
     // memory holds all bytes.
     if (!staged_.has_value() || !staged_->Holds(AllChunks())) (void)gate_.BeginReading();
@@ -160,32 +160,13 @@ absl::StatusOr<ServerPush::Committed> ServerPush::Push() {
   }
 }
 
-// Time that is spent on staging, on opening a lane, or on waiting for a slot, does not count as
-// time without a server.
-class ServerPush::PauseBeforeReconnecting {
- public:
-  explicit PauseBeforeReconnecting(ServerPush* push) : push_(push) {
-    absl::MutexLock lock(&push_->mu_);
-    since_ = std::exchange(push_->disconnected_since_, SteadyTime::max());
-  }
-  ~PauseBeforeReconnecting() {
-    absl::MutexLock lock(&push_->mu_);
-    if (since_ != SteadyTime::max()) push_->disconnected_since_ = since_ + (SteadyNow() - start_);
-  }
-
- private:
-  ServerPush* const push_;
-  const SteadyTime start_ = SteadyNow();
-  SteadyTime since_;
-};
-
 // The slot of a part of a push to a group, until it has sent its last chunk: then it waits
 // for the other parts, some of which may still have to send.
 class ServerPush::SendSlot {
  public:
   explicit SendSlot(ServerPush* push) {
     if (!push->part_.has_value()) return;
-    const PauseBeforeReconnecting pause(push);
+    const CutOffClock::Pause pause(push->cut_off_clock_);
     SendSlots* const slots = push->part_->slots;
     if (slots->Acquire(push->part_->position, push->deadline_, &push->interrupt_)) {
       slots_ = slots;
@@ -237,7 +218,7 @@ absl::Status ServerPush::PrepareStaging() {
   if (gpus_.empty() || staged_.has_value() || run_->chunks().chunk_count() == 0) {
     return absl::OkStatus();
   }
-  const PauseBeforeReconnecting pause(this);
+  const CutOffClock::Pause pause(cut_off_clock_);
   const auto any = [](Gpu* gpu) { return gpu != nullptr; };
   EMA_RETURN_IF_ERROR(run_->AllocateRing(**std::find_if(gpus_.begin(), gpus_.end(), any)));
   staged_.emplace(&run_->layout(), &run_->chunks(), shards_, gpus_, &run_->ring(), &gate_,
@@ -247,7 +228,7 @@ absl::Status ServerPush::PrepareStaging() {
 
 absl::Status ServerPush::Stage() {
   if (!staged_.has_value()) return absl::OkStatus();
-  const PauseBeforeReconnecting pause(this);
+  const CutOffClock::Pause pause(cut_off_clock_);
   // Chunks that are not staged yet have to be read.
   if (!staged_->Holds(chunks_to_send_)) (void)gate_.BeginReading();
   staged_->Stage(chunks_to_send_).IgnoreError();
@@ -346,7 +327,7 @@ absl::StatusOr<ServerPush::Committed> ServerPush::Send(SendSlot& slot) {
   RunCore::PushLane lane;
   if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes &&
       run_->client().HasLane(deadline_, &interrupt_)) {
-    const PauseBeforeReconnecting pause(this);  // The server may have to map the window.
+    const CutOffClock::Pause pause(cut_off_clock_);  // The server may have to map the window.
     lane = run_->TakeLane(staged_.has_value(), deadline_, &interrupt_);
   }
   const bool is_by_lane = lane.pipe != nullptr;
@@ -389,7 +370,7 @@ absl::StatusOr<ServerPush::Committed> ServerPush::Send(SendSlot& slot) {
 v1::PushHeader ServerPush::BeginStream(Lane lane) {
   has_begun_ = true;
   begun_epoch_ = run_->run_epoch();
-  SetCutOff(false);
+  cut_off_clock_.SetCutOff(false);
   stream_count_.fetch_add(1, std::memory_order_relaxed);
   lane_.store(lane, std::memory_order_relaxed);
   v1::PushHeader header;
@@ -515,15 +496,7 @@ std::string ServerPush::Name() const {
                       run_->rank());
 }
 
-void ServerPush::SetCutOff(bool is_cut_off) {
-  absl::MutexLock lock(&mu_);
-  disconnected_since_ = is_cut_off ? std::min(disconnected_since_, SteadyNow()) : SteadyTime::max();
-}
-
-bool ServerPush::IsDisconnected() const {
-  absl::MutexLock lock(&mu_);
-  return Since(disconnected_since_) >= kCutOffGrace;
-}
+bool ServerPush::IsDisconnected() const { return cut_off_clock_.cut_off_time() >= kCutOffGrace; }
 
 bool ServerPush::AwaitDone(absl::Duration max_wait) const {
   absl::MutexLock lock(&mu_);

@@ -22,6 +22,7 @@
 #include "absl/time/time.h"
 #include "client/cpp/gpu/pinned_ring.h"
 #include "client/cpp/push/chunk_plan.h"
+#include "client/cpp/push/cut_off_clock.h"
 #include "client/cpp/push/group_part.h"
 #include "client/cpp/push/grpc_sender.h"
 #include "client/cpp/push/opened_run.h"
@@ -75,7 +76,7 @@ class ServerPush final : public RunningPush {
   void MakeStreamsWait(absl::Span<const GpuStream> streams);
   // True: the push has had no stream for some time, and the server has not asked it to wait. The
   // trainer should stop waiting.
-  bool IsDisconnected() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool IsDisconnected() const;
   // A number that changes when the push gets further.
   int64_t progress_count() const;
   // Asks the server for the push's progress. True: it answered by `deadline`, perhaps with an
@@ -99,7 +100,6 @@ class ServerPush final : public RunningPush {
   // Tries until the push succeeds or fails for good.
   absl::StatusOr<Committed> Push();
   absl::StatusOr<Committed> Attempt();
-  class PauseBeforeReconnecting;
   class SendSlot;
   // Sets the bytes to be pushed, from the plan, unless the server may know the step already.
   // PLAN_CHANGED: the server needs the frozen tensors, but they were not given.
@@ -142,7 +142,6 @@ class ServerPush final : public RunningPush {
   // equal, or the digests cannot be compared.
   absl::Status CheckSameContent(const PushProgress& progress);
   bool AwaitDone(absl::Duration max_wait) const ABSL_LOCKS_EXCLUDED(mu_);
-  void SetCutOff(bool is_cut_off) ABSL_LOCKS_EXCLUDED(mu_);
   // AwaitWhileReachable() of await_push.h, for the threads that wait for this push.
   bool AwaitWhileReachable(absl::Duration max_wait, absl::FunctionRef<bool(absl::Duration)> await);
   std::string Name() const;
@@ -158,6 +157,8 @@ class ServerPush final : public RunningPush {
   const SteadyTime start_;
   WeightsGate gate_;
   Interrupt interrupt_;
+  // Paused while the thread stages, opens a lane, or waits for a slot.
+  CutOffClock cut_off_clock_;
   // Used only by the threads that release the weights. If true, the streams in `options_` may no
   // longer exist.
   std::atomic<bool> streams_wait_ = false;
@@ -188,7 +189,6 @@ class ServerPush final : public RunningPush {
   mutable SteadyWait wait_;  // Woken when there is a result.
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
   std::optional<PendingPush::ServerTime> server_time_ ABSL_GUARDED_BY(mu_);
-  SteadyTime disconnected_since_ ABSL_GUARDED_BY(mu_) = start_;  // max(): it is not cut off.
 
   std::thread thread_;
 };
