@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/convert_messages.h"
 
+#include <span>
+
 #include "ema/error_reason.h"
+#include "ema/v1/types.pb.h"
+#include "server/base/crc32c.h"
+#include "server/wire/convert_types.h"
 
 namespace ema::group {
 namespace {
@@ -35,6 +40,15 @@ absl::Status FromProto(const v1::GroupError& proto) {
   return MakeError(code, static_cast<ErrorReason>(proto.reason()), proto.message());
 }
 
+// See PreparedStep::plan_digest.
+int64_t PlanDigest(Version version) {
+  version.skipped_tensor_count = 0;
+  version.skipped_tensors.clear();
+  std::string text;
+  ema::ToProto(version).SerializeToString(&text);
+  return Crc32c(0, std::as_bytes(std::span(text.data(), text.size())));
+}
+
 }  // namespace
 
 v1::PartitionId ToProto(const std::string& model, const PartitionId& id) {
@@ -48,6 +62,14 @@ v1::PartitionId ToProto(const std::string& model, const PartitionId& id) {
 
 PartitionId FromProto(const v1::PartitionId& proto) {
   return {.incarnation = proto.incarnation(), .partition = proto.partition(), .boot = proto.boot()};
+}
+
+PreparedStep ToPreparedStep(const Version& record) {
+  return {.step = record.step,
+          .run_epoch = record.run_epoch,
+          .plan_digest = PlanDigest(record),
+          .skipped_tensor_count = record.skipped_tensor_count,
+          .skipped_tensors = record.skipped_tensors};
 }
 
 v1::VoteRequest ToProto(const std::string& model, const Vote& vote) {

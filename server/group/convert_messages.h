@@ -8,12 +8,15 @@
 #include <string>
 
 #include "ema/v1/group.pb.h"
+#include "ema/version.h"
 #include "server/group/messages.h"
 
 namespace ema::group {
 
 v1::PartitionId ToProto(const std::string& model, const PartitionId& id);
 PartitionId FromProto(const v1::PartitionId& proto);
+// The step that a partition has prepared. `record`: the version that it will become.
+PreparedStep ToPreparedStep(const Version& record);
 v1::VoteRequest ToProto(const std::string& model, const Vote& vote);
 Vote FromProto(const v1::VoteRequest& proto);
 v1::SyncRequest ToProto(const std::string& model, const Sync& sync);

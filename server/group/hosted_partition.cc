@@ -7,11 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/error_reason.h"
-#include "ema/v1/types.pb.h"
-#include "server/base/crc32c.h"
 #include "server/core/model_overview.h"
 #include "server/group/convert_messages.h"
-#include "server/wire/convert_types.h"
 
 namespace ema::group {
 namespace {
@@ -22,23 +19,6 @@ constexpr absl::Duration kCallTimeout = absl::Seconds(3);
 // begins a new incarnation, so the end of this time matters only if it does not stop after all.
 constexpr absl::Duration kMaxStopTime = absl::Minutes(20);
 constexpr int64_t kNamedRanks = 16;  // As many as SyncRequest.missing_ranks has.
-
-// See PreparedStep::plan_digest.
-int64_t PlanDigest(Version version) {
-  version.skipped_tensor_count = 0;
-  version.skipped_tensors.clear();
-  std::string text;
-  ema::ToProto(version).SerializeToString(&text);
-  return Crc32c(0, std::as_bytes(std::span(text.data(), text.size())));
-}
-
-PreparedStep StepOf(const Version& record) {
-  return {.step = record.step,
-          .run_epoch = record.run_epoch,
-          .plan_digest = PlanDigest(record),
-          .skipped_tensor_count = record.skipped_tensor_count,
-          .skipped_tensors = record.skipped_tensors};
-}
 
 int64_t BaseVersion(const HostedPartition::Options& options) {
   return options.base.has_value() ? options.base->version : 0;
@@ -548,7 +528,7 @@ void HostedPartition::OnPrepared(int64_t round, const Version& record) {
   NoteHomePinnedVersions();
   absl::MutexLock lock(&mu_);
   if (is_stopped_) return;  // The model is being closed.
-  if (participant_.EndReceiving(round, StepOf(record))) {
+  if (participant_.EndReceiving(round, ToPreparedStep(record))) {
     prepare_time_ = SteadyNow();
     return SendVoteLocked();
   }
