@@ -317,63 +317,23 @@ absl::Status Peers::ResultOf(const Call& call) {
   return absl::Status(code, message);
 }
 
-void Peers::ReservePartition(const std::string& address, const v1::ReservePartitionRequest& request,
-                             absl::Duration timeout,
-                             OnResult<v1::ReservePartitionResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncReservePartition>("ReservePartition", address, request, timeout,
-                                                 std::move(on_result));
-}
-
-void Peers::ProposeTracks(const std::string& address, const v1::ProposeTracksRequest& request,
-                          absl::Duration timeout, OnResult<v1::ProposeTracksResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncProposeTracks>("ProposeTracks", address, request, timeout,
-                                              std::move(on_result));
-}
-
-void Peers::Vote(const std::string& address, const v1::VoteRequest& request, absl::Duration timeout,
-                 OnResult<v1::GroupState> on_result) {
-  StartCall<&Stub::PrepareAsyncVote>("Vote", address, request, timeout, std::move(on_result));
-}
-
-void Peers::Sync(const std::string& address, const v1::SyncRequest& request, absl::Duration timeout,
-                 OnResult<v1::GroupState> on_result) {
-  StartCall<&Stub::PrepareAsyncSync>("Sync", address, request, timeout, std::move(on_result));
-}
-
-void Peers::PublishState(const std::string& address, const v1::PublishStateRequest& request,
-                         absl::Duration timeout, OnResult<v1::PublishStateResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncPublishState>("PublishState", address, request, timeout,
-                                             std::move(on_result));
-}
-
-void Peers::SavePart(const std::string& address, const v1::SavePartRequest& request,
-                     absl::Duration timeout, OnResult<v1::SavePartResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncSavePart>("SavePart", address, request, timeout,
-                                         std::move(on_result));
-}
-
-void Peers::GetPartStatistics(const std::string& address,
-                              const v1::GetPartStatisticsRequest& request, absl::Duration timeout,
-                              OnResult<v1::GetPartStatisticsResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncGetPartStatistics>("GetPartStatistics", address, request, timeout,
-                                                  std::move(on_result));
-}
-
-void Peers::SynthesizePart(const std::string& address, const v1::SynthesizePartRequest& request,
-                           absl::Duration timeout, OnResult<v1::SynthesizePartResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncSynthesizePart>("SynthesizePart", address, request, timeout,
-                                               std::move(on_result));
-}
-
-void Peers::SaveNow(const std::string& address, const v1::SaveNowRequest& request,
-                    absl::Duration timeout, OnResult<v1::SaveNowResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncSaveNow>("SaveNow", address, request, timeout, std::move(on_result));
-}
-
-void Peers::DescribeMember(const std::string& address, const v1::DescribeMemberRequest& request,
-                           absl::Duration timeout, OnResult<v1::DescribeMemberResponse> on_result) {
-  StartCall<&Stub::PrepareAsyncDescribeMember>("DescribeMember", address, request, timeout,
-                                               std::move(on_result));
-}
+// Each call is one of the stub's methods.
+#define EMA_CALL(method, Response)                                                   \
+  void Peers::method(const std::string& address, const v1::method##Request& request, \
+                     absl::Duration timeout, OnResult<v1::Response> on_result) {     \
+    StartCall<&Stub::PrepareAsync##method>(#method, address, request, timeout,       \
+                                           std::move(on_result));                    \
+  }
+EMA_CALL(ReservePartition, ReservePartitionResponse)
+EMA_CALL(ProposeTracks, ProposeTracksResponse)
+EMA_CALL(Vote, GroupState)
+EMA_CALL(Sync, GroupState)
+EMA_CALL(PublishState, PublishStateResponse)
+EMA_CALL(SavePart, SavePartResponse)
+EMA_CALL(GetPartStatistics, GetPartStatisticsResponse)
+EMA_CALL(SynthesizePart, SynthesizePartResponse)
+EMA_CALL(SaveNow, SaveNowResponse)
+EMA_CALL(DescribeMember, DescribeMemberResponse)
+#undef EMA_CALL
 
 }  // namespace ema::group
