@@ -282,20 +282,15 @@ class EMAWeightAveraging(_Callback):
         if not trainer.sanity_checking:
             self._swap_in(trainer, pl_module)
 
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._swapped.close()
-
     def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._swap_in(trainer, pl_module)
 
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    on_predict_epoch_start = on_test_epoch_start
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._swapped.close()
 
-    def on_predict_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._swap_in(trainer, pl_module)
-
-    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._swapped.close()
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # Still attached: callbacks that save a checkpoint now come after this one.
