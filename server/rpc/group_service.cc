@@ -16,53 +16,25 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   using Service = v1::GroupService::AsyncService;
   Service* const service = &rpc->group_service;
   GroupCalls* const group = rpc->group;
-  const auto on = [](Worker* worker) {
-    return [worker](const auto&) { return WorkerChoice{.worker = worker, .held = nullptr}; };
-  };
-  ListenUnary(
-      rpc, queue, service, "/ema.v1.GroupService/ReservePartition",
-      &Service::RequestReservePartition,
-      [group](const v1::ReservePartitionRequest& request, const Access&) {
-        return group->ReservePartition(request);
-      },
-      on(workers.reserving));
-  ListenUnary(
-      rpc, queue, service, "/ema.v1.GroupService/ProposeTracks", &Service::RequestProposeTracks,
-      [group](const v1::ProposeTracksRequest& request, const Access&) {
-        return group->ProposeTracks(request);
-      },
-      on(workers.reserving));
+// The last argument, if any, chooses where the call runs; without one, on the queue's thread.
+#define EMA_LISTEN(method, ...)                                                                \
+  ListenUnary(rpc, queue, service, "/ema.v1.GroupService/" #method, &Service::Request##method, \
+              [group](const v1::method##Request& request, const Access&) {                     \
+                return group->method(request);                                                 \
+              } __VA_OPT__(, ) __VA_ARGS__)
+  EMA_LISTEN(ReservePartition, On(workers.reserving));
+  EMA_LISTEN(ProposeTracks, On(workers.reserving));
+  EMA_LISTEN(Sync);
+  EMA_LISTEN(PublishState);
+  EMA_LISTEN(SavePart, On(workers.saving_parts));
+  EMA_LISTEN(GetPartStatistics, On(workers.computing_parts));
+  EMA_LISTEN(SynthesizePart, On(workers.computing_parts));
+  EMA_LISTEN(DescribeMember);
+#undef EMA_LISTEN
   ListenHeld(rpc, queue, service, "/ema.v1.GroupService/Vote", &Service::RequestVote,
              [group](const v1::VoteRequest& request, const Access&, auto reply) {
                group->Vote(request, std::move(reply));
              });
-  ListenUnary(
-      rpc, queue, service, "/ema.v1.GroupService/Sync", &Service::RequestSync,
-      [group](const v1::SyncRequest& request, const Access&) { return group->Sync(request); });
-  ListenUnary(rpc, queue, service, "/ema.v1.GroupService/PublishState",
-              &Service::RequestPublishState,
-              [group](const v1::PublishStateRequest& request, const Access&) {
-                return group->PublishState(request);
-              });
-  ListenUnary(
-      rpc, queue, service, "/ema.v1.GroupService/SavePart", &Service::RequestSavePart,
-      [group](const v1::SavePartRequest& request, const Access&) {
-        return group->SavePart(request);
-      },
-      on(workers.saving_parts));
-  ListenUnary(
-      rpc, queue, service, "/ema.v1.GroupService/GetPartStatistics",
-      &Service::RequestGetPartStatistics,
-      [group](const v1::GetPartStatisticsRequest& request, const Access&) {
-        return group->GetPartStatistics(request);
-      },
-      on(workers.computing_parts));
-  ListenUnary(
-      rpc, queue, service, "/ema.v1.GroupService/SynthesizePart", &Service::RequestSynthesizePart,
-      [group](const v1::SynthesizePartRequest& request, const Access&) {
-        return group->SynthesizePart(request);
-      },
-      on(workers.computing_parts));
   ListenUnary(
       rpc, queue, service, "/ema.v1.GroupService/SaveNow", &Service::RequestSaveNow,
       [rpc](const v1::SaveNowRequest& request,
@@ -76,12 +48,7 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
         }
         return v1::SaveNowResponse();
       },
-      on(workers.saving));
-  ListenUnary(rpc, queue, service, "/ema.v1.GroupService/DescribeMember",
-              &Service::RequestDescribeMember,
-              [group](const v1::DescribeMemberRequest& request, const Access&) {
-                return group->DescribeMember(request);
-              });
+      On(workers.saving));
 }
 
 }  // namespace ema

@@ -74,9 +74,6 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
               [this](const v1::method##Request& request, const Access&) { \
                 return method(request);                                   \
               } __VA_OPT__(, ) __VA_ARGS__)
-  const auto on = [](Worker* worker) {
-    return [worker](const auto&) { return WorkerChoice{.worker = worker, .held = nullptr}; };
-  };
   const auto pinned_on = [this](Worker* worker) {
     return [this, worker](const auto& request) {
       return WorkerChoice{worker, PinNamed(*store_, request, &VersionHistory::PinLeavingOneFree)};
@@ -84,9 +81,8 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   };
   EMA_LISTEN(CreateModel, [this, workers](const v1::CreateModelRequest& request) {
     // In a group it waits for other servers, whose calls wait for the worker that creates.
-    if (group_ != nullptr) return WorkerChoice{.worker = workers.changing, .held = nullptr};
-    return WorkerChoice{.worker = HasLargeTables(request) ? workers.creating : nullptr,
-                        .held = nullptr};
+    if (group_ != nullptr) return WorkerChoice{.worker = workers.changing};
+    return WorkerChoice{.worker = HasLargeTables(request) ? workers.creating : nullptr};
   });
   EMA_LISTEN(GetModel);
   ListenUnary(rpc, queue, &rpc->service, "/ema.v1.EmaService/ListModels",
@@ -94,22 +90,20 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
               [this](const v1::ListModelsRequest&, const Access& access)
                   -> absl::StatusOr<v1::ListModelsResponse> { return ListModels(access); });
   EMA_LISTEN(UpdateModel, [this, workers](const v1::UpdateModelRequest& request) {
-    if (group_ != nullptr) return WorkerChoice{.worker = workers.changing, .held = nullptr};
-    return WorkerChoice{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr,
-                        .held = nullptr};
+    if (group_ != nullptr) return WorkerChoice{.worker = workers.changing};
+    return WorkerChoice{.worker = request.put_tracks_size() > 0 ? workers.creating : nullptr};
   });
-  EMA_LISTEN(DeleteModel, on(workers.saving));
-  EMA_LISTEN(RecoverModel, on(workers.restoring));
-  EMA_LISTEN(RebalanceModel, on(group_ != nullptr ? workers.moving : nullptr));
+  EMA_LISTEN(DeleteModel, On(workers.saving));
+  EMA_LISTEN(RecoverModel, On(workers.restoring));
+  EMA_LISTEN(RebalanceModel, On(group_ != nullptr ? workers.moving : nullptr));
   EMA_LISTEN(AttachFile);
-  EMA_LISTEN(GetAttachedFile, on(workers.disk));
+  EMA_LISTEN(GetAttachedFile, On(workers.disk));
   EMA_LISTEN(OpenRun, [workers](const v1::OpenRunRequest& request) {
-    return WorkerChoice{.worker = request.has_resume() ? workers.restoring : nullptr,
-                        .held = nullptr};
+    return WorkerChoice{.worker = request.has_resume() ? workers.restoring : nullptr};
   });
   EMA_LISTEN(QueryPush);
   EMA_LISTEN(GetLane);
-  EMA_LISTEN(ListVersions, on(workers.disk));
+  EMA_LISTEN(ListVersions, On(workers.disk));
   EMA_LISTEN(GetStatistics, pinned_on(workers.computing));
   EMA_LISTEN(CreateCheckpoint, [this, workers](const v1::CreateCheckpointRequest& request) {
     // A call that does not wait for the save may take the last pin.
@@ -121,13 +115,13 @@ void ModelService::Listen(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
                           (request.label().empty() || request.version() == 0 || version != nullptr);
     return WorkerChoice{is_quick ? workers.disk : workers.saving, std::move(version)};
   });
-  EMA_LISTEN(GetCheckpoint, on(workers.disk));
-  EMA_LISTEN(ListCheckpoints, on(workers.disk));
-  EMA_LISTEN(DeleteCheckpoint, on(workers.saving));
-  EMA_LISTEN(RestoreCheckpoint, on(workers.restoring));
+  EMA_LISTEN(GetCheckpoint, On(workers.disk));
+  EMA_LISTEN(ListCheckpoints, On(workers.disk));
+  EMA_LISTEN(DeleteCheckpoint, On(workers.saving));
+  EMA_LISTEN(RestoreCheckpoint, On(workers.restoring));
   EMA_LISTEN(SetLabel, pinned_on(workers.saving));
   EMA_LISTEN(ReportMetric, pinned_on(workers.saving));
-  EMA_LISTEN(Synthesize, on(workers.computing));
+  EMA_LISTEN(Synthesize, On(workers.computing));
 #undef EMA_LISTEN
 }
 

@@ -50,9 +50,15 @@ inline std::optional<std::string_view> ModelOf(const grpc::health::v1::HealthChe
 
 // Where a handler runs.
 struct WorkerChoice {
-  Worker* worker = nullptr;          // On its thread, where it may block. Null: on the queue's.
-  std::shared_ptr<const void> held;  // Kept until the handler has run, or will not run.
+  Worker* worker = nullptr;  // On its thread, where it may block. Null: on the queue's.
+  // Kept until the handler has run, or will not run.
+  std::shared_ptr<const void> held = nullptr;
 };
+
+// Makes every call of a method run on `worker`.
+inline auto On(Worker* worker) {
+  return [worker](const auto&) { return WorkerChoice{.worker = worker}; };
+}
 
 // gRPC delivers the call with its request read and parsed. The call is admitted, perhaps waits for
 // a worker and is admitted again, and is answered. It keeps itself alive while gRPC or a worker can
