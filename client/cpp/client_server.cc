@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The calls about the server itself.
+// The calls about the server itself, and its group.
 #include "client/cpp/client_impl.h"
 #include "ema/client.h"
 #include "ema/internal/status_macros.h"
+#include "server/wire/convert_group.h"
 
 namespace ema {
 
@@ -44,6 +45,13 @@ absl::StatusOr<Client::DrainResult> Client::Drain(absl::Duration timeout) {
                        impl_->UnaryOnce(&Stub::PrepareAsyncDrain, v1::DrainRequest(), timeout));
   return DrainResult{absl::Seconds(response.delay_seconds()),
                      absl::Seconds(response.grace_seconds()), response.began()};
+}
+
+absl::StatusOr<GroupInfo> Client::GetGroup(absl::Duration timeout) {
+  EMA_ASSIGN_OR_RETURN(
+      const v1::GetGroupResponse response,
+      impl_->UnaryWithRetries(&Stub::PrepareAsyncGetGroup, v1::GetGroupRequest(), timeout));
+  return FromProto(response);
 }
 
 }  // namespace ema
