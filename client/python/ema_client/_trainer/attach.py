@@ -59,6 +59,11 @@ _logger = logging.getLogger(__name__)
 
 # How long attach() waits for the server's first answer before it warns.
 _PROBE_S = 1.0
+# Arguments of `attach` for the track "ema".
+_OF_TRACKS = (
+    *("half_life", "smoothing", "update_interval", "ema_start"),
+    *("tensor_rules", "buffers", "dtype", "paused", "snapshot_interval"),
+)
 
 
 def attach(
@@ -261,95 +266,30 @@ def attach(
     ranks = Ranks.current(process_group, call="attach()", timeout_s=timeout_s)
     # If this rank raised at once, the others would wait for it, so a failure is sent to all ranks.
     failure: Exception | None = None
-    engine: Any = None
-    optimizers: list[torch.optim.Optimizer] | None = None
-    held: list[HeldBox] = []
+    own: _Training | None = None
     arguments = Arguments({}, "", {})
-    undecided: Collection[str] = ()
     try:
-        model = as_module(model)
-        check_module(model)
-        split_url(url)
-        check_values(given)
-        engine = optimizer if is_megatron_optimizer(optimizer) else engine_of(model)
-        if optimizer is not None and engine is None:
-            optimizers = unwrap_optimizers(optimizer)
-        if resume is not None and start_step is not None:
-            raise InvalidArgumentError(
-                f"start_step {start_step} and resume are both given: give only resume, which has the step"
-            )
-        if resume is not None and existing in ("error", "new"):
-            raise InvalidArgumentError(
-                f'existing "{existing}" and resume are both given: give only resume, which continues the '
-                "average of its state"
-            )
-        options, track_list, undecided = options_and_tracks(given, track_arguments)
-        arguments = Arguments.of(
-            {
-                "the model of url": split_url(url)[1],
-                "optimizer": None if optimizers is None and engine is None else "given",
-                "start_step": start_step,
-                "existing": existing,
-                "non_finite": non_finite,
-                "max_pinned_versions": max_pinned_versions or 0,
-                "wire_dtype": wire_dtype,
-                "source": source,
-                "on_error": on_error,
-                "max_outage_s": max_outage_s,
-                "the tracks without buffers": undecided,
-                "keep_resumable": keep_resumable,
-                "update_model_with_ema of preset": options.rule and options.rule.text(),
-            },
-            track_list,
-            {
-                "half_life": half_life,
-                "smoothing": smoothing,
-                "update_interval": update_interval,
-                "ema_start": ema_start,
-                "tensor_rules": tensor_rules,
-                "buffers": buffers,
-                "dtype": dtype,
-                "paused": paused,
-                "snapshot_interval": snapshot_interval,
-                "tracks": tracks,
-                **(track_arguments if preset is None else {}),
-                **(
-                    options.preset
-                    if isinstance(options.preset, Mapping)
-                    else {"preset": options.preset}
-                ),
-            },
-        )
-        module = unwrap(model)
-        options.check(module)
-        if source == "master" and options.rule is not None:
-            raise InvalidArgumentError(
-                'source "master": the preset writes averages to the parameters (update_model_with_ema), and '
-                "the optimizer would overwrite them from its float32 copies: give no such preset"
-            )
-        tensors_of = ModelTensors(module, rename, has_masters=source == "master", optimizer=engine)
-        actions = default_actions(module, tensors_of(), allows_non_finite=non_finite == "allow")
-        held = held_boxes_of(tensors_of(), actions)
-        if optimizers is not None:
-            check_held(with_contained(optimizers), module.parameters())
+        own = _Training.of(given, track_arguments)
+        arguments = own.arguments
     except Exception as raised:
         failure = raised
     # A wrong timeout_s is a failure, too.
     ranks.barrier(CALL_TIMEOUT_S if timeout_s is None or failure is not None else timeout_s)
     check_agreed(ranks.gather_or_raise(failure, arguments))
-    layout = Layout.exchange(ranks, held)
+    assert own is not None
+    layout = Layout.exchange(ranks, own.held)
     plan: Plan | None = None
     try:
         # Only after no rank has failed: `time` may be collective.
         now = time_after(time, start_step or 0)
-        for track in track_list:
+        for track in own.tracks:
             _check_time(track, now)
         plan = Plan(
             url=url,
             ranks=ranks,
             layout=layout,
-            tracks=track_list,
-            undecided=undecided,
+            tracks=own.tracks,
+            undecided=own.undecided,
             max_pinned_versions=max_pinned_versions or 0,
             non_finite=non_finite,
             wire_dtype=wire_dtype,
@@ -360,14 +300,7 @@ def attach(
             knows_step=start_step is not None,
             timeout_s=timeout_s,
         )
-        what = f'model "{plan.model_name}"'
-        averaged = {spec[0] for spec in plan.layout.specs}
-        tensors = {name: one for name, one in tensors_of().all().items() if name in averaged}
-        check_values_here(what, module, tensors, may_be_meta=False)
-        if non_finite != "allow":
-            parameters = tensors_of().parameters
-            parameters = {n: parameters[n] for n in tensors if n in parameters}
-            check_parameters_finite(what, parameters, track_list)
+        own.check_weights(plan)
     except Exception as raised:
         failure = raised
     timeout_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
@@ -390,36 +323,171 @@ def attach(
         attachment = Attachment(
             PushOptions(
                 model_name=plan.model_name,
-                tensors_of=tensors_of,
+                tensors_of=own.tensors_of,
                 time_of=time,
                 max_wait_s=max_wait_s,
                 timeout_s=timeout_s,
                 on_error=on_error or "skip",
                 max_outage_s=max_outage_s,
                 check=check,
-                averaged_buffers=plan.averaged_buffers(tensors_of()),
+                averaged_buffers=plan.averaged_buffers(own.tensors_of()),
                 non_finite=non_finite,
             ),
             client=plan.client,
             joined=joined,
             join_at=functools.partial(resume_at, ranks, plan, timeout_s),
-            module=module,
-            optimizers=optimizers,
-            engine=engine,
+            module=own.module,
+            optimizers=own.optimizers,
+            engine=own.engine,
             frozen=FrozenTensors(
                 plan.layout.frozen,
-                tensors_of(),
-                {own.name: own.checksum for own in held},
+                own.tensors_of(),
+                {held.name: held.checksum for held in own.held},
                 check=check,
             ),
             keep_resumable=keep_resumable,
         )
         undo.callback(attachment._detach)
         undo.callback(attachment._pusher.engine.leave, 0.0)
-        options.apply(attachment, ranks)
+        own.options.apply(attachment, ranks)
         attachment._state.check_disk()
         undo.pop_all()
     return attachment
+
+
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """One rank's model and arguments of `attach`, checked before the ranks communicate.
+
+    Attributes:
+        optimizers: None: none was given, or there is an engine.
+        engine: DeepSpeed's engine, or Megatron-core's optimizer. None: neither.
+        options: what the preset says besides the track "ema".
+        undecided: names of the tracks that do not say what to do with buffers.
+        held: the parts of the tensors that this rank holds.
+        allows_non_finite: weights may be NaN or infinite.
+        arguments: those that must be equal on all ranks.
+    """
+
+    module: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer] | None
+    engine: Any
+    options: PresetOptions
+    tracks: list[_ema.Track]
+    undecided: Collection[str]
+    tensors_of: ModelTensors
+    held: list[HeldBox]
+    allows_non_finite: bool
+    arguments: Arguments
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], track_arguments: Mapping[str, Any]) -> _Training:
+        """Raises as `attach`."""
+        model, optimizer, source = as_module(given["model"]), given["optimizer"], given["source"]
+        check_module(model)
+        split_url(given["url"])
+        check_values(given)
+        engine = optimizer if is_megatron_optimizer(optimizer) else engine_of(model)
+        optimizers = None
+        if optimizer is not None and engine is None:
+            optimizers = unwrap_optimizers(optimizer)
+        _check_start(given)
+        options, tracks, undecided = options_and_tracks(given, track_arguments)
+        has_optimizer = optimizers is not None or engine is not None
+        arguments = _arguments_of(
+            given, track_arguments, options, tracks, undecided, has_optimizer=has_optimizer
+        )
+        module = unwrap(model)
+        options.check(module)
+        if source == "master" and options.rule is not None:
+            raise InvalidArgumentError(
+                'source "master": the preset writes averages to the parameters (update_model_with_ema), and '
+                "the optimizer would overwrite them from its float32 copies: give no such preset"
+            )
+        tensors_of = ModelTensors(
+            module, given["rename"], has_masters=source == "master", optimizer=engine
+        )
+        allows_non_finite = given["non_finite"] == "allow"
+        actions = default_actions(module, tensors_of(), allows_non_finite=allows_non_finite)
+        held = held_boxes_of(tensors_of(), actions)
+        if optimizers is not None:
+            check_held(with_contained(optimizers), module.parameters())
+        return cls(
+            module=module,
+            optimizers=optimizers,
+            engine=engine,
+            options=options,
+            tracks=tracks,
+            undecided=undecided,
+            tensors_of=tensors_of,
+            held=held,
+            allows_non_finite=allows_non_finite,
+            arguments=arguments,
+        )
+
+    def check_weights(self, plan: Plan) -> None:
+        """InvalidArgumentError: a tensor that some track has is without values here, or its values are
+        not finite."""
+        what = f'model "{plan.model_name}"'
+        averaged = {spec[0] for spec in plan.layout.specs}
+        tensors = {n: one for n, one in self.tensors_of().all().items() if n in averaged}
+        check_values_here(what, self.module, tensors, may_be_meta=False)
+        if not self.allows_non_finite:
+            parameters = self.tensors_of().parameters
+            parameters = {n: parameters[n] for n in tensors if n in parameters}
+            check_parameters_finite(what, parameters, self.tracks)
+
+
+def _check_start(given: Mapping[str, Any]) -> None:
+    """InvalidArgumentError: `resume` is given together with what it decides."""
+    start_step, existing = given["start_step"], given["existing"]
+    if given["resume"] is None:
+        return
+    if start_step is not None:
+        raise InvalidArgumentError(
+            f"start_step {start_step} and resume are both given: give only resume, which has the step"
+        )
+    if existing in ("error", "new"):
+        raise InvalidArgumentError(
+            f'existing "{existing}" and resume are both given: give only resume, which continues the '
+            "average of its state"
+        )
+
+
+def _arguments_of(
+    given: Mapping[str, Any],
+    track_arguments: Mapping[str, Any],
+    options: PresetOptions,
+    tracks: list[_ema.Track],
+    undecided: Collection[str],
+    *,
+    has_optimizer: bool,
+) -> Arguments:
+    """The arguments that must be equal on all ranks."""
+    preset = options.preset
+    return Arguments.of(
+        {
+            "the model of url": split_url(given["url"])[1],
+            "optimizer": "given" if has_optimizer else None,
+            "start_step": given["start_step"],
+            "existing": given["existing"],
+            "non_finite": given["non_finite"],
+            "max_pinned_versions": given["max_pinned_versions"] or 0,
+            "wire_dtype": given["wire_dtype"],
+            "source": given["source"],
+            "on_error": given["on_error"],
+            "max_outage_s": given["max_outage_s"],
+            "the tracks without buffers": undecided,
+            "keep_resumable": given["keep_resumable"],
+            "update_model_with_ema of preset": options.rule and options.rule.text(),
+        },
+        tracks,
+        {
+            **{name: given[name] for name in (*_OF_TRACKS, "tracks")},
+            **(track_arguments if given["preset"] is None else {}),
+            **(preset if isinstance(preset, Mapping) else {"preset": preset}),
+        },
+    )
 
 
 def _warn_of_wait(plan: Plan, resumes: bool, timeout_s: float) -> None:
