@@ -16,7 +16,13 @@ from server_process import ServerProcess, server_binary
 from testing import EMACTL, assert_same_bits, wait_for
 
 SHAPES = {"weight": (300, 200), "bias": (200,)}
-TRACKS = {"ema": "4ba", "raw": "copy"}
+TRACKS = {
+    "ema": "4ba",
+    "mean": {"mean_of_last": 3},
+    "wide": {"sigma_rel": 0.1, "snapshot_interval": "5ba", "dtype": "float64"},
+    "part": {"half_life": "8ba", "tensor_rules": {"weight": "ignore"}},
+    "raw": "copy",
+}
 
 
 def weights_of(step: int) -> dict[str, np.ndarray]:
@@ -153,7 +159,7 @@ def test_a_follower_presents_its_token_over_tls(tmp_path):
     tls = ("--tls-cert", str(ca), "--tls-key", str(key), "--auth-tokens", str(tokens))
     follow = ("--follow-ca", str(ca), "--follow-token-file", str(token))
     with (
-        ServerProcess(tmp_path / "source", *tls) as source,
+        ServerProcess(tmp_path / "source", *tls, data_dir=tmp_path / "data") as source,
         ServerProcess(
             tmp_path / "follower", *follow, "--follow", f"emas://{source.address}/m"
         ) as follower,
