@@ -19,6 +19,8 @@ constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // The followed server is asked for its tracks this often, and so shows that it can be reached.
 constexpr absl::Duration kWatchTime = absl::Seconds(5);
 constexpr absl::Duration kRetryDelay = absl::Seconds(1);
+// The delay before readers retry while the model cannot be read.
+constexpr absl::Duration kReaderRetryDelay = absl::Milliseconds(200);
 
 ModelConfig ConfigOf(const ModelInfo& info) {
   ModelConfig config{.name = info.name,
@@ -26,7 +28,7 @@ ModelConfig ConfigOf(const ModelInfo& info) {
                      .tracks = info.tracks,
                      .max_pinned_versions = info.max_pinned_versions,
                      .non_finite = info.non_finite};
-  // The followed server keeps these versions on its disk. A follower has no disk.
+  // It needs a data directory, which a follower does not have.
   for (TrackConfig& track : config.tracks) track.snapshot_interval.reset();
   return config;
 }
@@ -89,7 +91,7 @@ absl::StatusOr<std::vector<ByteRun>> FindInTrack(const std::vector<PulledTensor>
 Follower::Follower(Options options)
     : options_(std::move(options)), url_(absl::StrCat(options_.address, "/", options_.model)) {
   readable_ = MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
-                        absl::StrCat(url_, " has not been copied yet"), absl::Milliseconds(200));
+                        absl::StrCat(url_, " has not been copied yet"), kReaderRetryDelay);
   last_contact_ = absl::Now();
 }
 
@@ -201,7 +203,7 @@ absl::Status Follower::CreateModel(const ModelConfig& config) {
       MakeError(absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
                 absl::StrCat("model \"", options_.model, "\" is being copied again from ", url_,
                              ": it has other tensors or tracks there, or an earlier version"),
-                absl::Milliseconds(200));
+                kReaderRetryDelay);
   SetReadable(busy);
   watch_ = nullptr;
   model_ = nullptr;
@@ -316,14 +318,18 @@ absl::Status Follower::AwaitNext() {
                                                                           : item.status();
     }
     NoteContact();
-    // A slow follower has pulled later versions than those that it has yet to be told about.
+    // After a slow pull, the watch first returns versions that are older than the copied one.
     if (item->version.id() > newest_) return absl::OkStatus();
   }
 }
 
 absl::Status Follower::CheckReadable() const {
   absl::MutexLock lock(&mu_);
-  return readable_;
+  if (readable_.ok() || failure_.ok()) return readable_;
+  return MakeError(
+      readable_.code(), GetErrorReason(readable_),
+      absl::StrCat(std::string(readable_.message()), ": ", std::string(failure_.message())),
+      kReaderRetryDelay);
 }
 
 absl::Status Follower::CheckHasVersion() const {

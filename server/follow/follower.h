@@ -65,7 +65,8 @@ class Follower {
   // The URL of the followed model.
   const std::string& url() const { return url_; }
   // OK: reads of the local model give what the original has, even if that is no version or no
-  // model. UNAVAILABLE, MODEL_BUSY: this is not known yet, or the local model is being created.
+  // model. UNAVAILABLE, MODEL_BUSY: this is not known yet, or the local model is being created; the
+  // message has the last error of the followed server, if there is one.
   absl::Status CheckReadable() const ABSL_LOCKS_EXCLUDED(mu_);
   // OK: a version has been copied since the start. UNAVAILABLE: not yet; the message says why.
   absl::Status CheckHasVersion() const ABSL_LOCKS_EXCLUDED(mu_);

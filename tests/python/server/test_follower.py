@@ -173,6 +173,13 @@ def test_a_follower_presents_its_token_over_tls(tmp_path):
         assert reader.wait_for("m", step=3, timeout_s=60) == pushed
         assert_same_bits(weights_of(3), reader.pull("m", track="raw", framework="numpy"))
 
+        token.write_text(f"{'x' * 20}\n")
+        follower.stop()
+        follower.start(port=follower.port)
+        wait_for(lambda: "cannot follow" in follower.log_path.read_text(), "it logs the error")
+        with pytest.raises(ema_client.EmaError, match="has not been copied yet: .*token"):
+            reader.pull("m", track="raw", timeout_s=3)
+
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
