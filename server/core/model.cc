@@ -498,7 +498,13 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       // in other partitions only. In the current one, they may have another step.
       const bool is_round_known = is_open || round != 0;
       if (round == 0 && is_open) round = session->plan().round;
-      if (is_round_known) EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));
+      // The call is late: this rank has begun a later step in that round, which cannot be committed
+      // with any other step.
+      const bool is_superseded =
+          session != nullptr && session->plan().round == round && session->plan().step > step;
+      if (is_round_known && !is_superseded) {
+        EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));
+      }
       result.state = is_round_known ? PushState::State::kAbandoned : PushState::State::kUnknown;
       return result;
     }

@@ -480,14 +480,11 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
           MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleRound,
                     absl::StrCat(Name(), ": round ", start.round, " has ended; the current one is ",
                                  participant_.round()));
-      const std::optional<GroupAbort>& abort = state_.last_abort;
-      // Other ranks have lost these steps, so they could not complete in the current round.
-      if (state_.failed_step.has_value() && start.step <= state_.failed_step->step) {
-        why = state_.failed_step->why;
-      } else if (abort.has_value() && abort->round == start.round && pushed_round_ == start.round &&
-                 start.step <= pushed_step_) {
-        why = abort->why;  // The home has not heard of the step.
-      }
+      // Other ranks have lost such a step, so it could not complete in the current round. The home
+      // may not have heard of one that was accepted here.
+      const bool was_accepted = pushed_round_ == start.round && start.step <= pushed_step_;
+      const int64_t round = was_accepted ? start.round : 0;
+      if (const absl::Status* loss = state_.FindLoss(start.step, round)) why = *loss;
       SetGroupHint(why, {.round = participant_.round(), .incarnation = options_.id.incarnation});
       return why;
     }

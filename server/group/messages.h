@@ -107,6 +107,15 @@ struct GroupState {
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
   std::vector<int64_t> home_pinned_versions;
   std::optional<FailedStep> failed_step;  // The highest one of the open run.
+
+  // Why `step`, which was pushed in `round`, is lost. Null: it may be pushed again in the current
+  // round, because its round did not end for it, but for an earlier step.
+  const absl::Status* FindLoss(int64_t step, int64_t round) const {
+    if (failed_step.has_value() && step <= failed_step->step) return &failed_step->why;
+    if (!last_abort.has_value() || last_abort->round != round) return nullptr;
+    const bool is_for_failed_step = failed_step.has_value() && failed_step->why == last_abort->why;
+    return is_for_failed_step ? nullptr : &last_abort->why;
+  }
 };
 
 }  // namespace ema::group

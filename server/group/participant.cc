@@ -58,11 +58,15 @@ Participant::Action Participant::OnState(const GroupState& state) {
     return {Action::Kind::kPublish};
   }
   if (ended_phase != Phase::kReceiving && ended_phase != Phase::kPrepared) return {};
-  if (state.last_abort.has_value() && state.last_abort->round == ended_round) {
-    return {Action::Kind::kDrop, state.last_abort->why};
+  if (const absl::Status* loss = state.FindLoss(step_, ended_round)) {
+    return {Action::Kind::kDrop, *loss};
   }
+  // If that abort is not known here, the step may be lost.
+  const bool is_abort_known =
+      state.last_abort.has_value() && state.last_abort->round == ended_round;
   return {Action::Kind::kDrop,
-          MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned,
+          MakeError(absl::StatusCode::kAborted,
+                    is_abort_known ? ErrorReason::kStaleRound : ErrorReason::kStepAbandoned,
                     absl::StrCat("round ", ended_round, ": aborted; round ", round_, " is open"))};
 }
 

@@ -125,19 +125,28 @@ Rounds::Result Rounds::OnSync(const Sync& sync, SteadyTime now) {
 
 Rounds::Result Rounds::OnVote(const Vote& vote, SteadyTime now, absl::Time commit_time) {
   const Result result = Receive(vote.from, /*loading=*/"", now);
-  if (result.answer == Answer::kFenced || vote.round != state_.round) return result;
+  if (result.answer == Answer::kFenced || vote.round != state_.round || vote.round == 0) {
+    return result;
+  }
   const auto partition = static_cast<size_t>(vote.from.partition);
-  NotePush(vote.step.ok() ? vote.step->step : vote.refused_step);
   if (!vote.step.ok()) {
-    Abort(state_.round, WithPrefix(vote.step.status(), absl::StrCat(NameOf(partition), ": ")));
+    // A rank may have begun a later step in this round. That one is pushed again in the next round.
+    EndWithout(vote.refused_step,
+               WithPrefix(vote.step.status(), absl::StrCat(NameOf(partition), ": ")));
     return {Answer::kState, true};
   }
+  NotePush(vote.step->step);
   std::optional<PreparedStep>& prepared = partitions_[partition].prepared;
   if (prepared.has_value()) return {Answer::kHold};
   prepared = *vote.step;
   last_progress_ = now;
   if (const absl::Status status = CheckAgreement(partition); !status.ok()) {
-    Abort(state_.round, status);
+    // All ranks of a partition have left the earlier step, so only the later one can be committed.
+    int64_t earliest_step = prepared->step;
+    for (const Partition& other : partitions_) {
+      if (other.prepared.has_value()) earliest_step = std::min(earliest_step, other.prepared->step);
+    }
+    EndWithout(earliest_step, status);
     return {Answer::kState, true};
   }
   if (++prepared_count_ < partitions_.size()) return {Answer::kHold};
@@ -191,11 +200,17 @@ void Rounds::Commit(absl::Time commit_time) {
 
 bool Rounds::Abort(int64_t round, const absl::Status& why) {
   if (round != state_.round || round == 0) return false;
-  state_.last_abort = GroupAbort{round, why};
-  const int64_t failed = state_.failed_step.has_value() ? state_.failed_step->step : 0;
-  if (step_ > failed && !absl::IsUnavailable(why)) state_.failed_step = FailedStep{step_, why};
-  BeginNextRound();
+  EndWithout(step_, why);
   return true;
+}
+
+void Rounds::EndWithout(int64_t failed_step, const absl::Status& why) {
+  state_.last_abort = GroupAbort{state_.round, why};
+  const int64_t failed = state_.failed_step.has_value() ? state_.failed_step->step : 0;
+  if (failed_step > failed && !absl::IsUnavailable(why)) {
+    state_.failed_step = FailedStep{failed_step, why};
+  }
+  BeginNextRound();
 }
 
 bool Rounds::Expire(SteadyTime now) {

@@ -94,7 +94,8 @@ class Rounds {
   // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
   // open run again and may push other bytes. False, and no change, if it is not the current round:
   // then its step was committed, or has been aborted before. Unless `why` is UNAVAILABLE, which
-  // makes trainers push the step again, the step becomes GroupState::failed_step.
+  // makes trainers push the step again, GroupState::failed_step becomes the last step in the round
+  // that a partition has reported.
   bool Abort(int64_t round, const absl::Status& why);
   // Aborts a round in which something has arrived, but nothing more for Options::session_timeout,
   // and accepts pushes again when the time of RejectPushes() is over. To be called at
@@ -140,6 +141,9 @@ class Rounds {
   // Why the step that `partition` has prepared cannot be committed with those of the others.
   absl::Status CheckAgreement(size_t partition) const;
   void Commit(absl::Time commit_time);
+  // Ends the round without a version. `failed_step`: the step that cannot be committed any more, as
+  // those before it; 0: unknown.
+  void EndWithout(int64_t failed_step, const absl::Status& why);
   // After the end of a period of RejectPushes(): ends the round, unless another one lasts.
   bool PermitPushes();
   // Ends the round, and the new tracks come into force.

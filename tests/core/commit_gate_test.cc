@@ -251,6 +251,14 @@ TEST_F(CommitGateTest, ARoundEndsOnlyForAStepThatIsKnownToBeInIt) {
   EXPECT_EQ(abandon(1, /*round=*/0), State::kUnknown);
   EXPECT_EQ(abandon(2, /*round=*/0), State::kAbandoned);
   EXPECT_THAT(gate_->abandoned, SizeIs(2));
+  // A call that is late does not end the round of the step after it.
+  PushStart next = ranks_[0].Start(3);
+  next.round = 8;
+  EMA_ASSERT_OK_AND_ASSIGN(push_, model_->OpenPush(next, [](const auto&) {}));
+  EXPECT_EQ(abandon(2, /*round=*/8), State::kAbandoned);
+  EXPECT_THAT(gate_->abandoned, SizeIs(2));
+  EXPECT_EQ(abandon(3, /*round=*/8), State::kAbandoned);
+  EXPECT_THAT(gate_->abandoned, SizeIs(3));
   // A run that is not open.
   EXPECT_THAT(
       model_->QueryPush(ranks_[1].run_epoch() + 1, 2, 1, /*abandon_if_unfinished=*/true, {}, 7),

@@ -246,6 +246,30 @@ TEST(GroupTrainingTest, AStepAfterAFailedOneIsCommittedForAllRanks) {
   }
 }
 
+// Only one rank lost the step before, for example because its weights were written.
+TEST(GroupTrainingTest, AStepThatARankBeginsBeforeTheOthersEndTheLastOneIsCommitted) {
+  TrainedGroup group(3, /*tensor_count=*/6);
+  const auto first = group.Open(0, 2);
+  const auto second = group.Open(1, 2);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  const Weights weights(*first, 1);
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto lost, first->StartPush(1, TrainingTime::AtBatch(1), weights.shards(), kPatience));
+  const auto has_received = [](const std::unique_ptr<GroupServer>& server) {
+    const auto session = (*server->store().Get("m"))->Describe().session;
+    return session != nullptr && session->RankCommitted(0);
+  };
+  // It has no tensors of the third server.
+  group.Await([&] { return std::ranges::count_if(group.servers_, has_received) == 2; });
+  const Weights next(*second, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto early, second->StartPush(2, TrainingTime::AtBatch(2), next.shards(), kPatience));
+  EXPECT_THAT(lost->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*first, 2));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version same, early->Wait());
+  EXPECT_EQ(version.id(), same.id());
+}
+
 TEST(GroupTrainingTest, AStepThatTheHomeRejectsIsDroppedOnAllServers) {
   TrainedGroup group(3, /*tensor_count=*/6);
   const auto run = group.Open();

@@ -147,6 +147,16 @@ TEST_F(ParticipantTest, StepIsDroppedByTheAbortOfItsRound) {
   EXPECT_THAT(participant_.OnState(StateOf(5)).why, ReasonIs(ErrorReason::kStepAbandoned));
 }
 
+TEST_F(ParticipantTest, AStepIsPushedAgainIfItsRoundWasAbortedForAnEarlierOne) {
+  Receive(1);  // Step 100.
+  GroupState state = StateOf(2);
+  state.last_abort = GroupAbort{1, absl::AbortedError("step 99: abandoned")};
+  state.failed_step = FailedStep{99, state.last_abort->why};
+  const Participant::Action action = participant_.OnState(state);
+  EXPECT_EQ(action.kind, Kind::kDrop);
+  EXPECT_THAT(action.why, ReasonIs(ErrorReason::kStaleRound));
+}
+
 TEST_F(ParticipantTest, RefusalIsSentUntilTheRoundEnds) {
   Receive(1);
   ASSERT_TRUE(participant_.EndReceiving(1, absl::DataLossError("NaN")));

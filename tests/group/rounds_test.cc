@@ -212,6 +212,10 @@ TEST_F(RoundsTest, DifferentStepsAbort) {
   Vote(0);
   ExpectAbort(Vote(1, StepOf(101)), 2, ErrorReason::kStepAbandoned,
               "partition 1 (ema-1) has step 101, but partition 0 (ema-0) has step 100");
+  // All ranks of partition 1 have left step 100, so that step 101 may be committed in the next
+  // round.
+  EXPECT_EQ(rounds_.state().failed_step->step, 100);
+  EXPECT_EQ(rounds_.state().FindLoss(101, 2), nullptr);
 }
 
 TEST_F(RoundsTest, DifferentPlansAbort) {
@@ -272,7 +276,19 @@ TEST_F(RoundsTest, StateNamesTheHighestFailedStepOfTheOpenRun) {
   rounds_.OnVote({IdOf(2), round(), absl::DataLossError("NaN"), /*refused_step=*/103}, now_,
                  kCommitTime);
   EXPECT_EQ(rounds_.state().failed_step->step, 103);
-  rounds_.NotePush(104);
+  // A partition refuses its step, and another one has begun the next step.
+  rounds_.NotePush(105);
+  rounds_.OnVote({IdOf(2), round(), absl::DataLossError("NaN again"), /*refused_step=*/104}, now_,
+                 kCommitTime);
+  EXPECT_EQ(rounds_.state().failed_step->step, 104);
+  EXPECT_EQ(rounds_.state().FindLoss(105, round() - 1), nullptr);
+  EXPECT_EQ(*rounds_.state().FindLoss(104, round() - 1), rounds_.state().failed_step->why);
+  // An abort that is not of one step ends the steps that the home has not heard of, too.
+  EXPECT_TRUE(rounds_.Abort(round(), absl::AbortedError("rank 0 has restarted")));
+  ASSERT_NE(rounds_.state().FindLoss(105, round() - 1), nullptr);
+  EXPECT_EQ(rounds_.state().FindLoss(105, round() - 1)->message(), "rank 0 has restarted");
+  EXPECT_EQ(rounds_.state().FindLoss(105, round() - 2), nullptr);
+  rounds_.NotePush(106);
   EXPECT_TRUE(rounds_.OpenRun(/*run_epoch=*/99, "next"));
   EXPECT_FALSE(rounds_.state().failed_step.has_value());
 }
