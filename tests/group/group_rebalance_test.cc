@@ -152,6 +152,32 @@ TEST_F(GroupRebalanceTest, ALostServerIsReplaced) {
   EXPECT_THAT(spread.members, SizeIs(3));
 }
 
+TEST_F(GroupRebalanceTest, APushThatWaitsForAReplacedServerContinuesOnTheOthers) {
+  {
+    const auto run = group_->Open();
+    ASSERT_NE(run, nullptr);
+    ASSERT_THAT(Push(*run, 1), IsOk());
+    ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  }
+  GroupServer* const asked = group_->servers_.back().get();
+  GroupServer& lost = &ServerOf(0) != asked ? ServerOf(0) : ServerOf(1);
+  // The run is not ready, because the second rank has not joined it.
+  const auto first = group_->Open(0, 2, {}, "next");
+  ASSERT_NE(first, nullptr);
+  lost.Stop();
+  TrainedGroup::Await([&] { return !asked->member().members().contains(lost.name()); });
+  const Weights weights(*first, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push, first->StartPush(2, TrainingTime::AtBatch(2),
+                                                             weights.shards(), 10 * kPatience));
+  ASSERT_THAT(Rebalance({lost.name()}), IsOk());
+  const auto second = group_->Open(1, 2, {}, "next");
+  ASSERT_NE(second, nullptr);
+  // Long before the push of the first rank times out.
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*second, 2));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version same, push->Wait());
+  EXPECT_EQ(version.id(), same.id());
+}
+
 TEST_F(GroupRebalanceTest, AServerThatCannotLoadItsTensorsIsLeftOutAgain) {
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);

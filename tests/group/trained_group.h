@@ -46,13 +46,14 @@ class TrainedGroup : public GroupFixture {
   using GroupFixture::StartServer;
 
   Client& client() { return *client_; }
-  std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1, TensorSet frozen = {}) {
+  std::unique_ptr<ema::Run> Open(int64_t rank = 0, int64_t world_size = 1, TensorSet frozen = {},
+                                 const std::string& launch_id = "life") {
     const absl::StatusOr<ModelInfo> info = client_->GetModel("m");
     EXPECT_THAT(info, IsOk());
     const absl::StatusOr<RankShare> share = EvenShare(info->manifest, {}, frozen, rank, world_size);
     EXPECT_THAT(share, IsOk());
     auto run = client_->OpenRun("m",
-                                {.launch_id = "life",
+                                {.launch_id = launch_id,
                                  .rank = rank,
                                  .world_size = world_size,
                                  .shards = share->shards,
