@@ -79,6 +79,7 @@ void ServerGroup::Attach(std::shared_ptr<ModelStore> store, CheckpointStore* che
       store_.get(), peers_.get(),
       group::GroupModels::Options{.session_timeout = options_.limits.session_timeout,
                                   .max_registry_outage = options_.max_etcd_outage,
+                                  .replace_after = options_.replace_after,
                                   .checkpoints = checkpoints,
                                   .log = log_});
 }

@@ -25,8 +25,10 @@ std::string DescribeBase(const ModelRecord& record) {
                       base == nullptr ? "" : absl::StrCat(" (step ", base->step, ")"));
 }
 
-// Why the incarnation of `before` has ended.
-std::string DescribeCause(const ModelRecord& before, const ModelRecord& record) {
+// Why the incarnation of `before` has ended. `missing`: since when processes were missing then.
+std::string DescribeCause(const ModelRecord& before, const ModelRecord& record,
+                          const std::map<std::pair<std::string, std::string>, absl::Time>& missing,
+                          absl::Time now) {
   for (const Partition& partition : record.partitions) {
     const auto earlier =
         std::find_if(before.partitions.begin(), before.partitions.end(),
@@ -35,17 +37,29 @@ std::string DescribeCause(const ModelRecord& before, const ModelRecord& record) 
       return absl::StrCat("member ", Quoted(partition.member), " has restarted");
     }
   }
-  return "it was rolled back";
+  for (const Partition& partition : before.partitions) {
+    const bool has_left =
+        std::none_of(record.partitions.begin(), record.partitions.end(),
+                     [&](const Partition& one) { return one.member == partition.member; });
+    const auto since = missing.find({partition.member, partition.boot});
+    if (!has_left || since == missing.end()) continue;
+    return absl::StrCat("member ", Quoted(partition.member),
+                        " was replaced, which was missing for ",
+                        absl::FormatDuration(absl::Floor(now - since->second, absl::Seconds(1))));
+  }
+  const bool has_moved = before.partitions != record.partitions;
+  return has_moved ? "its tensors were moved to other servers" : "it was rolled back";
 }
 
 }  // namespace
 
 void GroupHistory::Observe(const Members& members, const Models& models, absl::Time now) {
   absl::MutexLock lock(&mu_);
+  const MissingSinceMap missing = missing_since_;
   ObserveMembers(members, models, now);
   for (const auto& [name, record] : models) {
     const auto before = models_.find(name);
-    ObserveModel(name, before == models_.end() ? nullptr : &before->second, record, now);
+    ObserveModel(name, before == models_.end() ? nullptr : &before->second, record, missing, now);
   }
   for (const auto& [name, record] : models_) {
     if (models.contains(name) || record.state != ModelRecord::State::kActive) continue;
@@ -62,7 +76,7 @@ void GroupHistory::Observe(const Members& members, const Models& models, absl::T
 }
 
 void GroupHistory::ObserveMembers(const Members& members, const Models& models, absl::Time now) {
-  std::map<Process, absl::Time> missing;
+  MissingSinceMap missing;
   for (const auto& [name, record] : models) {
     for (const Partition& partition : record.partitions) {
       if (IsThere(members, partition)) continue;
@@ -87,7 +101,8 @@ void GroupHistory::ObserveMembers(const Members& members, const Models& models, 
 }
 
 void GroupHistory::ObserveModel(const std::string& model, const ModelRecord* before,
-                                const ModelRecord& record, absl::Time now) {
+                                const ModelRecord& record, const MissingSinceMap& missing,
+                                absl::Time now) {
   if (record.state != ModelRecord::State::kActive) return;
   if (before == nullptr) {
     // The incarnation is the time at which it began.
@@ -105,8 +120,9 @@ void GroupHistory::ObserveModel(const std::string& model, const ModelRecord* bef
   }
   const absl::Duration age = absl::Microseconds(record.incarnation - before->incarnation);
   if (age >= kSameReturn) ++checkpoint_return_counts_[model];
-  last_incident_ = {now, absl::StrCat("model ", Quoted(model), " returned to ",
-                                      DescribeBase(record), ": ", DescribeCause(*before, record))};
+  last_incident_ = {
+      now, absl::StrCat("model ", Quoted(model), " returned to ", DescribeBase(record), ": ",
+                        DescribeCause(*before, record, missing, now))};
 }
 
 std::vector<GroupHistory::Missing> GroupHistory::missing() const {

@@ -53,16 +53,19 @@ class GroupHistory {
 
  private:
   using Process = std::pair<std::string, std::string>;  // Member and boot.
+  using MissingSinceMap = std::map<Process, absl::Time>;
 
   void ObserveMembers(const Members& members, const Models& models, absl::Time now)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `before`: null if the model was not there at the previous call.
+  // `missing`: the processes that were missing at the previous call.
   void ObserveModel(const std::string& model, const ModelRecord* before, const ModelRecord& record,
-                    absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+                    const MissingSinceMap& missing, absl::Time now)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   mutable absl::Mutex mu_;
   Models models_ ABSL_GUARDED_BY(mu_);
-  std::map<Process, absl::Time> missing_since_ ABSL_GUARDED_BY(mu_);
+  MissingSinceMap missing_since_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, int64_t, std::less<>> checkpoint_return_counts_ ABSL_GUARDED_BY(mu_);
   std::optional<Incident> last_incident_ ABSL_GUARDED_BY(mu_);
 };

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -44,14 +43,23 @@ GroupModels::GroupModels(ModelStore* store, Peers* peers, Options options)
                .log = options_.log}),
       lifecycle_(&hosted_, peers, options_.checkpoints, options_.log),
       follower_(&hosted_, store, options_.checkpoints, options_.log),
-      overview_(&hosted_, store, &follower_, peers) {}
+      overview_(&hosted_, store, &follower_, peers) {
+  if (options_.replace_after <= absl::ZeroDuration()) return;
+  replacer_.emplace(this, &hosted_,
+                    Replacer::Options{.replace_after = options_.replace_after,
+                                      .checkpoints = options_.checkpoints,
+                                      .log = options_.log});
+}
 
 void GroupModels::Start(Member* member) {
   hosted_.Start(member);
-  follower_.Start(member);
+  follower_.Start(member, [this] {
+    if (replacer_.has_value()) replacer_->Wake();
+  });
 }
 
 void GroupModels::Stop() {
+  if (replacer_.has_value()) replacer_->Stop();
   follower_.Stop();
   hosted_.Stop();
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "server/group/model_record.h"
 #include "server/group/peers.h"
 #include "server/group/registry_follower.h"
+#include "server/group/replacer.h"
 #include "server/rpc/group_calls.h"
 
 namespace ema::group {
@@ -34,12 +36,15 @@ namespace ema::group {
 // ModelLifecycle creates and deletes models, RegistryFollower makes the partitions on this server
 // follow the registry, and HostedModels is the table of these partitions.
 //
-// Thread-safe. A model whose member has been lost cannot be pushed until that member is back.
+// Thread-safe. A model whose member has been lost cannot be pushed until that member is back, or
+// has been replaced: by RebalanceModel(), or by the Replacer.
 class GroupModels final : public GroupCalls {
  public:
   struct Options {
     absl::Duration session_timeout = absl::Seconds(30);      // --session-timeout
     absl::Duration max_registry_outage = absl::Minutes(10);  // --max-etcd-outage
+    // --replace-after; zero: never. Otherwise `checkpoints` is not null.
+    absl::Duration replace_after;
     // Of the data directory that all members share; outlives this. Null: there is none.
     CheckpointStore* checkpoints = nullptr;
     LogSink log;
@@ -168,6 +173,7 @@ class GroupModels final : public GroupCalls {
   HostedModels hosted_;
   ModelLifecycle lifecycle_;
   RegistryFollower follower_;
+  std::optional<Replacer> replacer_;  // Nullopt without Options::replace_after.
   const GroupOverview overview_;
 
   absl::Mutex update_mu_;  // Serializes UpdateTracks() and RebalanceModel().

@@ -116,7 +116,8 @@ absl::StatusOr<std::vector<Partition>> PlaceTensors(
           absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
           absl::StrCat("model \"", std::string(model), "\": partition ", partitions.size(),
                        ", tensors ", begin, " to ", end - 1, ", needs ", needed,
-                       " bytes of member \"", name, "\"; ", record.free_memory_bytes, " of its ",
+                       " bytes of member \"", name, "\", ", needed - record.free_memory_bytes,
+                       " too many; ", record.free_memory_bytes, " of its ",
                        record.memory_budget_bytes, " are free"),
           retry_delay);
     }

@@ -46,6 +46,14 @@ absl::StatusOr<ModelRecord> ReadActive(Member& member, const std::string& model)
   return (*stored)->record;
 }
 
+absl::Status NotRunningError(const std::string& model, const std::string& member) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("model \"", model, "\": member \"", member,
+                   "\" does not run, or has just restarted. Start it, and the model returns to "
+                   "its newest checkpoint; if it is lost for good, pass it in `without` (emactl: "
+                   "--without)"));
+}
+
 absl::Status CheckNames(const Names& without, const Members& members, const ModelRecord& record) {
   for (const std::string& name : without) {
     const bool has_part =
@@ -67,12 +75,7 @@ absl::StatusOr<bool> AllRun(const std::string& model, const ModelRecord& record,
   for (const Partition& partition : record.partitions) {
     if (member.AddressOf(partition.member, partition.boot).has_value()) continue;
     all_run = false;
-    if (Contains(without, partition.member)) continue;
-    return absl::FailedPreconditionError(
-        absl::StrCat("model \"", model, "\": member \"", partition.member,
-                     "\" does not run, or has just restarted. Start it, and the model returns to "
-                     "its newest checkpoint; if it is lost for good, pass it in `without` (emactl: "
-                     "--without)"));
+    if (!Contains(without, partition.member)) return NotRunningError(model, partition.member);
   }
   return all_run;
 }
@@ -130,6 +133,48 @@ v1::RebalanceModelResponse ResponseOf(const ModelRecord& record, bool has_change
   return response;
 }
 
+// Where the tensors belong. Errors as Candidates() and PlaceTensors().
+absl::StatusOr<std::vector<Partition>> PlaceWithout(const Names& without, const Member& member,
+                                                    const std::string& model,
+                                                    const ModelRecord& record,
+                                                    const ModelConfig& config) {
+  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
+  EMA_ASSIGN_OR_RETURN(const Members candidates,
+                       Candidates(member.members(), without, record, tensor_bytes));
+  return PlaceTensors(model, tensor_bytes, candidates);
+}
+
+// Begins the incarnation in which the model has its tensors there. Errors as
+// GroupModels::ChangeRecord().
+absl::StatusOr<v1::RebalanceModelResponse> MoveTo(const std::vector<Partition>& partitions,
+                                                  GroupModels& models, HostedModels& hosted,
+                                                  CheckpointStore& checkpoints,
+                                                  const std::string& model, int64_t incarnation,
+                                                  const LogSink& log) {
+  EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(&checkpoints, model));
+  ModelRecord after;
+  EMA_RETURN_IF_ERROR(models.ChangeRecord(
+      model, incarnation, [&](const ModelRecord& record) -> absl::StatusOr<ModelRecord> {
+        EMA_ASSIGN_OR_RETURN(
+            after, BeginIncarnation(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
+                                             .newest_stored_incarnation = stored,
+                                             .partitions = partitions}));
+        return after;
+      }));
+  {
+    absl::MutexLock lock(&hosted.change_mu());
+    hosted.Drop(model, incarnation, /*why_deleted=*/"");
+  }
+  const v1::RebalanceModelResponse response = ResponseOf(after, /*has_changed=*/true);
+  LogTo(log, LogLevel::kWarning, "model moves to other servers",
+        {{"model", model},
+         {"incarnation", after.incarnation},
+         {"version", response.base().version()},
+         {"step", response.step()},
+         {"members", absl::StrJoin(response.members(), ",")}});
+  return response;
+}
+
 }  // namespace
 
 absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, HostedModels& hosted,
@@ -157,11 +202,8 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
   absl::StatusOr<ModelConfig> config =
       home != nullptr ? models.CurrentConfig(model) : StoredConfig(*checkpoints, model, before);
   EMA_RETURN_IF_ERROR(config.status());
-  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(*config));
-  EMA_ASSIGN_OR_RETURN(const Members candidates,
-                       Candidates(member->members(), request.without(), before, tensor_bytes));
   EMA_ASSIGN_OR_RETURN(const std::vector<Partition> partitions,
-                       PlaceTensors(model, tensor_bytes, candidates));
+                       PlaceWithout(request.without(), *member, model, before, *config));
   if (partitions == before.partitions) return ResponseOf(before, /*has_changed=*/false);
 
   if (home != nullptr) EMA_RETURN_IF_ERROR(home->partition->RejectPushesForMove());
@@ -169,28 +211,31 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
     if (home != nullptr) home->partition->AcceptPushesAfterMove();
   };
   if (home != nullptr) EMA_RETURN_IF_ERROR(save());
-  EMA_ASSIGN_OR_RETURN(const int64_t stored, NewestStoredIncarnation(checkpoints, model));
-  ModelRecord after;
-  EMA_RETURN_IF_ERROR(models.ChangeRecord(
-      model, before.incarnation, [&](const ModelRecord& record) -> absl::StatusOr<ModelRecord> {
-        EMA_ASSIGN_OR_RETURN(
-            after, BeginIncarnation(record, {.now_micros = absl::ToUnixMicros(absl::Now()),
-                                             .newest_stored_incarnation = stored,
-                                             .partitions = partitions}));
-        return after;
-      }));
-  {
-    absl::MutexLock lock(&hosted.change_mu());
-    hosted.Drop(model, before.incarnation, /*why_deleted=*/"");
+  return MoveTo(partitions, models, hosted, *checkpoints, model, before.incarnation, log);
+}
+
+absl::StatusOr<v1::RebalanceModelResponse> ReplaceMembers(GroupModels& models, HostedModels& hosted,
+                                                          CheckpointStore& checkpoints,
+                                                          const std::string& model,
+                                                          int64_t incarnation,
+                                                          const std::vector<std::string>& lost,
+                                                          const LogSink& log) {
+  const Names without(lost.begin(), lost.end());
+  EMA_ASSIGN_OR_RETURN(Member* const member, hosted.GetMember());
+  EMA_ASSIGN_OR_RETURN(const ModelRecord before, ReadActive(*member, model));
+  if (before.incarnation != incarnation) {
+    return FencedError(model, absl::StrCat("incarnation ", incarnation, " has ended"));
   }
-  const v1::RebalanceModelResponse response = ResponseOf(after, /*has_changed=*/true);
-  LogTo(log, LogLevel::kWarning, "model moves to other servers",
-        {{"model", model},
-         {"incarnation", after.incarnation},
-         {"version", response.base().version()},
-         {"step", response.step()},
-         {"members", absl::StrJoin(response.members(), ",")}});
-  return response;
+  for (const Partition& partition : before.partitions) {
+    const bool runs = member->AddressOf(partition.member, partition.boot).has_value();
+    if (runs == !Contains(without, partition.member)) continue;
+    if (!runs) return NotRunningError(model, partition.member);
+    return absl::AbortedError(absl::StrCat("member \"", partition.member, "\" is back"));
+  }
+  EMA_ASSIGN_OR_RETURN(const ModelConfig config, StoredConfig(checkpoints, model, before));
+  EMA_ASSIGN_OR_RETURN(const std::vector<Partition> partitions,
+                       PlaceWithout(without, *member, model, before, config));
+  return MoveTo(partitions, models, hosted, checkpoints, model, incarnation, log);
 }
 
 }  // namespace ema::group

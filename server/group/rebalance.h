@@ -4,6 +4,10 @@
 #ifndef EMA_SERVER_GROUP_REBALANCE_H_
 #define EMA_SERVER_GROUP_REBALANCE_H_
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -23,6 +27,19 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
                                                           CheckpointStore* checkpoints,
                                                           const v1::RebalanceModelRequest& request,
                                                           absl::FunctionRef<absl::Status()> save,
+                                                          const LogSink& log);
+
+// Moves the tensors of a model from the members in `lost`, whose processes do not run, to those
+// that run, which load them from the newest checkpoint. Any server may call it, and several may.
+// ABORTED: the model does not have that incarnation any more, or a process runs again.
+// FAILED_PRECONDITION: another process of the model does not run. NOT_FOUND: there is no such
+// model, or it has no checkpoint. RESOURCE_EXHAUSTED, MEMORY_BUDGET: the other members do not have
+// the memory. UNAVAILABLE: the registry. Blocks on the registry and the disk.
+absl::StatusOr<v1::RebalanceModelResponse> ReplaceMembers(GroupModels& models, HostedModels& hosted,
+                                                          CheckpointStore& checkpoints,
+                                                          const std::string& model,
+                                                          int64_t incarnation,
+                                                          const std::vector<std::string>& lost,
                                                           const LogSink& log);
 
 }  // namespace ema::group

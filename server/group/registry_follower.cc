@@ -36,9 +36,13 @@ absl::StatusOr<std::optional<ModelRecord>> CurrentRecord(Member& member, const s
 
 }  // namespace
 
-void RegistryFollower::Start(Member* member) {
-  member->SetOnChange([this] { reconciling_.Wake(); });
-  reconciling_.Wake();
+void RegistryFollower::Start(Member* member, std::function<void()> on_change) {
+  const std::function<void()> wake = [this, on_change = std::move(on_change)] {
+    reconciling_.Wake();
+    on_change();
+  };
+  member->SetOnChange(wake);
+  wake();
 }
 
 void RegistryFollower::Stop() {

@@ -5,6 +5,7 @@
 #define EMA_SERVER_GROUP_REGISTRY_FOLLOWER_H_
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -38,8 +39,9 @@ class RegistryFollower {
                    LogSink log)
       : hosted_(*hosted), store_(*store), checkpoints_(checkpoints), log_(std::move(log)) {}
 
-  // Begins the work. REQUIRES: HostedModels::Start(member) has been called. Call once.
-  void Start(Member* member);
+  // Begins the work, and calls `on_change` now and after each change of the registry, on any
+  // thread. It must not block. REQUIRES: HostedModels::Start(member) has been called. Call once.
+  void Start(Member* member, std::function<void()> on_change);
   // Makes a running load end soon; no other one begins.
   void StopLoading() { is_stopping_.store(true, std::memory_order_relaxed); }
   // Ends the work and its threads.

@@ -460,6 +460,9 @@ void AddGroup(Table& table, ServerOptions& o) {
       "max-etcd-outage", o.max_etcd_outage, absl::Seconds(10),
       "While etcd does not answer, keep committing steps for this long. Afterwards reject "
       "them, because another server may have replaced this one");
+  table.Duration("replace-after", o.replace_after, absl::ZeroDuration(),
+                 "Move the tensors of a server of the group to the others when it has been missing "
+                 "for this long. All steps after the newest checkpoint are lost. 0: never");
   table.Text("group-token-file", o.group_token_file, "FILE",
              "File with the token that this server presents to the others, which must have it in "
              "their --auth-tokens with the role server. Empty: none");
@@ -526,6 +529,7 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"etcd-user", !o.etcd_user.empty()},
         {"etcd-password-file", !o.etcd_password_file.empty()},
         {"max-etcd-outage", o.max_etcd_outage != ServerOptions().max_etcd_outage},
+        {"replace-after", o.replace_after != absl::ZeroDuration()},
         {"group-token-file", !o.group_token_file.empty()},
         {"group-ca", !o.group_ca.empty()},
     };
@@ -536,6 +540,14 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
   }
   if (o.etcd.empty()) problems.push_back({"group", "given without --etcd"});
   if (o.advertise.empty()) problems.push_back({"group", "given without --advertise"});
+  if (o.replace_after > absl::ZeroDuration()) {
+    if (o.data_dir.empty()) problems.push_back({"replace-after", "given without --data-dir"});
+    if (o.replace_after < o.max_etcd_outage) {
+      problems.push_back({"replace-after",
+                          "shorter than --max-etcd-outage: a server that does not reach etcd could "
+                          "still commit steps after it was replaced"});
+    }
+  }
   if (!o.etcd_user.empty() && o.etcd_password_file.empty()) {
     problems.push_back({"etcd-user", "given without --etcd-password-file"});
   }

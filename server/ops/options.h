@@ -67,6 +67,8 @@ struct ServerOptions {
   std::string etcd_password_file;
   // How long the server may commit steps while etcd does not answer.
   absl::Duration max_etcd_outage = absl::Minutes(10);
+  // How long a server may be missing before the others replace it; zero: for ever.
+  absl::Duration replace_after;
   std::string group_token_file;  // With this server's token for the other members.
   std::string group_ca;  // PEM file with the CA of the members' certificates; empty: tls_client_ca.
   // URL of a model on another server, or group of servers, that this server copies for readers,

@@ -60,6 +60,8 @@ class GroupServer {
     // Makes the address that other processes connect to; null: the server's own.
     std::function<std::string(int port)> advertise;
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
+    absl::Duration replace_after;                        // Zero: never.
+    LogSink log;
   };
 
   explicit GroupServer(const Options& options) : name_(options.name) {
@@ -73,8 +75,10 @@ class GroupServer {
     };
     store_ = std::make_shared<ModelStore>(NewTestDevice(int64_t{16} << 20), store);
     CheckpointStore* const stored = checkpoints_ != nullptr ? &checkpoints_->store() : nullptr;
-    models_ = std::make_unique<GroupModels>(store_.get(), peers_.get(),
-                                            GroupModels::Options{.checkpoints = stored});
+    models_ = std::make_unique<GroupModels>(
+        store_.get(), peers_.get(),
+        GroupModels::Options{
+            .replace_after = options.replace_after, .checkpoints = stored, .log = options.log});
     RpcServer::Options rpc;
     rpc.listen_addresses = {options.listen_address};
     rpc.group = models_.get();
@@ -416,7 +420,12 @@ class GroupFixture : public testing::Test {
  protected:
   void StartServers(int count) {
     for (int i = 0; i < count; ++i) {
-      StartServer({.name = absl::StrCat("ema-", i), .data_dir = data_dir_, .policy = policy_});
+      StartServer({.name = absl::StrCat("ema-", i),
+                   .reported_memory_bytes = reported_memory_bytes_,
+                   .data_dir = data_dir_,
+                   .policy = policy_,
+                   .replace_after = replace_after_,
+                   .log = log_});
     }
     AwaitMembers();
   }
@@ -489,8 +498,12 @@ class GroupFixture : public testing::Test {
     return *servers_[0];
   }
 
-  std::string data_dir_;     // Of servers that are started later; empty: none.
-  SavePolicy policy_;        // Of the same.
+  // Of servers that are started later; empty: none.
+  std::string data_dir_;
+  SavePolicy policy_;
+  int64_t reported_memory_bytes_ = 0;
+  absl::Duration replace_after_;
+  LogSink log_;
   MemoryRegistry registry_;  // Outlives the servers.
   std::vector<std::unique_ptr<GroupServer>> servers_;
 };

@@ -107,6 +107,25 @@ TEST_F(GroupHistoryTest, ARollbackIsAnIncident) {
   EXPECT_EQ(Incident(), "model \"m\" returned to version 12 (step 30): it was rolled back");
 }
 
+TEST_F(GroupHistoryTest, AMoveIsAnIncidentThatNamesTheServerThatWasReplaced) {
+  members_.erase("ema-1");
+  Observe();
+  now_ += absl::Minutes(5);
+  record().incarnation = absl::ToUnixMicros(now_);
+  record().base = record().checkpoints[0].id;
+  record().partitions = {{.member = "ema-0", .boot = "ema-0-boot"}};
+  Observe();
+  EXPECT_EQ(
+      Incident(),
+      "model \"m\" returned to version 12 (step 30): member \"ema-1\" was replaced, which was "
+      "missing for 5m");
+  now_ += absl::Minutes(5);
+  record().incarnation = absl::ToUnixMicros(now_);
+  record().partitions[0].member = "ema-2";
+  Observe();
+  EXPECT_THAT(Incident(), HasSubstr("its tensors were moved to other servers"));
+}
+
 TEST_F(GroupHistoryTest, AModelThatIsLostIsAnIncidentAndADeletedOneIsNot) {
   models_["deleted"] = record();
   Observe();

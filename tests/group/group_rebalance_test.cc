@@ -7,14 +7,20 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
+#include "server/base/log_event.h"
 #include "server/format/file_system.h"
+#include "server/group/partition_config.h"
+#include "server/rpc/convert_core.h"
 #include "tests/group/trained_group.h"
 #include "tests/testutil/status_matchers.h"
 
@@ -176,6 +182,96 @@ TEST_F(GroupRebalanceTest, APushThatWaitsForAReplacedServerContinuesOnTheOthers)
   EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*second, 2));
   EMA_ASSERT_OK_AND_ASSIGN(const Version same, push->Wait());
   EXPECT_EQ(version.id(), same.id());
+}
+
+// Counts the events of all servers, by name.
+class EventCounter {
+ public:
+  LogSink sink() {
+    return [this](const LogEvent& event) {
+      absl::MutexLock lock(&mu_);
+      texts_[event.name].push_back(ToText(event));
+    };
+  }
+  std::vector<std::string> Find(const std::string& name) {
+    absl::MutexLock lock(&mu_);
+    return texts_[name];
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::map<std::string, std::vector<std::string>> texts_ ABSL_GUARDED_BY(mu_);
+};
+
+TEST_F(GroupRebalanceTest, AServerThatIsMissingForTooLongIsReplacedOnce) {
+  EventCounter events;
+  group_.reset();
+  group_.emplace(3, kTensors, directory_,
+                 TrainedGroup::Servers{.replace_after = absl::Seconds(1), .log = events.sink()});
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  const std::map<std::string, std::string> expected = Averages();
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  GroupServer* const asked = group_->servers_.back().get();
+  GroupServer& lost = &ServerOf(0) != asked ? ServerOf(0) : ServerOf(1);
+  lost.Stop();
+  const auto members = [&] {
+    std::vector<std::string> names;
+    const ModelRecord record = *asked->member().model("m");
+    for (const Partition& partition : record.partitions) {
+      names.push_back(partition.member);
+    }
+    return names;
+  };
+  TrainedGroup::Await([&] { return members().size() == 2; });
+  EXPECT_THAT(members(), Not(testing::Contains(lost.name())));
+  EXPECT_EQ(Averages(), expected);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version version, Push(*run, 3));
+  EXPECT_EQ(version.number, 2);
+  EMA_ASSERT_OK_AND_ASSIGN(const GroupInfo info, group_->client().GetGroup(kPatience));
+  EXPECT_THAT(info.last_incident,
+              HasSubstr(absl::StrCat("member \"", lost.name(), "\" was replaced")));
+  // It is an ordinary server again, without a part of the model.
+  group_->Restart(lost);
+  group_->AwaitMembers();
+  EXPECT_THAT(members(), SizeIs(2));
+  EXPECT_THAT(Push(*run, 4), IsOk());
+  group_.reset();
+  EXPECT_THAT(events.Find("model moves to other servers"), SizeIs(1));
+  EXPECT_THAT(events.Find("lost members replaced"), SizeIs(1));
+}
+
+TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelConfig config,
+                           ema::FromProto(GroupTrainer::CreateRequest("m", kTensors)));
+  EMA_ASSERT_OK_AND_ASSIGN(const std::vector<int64_t> bytes, TensorBytes(config));
+  EventCounter events;
+  group_.reset();
+  // Enough for a third of the model, not for a half.
+  group_.emplace(
+      3, kTensors, directory_,
+      TrainedGroup::Servers{
+          .reported_memory_bytes = std::accumulate(bytes.begin(), bytes.end(), int64_t{0}) * 2 / 5,
+          .replace_after = absl::Seconds(1),
+          .log = events.sink()});
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  GroupServer& lost = *group_->servers_[0];
+  lost.Stop();
+  const std::string problem = "lost members cannot be replaced";
+  TrainedGroup::Await([&] { return events.Find(problem).size() == 2; });
+  for (const std::string& warning : events.Find(problem)) {
+    EXPECT_THAT(warning, HasSubstr("too many; "));
+    EXPECT_THAT(warning, HasSubstr("ema-0"));
+  }
+  group_->StartServer({.name = "ema-3", .data_dir = directory_});
+  TrainedGroup::Await([&] { return !events.Find("lost members replaced").empty(); });
+  EXPECT_THAT(Push(*run, 2), IsOk());
+  EXPECT_THAT(events.Find(problem), SizeIs(2));  // One of each server.
 }
 
 TEST_F(GroupRebalanceTest, AServerThatCannotLoadItsTensorsIsLeftOutAgain) {

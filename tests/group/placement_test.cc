@@ -212,7 +212,7 @@ TEST(PlacementTest, MemberWithoutEnoughMemoryIsNamed) {
       PlaceTensors("123456789", tensor_bytes, members).status(),
       AllOf(StatusIs(absl::StatusCode::kResourceExhausted,
                      "model \"123456789\": partition 1, tensors 2 to 3, needs 300 bytes of member "
-                     "\"ema-0\"; 299 of its 400 are free"),
+                     "\"ema-0\", 1 too many; 299 of its 400 are free"),
             ReasonIs(ErrorReason::kMemoryBudget)));
 }
 

@@ -26,9 +26,21 @@ inline constexpr absl::Duration kPatience = absl::Seconds(60);
 // A group with the model "m", and a client of a server that need not be the home.
 class TrainedGroup : public GroupFixture {
  public:
+  // Of the servers that the constructor starts.
+  struct Servers {
+    int64_t reported_memory_bytes = 0;
+    absl::Duration replace_after;
+    LogSink log;
+  };
   // `data_dir`: a directory that all servers share; empty: they save nothing.
-  TrainedGroup(int server_count, int tensor_count, const std::string& data_dir = "") {
+  TrainedGroup(int server_count, int tensor_count, const std::string& data_dir = "")
+      : TrainedGroup(server_count, tensor_count, data_dir, Servers()) {}
+  TrainedGroup(int server_count, int tensor_count, const std::string& data_dir,
+               const Servers& servers) {
     data_dir_ = data_dir;
+    reported_memory_bytes_ = servers.reported_memory_bytes;
+    replace_after_ = servers.replace_after;
+    log_ = servers.log;
     StartServers(server_count);
     Create("m", 0, tensor_count);
     client_ = *Client::Create(servers_.back()->address());

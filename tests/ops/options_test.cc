@@ -165,6 +165,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
 
   const ParsedOptions defaults = Parse({"--group=g", "--etcd=http://a", "--advertise=host:1"});
   ASSERT_FALSE(defaults.should_exit) << defaults.text;
+  EXPECT_EQ(defaults.options.replace_after, absl::ZeroDuration());
   EXPECT_EQ(defaults.options.max_etcd_outage, absl::Minutes(10));
   std::array<char, 256> host{};
   ASSERT_EQ(gethostname(host.data(), host.size()), 0);
@@ -182,6 +183,23 @@ TEST(OptionsTest, OptionsOfAFollowerAreRead) {
   ASSERT_TRUE(followed.ok()) << followed.status();
   EXPECT_EQ(followed->address, "emas://a:1,b:2");
   EXPECT_EQ(followed->model, "m");
+}
+
+TEST(OptionsTest, AServerIsReplacedOnlyWhenItNoLongerCommitsSteps) {
+  const auto parse = [](const char* replace_after, const char* max_outage, const char* data_dir) {
+    return Parse({"--group=g", "--etcd=http://a", "--advertise=host:1", replace_after, max_outage,
+                  data_dir});
+  };
+  const ParsedOptions parsed =
+      parse("--replace-after=10m", "--max-etcd-outage=10m", "--data-dir=d");
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.replace_after, absl::Minutes(10));
+  EXPECT_THAT(parse("--replace-after=9m", "--max-etcd-outage=10m", "--data-dir=d").text,
+              HasSubstr("--replace-after: shorter than --max-etcd-outage"));
+  EXPECT_THAT(parse("--replace-after=10m", "--max-etcd-outage=10m", "--data-dir=").text,
+              HasSubstr("--replace-after: given without --data-dir"));
+  EXPECT_THAT(Parse({"--replace-after=10m"}).text,
+              HasSubstr("--replace-after: given without --group"));
 }
 
 TEST(OptionsTest, FlagsAreRead) {

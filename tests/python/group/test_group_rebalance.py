@@ -62,3 +62,32 @@ def test_a_server_that_does_not_come_back_is_replaced(tmp_path):
             assert name not in members(group)
             group.servers.start_server(index)
         group.finish()
+
+
+def test_a_server_that_is_missing_for_too_long_is_replaced_without_a_command(tmp_path):
+    options = ("--session-timeout", "2s", "--max-etcd-outage", "10s", "--replace-after", "20s")
+    with WatchedGroup(ServerGroup(tmp_path, 3, *options)) as group:
+        stopped, lost = group.others()[0], group.home
+        # The key of this one is missing for a moment only.
+        group.servers.servers[stopped].kill()
+        group.servers.start_server(stopped)
+        group.await_recovery()
+        assert len(members(group)) == 3
+        group.servers.servers[lost].kill()
+        wait_for(lambda: len(members(group)) == 2, f"ema-{lost} is replaced", timeout_s=120)
+        assert f"ema-{lost}" not in members(group)
+        group.await_recovery()
+        overview = emactl_group(group)
+        assert f'member "ema-{lost}" was replaced' in overview.stdout
+        # It has no part of the model, and is a server like the others.
+        group.servers.start_server(lost)
+        group.await_recovery()
+        assert len(members(group)) == 2
+        assert emactl_group(group).returncode == 0
+        moved = emactl_group(group, "rebalance", MODEL)
+        assert moved.returncode == 0, moved.stderr
+        group.await_recovery()
+        assert len(members(group)) == 3
+        group.finish()
+    logs = [server.log_path.read_text() for server in group.servers.servers]
+    assert "".join(logs).count("lost members replaced") == 1
