@@ -20,7 +20,7 @@ constexpr double kRelativeTolerance = 1e-12;
 using BeforeStart = Schedule::BeforeStart;
 using ZeroInit = ConstantDecayRule::ZeroInit;
 
-absl::Status BadTime(std::string_view message) {
+absl::Status TimeError(std::string_view message) {
   return MakeError(absl::StatusCode::kInvalidArgument, ErrorReason::kBadTime, message);
 }
 
@@ -35,9 +35,9 @@ absl::StatusOr<double> Read(const Clock& clock, const TrainingTime& now) {
   const TimeUnit unit = clock.duration.unit;
   const std::optional<double> value = now.Get(unit);
   if (!value.has_value()) {
-    return BadTime(absl::StrCat("training time lacks \"", std::string(TimeUnitSuffix(unit)),
-                                "\", which ", clock.field, " ", clock.duration.ToString(),
-                                " needs"));
+    return TimeError(absl::StrCat("training time lacks \"", std::string(TimeUnitSuffix(unit)),
+                                  "\", which ", clock.field, " ", clock.duration.ToString(),
+                                  " needs"));
   }
   return *value;
 }
@@ -46,9 +46,9 @@ absl::StatusOr<double> Read(const Clock& clock, const TrainingTime& now) {
 absl::StatusOr<double> ReadEarlier(const Clock& clock, const TrainingTime& then, const char* what) {
   const std::optional<double> value = then.Get(clock.duration.unit);
   if (value.has_value()) return *value;
-  return BadTime(absl::StrCat("training time of the ", what, " lacks \"",
-                              std::string(TimeUnitSuffix(clock.duration.unit)), "\", which ",
-                              clock.field, " ", clock.duration.ToString(), " needs"));
+  return TimeError(absl::StrCat("training time of the ", what, " lacks \"",
+                                std::string(TimeUnitSuffix(clock.duration.unit)), "\", which ",
+                                clock.field, " ", clock.duration.ToString(), " needs"));
 }
 
 struct Passage {
@@ -64,9 +64,10 @@ absl::StatusOr<Passage> Measure(const Clock& clock, const Schedule::State& state
   EMA_ASSIGN_OR_RETURN(const double last, ReadEarlier(clock, *state.last_update, "last update"));
   if (value < last) {
     const TimeUnit unit = clock.duration.unit;
-    return BadTime(absl::StrCat("training time ", TrainingDuration{value, unit}.ToString(),
-                                " is before that of the last update, ",
-                                TrainingDuration{last, unit}.ToString(), ": it must not go back"));
+    return TimeError(absl::StrCat("training time ", TrainingDuration{value, unit}.ToString(),
+                                  " is before that of the last update, ",
+                                  TrainingDuration{last, unit}.ToString(),
+                                  ": it must not go back"));
   }
   return Passage{last, value};
 }

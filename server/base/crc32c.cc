@@ -62,7 +62,7 @@ uint32_t IsalCrc32c(uint32_t crc, std::span<const std::byte> data) {
 
 #if defined(__x86_64__)
 
-constexpr size_t kLineBytes = 64;
+constexpr size_t kCrcLineBytes = 64;
 constexpr size_t kMinStreamBytes = 4096;
 
 // Data that is in no cache is read at three places in turn, with prefetches: one core can have
@@ -80,10 +80,11 @@ struct Crcs {
 template <bool kCopies>
 __attribute__((target("avx2"))) inline void AddLine(const std::byte* from, std::byte* to) {
   _mm_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, _MM_HINT_T0);
-  if constexpr (kCopies) std::memcpy(to, from, kLineBytes);
+  if constexpr (kCopies) std::memcpy(to, from, kCrcLineBytes);
 }
 
-// Returns the registers after 3 * `stream_bytes`, where `stream_bytes` is a multiple of kLineBytes.
+// Returns the registers after 3 * `stream_bytes`, where `stream_bytes` is a multiple of
+// kCrcLineBytes.
 template <bool kCopies>
 __attribute__((target("avx2"))) Crcs ThreeStreams(Crcs crcs, const std::byte* from, std::byte* to,
                                                   size_t stream_bytes) {
@@ -92,12 +93,12 @@ __attribute__((target("avx2"))) Crcs ThreeStreams(Crcs crcs, const std::byte* fr
     std::memcpy(&word, address, sizeof(word));
     return word;
   };
-  for (size_t line = 0; line < stream_bytes; line += kLineBytes) {
+  for (size_t line = 0; line < stream_bytes; line += kCrcLineBytes) {
     AddLine<kCopies>(from + line, to + line);
     AddLine<kCopies>(from + stream_bytes + line, to + stream_bytes + line);
     AddLine<kCopies>(from + 2 * stream_bytes + line, to + 2 * stream_bytes + line);
 #pragma GCC unroll 8
-    for (size_t i = line; i < line + kLineBytes; i += sizeof(uint64_t)) {
+    for (size_t i = line; i < line + kCrcLineBytes; i += sizeof(uint64_t)) {
       crcs.a = _mm_crc32_u64(crcs.a, load(from + i));
       crcs.b = _mm_crc32_u64(crcs.b, load(from + stream_bytes + i));
       crcs.c = _mm_crc32_u64(crcs.c, load(from + 2 * stream_bytes + i));

@@ -23,7 +23,7 @@ namespace ema {
 namespace {
 
 // Where a checkpoint is read from, and into what.
-struct Job {
+struct ReadJob {
   FileSystem& file_system;
   const std::string& path;
   const CheckpointManifest& checkpoint;
@@ -36,7 +36,8 @@ int MaxThreads() {
   return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1U, 8U));
 }
 
-absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, const TensorFiles& saved) {
+absl::StatusOr<Blocks> RestoreBlocks(const ReadJob& job, const Track& track,
+                                     const TensorFiles& saved) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TensorReader> reader,
                        TensorReader::Open(job.file_system, TrackPath(job.path, track.name()), saved,
                                           job.checkpoint.manifest, track.layout()));
@@ -53,7 +54,7 @@ absl::StatusOr<Blocks> RestoreBlocks(const Job& job, const Track& track, const T
   return writer->Finish();
 }
 
-absl::StatusOr<TrackSnapshot> RestoreTrack(const Job& job, const CheckpointTrack& saved,
+absl::StatusOr<TrackSnapshot> RestoreTrack(const ReadJob& job, const CheckpointTrack& saved,
                                            TrackRef track) {
   EMA_RETURN_IF_ERROR(VerifySmallFiles(job.file_system, job.path, job.checkpoint, saved));
   TrackSnapshot snapshot{.track = track,
@@ -232,7 +233,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
   }
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;
-  const Job job{file_system, path, checkpoint, model, rest};
+  const ReadJob job{file_system, path, checkpoint, model, rest};
   for (const TrackRef& track : model.Describe().tracks) {
     const CheckpointTrack* const saved = checkpoint.Find(track->name());
     if (saved == nullptr || !saved->weights.has_value() ||

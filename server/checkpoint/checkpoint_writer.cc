@@ -41,7 +41,7 @@ struct Target {
 };
 
 // The part of a model that is written.
-struct Job {
+struct WriteJob {
   const Target& to;
   Model& model;
   const Version& record;
@@ -79,7 +79,7 @@ std::vector<std::vector<int64_t>> AssignToFiles(const StorageLayout& layout,
 }
 
 // "format" is what transformers' from_pretrained insists on.
-std::map<std::string, std::string> FileMetadata(const Job& job, const Track& track) {
+std::map<std::string, std::string> FileMetadata(const WriteJob& job, const Track& track) {
   return {{"format", "pt"},
           {"ema.model", job.model.config().name},
           {"ema.track", track.name()},
@@ -108,7 +108,7 @@ struct Source {
 };
 
 // Appends one tensor's bytes, and puts its checksums into `files`.
-absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_index,
+absl::Status WriteTensor(const WriteJob& job, const Source& source, int64_t tensor_index,
                          WritableFile& file, TensorFiles& files) {
   const StorageLayout::Entry& entry = source.track.layout().entry(tensor_index);
   uint32_t crc = 0;
@@ -142,7 +142,7 @@ absl::Status WriteTensor(const Job& job, const Source& source, int64_t tensor_in
 }
 
 // Writes one file of a track, of the tensors `order`.
-absl::Status WriteFile(const Job& job, const Source& source, const std::vector<int64_t>& order,
+absl::Status WriteFile(const WriteJob& job, const Source& source, const std::vector<int64_t>& order,
                        TensorFile& saved, TensorFiles& files) {
   const Track& track = source.track;
   std::vector<TensorSpec> specs;
@@ -187,7 +187,7 @@ absl::StatusOr<WriteOptions::FileNumbers> NumbersOf(const WriteOptions& options,
                          "numbers from ", it->second.first, " on of ", it->second.count));
 }
 
-absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
+absl::StatusOr<TensorFiles> WriteTensors(const WriteJob& job, const Source& source) {
   const Manifest& manifest = job.model.manifest();
   const StorageLayout& layout = source.track.layout();
   const std::vector<std::vector<int64_t>> dealt = AssignToFiles(layout, job.options.max_file_bytes);
@@ -208,7 +208,7 @@ absl::StatusOr<TensorFiles> WriteTensors(const Job& job, const Source& source) {
   return files;
 }
 
-absl::StatusOr<CheckpointTrack> WriteTrack(const Job& job, const TrackSnapshot& snapshot) {
+absl::StatusOr<CheckpointTrack> WriteTrack(const WriteJob& job, const TrackSnapshot& snapshot) {
   CheckpointTrack result{.config = snapshot.track->config(),
                          .state = snapshot.state,
                          .last_steps = snapshot.last_steps,
@@ -366,7 +366,7 @@ absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch&
   });
   Pacer pacer(model);
   const Target to{file_system, latch, path};
-  const Job job{to, model, snapshot.record, options, pacer};
+  const WriteJob job{to, model, snapshot.record, options, pacer};
   // All that the model has now, with the values that they had then.
   for (const auto& [track, value] : values) {
     if (part.is_partial && !IsChosen(options, track->name())) continue;

@@ -14,7 +14,6 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 16;       // In a message, and QueryPushResponse.missing_ranks.
 constexpr int64_t kDescribedRanks = 8;    // Description::run.
 constexpr int64_t kNamedRanges = 1024;    // QueryPushResponse.missing.
 constexpr size_t kMaxReasonBytes = 1024;  // QueryPushRequest.give_up_reason.

@@ -11,7 +11,7 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 8;
+constexpr int64_t kShownRanks = 8;
 
 // Adds what `record` says of tracks of which newer ones have not said it. False: older ones have
 // nothing to add.
@@ -61,7 +61,7 @@ ModelOverview OverviewOf(const Model& model) {
   if (now.session != nullptr) {
     const auto age = SteadyNow() - now.session->begin();
     overview.session = {now.session->plan().step, absl::FromChrono(age),
-                        now.session->MissingRanks(kNamedRanks)};
+                        now.session->MissingRanks(kShownRanks)};
   }
   return overview;
 }

@@ -14,10 +14,6 @@
 namespace ema {
 namespace {
 
-absl::Status Fenced(const std::string& message) {
-  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
-}
-
 // True: a value of one can be one of the other.
 bool IsSame(const Track& a, const Track& b) { return a.name() == b.name() && a.HasFormOf(b); }
 
@@ -88,8 +84,8 @@ absl::StatusOr<SnapshotRef> Model::RollBack(
     }
   }
   if (fenced != nullptr) {
-    DropStep(*fenced, Fenced(absl::StrCat("step ", fenced->plan().step, ": the model \"",
-                                          config_.name, "\" is rolled back to ", target)));
+    DropStep(*fenced, FencedError(absl::StrCat("step ", fenced->plan().step, ": the model \"",
+                                               config_.name, "\" is rolled back to ", target)));
   }
   history_.AwaitFreed();
   if (last != nullptr) last->AwaitFreed();

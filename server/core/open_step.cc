@@ -9,7 +9,6 @@
 namespace ema {
 namespace {
 
-constexpr int64_t kNamedRanks = 16;  // In a message.
 constexpr size_t kMaxGivenUpSteps = 16;
 
 absl::Status StaleStep(std::string message) {

@@ -17,20 +17,19 @@ namespace {
 constexpr size_t kFencedLaunches = 64;
 // Epochs are microseconds since 1970, so none is near it.
 constexpr int64_t kMaxRunEpoch = int64_t{1} << 53;
-constexpr int64_t kNamedRanks = 16;  // In a message.
-
-absl::Status Fenced(const std::string& message) {
-  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
-}
 
 }  // namespace
+
+absl::Status FencedError(const std::string& message) {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kFenced, message);
+}
 
 absl::Status RunTable::CheckLaunch(const Launch& launch) const {
   if (launch.run_epoch != 0) {
     // Another partition has checked the launch. Messages of an earlier run may come late.
     if (IsOpen(launch) || launch.run_epoch > epoch_) return absl::OkStatus();
-    return Fenced(absl::StrCat("run_epoch: ", launch.run_epoch, " given, but epoch ", epoch_,
-                               " has been opened"));
+    return FencedError(absl::StrCat("run_epoch: ", launch.run_epoch, " given, but epoch ", epoch_,
+                                    " has been opened"));
   }
   const int64_t last = launch.last_run_epoch;
   // A model that was given the greatest has epochs beyond it.
@@ -45,7 +44,7 @@ absl::Status RunTable::CheckLaunch(const Launch& launch) const {
       (last == 0 || !is_older)) {
     return absl::OkStatus();
   }
-  return Fenced(
+  return FencedError(
       absl::StrCat("launch_id \"", launch.id, "\" has been fenced by a newer run, or a rollback"));
 }
 
@@ -93,7 +92,7 @@ absl::Status RunTable::CheckRank(int64_t run_epoch, int64_t rank, const Snapshot
       absl::StrAppend(&message, " (the model was rolled back to version ",
                       newest->record.restored_from->version, ", step ", newest->record.step, ")");
     }
-    return Fenced(message);
+    return FencedError(message);
   }
   if (rank < 0 || rank >= run_->world_size()) {
     return BadRequest(

@@ -20,6 +20,9 @@
 
 namespace ema {
 
+// ABORTED, FENCED.
+absl::Status FencedError(const std::string& message);
+
 // Identifies one start of a trainer. All its ranks give the same `id`, also when they rejoin.
 struct Launch {
   std::string id;

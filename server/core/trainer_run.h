@@ -17,6 +17,9 @@
 
 namespace ema {
 
+// How many missing ranks a message, and QueryPushResponse.missing_ranks, name.
+inline constexpr int64_t kNamedRanks = 16;
+
 // Collects the layouts of a run's ranks until they cover the manifest exactly once. Not
 // thread-safe: its model locks it. Once ready() it does not change any more.
 class TrainerRun {

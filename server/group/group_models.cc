@@ -26,7 +26,7 @@ namespace ema::group {
 namespace {
 
 // Making the tables of many tensors takes long.
-constexpr absl::Duration kReserveTimeout = absl::Seconds(30);
+constexpr absl::Duration kProposeTimeout = absl::Seconds(30);
 // Tracks may have hundreds of gigabytes. A lost connection ends a call sooner.
 constexpr absl::Duration kComputeTimeout = absl::Minutes(10);
 
@@ -441,7 +441,7 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
   const auto start = [&](v1::ProposeTracksRequest proposal, TracksCalls& calls) {
     return StartAtOthers(placement, [&](Peers& peers, size_t other, const std::string& address) {
       proposal.set_boot(placement.partitions[other].boot);
-      peers.ProposeTracks(address, proposal, kReserveTimeout, calls.EndOf(other));
+      peers.ProposeTracks(address, proposal, kProposeTimeout, calls.EndOf(other));
     });
   };
   const auto withdraw = [&](v1::ProposeTracksRequest withdrawal) {
@@ -474,7 +474,7 @@ void GroupModels::SendWithdrawal(const std::string& address,
       SendWithdrawal(address, withdrawal);
     });
   };
-  peers_.ProposeTracks(address, withdrawal, kReserveTimeout, on_result);
+  peers_.ProposeTracks(address, withdrawal, kProposeTimeout, on_result);
 }
 
 absl::StatusOr<v1::ProposeTracksResponse> GroupModels::ProposeTracks(

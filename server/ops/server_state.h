@@ -21,6 +21,11 @@
 
 namespace ema {
 
+// Since 1970.
+inline double UnixSeconds(absl::Time time) {
+  return absl::ToDoubleSeconds(time - absl::UnixEpoch());
+}
+
 // Upper bounds of the host memory that the process uses. Models, and bytes cast for readers,
 // reserve their part before they use it.
 struct MemoryFormula {

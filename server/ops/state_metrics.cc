@@ -14,8 +14,6 @@
 namespace ema {
 namespace {
 
-double Seconds(absl::Time time) { return absl::ToDoubleSeconds(time - absl::UnixEpoch()); }
-
 // What does not work while a thread that is needed for it is stuck.
 const char* NeededForName(Heartbeats::NeededFor needed_for) {
   switch (needed_for) {
@@ -53,7 +51,8 @@ void AddModels(const ServerState& state, MetricFamilies& families) {
       [](Of model) { return std::max<int64_t>(model.begun_step - model.step, 0); });
   add("ema_model_last_commit_timestamp_seconds", "Commit time of the newest version.",
       [](Of model) {
-        return model.version.version > 0 ? std::optional(Seconds(model.commit_time)) : std::nullopt;
+        return model.version.version > 0 ? std::optional(UnixSeconds(model.commit_time))
+                                         : std::nullopt;
       });
   add("ema_model_reserved_bytes", "Memory that is reserved for the model.",
       [](Of model) { return model.reserved_bytes; });
@@ -156,7 +155,7 @@ void AddCheckpoints(const ServerState& state, MetricFamilies& families) {
     families.Gauge("ema_checkpoints_last_scrub_timestamp_seconds",
                    "Time at which this server, or an earlier one, last finished reading all "
                    "checkpoints again; before the first time, when the server started to do so.",
-                   Seconds(*state.scrub_time));
+                   UnixSeconds(*state.scrub_time));
   }
   if (state.save_interval.has_value()) {
     families.Gauge("ema_save_interval_seconds", "Time between automatic saves, --save-every.",
@@ -218,7 +217,7 @@ void AddHealth(const ServerState& state, MetricFamilies& families) {
   MetricFamily& expiry =
       families.Gauge("ema_tls_certificate_expiry_timestamp_seconds",
                      "Time at which the server's certificate expires; absent without TLS.");
-  if (state.tls.has_value()) expiry.Add(Seconds(state.tls->expiry));
+  if (state.tls.has_value()) expiry.Add(UnixSeconds(state.tls->expiry));
   families.Gauge("ema_tls_files_rejected",
                  "1 if the TLS files are invalid and the server uses the previous ones.",
                  state.tls.has_value() && state.tls->has_rejected_files ? 1 : 0);

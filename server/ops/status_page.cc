@@ -12,8 +12,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-double Seconds(absl::Time time) { return absl::ToDoubleSeconds(time - absl::UnixEpoch()); }
-
 std::string Message(const absl::Status& status) { return std::string(status.message()); }
 
 Json Usage(int64_t used, int64_t limit) { return {{"used", used}, {"limit", limit}}; }
@@ -35,7 +33,7 @@ Json ModelJson(const ServerState::Model& model) {
   Json json = {{"name", model.name},
                {"step", overview.step},
                {"version", overview.version.version},
-               {"commit_time", Seconds(overview.commit_time)},
+               {"commit_time", UnixSeconds(overview.commit_time)},
                {"durable_step", nullptr},
                {"lag_steps", std::max<int64_t>(overview.begun_step - overview.step, 0)},
                {"reserved_bytes", overview.reserved_bytes},
@@ -76,7 +74,7 @@ Json GroupJson(const GroupInfo& group) {
                {"members", Json::array()},
                {"models", Json::array()},
                {"last_incident", group.last_incident},
-               {"last_incident_time", Seconds(group.last_incident_time)},
+               {"last_incident_time", UnixSeconds(group.last_incident_time)},
                {"problems", group.problems}};
   for (const GroupInfo::Member& member : group.members) {
     json["members"].push_back({{"name", member.name},
@@ -110,8 +108,8 @@ std::string StatusJson(const ServerState& state, const std::vector<Metrics::Prob
   Json json = {{"version", ServerVersion()},
                {"device", state.device},
                {"incarnation", state.incarnation},
-               {"time", Seconds(state.now)},
-               {"start_time", Seconds(state.start_time)},
+               {"time", UnixSeconds(state.now)},
+               {"start_time", UnixSeconds(state.start_time)},
                {"is_serving", state.health.ok()},
                {"problem", Message(state.health)},
                {"checkpoints_problem", Message(state.checkpoints_health)},
@@ -131,7 +129,7 @@ std::string StatusJson(const ServerState& state, const std::vector<Metrics::Prob
   json["group"] = state.group.has_value() ? GroupJson(*state.group) : Json();
   json["problems"] = Json::array();
   for (const Metrics::Problem& problem : problems) {
-    json["problems"].push_back({{"time", Seconds(problem.time)},
+    json["problems"].push_back({{"time", UnixSeconds(problem.time)},
                                 {"what", problem.what},
                                 {"count", problem.count},
                                 {"text", problem.text}});

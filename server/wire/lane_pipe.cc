@@ -26,7 +26,7 @@ constexpr absl::Duration kPollInterval = absl::Milliseconds(25);
 // What a label's kind says.
 enum Kind : int32_t { kMessage = 1, kMessagePart = 2, kChunk = 3, kWindowChunk = 4 };
 
-absl::Status SystemError(const char* what) {
+absl::Status LaneError(const char* what) {
   return absl::UnavailableError(absl::StrCat("same-host lane: ", what, ": ", std::strerror(errno)));
 }
 
@@ -48,7 +48,7 @@ std::pair<sockaddr_un, socklen_t> AbstractAddress(const std::string& name) {
 // `flags`: 0 or SOCK_NONBLOCK.
 absl::StatusOr<int> NewSocket(int flags) {
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
-  if (fd < 0) return SystemError("socket");
+  if (fd < 0) return LaneError("socket");
   return fd;
 }
 
@@ -85,7 +85,7 @@ absl::Status SendDescriptors(int socket, const std::vector<int>& descriptors) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
   std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
-  if (sendmsg(socket, &message.header, MSG_NOSIGNAL) != 1) return SystemError("sendmsg");
+  if (sendmsg(socket, &message.header, MSG_NOSIGNAL) != 1) return LaneError("sendmsg");
   return absl::OkStatus();
 }
 
@@ -99,7 +99,7 @@ absl::StatusOr<std::vector<int>> ReceiveDescriptors(int socket, const LanePipe::
   }
   DescriptorMessage message(kMaxDescriptors);
   if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) != 1) {
-    return SystemError("recvmsg");
+    return LaneError("recvmsg");
   }
   std::vector<int> descriptors;
   const cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
@@ -119,7 +119,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::str
                                                           const SharedMemory* window) {
   const auto [address, size] = AbstractAddress(socket_name);
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
-    return SystemError("connect");
+    return LaneError("connect");
   }
   if (!IsOwnUser(fd)) {
     return absl::FailedPreconditionError("same-host lane: the server runs as another user");
@@ -167,7 +167,7 @@ absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
   EMA_ASSIGN_OR_RETURN(const int fd, NewSocket(0));
   const auto [address, size] = AbstractAddress(socket_name);
   if (bind(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0 || listen(fd, 64) != 0) {
-    absl::Status status = SystemError("listen");
+    absl::Status status = LaneError("listen");
     close(fd);
     return status;
   }

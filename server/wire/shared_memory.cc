@@ -22,7 +22,7 @@ constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Later mappings are read-only, and no process can punch holes. The maker's mapping stays writable.
 constexpr int kWindowSeals = kSizeSeals | F_SEAL_FUTURE_WRITE;
 
-absl::Status SystemError(const char* what, int error = errno) {
+absl::Status MemoryError(const char* what, int error = errno) {
   return absl::InternalError(absl::StrCat("shared memory: ", what, ": ", std::strerror(error)));
 }
 
@@ -42,7 +42,7 @@ absl::StatusOr<int> MakeFile(const char* name, int64_t size_bytes) {
                                             size_bytes));
   }
   const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) return SystemError("memfd_create");
+  if (fd < 0) return MemoryError("memfd_create");
   return fd;
 }
 
@@ -51,7 +51,7 @@ absl::StatusOr<int> MakeFile(const char* name, int64_t size_bytes) {
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t size_bytes) {
   EMA_ASSIGN_OR_RETURN(const int fd, MakeFile("ema-lane", size_bytes));
   if (ftruncate(fd, size_bytes) != 0 || fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
-    absl::Status status = SystemError("setting the size of a memfd");
+    absl::Status status = MemoryError("setting the size of a memfd");
     close(fd);
     return status;
   }
@@ -75,13 +75,13 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::CreateWindow(int64_t
   while (error == EINTR) error = posix_fallocate(fd, 0, size_bytes);
   if (error != 0) {
     close(fd);
-    return SystemError("allocating a window", error);
+    return MemoryError("allocating a window", error);
   }
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> window,
                        MapFile(fd, size_bytes, PROT_READ | PROT_WRITE));
   if (madvise(window->data(), static_cast<size_t>(size_bytes), MADV_DONTFORK) != 0 ||
       fcntl(fd, F_ADD_SEALS, kWindowSeals) != 0) {
-    return SystemError("sealing a window");
+    return MemoryError("sealing a window");
   }
   return window;
 }
@@ -111,7 +111,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::MapFile(int fd, int6
   void* const data =
       mmap(nullptr, static_cast<size_t>(size_bytes), protection, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (data == MAP_FAILED) {
-    absl::Status status = SystemError("mmap");
+    absl::Status status = MemoryError("mmap");
     close(fd);
     return status;
   }

@@ -19,9 +19,6 @@ namespace ema::client_internal {
 namespace {
 
 constexpr int64_t kMaxSenders = 8;
-// The same limits as for a push to one server (server_push.cc).
-constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
-constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long the message that this rank will never push a step may take.
 constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
 

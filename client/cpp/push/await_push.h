@@ -14,6 +14,12 @@
 
 namespace ema::client_internal {
 
+// How long a trainer whose max_wait is over waits for the message that drops the step.
+inline constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
+// How long a push of weights on a GPU may take to end after it was abandoned. This covers the grace
+// period of the copies and the server's reply.
+inline constexpr absl::Duration kHangLimit = absl::Seconds(10);
+
 // Callbacks by which AwaitWhileReachable() observes a push to one server or to a group.
 struct PushHealth {
   std::function<int64_t()> progress_count;

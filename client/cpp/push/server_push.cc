@@ -22,18 +22,13 @@ namespace ema::client_internal {
 
 namespace {
 
-// How long a trainer whose max_wait is over waits for the message that drops the step.
-constexpr absl::Duration kAbandonGrace = absl::Milliseconds(250);
 // How long the kernel may take the slices of a push that has failed, before the connection is given
 // up.
 constexpr absl::Duration kDropSlicesGrace = absl::Milliseconds(100);
-// How long a push of weights on a GPU may take to end after it was abandoned. This covers the grace
-// period of the copies and the server's reply.
-constexpr absl::Duration kHangLimit = absl::Seconds(10);
 // How long a trainer is held while no stream to the server is open: enough to connect again after a
 // cut, and no more, because a server that is gone may stay so.
 constexpr absl::Duration kCutOffGrace = absl::Seconds(1);
-constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
+constexpr absl::Duration kSlicePollInterval = absl::Milliseconds(5);
 // Failures that should not happen: checksums that are wrong on arrival, errors that gRPC makes by
 // itself.
 constexpr int kMaxOddFailures = 4;
@@ -462,7 +457,7 @@ void ServerPush::DropSlices() {
     // gRPC works in the threads that wait for it only.
     void* tag = nullptr;
     bool ok = false;
-    queue_.AsyncNext(&tag, &ok, ToGrpc(After(SteadyNow(), kPollInterval)));
+    queue_.AsyncNext(&tag, &ok, ToGrpc(After(SteadyNow(), kSlicePollInterval)));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/cpp/transport/interrupt.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 #include "ema/track.h"
@@ -24,8 +25,6 @@ constexpr absl::Duration kRefreshTimeout = absl::Seconds(1);
 constexpr absl::Duration kReportTimeout = absl::Seconds(1);
 // How long a push whose time is over may take to end: it abandons the step on the server first.
 constexpr absl::Duration kEndGrace = absl::Seconds(2);
-// How often a wait for a rejoined run asks whether it is interrupted.
-constexpr absl::Duration kPollInterval = absl::Milliseconds(50);
 
 constexpr const char* kBadTimeHint =
     ". The training time must continue from that of the average: give half_life and "
@@ -315,7 +314,7 @@ void PushEngine::AdoptRejoinedRun(SteadyTime until) {
   if (rejoiner == nullptr) return;
   std::optional<Rejoiner::RejoinedRun> joined;
   do {
-    rejoiner->Await(std::min(until, After(SteadyNow(), kPollInterval)));
+    rejoiner->Await(std::min(until, After(SteadyNow(), Interrupt::kPollInterval)));
     joined = rejoiner->Take();
   } while (!joined.has_value() && !is_fenced() && !absl::IsCancelled(rejoiner->problem()) &&
            SteadyNow() < until && !IsInterrupted() && rejoiner == rejoiner_);

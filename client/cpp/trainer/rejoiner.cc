@@ -21,8 +21,8 @@ namespace {
 constexpr absl::Duration kRejoinTimeout = absl::Seconds(2);
 // The pause between two tries grows from the first to the longest: a thousand ranks may ask a
 // server that has just been started.
-constexpr absl::Duration kFirstPause = absl::Milliseconds(250);
-constexpr absl::Duration kLongestPause = absl::Seconds(4);
+constexpr absl::Duration kFirstRejoinPause = absl::Milliseconds(250);
+constexpr absl::Duration kLongestRejoinPause = absl::Seconds(4);
 
 // Whether the next try ends the same way unless a person does something.
 bool NeedsAPerson(const absl::Status& error) {
@@ -112,7 +112,7 @@ void Rejoiner::Await(SteadyTime until) {
   while (!Start()) {
     const absl::Duration left = Until(until);
     if (left <= absl::ZeroDuration()) return;
-    absl::SleepFor(std::min(left, kFirstPause));
+    absl::SleepFor(std::min(left, kFirstRejoinPause));
   }
   const auto is_settled = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return IsSettledLocked(); };
   absl::MutexLock lock(&mu_);
@@ -149,10 +149,10 @@ void Rejoiner::Work() {
   std::optional<Backoff> backoff;
   while (pause.has_value() && !AwaitStop(*pause)) {
     try {
-      if (!backoff.has_value()) backoff.emplace(kFirstPause, kLongestPause);
+      if (!backoff.has_value()) backoff.emplace(kFirstRejoinPause, kLongestRejoinPause);
       pause = Try(*backoff);
     } catch (const std::exception&) {
-      pause = kFirstPause;  // Memory that is short now may be there later.
+      pause = kFirstRejoinPause;  // Memory that is short now may be there later.
       absl::MutexLock lock(&mu_);
       problem_ = absl::ResourceExhaustedError("this rank has no memory to rejoin the run");
     }

@@ -18,6 +18,17 @@
 #include "server/base/random_hex.h"
 
 namespace ema {
+
+namespace client_internal {
+
+// The tensors that are sent: those of the given manifest that a track has.
+struct SentTensors {
+  Manifest manifest;
+  std::vector<int64_t> given_indices;  // Of each, in the given manifest.
+  std::vector<int64_t> frozen;         // Of `manifest`, on all ranks.
+};
+
+}  // namespace client_internal
 namespace {
 
 using client_internal::PinnedRing;
@@ -73,16 +84,9 @@ std::vector<bool> IgnoredByAll(const Manifest& manifest, absl::Span<const TrackC
   return ignored;
 }
 
-// The tensors that are sent: those of the given manifest that a track has.
-struct SentTensors {
-  Manifest manifest;
-  std::vector<int64_t> given_indices;  // Of each, in the given manifest.
-  std::vector<int64_t> frozen;         // Of `manifest`, on all ranks.
-};
-
-absl::StatusOr<SentTensors> ChooseTensors(const Manifest& given, TensorSet frozen,
-                                          absl::Span<const TrackConfig> tracks) {
-  SentTensors result;
+absl::StatusOr<client_internal::SentTensors> ChooseTensors(const Manifest& given, TensorSet frozen,
+                                                           absl::Span<const TrackConfig> tracks) {
+  client_internal::SentTensors result;
   const std::vector<bool> ignored = IgnoredByAll(given, tracks);
   std::vector<TensorSpec> specs;
   for (int64_t i = 0; i < given.tensor_count(); ++i) {
@@ -99,7 +103,7 @@ absl::StatusOr<SentTensors> ChooseTensors(const Manifest& given, TensorSet froze
   return result;
 }
 
-absl::StatusOr<Client::RunOptions> MakeRunOptions(const SentTensors& sent,
+absl::StatusOr<Client::RunOptions> MakeRunOptions(const client_internal::SentTensors& sent,
                                                   const StepPusher::Options& options) {
   const size_t count = sent.manifest.tensor_count();
   absl::FixedArray<bool> is_buffer(count);
@@ -174,7 +178,7 @@ int64_t FirstStep(const StepPusher::Options& options, const Run* run) {
 
 class StepPusher::Impl {
  public:
-  Impl(SentTensors sent, Options options, std::shared_ptr<const RunJoiner> joiner,
+  Impl(client_internal::SentTensors sent, Options options, std::shared_ptr<const RunJoiner> joiner,
        std::unique_ptr<Run> run)
       : sent_(std::move(sent)), options_(std::move(options)) {
     const int64_t first_step = FirstStep(options_, run.get());
@@ -203,7 +207,7 @@ class StepPusher::Impl {
  private:
   class Step;
 
-  const SentTensors sent_;
+  const client_internal::SentTensors sent_;
   const Options options_;
   std::optional<PushEngine> engine_;  // Uses the two above.
 };
@@ -269,7 +273,8 @@ absl::StatusOr<std::unique_ptr<StepPusher>> StepPusher::Create(Client& client,
     // A unit that it needs must be counted.
     EMA_RETURN_IF_ERROR(PlanTrack(track, {}, now).status());
   }
-  EMA_ASSIGN_OR_RETURN(SentTensors sent, ChooseTensors(manifest, frozen, options.tracks));
+  EMA_ASSIGN_OR_RETURN(client_internal::SentTensors sent,
+                       ChooseTensors(manifest, frozen, options.tracks));
   RunJoiner::Options joiner_options = {
       .model = std::string(model), .manifest = sent.manifest, .model_options = options.model};
   for (const TrackConfig& track : options.tracks) {

@@ -33,7 +33,7 @@ constexpr absl::Duration kConnectTimeout = absl::Seconds(5);
 // How long a name service is waited for when the host has been found before.
 constexpr absl::Duration kFindAgainTimeout = absl::Milliseconds(500);
 // How soon a fired interrupt is noticed.
-constexpr absl::Duration kPollInterval = absl::Milliseconds(20);
+constexpr absl::Duration kDialPollInterval = absl::Milliseconds(20);
 // How long sent bytes may stay unacknowledged, or the peer's window closed. As long as gRPC waits
 // for the answer to a keepalive.
 constexpr unsigned kUserTimeoutMs = 20'000;
@@ -85,7 +85,7 @@ absl::Status Connect(int fd, const addrinfo& address, SteadyTime deadline, Inter
   if (errno != EINPROGRESS) return Unavailable("cannot connect", errno);
   const SteadyTime give_up = std::min(deadline, After(SteadyNow(), kConnectTimeout));
   pollfd waiter = {.fd = fd, .events = POLLOUT, .revents = 0};
-  while (poll(&waiter, 1, static_cast<int>(absl::ToInt64Milliseconds(kPollInterval))) <= 0) {
+  while (poll(&waiter, 1, static_cast<int>(absl::ToInt64Milliseconds(kDialPollInterval))) <= 0) {
     if (interrupt->fired()) return absl::CancelledError("interrupted");
     if (SteadyNow() >= deadline) return absl::DeadlineExceededError("no answer in time");
     if (SteadyNow() >= give_up) return Unavailable("cannot connect", ETIMEDOUT);
@@ -180,8 +180,8 @@ absl::Status Dialer::Find(SteadyTime deadline, Interrupt* interrupt) {
       found_ == nullptr ? deadline : std::min(deadline, After(SteadyNow(), kFindAgainTimeout));
   absl::MutexLock lock(&lookup->mu);
   const auto is_done = [&lookup]() ABSL_SHARED_LOCKS_REQUIRED(lookup->mu) { return lookup->done; };
-  while (!lookup->wait.AwaitUntil(lookup->mu, std::min(give_up, After(SteadyNow(), kPollInterval)),
-                                  is_done)) {
+  while (!lookup->wait.AwaitUntil(
+      lookup->mu, std::min(give_up, After(SteadyNow(), kDialPollInterval)), is_done)) {
     // Not under the lock: asking may run the user's code.
     lookup->mu.Unlock();
     const bool is_fired = interrupt->fired();
