@@ -25,8 +25,9 @@ std::optional<Role> RoleFor(std::string_view method);
 // they finish work that has begun, or only read.
 bool IsRejectedWhileDraining(std::string_view method);
 
-// True for calls that a server which follows another one refuses: those that need more than the role
-// evaluator or change a model. Calls that concern the server itself, such as Drain, are accepted.
+// True for calls that a server which follows another one refuses: those that need more than the
+// role evaluator or change a model. Calls that concern the server itself, such as Drain, are
+// accepted.
 bool IsRefusedByFollower(std::string_view method);
 
 // What the caller of `method` may do. `authorization` is the value of that header; `model` is the
