@@ -121,12 +121,9 @@ void Follower::Run() {
   while (!stop_.HasBeenNotified()) {
     const absl::Status status = CatchExceptions([this] { return Follow(); });
     if (stop_.HasBeenNotified()) return;
-    if (status.ok()) {
-      NoteSuccess();
-    } else {
-      NoteError(status);
-      stop_.WaitForNotificationWithTimeout(kRetryDelay);
-    }
+    if (status.ok()) continue;
+    NoteError(status);
+    stop_.WaitForNotificationWithTimeout(kRetryDelay);
   }
 }
 
@@ -142,9 +139,11 @@ absl::Status Follower::Follow() {
   const ErrorReason reason = GetErrorReason(copied);
   // The next try begins with the newest version.
   if (reason == ErrorReason::kVersionNotKept || reason == ErrorReason::kTrackNotFound) {
+    stop_.WaitForNotificationWithTimeout(kReaderRetryDelay);
     return absl::OkStatus();
   }
   EMA_RETURN_IF_ERROR(copied);
+  NoteSuccess();
   return AwaitNext();
 }
 
@@ -183,6 +182,8 @@ absl::Status Follower::PullTracks(const Version& version, const ModelConfig& con
     Pulled& pulled = pulled_[track.name];
     pulled.base = std::exchange(pulled.version, {});
     Client::PullOptions options{.version = version.number, .incarnation = version.incarnation};
+    // Another incarnation may have the tensors on other servers, and so other offsets in a pull.
+    if (pulled.base.incarnation != version.incarnation) pulled.base = {};
     if (pulled.base != VersionId()) options.base = pulled.base;
     const auto target = [&pulled](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
       pulled.bytes.resize(info.total_bytes);
@@ -232,8 +233,11 @@ absl::StatusOr<SnapshotRef> Follower::BuildSnapshot(const Version& version) {
     if (found == pulled_.end() || found->second.version != version.id()) continue;
     const Pulled& pulled = found->second;
     const TrackSnapshot* const before = base != nullptr ? base->FindId(track->id()) : nullptr;
-    EMA_ASSIGN_OR_RETURN(TrackSnapshot built, BuildTrack(track, pulled, before));
-    copy->tracks.push_back(std::move(built));
+    absl::StatusOr<TrackSnapshot> built = BuildTrack(track, pulled, before);
+    // The track was replaced after that version, so it has no value yet.
+    if (GetErrorReason(built.status()) == ErrorReason::kModelDiffers) continue;
+    EMA_RETURN_IF_ERROR(built.status());
+    copy->tracks.push_back(*std::move(built));
   }
   return copy;
 }

@@ -226,11 +226,23 @@ absl::StatusOr<v1::RebalanceModelResponse> ReplaceMembers(GroupModels& models, H
   if (before.incarnation != incarnation) {
     return FencedError(model, absl::StrCat("incarnation ", incarnation, " has ended"));
   }
+  const Members members = member->members();
   for (const Partition& partition : before.partitions) {
-    const bool runs = member->AddressOf(partition.member, partition.boot).has_value();
-    if (runs == !Contains(without, partition.member)) continue;
-    if (!runs) return NotRunningError(model, partition.member);
-    return absl::AbortedError(absl::StrCat("member \"", partition.member, "\" is back"));
+    const bool is_lost = Contains(without, partition.member);
+    // Even with another boot: the model returns to its checkpoint on the restarted server.
+    if (is_lost && members.contains(partition.member)) {
+      return absl::AbortedError(absl::StrCat("member \"", partition.member, "\" is back"));
+    }
+    if (!is_lost && !member->AddressOf(partition.member, partition.boot).has_value()) {
+      return NotRunningError(model, partition.member);
+    }
+  }
+  EMA_ASSIGN_OR_RETURN(const std::optional<std::string> unrecorded,
+                       FindUnrecordedLatest(checkpoints, model, before));
+  if (unrecorded.has_value()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "model \"", model, "\": its record in etcd does not have its newest checkpoint ",
+        *unrecorded, ", as after the restore of an old backup: use emactl group recover"));
   }
   EMA_ASSIGN_OR_RETURN(const ModelConfig config, StoredConfig(checkpoints, model, before));
   EMA_ASSIGN_OR_RETURN(const std::vector<Partition> partitions,

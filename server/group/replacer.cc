@@ -12,6 +12,10 @@
 namespace ema::group {
 namespace {
 
+// The time between two tries to move a model for which there is no place: each reads its
+// checkpoint.
+constexpr absl::Duration kRetryDelay = absl::Seconds(10);
+
 // The processes that have a partition of a model, and are not in the registry.
 std::set<MissingTimer::Process> FindMissing(const Member& member,
                                             const std::map<std::string, ModelRecord>& models) {
@@ -35,7 +39,7 @@ absl::Status Replacer::Run() {
   const std::map<std::string, ModelRecord> models = member.models();
   const std::set<MissingTimer::Process> missing = FindMissing(member, models);
   const LostProcesses lost = timer_.Update(missing, member.last_contact(), SteadyNow());
-  std::erase_if(warned_of_, [&](const auto& warned) { return !models.contains(warned.first); });
+  std::erase_if(failures_, [&](const auto& failed) { return !models.contains(failed.first); });
   for (const auto& [name, record] : models) ReplaceIn(name, record, lost);
   return missing.empty() ? absl::OkStatus() : absl::UnavailableError("a process is missing");
 }
@@ -51,9 +55,11 @@ void Replacer::ReplaceIn(const std::string& model, const ModelRecord& record,
     missing_for = std::max(missing_for, found->second);
   }
   if (members.empty()) {
-    warned_of_.erase(model);
+    failures_.erase(model);
     return;
   }
+  const auto failed = failures_.find(model);
+  if (failed != failures_.end() && SteadyNow() < failed->second.next_try) return;
   const absl::Status status = ReplaceMembers(models_, hosted_, *options_.checkpoints, model,
                                              record.incarnation, members, options_.log)
                                   .status();
@@ -68,8 +74,9 @@ void Replacer::ReplaceIn(const std::string& model, const ModelRecord& record,
            {"replace_after", options_.replace_after}});
     return;
   }
-  const auto [warned, is_new] = warned_of_.try_emplace(model, status.code());
-  if (!is_new && std::exchange(warned->second, status.code()) == status.code()) return;
+  const bool is_known = failed != failures_.end() && failed->second.code == status.code();
+  failures_[model] = {status.code(), After(SteadyNow(), kRetryDelay)};
+  if (is_known) return;
   LogTo(options_.log, LogLevel::kWarning, "lost members cannot be replaced",
         {{"model", model},
          {"members", names},

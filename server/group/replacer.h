@@ -61,8 +61,12 @@ class Replacer {
 
   // Only on the thread.
   MissingTimer timer_;
-  // By model: why its tensors could not be moved, as the last warning has said.
-  std::map<std::string, absl::StatusCode> warned_of_;
+  // A failed move of a model's tensors.
+  struct Failure {
+    absl::StatusCode code;  // As the last warning has said.
+    SteadyTime next_try;
+  };
+  std::map<std::string, Failure> failures_;  // By model.
 
   // Its thread uses all of the above.
   RetriedWork work_{[this] { return Run(); }, /*longest_delay=*/absl::Seconds(1)};

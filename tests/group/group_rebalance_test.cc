@@ -243,6 +243,28 @@ TEST_F(GroupRebalanceTest, AServerThatIsMissingForTooLongIsReplacedOnce) {
   EXPECT_THAT(events.Find("lost members replaced"), SizeIs(1));
 }
 
+TEST_F(GroupRebalanceTest, AnOldRecordIsNotUsedToReplaceAServer) {
+  EventCounter events;
+  group_.reset();
+  group_.emplace(3, kTensors, directory_,
+                 TrainedGroup::Servers{.replace_after = absl::Seconds(3), .log = events.sink()});
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  ASSERT_THAT(Push(*run, 1), IsOk());
+  ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  Member& member = group_->servers_.back()->member();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto backup, member.Read("m"));
+  ASSERT_THAT(Push(*run, 2), IsOk());
+  ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  group_->servers_.front()->Stop();
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, member.Read("m"));
+  ASSERT_THAT(member.Write("m", backup->record, stored->revision), IsOk());
+  TrainedGroup::Await([&] { return !events.Find("lost members cannot be replaced").empty(); });
+  EXPECT_THAT(events.Find("lost members cannot be replaced").front(),
+              HasSubstr("use emactl group recover"));
+  EXPECT_EQ(member.model("m")->incarnation, backup->record.incarnation);
+}
+
 TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
   EMA_ASSERT_OK_AND_ASSIGN(const ModelConfig config,
                            ema::FromProto(GroupTrainer::CreateRequest("m", kTensors)));

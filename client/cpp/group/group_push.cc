@@ -37,16 +37,24 @@ std::vector<T> Pick(const std::vector<T>& all, const std::vector<size_t>& places
   return picked;
 }
 
+// Each wait begins with short pauses between its calls, so the wait for other ranks is a long one.
+constexpr absl::Duration kIncompleteInterval = absl::Seconds(10);
+
 // Waits until the run is ready. Errors as WaitReady(), and ABORTED, FENCED: the incarnation of the
 // run has ended. A server that was replaced does not say so, because it does not run.
 absl::Status AwaitReady(GroupRun& run, SteadyTime deadline, Interrupt* interrupt) {
+  absl::Duration interval = kIncarnationCheckInterval;
   while (true) {
-    const SteadyTime check_time = std::min(deadline, After(SteadyNow(), kIncarnationCheckInterval));
+    const SteadyTime check_time = std::min(deadline, After(SteadyNow(), interval));
     const absl::Status ready = run.WaitReady(check_time, interrupt);
     const bool is_waiting = absl::IsDeadlineExceeded(ready) || IsRetryable(ready);
     if (!is_waiting || check_time == deadline) return ready;
     // The home is there if it knows which ranks are missing.
-    if (GetErrorReason(ready) == ErrorReason::kRunIncomplete) continue;
+    if (GetErrorReason(ready) == ErrorReason::kRunIncomplete) {
+      interval = kIncompleteInterval;
+      continue;
+    }
+    interval = kIncarnationCheckInterval;
     EMA_RETURN_IF_ERROR(
         CheckIncarnation(run.client(), run.model(), run.round().incarnation(), interrupt));
   }
