@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <string>
 #include <system_error>
@@ -85,6 +86,16 @@ bool CanMakeThreads(int64_t count) {
   all_tried.Notify();
   for (std::thread& thread : threads) thread.join();
   return has_memory && std::ssize(threads) == count;
+}
+
+// Prints that the server cannot start. Returns the exit code.
+int FailWithoutThreads() {
+  // The log needs a thread, too.
+  std::fputs(
+      "cannot start: the system does not allow the process enough threads; check ulimit -u and -v, "
+      "and the container's limits of pids and memory\n",
+      stderr);
+  return 1;
 }
 
 std::string NameOf(int signal_number) { return absl::StrCat("SIG", sigabbrev_np(signal_number)); }
@@ -196,13 +207,21 @@ int main(int argc, char** argv) {
 
   if (!CanMakeThreads(kStartThreads + parsed.options.thread_count +
                       std::thread::hardware_concurrency())) {
-    // The log needs one, too.
-    std::fputs(
-        "cannot start: the system does not allow the process enough threads; check ulimit -u and "
-        "-v, and the container's limits of pids and memory\n",
-        stderr);
-    return 1;
+    return FailWithoutThreads();
   }
+  // What is left of the address space may still be too little when the server starts its threads.
+  const std::terminate_handler usual_handler = std::set_terminate([] {
+    const std::exception_ptr error = std::current_exception();
+    try {
+      if (error != nullptr) std::rethrow_exception(error);
+    } catch (const std::system_error& failed) {
+      if (failed.code() == std::errc::resource_unavailable_try_again) {
+        std::_Exit(FailWithoutThreads());
+      }
+    } catch (...) {  // Not of a thread.
+    }
+    std::abort();
+  });
   LogStart(parsed);
   ema::SendLibraryLogTo([](const ema::LogEvent& event) { ema::Log(event); }, &ema::FlushLog);
 
@@ -220,6 +239,7 @@ int main(int argc, char** argv) {
     ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;
   }
+  std::set_terminate(usual_handler);
   ema::HeapTrimmer freed;
   std::string asked_by;
   while ((asked_by = stop.Wait(kTrimInterval)).empty()) freed.TrimHeap();
