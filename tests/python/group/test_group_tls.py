@@ -32,7 +32,9 @@ def test_clients_need_no_certificate_of_the_servers_ca(tmp_path, certificate):
     flags = ("--tls-cert", ca, "--tls-key", key, "--group-ca", ca)
     with (
         ServerGroup(tmp_path / "group", 2, *flags) as group,
-        ema_client.Client(f"emas://{group.address}", tls=ema_client.Tls(ca), timeout_s=60) as client,
+        ema_client.Client(
+            f"emas://{group.address}", tls=ema_client.Tls(ca), timeout_s=60
+        ) as client,
     ):
         client.create_model("m", WEIGHTS, tracks={"raw": "copy"})
         with client.open_run("m") as run:
