@@ -79,7 +79,8 @@ class Follower {
     std::vector<std::byte> bytes;
     std::vector<PulledTensor> tensors;
     VersionId version;  // All zero: the pull has not finished.
-    // What they were before the pull, which received only the differences. All zero: anything.
+    // The version whose bytes were here before the pull, which received only the differences. All
+    // zero: the pull received all bytes.
     VersionId base;
     int64_t received_bytes = 0;
   };
@@ -118,7 +119,7 @@ class Follower {
   std::unique_ptr<Client> client_;     // Constant after Create().
   std::shared_ptr<ModelStore> store_;  // Constant after Start().
 
-  // Of the thread.
+  // Only on the thread.
   std::optional<ModelConfig> config_;     // Of the local model. Absent: there is none.
   std::shared_ptr<Model> model_;          // Null: there is none.
   VersionId newest_;                      // The local model's; all zero: none.

@@ -28,6 +28,7 @@ class GroupModels;
 // others find that it has changed. A process that is back before that keeps its partitions.
 //
 // Thread-safe. Works on a thread of its own: once a second while a process is missing.
+// A model that could not be moved is tried again after 10 s.
 class Replacer {
  public:
   struct Options {
@@ -63,7 +64,7 @@ class Replacer {
   MissingTimer timer_;
   // A failed move of a model's tensors.
   struct Failure {
-    absl::StatusCode code;  // As the last warning has said.
+    absl::StatusCode code;  // The one that the last warning names.
     SteadyTime next_try;
   };
   std::map<std::string, Failure> failures_;  // By model.

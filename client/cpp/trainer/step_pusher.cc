@@ -24,8 +24,8 @@ namespace client_internal {
 // The tensors that are sent: those of the given manifest that a track has.
 struct SentTensors {
   Manifest manifest;
-  std::vector<int64_t> given_indices;  // Of each, in the given manifest.
-  std::vector<int64_t> frozen;         // Of `manifest`, on all ranks.
+  std::vector<int64_t> given_indices;  // The index of each tensor in the given manifest.
+  std::vector<int64_t> frozen;  // Indices in `manifest` of the tensors that all ranks freeze.
 };
 
 }  // namespace client_internal
