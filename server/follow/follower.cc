@@ -33,6 +33,26 @@ ModelConfig ConfigOf(const ModelInfo& info) {
   return config;
 }
 
+// The changes that turn the first tracks into the second ones.
+TrackChanges ChangesBetween(const std::vector<TrackConfig>& before,
+                            const std::vector<TrackConfig>& after) {
+  const auto find = [](const std::vector<TrackConfig>& tracks, const std::string& name) {
+    return std::find_if(tracks.begin(), tracks.end(),
+                        [&](const TrackConfig& track) { return track.name == name; });
+  };
+  TrackChanges changes;
+  for (const TrackConfig& track : before) {
+    if (find(after, track.name) == after.end()) changes.remove.push_back(track.name);
+  }
+  for (const TrackConfig& track : after) {
+    const auto old = find(before, track.name);
+    if (old == before.end() || *old != track) changes.put.push_back(track);
+    // A track that is put keeps its pause.
+    (track.paused ? changes.pause : changes.resume).push_back(track.name);
+  }
+  return changes;
+}
+
 bool HasTrack(const Version& version, const std::string& name) {
   return std::any_of(version.tracks.begin(), version.tracks.end(),
                      [&](const TrackVersion& track) { return track.track == name; });
@@ -149,7 +169,7 @@ absl::Status Follower::Follow() {
 
 absl::Status Follower::Copy(const ModelInfo& info) {
   const ModelConfig config = ConfigOf(info);
-  const bool is_other = !config_.has_value() || !config.DifferenceFrom(*config_).empty();
+  const bool is_other = !config_.has_value() || !ChangeTracks(config);
   const std::optional<Version>& version = info.latest;
   const bool must_copy = version.has_value() && (is_other || version->id() != newest_);
   if (must_copy) EMA_RETURN_IF_ERROR(PullTracks(*version, config));
@@ -167,6 +187,20 @@ absl::Status Follower::Copy(const ModelInfo& info) {
   }
   SetReadable(absl::OkStatus());
   return absl::OkStatus();
+}
+
+bool Follower::ChangeTracks(const ModelConfig& config) {
+  if (config.DifferenceFrom(*config_).empty()) return true;
+  ModelConfig changed = *config_;
+  changed.tracks = config.tracks;
+  if (!config.DifferenceFrom(changed).empty()) return false;
+  if (!model_->UpdateTracks(ChangesBetween(config_->tracks, config.tracks)).ok()) return false;
+  config_ = config;
+  LogTo(options_.log, LogLevel::kInfo, "tracks changed",
+        {{"model", options_.model},
+         {"url", url_},
+         {"tracks", static_cast<int64_t>(config.tracks.size())}});
+  return true;
 }
 
 absl::Status Follower::PullTracks(const Version& version, const ModelConfig& config) {

@@ -34,9 +34,9 @@ namespace ema {
 // Keeps a copy of the newest version of a model: a thread watches the followed server, or group of
 // servers, and pulls all tracks of a version into host memory. Then it publishes them together in
 // the local model, with the record of the original. Versions that are committed during such a pull
-// are skipped, except the newest. The local model is created again, empty, if the original's
-// tensors or tracks have changed, or if its version numbers have gone back. It is deleted when the
-// original is.
+// are skipped, except the newest. The local model's tracks change when the original's do. It is
+// created again, empty, if that is not possible, if the original has other tensors, or if its
+// version numbers have gone back. It is deleted when the original is.
 //
 // While the followed server does not answer, the copy stays, and the calls to it are retried.
 //
@@ -93,6 +93,10 @@ class Follower {
   // Makes the local model a copy of the original, which is described by `info`. OUT_OF_RANGE: the
   // version is no longer kept there.
   absl::Status Copy(const ModelInfo& info);
+  // Gives the local model the tracks of `config`, and keeps its versions. False: more than the
+  // tracks differ, or a track in a way that Model::UpdateTracks() rejects. REQUIRES: there is a
+  // local model.
+  bool ChangeTracks(const ModelConfig& config);
   absl::Status PullTracks(const Version& version, const ModelConfig& config);
   // Replaces the local model by an empty one.
   absl::Status CreateModel(const ModelConfig& config);

@@ -366,24 +366,56 @@ TEST_F(FollowerTest, ADeletedModelIsDeletedAndCopiedWhenItIsCreatedAgain) {
   ExpectSame(*copy->client, id);
 }
 
-TEST_F(FollowerTest, ATrackThatIsAddedIsCopied) {
+TEST_F(FollowerTest, VersionsStayWhenTracksChange) {
   Create();
   const auto copy = StartFollower(source_->address());
-  ASSERT_THAT(Await(*copy->client, Push(1)), IsOk());
-  EMA_ASSERT_OK_AND_ASSIGN(const auto watch, copy->client->Watch("m", std::nullopt, kPatience));
+  const VersionId first = Push(1);
+  ASSERT_THAT(Await(*copy->client, first), IsOk());
   const TrackConfig added{.name = "long", .schedule = *Schedule::Parse("100ba")};
-  ASSERT_THAT(source_->client->UpdateModel("m", {.put = {added}, .remove = {"slow"}}), IsOk());
+  const TrackConfig faster{.name = "ema", .schedule = *Schedule::Parse("1ba")};
+  ASSERT_THAT(source_->client->UpdateModel(
+                  "m", {.put = {added, faster}, .remove = {"slow"}, .pause = {"raw"}}),
+              IsOk());
   Push(2);  // The tracks change after it.
   const VersionId id = Push(3);
+  ASSERT_THAT(Await(*copy->client, id), IsOk());
+  for (const char* const track : {"ema", "raw", "long"}) {
+    SCOPED_TRACE(track);
+    EMA_ASSERT_OK_AND_ASSIGN(const Content expected, Read(*source_->client, track, id));
+    EMA_ASSERT_OK_AND_ASSIGN(const Content content, Read(*copy->client, track, id));
+    EXPECT_TRUE(content == expected);
+  }
+  EXPECT_THAT(Read(*copy->client, "slow", id), ReasonIs(ErrorReason::kTrackNotFound));
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo there, source_->client->GetModel("m"));
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo here, copy->client->GetModel("m"));
+  EXPECT_EQ(here.tracks, there.tracks);
+
+  EMA_ASSERT_OK_AND_ASSIGN(const Content expected, Read(*source_->client, "ema", first));
+  EMA_ASSERT_OK_AND_ASSIGN(const Content content, Read(*copy->client, "ema", first));
+  EXPECT_TRUE(content == expected);
+}
+
+TEST_F(FollowerTest, ATrackOfAnotherFormReplacesTheModel) {
+  Create();
+  const auto copy = StartFollower(source_->address());
+  const VersionId first = Push(1);
+  ASSERT_THAT(Await(*copy->client, first), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto watch, copy->client->Watch("m", first, kPatience));
+  ASSERT_THAT(source_->client->UpdateModel("m", {.remove = {"slow"}}), IsOk());
+  Push(2);  // The tracks change after it.
+  const TrackConfig other{
+      .name = "slow", .schedule = *Schedule::Parse("9ba"), .dtype = Dtype::kFloat64};
+  ASSERT_THAT(source_->client->UpdateModel("m", {.put = {other}}), IsOk());
+  Push(3);
+  const VersionId id = Push(4);
   absl::StatusOr<VersionWatch::Item> item;
   do {
     item = watch->Next();
     ASSERT_THAT(item, IsOk());
   } while (item->version.id() < id);
-  EMA_ASSERT_OK_AND_ASSIGN(const Content expected, Read(*source_->client, "long", id));
-  EMA_ASSERT_OK_AND_ASSIGN(const Content content, Read(*copy->client, "long", id));
+  EMA_ASSERT_OK_AND_ASSIGN(const Content expected, Read(*source_->client, "slow", id));
+  EMA_ASSERT_OK_AND_ASSIGN(const Content content, Read(*copy->client, "slow", id));
   EXPECT_TRUE(content == expected);
-  EXPECT_THAT(Read(*copy->client, "slow", id), ReasonIs(ErrorReason::kTrackNotFound));
 }
 
 TEST_F(FollowerTest, CallsThatChangeAModelAreRefused) {
