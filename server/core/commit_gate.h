@@ -50,10 +50,11 @@ class CommitGate {
   // Whether a stream of a push may enter the session of its round. ABORTED: FENCED, STALE_ROUND.
   // UNAVAILABLE: MODEL_BUSY, the round is not known here yet, or is about to end; DRAINING.
   virtual absl::Status CheckPush(const PushStart& start) = 0;
-  // Ends `round` (0: the current one) without a version. OK: it has ended without one, now or
+  // Ends `round` (0: the current one) without a version, because `step` cannot complete; 0: no step
+  // in the round can. OK: it has ended without one, now or
   // earlier. UNAVAILABLE, MODEL_BUSY: it was committed, and PublishPrepared() follows.
   // FAILED_PRECONDITION, NOT_HOME: another server decides.
-  virtual absl::Status AbandonRound(int64_t round, const absl::Status& why) = 0;
+  virtual absl::Status AbandonRound(int64_t round, int64_t step, const absl::Status& why) = 0;
 
   // --- Called without the model's lock ---
 

@@ -188,14 +188,15 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
         // It may push the open step with other bytes, and some partitions have the first ones.
         const absl::Status why =
             Aborted(ErrorReason::kStepAbandoned, absl::StrCat("rank ", rank, " has restarted"));
-        options_.gate->AbandonRound(0, why).IgnoreError();
+        options_.gate->AbandonRound(/*round=*/0, /*step=*/0, why).IgnoreError();
       }
     } else {
       if (const absl::Status prepared = open_step_.CheckNotPrepared(); !prepared.ok()) {
         // It may wait for a partition without end. Once its round has ended, the call succeeds.
         const absl::Status why =
             Aborted(ErrorReason::kFenced, "a newer run of the model is being opened");
-        options_.gate->AbandonRound(open_step_.session()->plan().round, why).IgnoreError();
+        options_.gate->AbandonRound(open_step_.session()->plan().round, /*step=*/0, why)
+            .IgnoreError();
         return prepared;
       }
       const VersionId now = newest_version != nullptr ? newest_version->record.id() : VersionId{};
@@ -502,7 +503,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       const bool is_superseded =
           session != nullptr && session->plan().round == round && session->plan().step > step;
       if (is_round_known && !is_superseded) {
-        EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, abandoned));
+        EMA_RETURN_IF_ERROR(options_.gate->AbandonRound(round, step, abandoned));
       }
       result.state = is_round_known ? PushState::State::kAbandoned : PushState::State::kUnknown;
       return result;

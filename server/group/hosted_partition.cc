@@ -507,12 +507,12 @@ absl::Status HostedPartition::CheckPush(const PushStart& start) {
                                 " given, the partition is in round ", participant_.round()));
 }
 
-absl::Status HostedPartition::AbandonRound(int64_t round, const absl::Status& why) {
+absl::Status HostedPartition::AbandonRound(int64_t round, int64_t step, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
   if (!rounds_.has_value()) return NotHomeErrorLocked();
   const GroupState& state = rounds_->state();
   if (round == 0) round = state.round;
-  if (rounds_->Abort(round, why)) {
+  if (rounds_->Abort(round, step, why)) {
     EndRoundLocked();
     return absl::OkStatus();
   }

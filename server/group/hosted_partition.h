@@ -118,7 +118,7 @@ class HostedPartition final : public CommitGate,
   absl::Status CheckLaunch(const Launch& launch) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnRunOpened(int64_t run_epoch, std::string_view launch_id) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status CheckPush(const PushStart& start) override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status AbandonRound(int64_t round, const absl::Status& why) override
+  absl::Status AbandonRound(int64_t round, int64_t step, const absl::Status& why) override
       ABSL_LOCKS_EXCLUDED(mu_);
   void OnPrepared(int64_t round, const Version& record) override ABSL_LOCKS_EXCLUDED(mu_);
   void OnDropped(int64_t round, const absl::Status& why) override ABSL_LOCKS_EXCLUDED(mu_);

@@ -151,7 +151,7 @@ Rounds::Result Rounds::OnVote(const Vote& vote, SteadyTime now, absl::Time commi
   }
   if (++prepared_count_ < partitions_.size()) return {Answer::kHold};
   if (const std::optional<Problem> problem = FindRegistryProblem(now)) {
-    Abort(state_.round, absl::UnavailableError(problem->text));
+    Abort(state_.round, /*step=*/0, absl::UnavailableError(problem->text));
   } else {
     Commit(commit_time);
   }
@@ -198,9 +198,9 @@ void Rounds::Commit(absl::Time commit_time) {
   BeginNextRound();
 }
 
-bool Rounds::Abort(int64_t round, const absl::Status& why) {
+bool Rounds::Abort(int64_t round, int64_t step, const absl::Status& why) {
   if (round != state_.round || round == 0) return false;
-  EndWithout(step_, why);
+  EndWithout(step != 0 ? step : step_, why);
   return true;
 }
 
@@ -231,7 +231,7 @@ bool Rounds::Expire(SteadyTime now) {
                                     : absl::StrCat(NameOf(i), " without ranks ", JoinRanks(ranks)));
   }
   return Abort(
-      state_.round,
+      state_.round, /*step=*/0,
       MakeError(absl::StatusCode::kAborted, ErrorReason::kSessionExpired,
                 absl::StrCat("no push progress for ", absl::FormatDuration(idle), " (limit ",
                              absl::FormatDuration(options_.session_timeout),
@@ -252,7 +252,7 @@ bool Rounds::OpenRun(int64_t run_epoch, std::string_view launch_id) {
 bool Rounds::RejectPushes(const absl::Status& why, SteadyTime until) {
   const bool rejected_pushes = !rejects_pushes_until_.empty();
   rejects_pushes_until_.insert(until);
-  return !rejected_pushes && Abort(state_.round, why);
+  return !rejected_pushes && Abort(state_.round, /*step=*/0, why);
 }
 
 bool Rounds::AcceptPushes(SteadyTime until) {
@@ -264,7 +264,7 @@ bool Rounds::AcceptPushes(SteadyTime until) {
 
 bool Rounds::PermitPushes() {
   return rejects_pushes_until_.empty() &&
-         Abort(state_.round,
+         Abort(state_.round, /*step=*/0,
                absl::UnavailableError("pushes were rejected; now they are accepted again"));
 }
 
@@ -278,7 +278,7 @@ bool Rounds::SetTracksRevision(int64_t revision, bool is_urgent) {
 bool Rounds::AbortForTracks(const absl::Status& why) {
   if (state_.round == 0) return false;  // They come into force when all partitions have joined.
   state_.tracks_revision = next_tracks_revision_;
-  return Abort(state_.round, why);
+  return Abort(state_.round, /*step=*/0, why);
 }
 
 void Rounds::BeginNextRound() {

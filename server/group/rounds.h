@@ -91,12 +91,13 @@ class Rounds {
 
   // Functions that can end a round, except round 0, and return whether they have.
 
-  // Aborts `round` because its step cannot complete: a rank has abandoned it, or has joined the
-  // open run again and may push other bytes. False, and no change, if it is not the current round:
-  // then its step was committed, or has been aborted before. Unless `why` is UNAVAILABLE, which
-  // makes trainers push the step again, GroupState::failed_step becomes the last step in the round
-  // that a partition has reported.
-  bool Abort(int64_t round, const absl::Status& why);
+  // Aborts `round` because `step` cannot complete: a rank has abandoned it. `step` 0: all steps in
+  // the round, because a rank has joined the open run again and may push other bytes. False, and no
+  // change, if it is not the current round: then its step was committed, or has been aborted
+  // before. Unless `why` is UNAVAILABLE, which makes trainers push the step again,
+  // GroupState::failed_step becomes `step`, or for 0 the last step in the round that a partition
+  // has reported.
+  bool Abort(int64_t round, int64_t step, const absl::Status& why);
   // Aborts a round in which something has arrived, but nothing more for Options::session_timeout,
   // and accepts pushes again when the time of RejectPushes() is over. To be called at
   // kSyncInterval.

@@ -28,7 +28,9 @@ class IdleGate final : public CommitGate {
   absl::Status CheckLaunch(const Launch&) override { return absl::OkStatus(); }
   void OnRunOpened(int64_t, std::string_view) override {}
   absl::Status CheckPush(const PushStart&) override { return absl::OkStatus(); }
-  absl::Status AbandonRound(int64_t, const absl::Status&) override { return absl::OkStatus(); }
+  absl::Status AbandonRound(int64_t, int64_t, const absl::Status&) override {
+    return absl::OkStatus();
+  }
   void OnPrepared(int64_t, const Version&) override {}
   void OnDropped(int64_t, const absl::Status&) override {}
 };

@@ -44,7 +44,7 @@ class RecordingGate final : public CommitGate {
   absl::Status CheckLaunch(const Launch&) override { return check_launch; }
   void OnRunOpened(int64_t run_epoch, std::string_view) override { opened_run = run_epoch; }
   absl::Status CheckPush(const PushStart&) override { return check_push; }
-  absl::Status AbandonRound(int64_t round, const absl::Status& why) override {
+  absl::Status AbandonRound(int64_t round, int64_t /*step*/, const absl::Status& why) override {
     abandoned.push_back({round, why});
     return absl::OkStatus();
   }

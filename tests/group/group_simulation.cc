@@ -564,7 +564,7 @@ void GroupSimulation::ActAsHome(Process& home) {
   } else if (dice < 7) {
     has_ended = rounds.RejectPushes(absl::UnavailableError("rejected"), /*until=*/now_);
   } else if (dice < 8) {
-    has_ended = rounds.Abort(round, absl::AbortedError("abandoned"));
+    has_ended = rounds.Abort(round, /*step=*/0, absl::AbortedError("abandoned"));
   } else {
     has_ended = rounds.SetTracksRevision(rounds.state().tracks_revision + 1, Happens(50));
   }
@@ -594,7 +594,7 @@ void GroupSimulation::ActAsTrainer(size_t index) {
     trainer.round = home->rounds->state().round;
   } else if (dice < 88) {
     Trace("push ", trainer.push, " is abandoned");
-    if (home->rounds->Abort(trainer.push_round, absl::AbortedError("abandoned"))) {
+    if (home->rounds->Abort(trainer.push_round, /*step=*/0, absl::AbortedError("abandoned"))) {
       NoteRoundEnd(*home, trainer.push_round, false);
       if (Happens(70)) --trainer.step;
     }
@@ -615,7 +615,8 @@ void GroupSimulation::OpenRun(Trainer& trainer, Process& home) {
   if (state.launch_id != launch_id) {
     if (rounds.OpenRun(++home.run_epoch, launch_id)) NoteRoundEnd(home, round, false);
   } else if (mutation_ != Mutation::kRejoinKeepsRound) {
-    if (rounds.Abort(round, absl::AbortedError("rejoined"))) NoteRoundEnd(home, round, false);
+    if (rounds.Abort(round, /*step=*/0, absl::AbortedError("rejoined")))
+      NoteRoundEnd(home, round, false);
   }
   trainer = {.launch = trainer.launch,
              .incarnation = home.incarnation(),

@@ -139,7 +139,7 @@ TEST_F(RoundsTest, FirstRoundBeginsWhenAllPartitionsHaveJoined) {
   EXPECT_FALSE(rounds.OnSync({.from = IdOf(0)}, now_).round_ended);
   EXPECT_FALSE(rounds.OnSync({.from = IdOf(2)}, now_).round_ended);
   EXPECT_FALSE(rounds.OnSync({.from = IdOf(2)}, now_).round_ended);
-  EXPECT_FALSE(rounds.Abort(0, absl::AbortedError("abandoned")));
+  EXPECT_FALSE(rounds.Abort(0, /*step=*/0, absl::AbortedError("abandoned")));
   EXPECT_EQ(rounds.state().round, 0);
   EXPECT_TRUE(rounds.OnSync({.from = IdOf(1)}, now_).round_ended);
   EXPECT_EQ(rounds.state().round, 1);
@@ -242,19 +242,19 @@ TEST_F(RoundsTest, AbandonedStepIsAbortedUnlessItsRoundHasEnded) {
   Vote(1);
   const absl::Status why =
       MakeError(absl::StatusCode::kAborted, ErrorReason::kStepAbandoned, "abandoned by rank 4");
-  EXPECT_TRUE(rounds_.Abort(2, why));
+  EXPECT_TRUE(rounds_.Abort(2, /*step=*/0, why));
   ExpectAbort(2, ErrorReason::kStepAbandoned, "rank 4");
   EXPECT_EQ(rounds_.OnVote({IdOf(2), 2, StepOf(100)}, now_, kCommitTime).answer, Answer::kState);
 
   for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().last_commit->round, 3);
-  EXPECT_FALSE(rounds_.Abort(3, why));
+  EXPECT_FALSE(rounds_.Abort(3, /*step=*/0, why));
   EXPECT_EQ(round(), 4);
 }
 
 TEST_F(RoundsTest, StateNamesTheHighestFailedStepOfTheOpenRun) {
   const auto failed_step_after = [&](const absl::Status& why) {
-    EXPECT_TRUE(rounds_.Abort(round(), why));
+    EXPECT_TRUE(rounds_.Abort(round(), /*step=*/0, why));
     const std::optional<FailedStep>& failed = rounds_.state().failed_step;
     return failed.has_value() ? failed->step : 0;
   };
@@ -284,13 +284,22 @@ TEST_F(RoundsTest, StateNamesTheHighestFailedStepOfTheOpenRun) {
   EXPECT_EQ(rounds_.state().FindLoss(105, round() - 1), nullptr);
   EXPECT_EQ(*rounds_.state().FindLoss(104, round() - 1), rounds_.state().failed_step->why);
   // An abort that is not of one step ends the steps that the home has not heard of, too.
-  EXPECT_TRUE(rounds_.Abort(round(), absl::AbortedError("rank 0 has restarted")));
+  EXPECT_TRUE(rounds_.Abort(round(), /*step=*/0, absl::AbortedError("rank 0 has restarted")));
   ASSERT_NE(rounds_.state().FindLoss(105, round() - 1), nullptr);
   EXPECT_EQ(rounds_.state().FindLoss(105, round() - 1)->message(), "rank 0 has restarted");
   EXPECT_EQ(rounds_.state().FindLoss(105, round() - 2), nullptr);
   rounds_.NotePush(106);
   EXPECT_TRUE(rounds_.OpenRun(/*run_epoch=*/99, "next"));
   EXPECT_FALSE(rounds_.state().failed_step.has_value());
+}
+
+TEST_F(RoundsTest, ALaterStepOfAnAbandonedRoundCanBePushedAgain) {
+  rounds_.NotePush(101);
+  const absl::Status why = absl::AbortedError("rank 4 has abandoned step 100");
+  EXPECT_TRUE(rounds_.Abort(round(), /*step=*/100, why));
+  ASSERT_NE(rounds_.state().FindLoss(100, round() - 1), nullptr);
+  EXPECT_EQ(*rounds_.state().FindLoss(100, round() - 1), why);
+  EXPECT_EQ(rounds_.state().FindLoss(101, round() - 1), nullptr);
 }
 
 TEST_F(RoundsTest, RoundWithoutProgressExpires) {
@@ -365,7 +374,7 @@ TEST_F(RoundsTest, PushesAreAcceptedWhenAllRejectionsHaveEnded) {
 
 TEST_F(RoundsTest, SettingsComeIntoForceWithACommitOrARun) {
   EXPECT_FALSE(rounds_.SetTracksRevision(1, false));
-  EXPECT_TRUE(rounds_.Abort(round(), absl::AbortedError("abandoned")));
+  EXPECT_TRUE(rounds_.Abort(round(), /*step=*/0, absl::AbortedError("abandoned")));
   EXPECT_EQ(rounds_.state().tracks_revision, 0);
   for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().tracks_revision, 1);
