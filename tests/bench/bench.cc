@@ -115,7 +115,7 @@ Trainer::Trainer(const ServerProcess& server, std::string model,
                                                              .rank = rank,
                                                              .world_size = options.rank_count,
                                                              .shards = std::move(layout)}));
-    ranks_.push_back({std::move(client), std::move(run), std::move(shards)});
+    ranks_.push_back({std::move(client), std::move(run), std::move(shards), /*push=*/nullptr});
   }
 }
 
@@ -128,16 +128,24 @@ std::unique_ptr<Client> Trainer::Admin() const {
   return Must(Client::Create(address_, {.same_host_lane = false}));
 }
 
-double Trainer::PushRank(Rank& rank) {
-  double seconds_to_send = 0;
-  const double seconds_to_reply = SecondsOf([&] {
-    const std::unique_ptr<PendingPush> push =
-        Must(rank.run->StartPush(step_, TrainingTime::AtBatch(step_), rank.shards, kTimeout));
-    Must(push->Wait());
-    seconds_to_send = absl::ToDoubleSeconds(push->stats().send_time);
-  });
-  return seconds_to_reply - seconds_to_send;
+void Trainer::StartRank(Rank& rank) {
+  rank.push = Must(rank.run->StartPush(step_, TrainingTime::AtBatch(step_), rank.shards, kTimeout));
 }
+
+double Trainer::PushRank(Rank& rank) {
+  const double seconds_to_reply = SecondsOf([&] {
+    StartRank(rank);
+    Must(rank.push->Wait());
+  });
+  return seconds_to_reply - absl::ToDoubleSeconds(rank.push->stats().send_time);
+}
+
+void Trainer::StartPush() {
+  ++step_;
+  StartRank(ranks_.front());
+}
+
+void Trainer::AwaitPush() { Must(ranks_.front().push->Wait()); }
 
 double Trainer::Push() {
   ++step_;

@@ -130,6 +130,10 @@ class Trainer {
   // rank) to the reply.
   double Push();
 
+  // The two halves of a push, for a trainer of one rank.
+  void StartPush();
+  void AwaitPush();
+
   // Enough pushes that every version that is kept has been allocated once.
   void WarmUp();
 
@@ -141,9 +145,12 @@ class Trainer {
     std::unique_ptr<Client> client;
     std::unique_ptr<Run> run;
     std::vector<std::span<const std::byte>> shards;
+    std::unique_ptr<PendingPush> push;  // Null: none is running.
   };
   // For a call: its connection must not be one of those that the ranks may have together.
   std::unique_ptr<Client> Admin() const;
+  // Begins a rank's push of step_.
+  void StartRank(Rank& rank);
   // One rank's push; the seconds as Push() gives them.
   double PushRank(Rank& rank);
 

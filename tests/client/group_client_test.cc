@@ -544,21 +544,59 @@ TEST(GroupWatchTest, GoesToTheHome) {
   home.Release();
 }
 
-TEST(GroupPushTest, APushReachesMoreServersThanItSendsToAtOnce) {
-  constexpr size_t kServers = 10;
-  std::vector<TensorSpec> tensors;
-  for (size_t i = 0; i < kServers; ++i) {
-    tensors.push_back({.name = absl::StrCat("t", i), .shape = {1000}});
+// A tensor on each of more servers than a rank sends to at once.
+class GroupPushTest : public testing::Test {
+ protected:
+  static constexpr size_t kServers = 10;
+  static constexpr int64_t kParameters = int64_t{1} << 20;  // Of a tensor; more than gRPC buffers.
+
+  static Manifest TenTensors() {
+    std::vector<TensorSpec> tensors;
+    for (size_t i = 0; i < kServers; ++i) {
+      tensors.push_back({.name = absl::StrCat("t", i), .shape = {kParameters}});
+    }
+    return *Manifest::Create(std::move(tensors));
   }
-  FakeGroup group(*Manifest::Create(std::move(tensors)), std::vector<int64_t>(kServers, 1));
-  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(group.address()));
-  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {.launch_id = "life"}));
-  std::vector<std::string> weights;
-  std::vector<std::span<const std::byte>> shards;
-  for (size_t i = 0; i < kServers; ++i) weights.emplace_back(4000, static_cast<char>(i));
-  for (const std::string& tensor : weights) shards.push_back(std::as_bytes(std::span(tensor)));
-  EXPECT_THAT(run->Push(1, TrainingTime::AtBatch(1), shards, kPatience), IsOk());
-  for (size_t i = 0; i < kServers; ++i) EXPECT_EQ(group.server(i).StepBytes(1, 0), weights[i]);
+  GroupPushTest() {
+    for (size_t i = 0; i < kServers; ++i)
+      weights_.emplace_back(4 * kParameters, static_cast<char>(i));
+  }
+  std::vector<std::span<const std::byte>> Shards() const {
+    std::vector<std::span<const std::byte>> shards;
+    for (const std::string& tensor : weights_) shards.push_back(std::as_bytes(std::span(tensor)));
+    return shards;
+  }
+
+  FakeGroup group_{TenTensors(), std::vector<int64_t>(kServers, 1)};
+  const std::unique_ptr<Client> client_ = *Client::Create(group_.address());
+  std::vector<std::string> weights_;
+};
+
+TEST_F(GroupPushTest, APushReachesMoreServersThanItSendsToAtOnce) {
+  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client_->OpenRun("m", {.launch_id = "life"}));
+  EXPECT_THAT(run->Push(1, TrainingTime::AtBatch(1), Shards(), kPatience), IsOk());
+  for (size_t i = 0; i < kServers; ++i) EXPECT_EQ(group_.server(i).StepBytes(1, 0), weights_[i]);
+}
+
+TEST_F(GroupPushTest, RanksBeginWithDifferentServers) {
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto first,
+      client_->OpenRun(
+          "m", {.launch_id = "life", .rank = 0, .world_size = 2, .shards = std::vector<Shard>{}}));
+  EMA_ASSERT_OK_AND_ASSIGN(
+      const auto second, client_->OpenRun("m", {.launch_id = "life", .rank = 1, .world_size = 2}));
+  for (size_t i = 0; i < kServers; ++i) {
+    group_.server(i).push_scripts = {{.hold_chunks = true}};
+  }
+  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
+                           second->StartPush(1, TrainingTime::AtBatch(1), Shards(), kPatience));
+  // Eight of them, from the middle on.
+  for (const size_t begun : {5, 6, 7, 8, 9, 0, 1, 2}) {
+    EXPECT_TRUE(group_.server(begun).AwaitPushes(1));
+  }
+  for (const size_t later : {3, 4}) EXPECT_THAT(group_.server(later).pushes(), IsEmpty());
+  for (size_t i = 0; i < kServers; ++i) group_.server(i).Release();
+  EXPECT_TRUE(push->WaitReleased(kPatience));
 }
 
 TEST(SendSlotsTest, TheLowestPositionIsNext) {
