@@ -79,7 +79,7 @@ class RpcServer {
   // Unary calls that may wait for each of their workers.
   static constexpr int64_t kMaxWaitingCalls = 64;
   // Memory of the requests that wait for all workers together.
-  static constexpr int64_t kWaitingBytes = int64_t{268} << 20;
+  static constexpr int64_t kWaitingBytes = int64_t{269} << 20;
 
   // Bytes that gRPC may hold for one push stream: its window, or a message that has arrived in
   // part.
@@ -158,23 +158,23 @@ class RpcServer {
   bool is_stopping_ ABSL_GUARDED_BY(mu_) = false;  // Both threads above end.
   SteadyWait stop_wait_;                           // Woken when `is_stopping_` changes.
 
-  // Last: calls that wait there refer to the members above. Requests of the first five are short;
-  // those that create have a manifest, those that restore the layout of a rank, and pulls may have
-  // a long list of tensors.
+  // Last: calls that wait there refer to the members above. Requests that create or change a model
+  // have a manifest, those that restore the layout of a rank, and pulls may have a long list of
+  // tensors. All others are short.
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
   static constexpr int64_t kLongBytes = int64_t{64} << 20;
-  static_assert(3 * kShortBytes + 4 * kLongBytes == kWaitingBytes);
+  static_assert(13 * kShortBytes / 4 + 4 * kLongBytes == kWaitingBytes);
   Worker disk_calls_{"disk-calls", kMaxWaitingCalls, kShortBytes};
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes / 2};
   // Started in a group only.
   Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 4};
   Worker computing_parts_{"computing-parts", kMaxWaitingCalls, kShortBytes / 4};
+  Worker moving_calls_{"moving-calls", kMaxWaitingCalls, kShortBytes / 4};
   Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // Started in a group only.
   Worker changing_calls_{"changing-calls", kMaxWaitingCalls, kLongBytes};
-  Worker moving_calls_{"moving-calls", kMaxWaitingCalls, kLongBytes};
   // A pull has at most one function queued or running in each of these.
   Worker disk_reader_;
   Worker device_reader_;
