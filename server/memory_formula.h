@@ -12,7 +12,8 @@
 
 namespace ema {
 
-// The limit of all windows together that clients on this host share with the server.
+// The limit of all windows together: memory of clients on this host from which the server reads
+// weights of GPUs (SharedMemory::CreateWindow()).
 int64_t MaxWindowBytes(const ServerOptions& options);
 
 MemoryFormula FormulaOf(const ServerOptions& options, const Device& device);

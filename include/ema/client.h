@@ -45,7 +45,8 @@ struct PullInfo {
   Version version;
   std::vector<PulledTensor> tensors;
   int64_t total_bytes = 0;     // Size of these tensors.
-  int64_t received_bytes = 0;  // Less if the target had the rest (PullOptions::base).
+  int64_t received_bytes = 0;  // Fewer than total_bytes if unchanged bytes were not sent again
+                               // (PullOptions::base).
   bool not_newer = false;      // Nothing was pulled: see PullOptions::if_newer_than.
   Lane lane = Lane::kGrpc;     // The lane that carried the last bytes.
 };
@@ -55,7 +56,7 @@ class VersionWatch;
 // A client of one server, or of a group of servers. Thread-safe. Connects on first use. Calls to
 // one server share one connection; large pushes may use more (Options::max_connections). For a
 // model on a group, runs, pushes and pulls use the servers that have its tensors; most other calls
-// go to its home.
+// go to its home, the server with its first tensors.
 //
 // In a forked child a Client of the parent must not be used; destroying it there does nothing.
 class Client {
@@ -113,10 +114,11 @@ class Client {
 
   // All calls block until they end, at most for `timeout`; zero: Options::timeout. Their errors are
   // the server's, with its ErrorReason (ema_service.proto lists them), DEADLINE_EXCEEDED, or
-  // UNAVAILABLE if the server cannot be reached. All calls except Push, RebalanceModel,
-  // RestoreCheckpoint and Drain are retried until the timeout after UNAVAILABLE (except
-  // STORE_READ_ONLY and DISK_FAILED), TOO_MANY_STREAMS, TOO_MANY_PINS, TOO_MANY_CALLS and
-  // TOO_MANY_SESSIONS.
+  // UNAVAILABLE if the server cannot be reached.
+  //
+  // All calls except IsServing(), RebalanceModel(), RestoreCheckpoint() and Drain() are retried
+  // until the timeout, after UNAVAILABLE (but not with STORE_READ_ONLY or DISK_FAILED),
+  // TOO_MANY_STREAMS, TOO_MANY_PINS, TOO_MANY_CALLS and TOO_MANY_SESSIONS.
 
   // Returns the result of the server's health check: "" and "ema.v1.EmaService" stand for the whole
   // server, "checkpoints" also for its ability to save. Not retried. NOT_FOUND: no such service, or
@@ -284,7 +286,7 @@ class Client {
 
   struct CheckpointOptions {
     int64_t version = 0;              // 0: the newest.
-    int64_t incarnation = 0;          // The one in which `version` was counted; 0: any.
+    int64_t incarnation = 0;          // The incarnation of `version`; 0: any.
     std::vector<std::string> tracks;  // Empty: all. No server starts from a partial checkpoint.
     bool async = false;  // Return as soon as the version is pinned: see GetCheckpoint().
     std::string label;   // A label for the version. Not with `tracks`.
@@ -385,11 +387,13 @@ class Client {
     // kBFloat16: float32 weights are rounded to bfloat16 before they are sent, which halves the
     // bytes; the average is of the rounded values. The same on all ranks.
     WireDtype wire_dtype = WireDtype::kAsPushed;
-    // Whether a push that the server fences rejoins the run. True: it does so once, in case a
-    // restarted server has forgotten the run, and waits until the other ranks have rejoined too.
-    // False: it fails with ABORTED, FENCED. Trainers use this: they must not wait for other ranks.
-    // On a group of servers the whole step is pushed again, so WaitReleased() must not have been
-    // called: after it, the push fails with ABORTED, STEP_ABANDONED, and the next one is of the
+    // What a push does that the server fences. True: it rejoins the run, once, because the server
+    // may have forgotten the run at a restart, and waits until the other ranks have rejoined, too.
+    // False: it fails with ABORTED, FENCED. StepPusher and attach() set false, because a training
+    // step must not wait for other ranks.
+    //
+    // With true and a group of servers, the push sends the whole step again. If WaitReleased() was
+    // called before, it cannot: it fails with ABORTED, STEP_ABANDONED, and the next push uses the
     // rejoined run.
     bool rejoins = true;
     // Rolls the model back to the trainer's position before the run opens. The same on all ranks.
@@ -423,7 +427,7 @@ class Client {
 
   struct PullOptions {
     int64_t version = 0;      // 0: the newest.
-    int64_t incarnation = 0;  // The one in which `version` was counted; 0: any that is kept.
+    int64_t incarnation = 0;  // The incarnation of `version`; 0: any that is kept.
     std::string label;        // Pull the version with this label. NOT_FOUND, LABEL_NOT_FOUND.
     // Pull the version of this trainer step, as PullRequest in ema_service.proto describes.
     // OUT_OF_RANGE: VERSION_NOT_YET, VERSION_NOT_KEPT.
@@ -469,8 +473,8 @@ class Client {
 
 // Returns the commits of a model, one at a time. For one thread at a time. Keeps its client's
 // connection alive, not the client. A slow reader gets them later, as long as the server keeps
-// their records. If Next() is not called for about a minute, the connection may be lost, but no
-// commit.
+// their records. If Next() is not called for about a minute, the connection may break; the next
+// call reconnects and continues after the last returned commit.
 class VersionWatch {
  public:
   ~VersionWatch();  // Ends the watch; does nothing in a forked child.

@@ -33,7 +33,7 @@ struct GroupInfo {
     std::optional<absl::Duration> missing;  // Nullopt: the process is there.
     std::string error;                      // Why the server did not answer; empty: it did.
   };
-  // What only a model's home knows.
+  // Known only to the model's home, the server with its first tensors.
   struct Progress {
     int64_t round = 0;
     int64_t run_epoch = 0;
@@ -47,7 +47,8 @@ struct GroupInfo {
   };
   struct Model {
     std::string name;
-    std::string state;  // Such as "serving"; "unknown": a later server's state.
+    std::string state;  // Such as "serving"; "unknown": a newer server sent a state that this
+                        // build does not know.
     int64_t incarnation = 0;
     std::vector<std::string> members;  // By partition; the first one is the home.
     std::optional<VersionId> checkpoint;

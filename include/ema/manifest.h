@@ -46,9 +46,9 @@ class Manifest {
   int64_t total_bytes() const { return total_bytes_; }
   // Approximate size in host memory.
   int64_t memory_bytes() const;
-  // CRC32C over, per tensor: name, a zero byte, dtype number (plus 128 for a buffer) and rank as
-  // one byte each, extents as little-endian int64; per alias: a byte 1, name, a zero byte. Equal
-  // manifests have equal digests.
+  // CRC32C over, per tensor: name, a zero byte, dtype number (plus 128 for a buffer) and number of
+  // dimensions as one byte each, extents as little-endian int64; per alias: a byte 1, name, a zero
+  // byte. Equal manifests have equal digests.
   int64_t digest() const { return digest_; }
 
   // Describes the difference: names that only one of the two has, and tensors that differ; the

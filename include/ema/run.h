@@ -32,10 +32,13 @@ class RunningPush;
 // The transport of the bytes of a push or a pull.
 enum class Lane {
   kGrpc,
-  kSharedMemory,  // Shared by a client and a server on one host, which both copy.
-  kSharedWindow,  // The same for the weights of a GPU, which the server reads where the GPU has
-                  // copied them. kSharedMemory, if the driver cannot pin such memory, or the server
-                  // has no memory for it, or the weights are rounded.
+  // Memory that a client and a server on one host share. The sender copies the bytes into it, and
+  // the receiver reads them there.
+  kSharedMemory,
+  // For the weights of a GPU: pinned memory into which the GPU copies them, and from which the
+  // server reads them, so the client copies nothing. If the driver cannot pin such memory, the
+  // server has no memory left for it, or the weights are rounded, kSharedMemory is used instead.
+  kSharedWindow,
 };
 // "grpc", "shared memory", "shared window".
 std::string_view LaneName(Lane lane);

@@ -41,9 +41,11 @@ struct HalfLifeRule {
 // `d = smoothing` at every update, never rescaled.
 struct ConstantDecayRule {
   enum class ZeroInit {
-    kOff,       // Starts with the first weights.
-    kPlain,     // Starts with zeros, as optax.ema(debias=False).
-    kDebiased,  // Without their share: d = b (1 - b^(k-1)) / (1 - b^k) at update k, b = smoothing.
+    kOff,    // Starts with the first weights.
+    kPlain,  // Starts with zeros, as optax.ema(debias=False).
+    // Starts with zeros, and removes their share from the average: d = b (1 - b^(k-1)) / (1 - b^k)
+    // at update k, where b is `smoothing`.
+    kDebiased,
   };
   double smoothing = 0;
   ZeroInit zero_init = ZeroInit::kOff;
@@ -143,8 +145,9 @@ class Schedule {
   // The values of a track before its start. (The very first push always sets them.)
   enum class BeforeStart {
     kReinit,  // The first weights; the push that reaches the start replaces them (Composer).
-    // The latest weights. The first update at or after the start still copies; later ones average.
-    // A warm-up with a start in the interval's unit averages from its start on.
+    // The latest weights. The first update at or after the start is the last copy, and the next
+    // update averages. Exception: if the rule is a warm-up and the start has the interval's unit,
+    // the first update at or after the start averages already.
     kCopy,
     kHold,  // The first weights, from which averaging starts.
   };

@@ -39,11 +39,12 @@ class RankLayout {
   // INVALID_ARGUMENT, BAD_LAYOUT: more shards than a manifest may have tensors.
   static absl::Status CheckCount(int64_t shard_count);
 
-  // INVALID_ARGUMENT: BAD_LAYOUT, an unknown tensor, a rank or box that does not fit the tensor's
-  // shape (the message names tensor, box and shape), too many shards (CheckCount()), boxes of one
-  // tensor that are cut too irregularly to be compared, or a bad frozen_shard_count: more than the
-  // shards, or tensors of the frozen shards that other shards also hold. LAYOUT_OVERLAP, two shards
-  // share an element. A layout without shards is valid: a rank may hold nothing.
+  // INVALID_ARGUMENT: BAD_LAYOUT, an unknown tensor, a box that has another number of dimensions
+  // than the tensor or does not fit its shape (the message names tensor, box and shape), too many
+  // shards (CheckCount()), boxes of one tensor that are cut too irregularly to be compared, or a
+  // bad frozen_shard_count: more than the shards, or tensors of the frozen shards that other shards
+  // also hold. LAYOUT_OVERLAP, two shards share an element. A layout without shards is valid: a
+  // rank may hold nothing.
   static absl::StatusOr<RankLayout> Create(const Manifest& manifest, std::vector<Shard> shards,
                                            int64_t frozen_shard_count = 0,
                                            WireDtype wire_dtype = WireDtype::kAsPushed);
@@ -123,10 +124,11 @@ struct RankShare {
 };
 
 // Splits `boxes` evenly among ranks that all hold all of them, and returns the shards of rank
-// `rank`. Up to one element, each rank gets the same number of bytes of the `frozen` tensors, whose
-// shards come last, and of all others. Boxes in `rank0_only` tensors (buffers that differ between
-// ranks) go to rank 0 as a whole, count in its share, and are not frozen. A box may be cut at any
-// element; a rank gets at most 2 x dimensions - 1 boxes of it, each contiguous in it.
+// `rank`. All ranks get the same number of bytes of the `frozen` tensors, and the same number of
+// bytes of all others, to within one element. Shards of frozen tensors come last. Boxes in
+// `rank0_only` tensors (buffers that differ between ranks) go to rank 0 as a whole, count in its
+// share, and are not frozen; if they exceed its share, the other ranks share the rest. A box may be
+// cut at any element; a rank gets at most 2 x dimensions - 1 boxes of it, each contiguous in it.
 // INVALID_ARGUMENT, BAD_LAYOUT.
 absl::StatusOr<RankShare> EvenShare(const Manifest& manifest, absl::Span<const Shard> boxes,
                                     TensorSet rank0_only, TensorSet frozen, int64_t rank,

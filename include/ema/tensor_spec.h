@@ -86,8 +86,8 @@ struct TensorSpec {
   std::vector<std::string> aliases;
 
   // INVALID_ARGUMENT, BAD_MANIFEST: a name or alias that is empty, too long, not UTF-8 or has a
-  // control character; the name "__metadata__"; rank above kMaxDimensions; a negative extent; or a
-  // size in bytes that does not fit in 62 bits.
+  // control character; the name "__metadata__"; more than kMaxDimensions dimensions; a negative
+  // extent; or a size in bytes that does not fit in 62 bits.
   absl::Status Validate() const;
 
   // REQUIRES: Validate() is OK (then these cannot overflow).

@@ -84,10 +84,10 @@ class CheckpointFolder {
     bool keep = false;
     // Only these tracks; empty: all. A partial checkpoint is not a durable version of the model.
     std::vector<std::string> tracks;
-    // If this is the newest version on the disk, and the model's settings have changed since, it is
-    // written again with the new settings. In a group, or if it has a track that the model no
-    // longer has and that would be lost, it is not written again: the settings reach the disk with
-    // the next version.
+    // If the snapshot is the newest version on the disk, and the model's settings (tracks and
+    // attached files) have changed since it was written, it is written again with the new settings.
+    // In a group, or if the snapshot has a track that the model no longer has and that would be
+    // lost, it is not written again: the settings reach the disk with the next version.
     bool with_new_settings = false;
     // A label to put on the version before old checkpoints are removed; its version and step become
     // the snapshot's. REQUIRES: no `tracks`.

@@ -19,8 +19,8 @@
 
 namespace ema {
 
-// Records the checkpoints of a CheckpointFolder in the registry, and remembers the one that may not
-// be recorded because the last attempt has failed.
+// Records the checkpoints of a CheckpointFolder in the registry, and remembers the last one if the
+// attempt to record it has failed, so that the registry perhaps does not have it.
 //
 // Not in a group, calls do nothing and succeed. Calls block on the registry. Not thread-safe: the
 // folder calls it under its lock.

@@ -48,8 +48,8 @@ absl::StatusOr<SynthesisPlan> PlanSynthesis(const Model& model, const Manifest& 
                                             const SynthesisRequest& request,
                                             absl::Span<const StoredCheckpoint> checkpoints);
 
-// A plan by the names of what it reads, for a model on several servers: each of them builds its
-// tensors.
+// The content of a SynthesisPlan with names in place of pointers, so that it can be sent to the
+// other servers of a model: each of them builds its own tensors.
 struct SynthesisOrder {
   struct Source {
     CheckpointId checkpoint;

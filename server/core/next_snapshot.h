@@ -86,8 +86,8 @@ class NextSnapshot {
   // The earlier weights that the update averages with the pushed ones, the oldest first: none but
   // for a mean of the last k.
   static absl::Span<const BlocksRef> EarlierWeights(const TrackPlan& plan);
-  // Converts an element that a device names by the first tensor of a run to the element of its own
-  // tensor.
+  // A device counts the elements of a run of tensors from the run's first tensor on. Returns the
+  // same element, counted in the tensor that holds it.
   NonFiniteElement Locate(NonFiniteElement element) const;
 
   // Returns the snapshot; its record lacks incarnation and commit time. The `skipped` tensors keep

@@ -95,10 +95,11 @@ class RunTable {
   std::shared_ptr<TrainerRun> run_;
   bool is_rolling_back_ = false;
   std::vector<std::string> fenced_launches_;
-  // A launch that had a run before, and is not the open run's, is fenced if its last_run_epoch is
-  // below this, or equal to this while a run is open. This is the highest last_run_epoch of the
-  // open run's launch (of a new launch the run's epoch); if no run has been opened since a rollback
-  // or Restore(), it follows from the restored version.
+  // Fences launches that have had a run before (last_run_epoch is not 0), other than the open run's
+  // launch: those whose last_run_epoch is below this epoch, or equals it while a run is open.
+  // While a run is open, it is the highest last_run_epoch that the ranks of its launch have
+  // reported, or the epoch of the run if the launch had none before. Otherwise it comes from the
+  // last rollback or from Restore().
   int64_t fence_epoch_ = 0;
   bool requires_frozen_ = false;
 };

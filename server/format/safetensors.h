@@ -43,7 +43,8 @@ struct SafetensorsHeader {
 
 // Reads the header of a file that has `file_bytes` bytes and begins with `first_bytes`: its first 8
 // + N bytes or more. INVALID_ARGUMENT, BAD_REQUEST: anything that the format forbids, a data type
-// we do not have (see TensorSpec), a rank above kMaxDimensions; the message says what and where.
+// we do not have (see TensorSpec), more than kMaxDimensions dimensions; the message says what and
+// where.
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view first_bytes,
                                                          int64_t file_bytes);
 

@@ -65,9 +65,9 @@ class HostedModels {
   // By the models' names.
   std::map<std::string, std::shared_ptr<const HostedModel>> All() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Runs `call`, which starts calls of other members, so that all of them end: Peers::Stop() comes
-  // after Stop(). `call` must not block, nor use this object. UNAVAILABLE, GROUP_DEGRADED: this
-  // server is no member; `call` has not run.
+  // Runs `call`, which starts calls to other members. All of these end, because the owner calls
+  // Stop() before Peers::Stop(). `call` must not block, nor use this object. UNAVAILABLE,
+  // GROUP_DEGRADED: this server is no member; `call` has not run.
   absl::Status StartCalls(absl::FunctionRef<void(Peers&)> call) const ABSL_LOCKS_EXCLUDED(mu_);
 
   // --- Changes ---

@@ -36,11 +36,11 @@ struct PartitionId {
   std::string boot;  // Identifies one start of the server.
 };
 
-// A step that all ranks have pushed, as one partition, or all of them, can publish it.
+// A step that all ranks have pushed to one partition, or to all of them, and that can be published.
 struct PreparedStep {
   int64_t step = 0;
   int64_t run_epoch = 0;
-  // Of everything else in the version's record that does not depend on the partition: training
+  // Digest of the other parts of the version's record that do not depend on the partition: training
   // time, tracks, update weights, wire dtype.
   int64_t plan_digest = 0;
   // As the fields of the same names in the version's record.
@@ -92,7 +92,7 @@ struct FailedStep {
 };
 
 // From the home to a partition: the answer to its messages, and sent to all when a round has ended.
-// A newer one has a higher round, or only home_pinned_versions is newer.
+// A newer state has a higher round, or the same round and only newer home_pinned_versions.
 struct GroupState {
   int64_t incarnation = 0;
   int64_t round = 0;            // 0: some partitions have not joined, so there are no pushes.
@@ -103,13 +103,14 @@ struct GroupState {
   // The open run; epoch 0: there is none.
   int64_t run_epoch = 0;
   std::string launch_id;
-  int64_t tracks_revision = 0;  // Number of the change of tracks that is in force in it.
+  int64_t tracks_revision = 0;  // Number of the change of tracks that is in force in this round.
   // Versions that readers and saves have pinned at the home, so that partitions evict others first.
   std::vector<int64_t> home_pinned_versions;
   std::optional<FailedStep> failed_step;  // The highest one of the open run.
 
-  // Why `step`, which was pushed in `round`, is lost. Null: it may be pushed again in the current
-  // round, because its round did not end for it, but for an earlier step.
+  // Why `step`, which was pushed in `round`, is lost. Null: this state does not show that it is
+  // lost. If it has the abort of `round`, that abort was for an earlier step, and `step` may be
+  // pushed again in the current round.
   const absl::Status* FindLoss(int64_t step, int64_t round) const {
     if (failed_step.has_value() && step <= failed_step->step) return &failed_step->why;
     if (!last_abort.has_value() || last_abort->round != round) return nullptr;

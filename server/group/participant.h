@@ -53,7 +53,7 @@ class Participant {
     kFenced,          // ABORTED, FENCED, with the incarnation.
     kPushesRejected,  // UNAVAILABLE, DRAINING.
     kSync,            // UNAVAILABLE, MODEL_BUSY; the caller also requests a Sync.
-    kReadRegistry,    // The same: the registry's watch will report the next incarnation.
+    kReadRegistry,    // UNAVAILABLE, MODEL_BUSY: the watch will report the next incarnation.
   };
   // kAccept begins the session of the round. A repeated push of the last committed step must be
   // answered by the caller: its round is over.

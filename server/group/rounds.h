@@ -28,8 +28,8 @@ namespace ema::group {
 // memory only: a home that loses it begins a new incarnation.
 //
 // When a call says that a round has ended, the caller applies state() to the home's own partition,
-// answers every held Vote with it, and sends it once to the other partitions. If it is lost,
-// the next Sync returns it. Not thread-safe.
+// answers every held Vote with it, and sends it once to the other partitions. A partition that does
+// not receive it gets it as the answer to its next Sync. Not thread-safe.
 class Rounds {
  public:
   struct Member {

@@ -52,7 +52,8 @@ struct ServerOptions {
   std::string auth_tokens;  // Empty: no authentication by tokens.
   bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
-  int64_t max_window_bytes = 0;       // Of all windows; 0: 1/16 of the host's memory.
+  // Of all windows together (SharedMemory::CreateWindow()); 0: 1/16 of the host's memory.
+  int64_t max_window_bytes = 0;
   // Name of the group of servers that keep models together. Empty: no group, and `member` to
   // `group_ca` are not used.
   std::string group;

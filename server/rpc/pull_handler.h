@@ -108,7 +108,7 @@ class PullHandler {
   std::shared_ptr<Model> model_;
   Version record_;
   std::optional<Wanted> on_disk_;     // For OpenStored().
-  std::shared_ptr<Reading> reading_;  // Null: the newest version is not newer.
+  std::shared_ptr<Reading> reading_;  // Null: the reader has the newest version already.
   // Until the header has been sent. Null: it is small.
   std::unique_ptr<MemoryBudget::Reservation> header_memory_;
   std::optional<int64_t> base_version_;  // The reader has the chunks that are unchanged since.

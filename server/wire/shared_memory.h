@@ -25,7 +25,7 @@ class SharedMemory {
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Map(int fd, int64_t size_bytes);
 
   // Makes memory that only this process may write: a window. All its pages exist when this returns.
-  // A child process does not inherit the mapping, but the descriptor. Errors as Create().
+  // A forked child inherits the descriptor, but not the mapping. Errors as Create().
   static absl::StatusOr<std::unique_ptr<SharedMemory>> CreateWindow(int64_t size_bytes);
   // Called with the size of a window. False: do not map it. Null counts as false.
   using Admit = std::function<bool(int64_t size_bytes)>;
