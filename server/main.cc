@@ -232,9 +232,9 @@ int main(int argc, char** argv) {
   setrlimit(RLIMIT_NOFILE, &files);
 
   StopRequest stop(signals);
-  absl::StatusOr<std::unique_ptr<ema::Server>> server =
-      ema::Server::Start(parsed.options, {.on_recovered = [&stop] { stop.SetRecovered(); },
-                                          .on_drain_asked = [&stop] { return stop.Ask("Drain"); }});
+  absl::StatusOr<std::unique_ptr<ema::Server>> server = ema::Server::Start(
+      parsed.options, {.on_recovered = [&stop] { stop.SetRecovered(); },
+                       .on_drain_requested = [&stop] { return stop.Ask("Drain"); }});
   if (!server.ok()) {
     ema::Log(ema::LogLevel::kError, "cannot start", {{"error", server.status()}});
     return 1;

@@ -120,7 +120,7 @@ RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
                  .drain_delay = options_.drain_delay,
                  .drain_grace = options_.drain_grace,
                  .set_log_level = [](std::string_view level) { return ChangeLogLevel(level); },
-                 .drain = hooks.on_drain_asked};
+                 .drain = hooks.on_drain_requested};
   return rpc;
 }
 

@@ -44,7 +44,7 @@ class Server {
     std::function<void()> on_recovered;
     // A client has requested a drain: the process is to call Drain() soon, but not inside this
     // callback. Returns false if a drain was requested before.
-    std::function<bool()> on_drain_asked;
+    std::function<bool()> on_drain_requested;
   };
 
   // Loads the newest checkpoints, serves, and joins its group. HTTP starts first, and reports

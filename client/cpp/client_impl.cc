@@ -140,10 +140,10 @@ void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
     address = connected_address_;
   }
   client_internal::Dialer dialer(addresses_[address]);
-  const SteadyTime give_up = After(SteadyNow(), kMaxWait);
+  const SteadyTime wait_end = After(SteadyNow(), kMaxWait);
   while (!has_enough()) {
     absl::StatusOr<std::shared_ptr<Connection>> opened =
-        Connection::Open(dialer, options_.tls, token_, give_up, interrupt);
+        Connection::Open(dialer, options_.tls, token_, wait_end, interrupt);
     if (!opened.ok()) return;
     absl::MutexLock lock(&mu_);
     more_connections_.push_back(*opened);
@@ -206,9 +206,9 @@ absl::StatusOr<std::unique_ptr<LanePipe>> Client::Impl::OpenWindowLane(const Sha
                                                                        SteadyTime deadline,
                                                                        Interrupt* interrupt) {
   if (!HasLane(deadline, interrupt)) return absl::UnavailableError("no same-host lane is offered");
-  const SteadyTime give_up = std::min(deadline, After(SteadyNow(), kMaxLaneWait));
+  const SteadyTime wait_end = std::min(deadline, After(SteadyNow(), kMaxLaneWait));
   return lanes_.OpenWithWindow(window,
-                               [&] { return interrupt->fired() || SteadyNow() >= give_up; });
+                               [&] { return interrupt->fired() || SteadyNow() >= wait_end; });
 }
 
 absl::Status Client::Impl::TryAtHome(SteadyTime deadline, Interrupt* interrupt,

@@ -53,7 +53,7 @@ namespace ema {
   X(kStepAbandoned, 42, "STEP_ABANDONED")                  \
   X(kSessionExpired, 43, "SESSION_EXPIRED")                \
   X(kStalled, 44, "STALLED")                               \
-  X(kStepGivenUp, 45, "STEP_GIVEN_UP")                     \
+  X(kStepSkipped, 45, "STEP_SKIPPED")                      \
   X(kStaleRound, 46, "STALE_ROUND")                        \
   X(kVersionNotKept, 50, "VERSION_NOT_KEPT")               \
   X(kVersionNotYet, 51, "VERSION_NOT_YET")                 \

@@ -160,9 +160,9 @@ class Run {
                                          absl::Duration timeout = absl::ZeroDuration());
 
   // Reports that this rank will never push `step`, because of `why` (its first KiB is sent): other
-  // ranks that push it get ABORTED, STEP_GIVEN_UP, instead of waiting for this one. Tries once, at
+  // ranks that push it get ABORTED, STEP_SKIPPED, instead of waiting for this one. Tries once, at
   // most for `timeout`. Result and errors as QueryPush().
-  absl::StatusOr<PushProgress> GiveUp(int64_t step, std::string_view why, absl::Duration timeout);
+  absl::StatusOr<PushProgress> SkipStep(int64_t step, std::string_view why, absl::Duration timeout);
 
  private:
   friend class Client;

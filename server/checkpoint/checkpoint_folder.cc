@@ -144,7 +144,7 @@ absl::StatusOr<std::optional<int64_t>> CheckpointFolder::FindCompleteLocked(
     const std::string& name) {
   EMA_ASSIGN_OR_RETURN(const bool exists, files_.Has(name));
   const std::optional<CheckpointEntry> entry = index_.Find(name);
-  if (!exists || (entry.has_value() && !entry->unread.ok())) return std::nullopt;
+  if (!exists || (entry.has_value() && !entry->read_error.ok())) return std::nullopt;
   // It was complete when it got its name, so this fails only if it has been changed since.
   const absl::StatusOr<CheckpointManifest> checkpoint = files_.ReadManifest(name);
   if (checkpoint.ok()) return checkpoint->total_bytes;
@@ -178,27 +178,27 @@ absl::StatusOr<int64_t> CheckpointFolder::WriteLocked(Model& model, const Snapsh
 
 absl::Status CheckpointFolder::MoveIntoPlaceLocked(const std::string& name, bool has_old_settings) {
   const std::optional<CheckpointEntry> old = index_.Find(name);
-  const absl::Status unread = old.has_value() ? old->unread : absl::OkStatus();
+  const absl::Status read_error = old.has_value() ? old->read_error : absl::OkStatus();
   EMA_RETURN_IF_ERROR(data_.CheckPlace());  // Writing may have taken long.
   absl::Status status;
   bool is_exchanged = false;
-  if (unread.ok() && has_old_settings) {
+  if (read_error.ok() && has_old_settings) {
     status = ReplaceLocked(name);
-  } else if (unread.ok()) {
+  } else if (read_error.ok()) {
     status = files_.RenameFromTemporary(name);
   } else {
     // The old one may be readable after all.
     status = files_.ExchangeWithTemporary(name);
     is_exchanged = status.ok();
     if (absl::IsUnimplemented(status)) {
-      EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(name, unread));
+      EMA_RETURN_IF_ERROR(SetAsideCorruptLocked(name, read_error));
       status = files_.RenameFromTemporary(name);
     }
   }
   if (status.ok()) status = files_.Sync();
   if (status.ok() && is_exchanged) {
     index_.Erase(name);  // The entry is about the old one.
-    status = SetAsideCorruptLocked(name, unread, kTemporaryPrefix);
+    status = SetAsideCorruptLocked(name, read_error, kTemporaryPrefix);
   }
   if (!status.ok()) ForgetLocked();  // It may have its name all the same.
   return status;
@@ -304,10 +304,11 @@ absl::StatusOr<std::vector<CheckpointEntry>> CheckpointFolder::List(
   for (CheckpointEntry& entry : all) {
     if (!entry.problem.ok() || entry.details.has_value()) continue;
     absl::StatusOr<CheckpointEntry::Details> details = ReadDetails(entry.name);
-    entry.unread.Update(details.status());
+    entry.read_error.Update(details.status());
     if (details.ok()) entry.details = *std::move(details);
   }
-  std::erase_if(all, [](const CheckpointEntry& entry) { return absl::IsNotFound(entry.unread); });
+  std::erase_if(all,
+                [](const CheckpointEntry& entry) { return absl::IsNotFound(entry.read_error); });
   return all;
 }
 

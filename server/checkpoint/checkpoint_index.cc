@@ -137,7 +137,7 @@ std::optional<CheckpointCounts> CheckpointIndex::Count() const {
   if (entries_.empty()) return std::nullopt;
   CheckpointCounts counts;
   for (const auto& [name, entry] : entries_) {
-    ++(!entry.unread.ok()                   ? counts.unreadable
+    ++(!entry.read_error.ok()               ? counts.unreadable
        : entry.problem.ok()                 ? counts.complete
        : name.starts_with(kAbandonedPrefix) ? counts.abandoned
                                             : counts.corrupt);
@@ -165,7 +165,7 @@ bool CheckpointIndex::SetUnread(std::string_view name, const absl::Status& statu
   absl::MutexLock lock(&mu_);
   const auto it = entries_.find(name);
   if (it == entries_.end() || !it->second.problem.ok()) return false;
-  it->second.unread = status;
+  it->second.read_error = status;
   return true;
 }
 

@@ -41,7 +41,7 @@ struct CheckpointEntry {
   std::optional<Details> details;
   // Not OK: why it could not be read the last time. DATA_LOSS, CHECKPOINT_CORRUPT.
   // FAILED_PRECONDITION: a newer server has written it. UNAVAILABLE: the disk failed.
-  absl::Status unread;
+  absl::Status read_error;
 };
 
 CheckpointEntry::Details DetailsOf(const CheckpointManifest& checkpoint);

@@ -204,13 +204,13 @@ absl::StatusOr<Synthesis> CheckpointManager::Synthesize(Model& model,
   return result;
 }
 
-absl::Status CheckpointManager::CheckMayForget() {
+absl::Status CheckpointManager::CheckMaySetAside() {
   const absl::Status status = store_->data().CheckWritable();
   // Renaming works on a full disk, and deleting makes room.
   return absl::IsResourceExhausted(status) ? absl::OkStatus() : status;
 }
 
-absl::Status CheckpointManager::Forget(std::string_view model_name) {
+absl::Status CheckpointManager::SetAsideAll(std::string_view model_name) {
   {
     absl::MutexLock lock(&mu_);
     std::erase_if(models_, [&](const auto& entry) { return entry.second->name == model_name; });

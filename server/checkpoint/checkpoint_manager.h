@@ -152,8 +152,8 @@ class CheckpointManager final : public Checkpoints {
   absl::Status CheckMayCreate(std::string_view model_name) override {
     return store_->CheckMayCreate(model_name);
   }
-  absl::Status CheckMayForget() override;
-  absl::Status Forget(std::string_view model_name) override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckMaySetAside() override;
+  absl::Status SetAsideAll(std::string_view model_name) override ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Purge(std::string_view model_name) override {
     return store_->data().PurgeDeleted(model_name);
   }

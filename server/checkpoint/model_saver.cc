@@ -25,7 +25,7 @@ CheckpointInfo InfoOf(const CheckpointEntry& entry) {
       .id = entry.id.version_id(),
       .step = entry.id.step,
       .is_partial = entry.is_partial,
-      .problem = std::string((entry.problem.ok() ? entry.unread : entry.problem).message())};
+      .problem = std::string((entry.problem.ok() ? entry.read_error : entry.problem).message())};
   if (entry.details.has_value()) {
     info.commit_time = entry.details->commit_time;
     info.tracks = entry.details->tracks;

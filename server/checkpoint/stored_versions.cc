@@ -44,8 +44,8 @@ absl::StatusOr<std::vector<CheckpointEntry>> StoredVersions::List(
   EMA_ASSIGN_OR_RETURN(std::vector<CheckpointEntry> stored, context_.folder.List(name));
   bool is_any_bad = false;
   for (const CheckpointEntry& entry : stored) {
-    if (!absl::IsDataLoss(entry.unread)) continue;
-    HandleReadError(entry.name, entry.unread).IgnoreError();
+    if (!absl::IsDataLoss(entry.read_error)) continue;
+    HandleReadError(entry.name, entry.read_error).IgnoreError();
     is_any_bad = true;
   }
   if (!is_any_bad) return stored;

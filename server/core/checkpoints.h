@@ -95,16 +95,17 @@ class Checkpoints {
   }
   // Whether a model of that name may be created. Never blocks. FAILED_PRECONDITION,
   // ALL_CHECKPOINTS_CORRUPT: at its start the server found only corrupt checkpoints of the model,
-  // and Forget() has not succeeded since. No such model is in memory. Without a data directory: OK.
+  // and SetAsideAll() has not succeeded since. No such model is in memory. Without a data
+  // directory: OK.
   virtual absl::Status CheckMayCreate(std::string_view /*model_name*/) { return absl::OkStatus(); }
-  // Call before deleting a model. OK: the disk is writable, which Forget() needs, or there is no
-  // data directory. UNAVAILABLE, STORE_READ_ONLY or DISK_FAILED.
-  virtual absl::Status CheckMayForget() { return absl::OkStatus(); }
+  // Call before deleting a model. OK: the disk is writable, which SetAsideAll() needs, or there is
+  // no data directory. UNAVAILABLE, STORE_READ_ONLY or DISK_FAILED.
+  virtual absl::Status CheckMaySetAside() { return absl::OkStatus(); }
   // Call after deleting a model: sets its checkpoints aside, so that a restart does not load it
   // again. Without a data directory: OK.
-  virtual absl::Status Forget(std::string_view /*model_name*/) { return absl::OkStatus(); }
-  // Removes the checkpoints that Forget() has set aside, of all deleted models of that name. After
-  // an error some may remain. Without a data directory: OK.
+  virtual absl::Status SetAsideAll(std::string_view /*model_name*/) { return absl::OkStatus(); }
+  // Removes the checkpoints that SetAsideAll() has set aside, of all deleted models of that name.
+  // After an error some may remain. Without a data directory: OK.
   virtual absl::Status Purge(std::string_view /*model_name*/) { return absl::OkStatus(); }
 
   // OK while versions can be saved. UNAVAILABLE, STORE_READ_ONLY: they cannot; the message says

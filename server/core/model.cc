@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kDescribedRanks = 8;    // Description::run.
 constexpr int64_t kNamedRanges = 1024;    // QueryPushResponse.missing.
-constexpr size_t kMaxReasonBytes = 1024;  // QueryPushRequest.give_up_reason.
+constexpr size_t kMaxReasonBytes = 1024;  // QueryPushRequest.skip_reason.
 
 absl::Status Aborted(ErrorReason reason, std::string message) {
   return MakeError(absl::StatusCode::kAborted, reason, message);
@@ -37,14 +37,14 @@ absl::Status ValidateStart(const PushStart& start) {
   return start.time.Validate();
 }
 
-absl::Status CheckGiveUp(bool abandon_if_unfinished, std::string_view give_up_reason) {
-  if (give_up_reason.empty()) return absl::OkStatus();
-  if (give_up_reason.size() > kMaxReasonBytes) {
-    return BadRequest(absl::StrCat("give_up_reason: ", give_up_reason.size(),
+absl::Status CheckSkipReason(bool abandon_if_unfinished, std::string_view skip_reason) {
+  if (skip_reason.empty()) return absl::OkStatus();
+  if (skip_reason.size() > kMaxReasonBytes) {
+    return BadRequest(absl::StrCat("skip_reason: ", skip_reason.size(),
                                    " bytes given, expected up to ", kMaxReasonBytes));
   }
   if (abandon_if_unfinished) return absl::OkStatus();
-  return BadRequest("give_up_reason: given without abandon_if_unfinished");
+  return BadRequest("skip_reason: given without abandon_if_unfinished");
 }
 
 }  // namespace
@@ -84,7 +84,7 @@ absl::StatusOr<std::shared_ptr<Model>> Model::Create(
   }
   // Reserved for all tracks together first, so that an error names the model's total.
   EMA_RETURN_IF_ERROR(model->memory_.budget->Reserve(name, bytes).status());
-  EMA_RETURN_IF_ERROR(model->tracks_.Admit(tracks));
+  EMA_RETURN_IF_ERROR(model->tracks_.AddFirst(tracks));
   return model;
 }
 
@@ -332,7 +332,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     return Aborted(ErrorReason::kFenced,
                    absl::StrCat("step ", start.step, ": a newer run of the model has been opened"));
   }
-  EMA_RETURN_IF_ERROR(open_step_.CheckNotGivenUp(start.step));
+  EMA_RETURN_IF_ERROR(open_step_.CheckNotSkipped(start.step));
   open_step_.Begin(session);
   return StepSession{.session = std::move(session)};
 }
@@ -463,12 +463,12 @@ void Model::DropStep(PushSession& session, const absl::Status& status) {
 
 absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
                                                   bool abandon_if_unfinished,
-                                                  std::string_view give_up_reason, int64_t round) {
-  EMA_RETURN_IF_ERROR(CheckGiveUp(abandon_if_unfinished, give_up_reason));
+                                                  std::string_view skip_reason, int64_t round) {
+  EMA_RETURN_IF_ERROR(CheckSkipReason(abandon_if_unfinished, skip_reason));
   const absl::Status abandoned =
-      give_up_reason.empty() ? Aborted(ErrorReason::kStepAbandoned,
-                                       absl::StrCat("step ", step, ": abandoned by rank ", rank))
-                             : GivenUpStep{rank, std::string(give_up_reason)}.status(step);
+      skip_reason.empty() ? Aborted(ErrorReason::kStepAbandoned,
+                                    absl::StrCat("step ", step, ": abandoned by rank ", rank))
+                          : SkippedStep{rank, std::string(skip_reason)}.status(step);
   PushState result;
   std::shared_ptr<PushSession> session;
   bool is_abandoned = false;
@@ -488,8 +488,8 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
       result.digest = open_step_.CommittedDigest(run_epoch, step, rank);
       return result;
     }
-    if (!give_up_reason.empty()) {
-      open_step_.NoteGivenUp(step, {rank, std::string(give_up_reason)}, newest.get());
+    if (!skip_reason.empty()) {
+      open_step_.NoteSkipped(step, {rank, std::string(skip_reason)}, newest.get());
     }
     session = open_step_.session();
     const bool is_open = session != nullptr && session->plan().step == step;

@@ -204,7 +204,7 @@ class Model : public std::enable_shared_from_this<Model> {
   // `on_end` is called at most once, from any thread (also from inside the RankPush's calls), when
   // the session ends; it may still run when the RankPush is destroyed, so it must own what it uses.
   // FAILED_PRECONDITION: RUN_INCOMPLETE, LAYOUT_MISMATCH, PLAN_MISMATCH, PLAN_CHANGED. ABORTED:
-  // FENCED, STALE_STEP, STEP_GIVEN_UP. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
+  // FENCED, STALE_STEP, STEP_SKIPPED. INVALID_ARGUMENT: BAD_TIME, BAD_REQUEST. UNAVAILABLE,
   // MODEL_BUSY: an open earlier step waits for other ranks, or the model is being rolled back, or
   // has no memory for another version yet (see RollBack()). RESOURCE_EXHAUSTED. A rank that opens a
   // later step without having committed the open one drops that one: STEP_ABANDONED. Errors also as
@@ -225,9 +225,8 @@ class Model : public std::enable_shared_from_this<Model> {
   // Handles QueryPush of ema_service.proto. `round`: as there. Errors also as
   // CommitGate::AbandonRound().
   absl::StatusOr<PushState> QueryPush(int64_t run_epoch, int64_t step, int64_t rank,
-                                      bool abandon_if_unfinished,
-                                      std::string_view give_up_reason = {}, int64_t round = 0)
-      ABSL_LOCKS_EXCLUDED(mu_);
+                                      bool abandon_if_unfinished, std::string_view skip_reason = {},
+                                      int64_t round = 0) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends the open session if it has received nothing for `timeout`: SESSION_EXPIRED, naming the
   // missing ranks.

@@ -9,7 +9,7 @@
 namespace ema {
 namespace {
 
-constexpr size_t kMaxGivenUpSteps = 16;
+constexpr size_t kMaxSkippedSteps = 16;
 
 absl::Status StaleStep(std::string message) {
   return MakeError(absl::StatusCode::kAborted, ErrorReason::kStaleStep, message);
@@ -21,14 +21,14 @@ absl::Status PlanMismatch(std::string message) {
 
 }  // namespace
 
-absl::Status GivenUpStep::status(int64_t step) const {
-  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
+absl::Status SkippedStep::status(int64_t step) const {
+  return MakeError(absl::StatusCode::kAborted, ErrorReason::kStepSkipped,
                    absl::StrCat("step ", step, ": rank ", rank, " has abandoned it: ", why));
 }
 
 absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& start,
                                                             const Snapshot* newest) const {
-  EMA_RETURN_IF_ERROR(CheckNotGivenUp(start.step));
+  EMA_RETURN_IF_ERROR(CheckNotSkipped(start.step));
   if (newest == nullptr || start.step > newest->record.step) return std::nullopt;
   const Version& last = newest->record;
   if (start.step < last.step) {
@@ -48,9 +48,9 @@ absl::StatusOr<std::optional<uint32_t>> OpenStep::CheckStep(const PushStart& sta
       "; QueryPush returns its version"));
 }
 
-absl::Status OpenStep::CheckNotGivenUp(int64_t step) const {
-  const auto found = given_up_.find(step);
-  return found == given_up_.end() ? absl::OkStatus() : found->second.status(step);
+absl::Status OpenStep::CheckNotSkipped(int64_t step) const {
+  const auto found = skipped_.find(step);
+  return found == skipped_.end() ? absl::OkStatus() : found->second.status(step);
 }
 
 absl::Status OpenStep::CheckNotPrepared() const {
@@ -147,19 +147,19 @@ void OpenStep::NoteCommit(const PushSession& session) {
                   .step = plan.step,
                   .omits_frozen = plan.omits_frozen,
                   .digests = session.Digests()};
-  given_up_.erase(given_up_.begin(), given_up_.upper_bound(plan.step));
+  skipped_.erase(skipped_.begin(), skipped_.upper_bound(plan.step));
 }
 
-void OpenStep::NoteGivenUp(int64_t step, GivenUpStep given_up, const Snapshot* newest) {
+void OpenStep::NoteSkipped(int64_t step, SkippedStep skipped, const Snapshot* newest) {
   if (newest != nullptr && step <= newest->record.step) return;
   if (prepared_.has_value() && step == session_->plan().step) return;
-  given_up_.try_emplace(step, std::move(given_up));
-  if (given_up_.size() > kMaxGivenUpSteps) given_up_.erase(given_up_.begin());
+  skipped_.try_emplace(step, std::move(skipped));
+  if (skipped_.size() > kMaxSkippedSteps) skipped_.erase(skipped_.begin());
 }
 
 std::shared_ptr<PushSession> OpenStep::EndRun() {
   begun_step_ = 0;
-  given_up_.clear();
+  skipped_.clear();
   last_commit_ = {};
   return Take();
 }

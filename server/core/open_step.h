@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The step that a model's trainer is pushing, and the last committed and the given-up steps.
+// The step that a model's trainer is pushing, and the last committed and the skipped steps.
 #ifndef EMA_SERVER_CORE_OPEN_STEP_H_
 #define EMA_SERVER_CORE_OPEN_STEP_H_
 
@@ -23,11 +23,11 @@
 namespace ema {
 
 // A step that one rank will never push, so no session can complete it.
-struct GivenUpStep {
+struct SkippedStep {
   int64_t rank = 0;
   std::string why;
 
-  absl::Status status(int64_t step) const;  // ABORTED, STEP_GIVEN_UP.
+  absl::Status status(int64_t step) const;  // ABORTED, STEP_SKIPPED.
 };
 
 // Invariant: at most one session is open, it belongs to the open run, and its step is after the
@@ -51,13 +51,13 @@ class OpenStep {
   // Woken when session() changes.
   SteadyWait& changed() { return changed_; }
 
-  // Checks a rank's start against the versions and the given-up steps. Returns the digest of the
+  // Checks a rank's start against the versions and the skipped steps. Returns the digest of the
   // rank's bytes if it pushes the last committed step again; nullopt: the step is new. ABORTED:
-  // STALE_STEP, STEP_GIVEN_UP. FAILED_PRECONDITION, PLAN_MISMATCH.
+  // STALE_STEP, STEP_SKIPPED. FAILED_PRECONDITION, PLAN_MISMATCH.
   absl::StatusOr<std::optional<uint32_t>> CheckStep(const PushStart& start,
                                                     const Snapshot* newest) const;
-  // ABORTED, STEP_GIVEN_UP.
-  absl::Status CheckNotGivenUp(int64_t step) const;
+  // ABORTED, STEP_SKIPPED.
+  absl::Status CheckNotSkipped(int64_t step) const;
   // The open session if `start` belongs to it; null: a new one must be made, which ends the open
   // one, for example because that is of an earlier round. ABORTED, STALE_STEP. FAILED_PRECONDITION,
   // PLAN_MISMATCH; if ranks disagree on omitting frozen tensors, calls runs.RequireFrozen().
@@ -89,7 +89,7 @@ class OpenStep {
   void NoteCommit(const PushSession& session);
   // Records that a step can never be completed; keeps the highest 16 such steps. Ignores steps that
   // are not after `newest`, and the prepared one.
-  void NoteGivenUp(int64_t step, GivenUpStep given_up, const Snapshot* newest);
+  void NoteSkipped(int64_t step, SkippedStep skipped, const Snapshot* newest);
   // Clears the steps of the run, which has been fenced. Removes and returns its session. REQUIRES:
   // CheckNotPrepared() is OK.
   std::shared_ptr<PushSession> EndRun();
@@ -110,8 +110,8 @@ class OpenStep {
   SteadyWait changed_;
   SteadyTime last_end_ = SteadyTime::min();
   int64_t begun_step_ = 0;
-  std::map<int64_t, GivenUpStep> given_up_;  // By step, of this run, after the newest version.
-  LastCommit last_commit_;                   // For retries.
+  std::map<int64_t, SkippedStep> skipped_;  // By step, of this run, after the newest version.
+  LastCommit last_commit_;                  // For retries.
 };
 
 }  // namespace ema

@@ -118,16 +118,16 @@ absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
   return tracks;
 }
 
-absl::Status TrackTable::Admit(absl::Span<const std::shared_ptr<Track>> tracks) {
+absl::Status TrackTable::AddFirst(absl::Span<const std::shared_ptr<Track>> tracks) {
   absl::MutexLock lock(&mu_);
   for (const std::shared_ptr<Track>& track : tracks) {
-    EMA_RETURN_IF_ERROR(AdmitLocked(*track));
+    EMA_RETURN_IF_ERROR(ReserveLocked(*track));
     tracks_.push_back(track);
   }
   return absl::OkStatus();
 }
 
-absl::Status TrackTable::AdmitLocked(Track& track) {
+absl::Status TrackTable::ReserveLocked(Track& track) {
   EMA_RETURN_IF_ERROR(CheckDataDir(track.config(), options_.has_data_dir));
   EMA_ASSIGN_OR_RETURN(auto reservation,
                        options_.memory.Reserve(absl::StrCat("model \"", options_.model_name,
@@ -155,7 +155,7 @@ absl::StatusOr<std::vector<TrackRef>> TrackTable::ChangedLocked(
     const auto it = find(config.name);
     if (it == tracks.end()) {
       EMA_RETURN_IF_ERROR(CheckUnits(config, /*track_id=*/0, newest));
-      EMA_RETURN_IF_ERROR(AdmitLocked(*made));
+      EMA_RETURN_IF_ERROR(ReserveLocked(*made));
       tracks.push_back(made);
       continue;
     }

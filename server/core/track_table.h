@@ -32,7 +32,7 @@
 
 namespace ema {
 
-// Makes a track for each config, for TrackTable::Admit(). RESOURCE_EXHAUSTED, MEMORY_BUDGET:
+// Makes a track for each config, for TrackTable::AddFirst(). RESOURCE_EXHAUSTED, MEMORY_BUDGET:
 // `memory` has no room for their tables; those of a manifest with few tensors are not counted (see
 // Model::kUnbudgetedBytes).
 absl::StatusOr<std::vector<std::shared_ptr<Track>>> MakeTracks(
@@ -105,7 +105,7 @@ class TrackTable {
 
   // Adds the model's first tracks. RESOURCE_EXHAUSTED, MEMORY_BUDGET. FAILED_PRECONDITION,
   // NO_DATA_DIR.
-  absl::Status Admit(absl::Span<const std::shared_ptr<Track>> tracks) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status AddFirst(absl::Span<const std::shared_ptr<Track>> tracks) ABSL_LOCKS_EXCLUDED(mu_);
   // References to be dropped without a lock: they may free much.
   using Replaced = std::vector<std::shared_ptr<const void>>;
   // Changes the pending tracks, all or nothing; `put` was made from `changes.put`. Errors as
@@ -162,7 +162,7 @@ class TrackTable {
   };
 
   // Reserves the memory of a new track, and gives it its id.
-  absl::Status AdmitLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status ReserveLocked(Track& track) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<std::vector<TrackRef>> ChangedLocked(const TrackChanges& changes,
                                                       absl::Span<const std::shared_ptr<Track>> put,
                                                       const Snapshot* newest)

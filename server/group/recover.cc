@@ -37,7 +37,7 @@ absl::StatusOr<std::vector<GroupCheckpoint>> FindReadable(CheckpointFolder& fold
   std::vector<GroupCheckpoint> found;
   std::reverse(entries.begin(), entries.end());
   for (const CheckpointEntry& entry : entries) {
-    if (absl::IsUnavailable(entry.unread)) return entry.unread;
+    if (absl::IsUnavailable(entry.read_error)) return entry.read_error;
     if (!IsWhole(entry) || !entry.problem.ok() || !entry.details.has_value()) continue;
     EMA_ASSIGN_OR_RETURN(const bool is_kept, files.IsKept(entry.name));
     found.push_back({.id = entry.id.version_id(),

@@ -249,14 +249,14 @@ absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest
     return v1::Empty();
   }
   // Before anything is changed.
-  EMA_RETURN_IF_ERROR(checkpoints_.CheckMayForget());
+  EMA_RETURN_IF_ERROR(checkpoints_.CheckMaySetAside());
   // The model is in memory, or was not loaded because all its checkpoints are corrupt.
   const bool is_there =
       store_->Get(request.model()).ok() || !checkpoints_.CheckMayCreate(request.model()).ok();
   // Even if it is not: an earlier call may have failed at its checkpoints.
   bool is_forgotten = false;
   const absl::Status status = store_->Delete(request.model(), [&]() -> absl::Status {
-    EMA_RETURN_IF_ERROR(checkpoints_.Forget(request.model()));
+    EMA_RETURN_IF_ERROR(checkpoints_.SetAsideAll(request.model()));
     is_forgotten = true;
     return request.purge() ? checkpoints_.Purge(request.model()) : absl::OkStatus();
   });
@@ -370,7 +370,7 @@ absl::StatusOr<v1::QueryPushResponse> ModelService::QueryPush(const v1::QueryPus
   EMA_ASSIGN_OR_RETURN(
       const Model::PushState state,
       model->QueryPush(request.run_epoch(), request.step(), request.rank(),
-                       request.abandon_if_unfinished(), request.give_up_reason(), request.round()));
+                       request.abandon_if_unfinished(), request.skip_reason(), request.round()));
   v1::QueryPushResponse response;
   switch (state.state) {
     case Model::PushState::State::kUnknown:

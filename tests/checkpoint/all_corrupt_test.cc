@@ -92,7 +92,7 @@ TEST_F(AllCorruptTest, EveryStartRefusesTheModelUntilItIsDeleted) {
     EXPECT_THAT(server.manager().CheckMayCreate("another"), IsOk());
     EXPECT_THAT(server.errors(), Contains(HasSubstr("model not loaded model=m")));
     if (start < 2) continue;
-    EXPECT_THAT(server.manager().Forget("m"), IsOk());
+    EXPECT_THAT(server.manager().SetAsideAll("m"), IsOk());
     EXPECT_THAT(server.CheckMayCreate(), IsOk());
   }
   StartedServer server(files_);
@@ -104,7 +104,7 @@ TEST_F(AllCorruptTest, DeletionSetsTheCorruptCheckpointAsideWithTheModel) {
   const std::string name = SaveVersions(1)[0];
   Corrupt(name);
   StartedServer server(files_);
-  EXPECT_THAT(server.manager().Forget("m"), IsOk());
+  EXPECT_THAT(server.manager().SetAsideAll("m"), IsOk());
   EXPECT_THAT(files_.AllPaths(), Contains(AllOf(StartsWith("/data/models/.deleted-"),
                                                 EndsWith("-m/checkpoints/.corrupt-" + name))));
   EXPECT_FALSE(*files_.Exists("/data/models/m"));
@@ -202,7 +202,7 @@ TEST_F(AllCorruptTest, PartialCheckpointIsNotCounted) {
 
 TEST_F(AllCorruptTest, DeletedModelIsNotRefused) {
   SaveVersions(1);
-  EXPECT_THAT(StartedServer(files_).manager().Forget("m"), IsOk());
+  EXPECT_THAT(StartedServer(files_).manager().SetAsideAll("m"), IsOk());
   StartedServer server(files_);
   EXPECT_FALSE(server.HasModel());
   EXPECT_THAT(server.CheckMayCreate(), IsOk());
@@ -225,10 +225,10 @@ TEST_F(AllCorruptTest, FailedDeletionDoesNotAcceptTheLoss) {
   files_.set_hook([](const std::string& operation, const std::string&) {
     return operation == "rename" ? absl::UnavailableError("Input/output error") : absl::OkStatus();
   });
-  EXPECT_THAT(server.manager().Forget("m"), ReasonIs(ErrorReason::kDiskFailed));
+  EXPECT_THAT(server.manager().SetAsideAll("m"), ReasonIs(ErrorReason::kDiskFailed));
   EXPECT_THAT(server.CheckMayCreate(), IsRefused());
   files_.set_hook(nullptr);
-  EXPECT_THAT(server.manager().Forget("m"), IsOk());
+  EXPECT_THAT(server.manager().SetAsideAll("m"), IsOk());
   EXPECT_THAT(server.CheckMayCreate(), IsOk());
 }
 

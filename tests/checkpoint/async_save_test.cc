@@ -88,7 +88,7 @@ TEST_F(AsyncSaveTest, KeepsItsVersionAndSaysWhyItFailed) {
 TEST_F(AsyncSaveTest, CallsForADeletedModelKeepTheRecordsOfItsSuccessor) {
   const std::shared_ptr<Model> deleted = model_;
   models_.Delete("m");
-  ASSERT_THAT(manager_->Forget("m"), IsOk());
+  ASSERT_THAT(manager_->SetAsideAll("m"), IsOk());
   model_ = models_.Create(TwoTracks())->model;
   rank_ = std::make_unique<TestRank>(model_, "launch");
   ASSERT_THAT(rank_->Join(), IsOk());

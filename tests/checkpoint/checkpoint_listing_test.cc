@@ -311,7 +311,7 @@ TEST_F(CheckpointListingTest, ADeletedModelLeavesNoLabelsAndFailures) {
   server.PushTo(1);
   ASSERT_THAT(server.Save(0, "best"), IsOk());
   ASSERT_TRUE(server.models().Delete("m"));
-  ASSERT_THAT(server.manager().Forget("m"), IsOk());
+  ASSERT_THAT(server.manager().SetAsideAll("m"), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const auto created, server.models().Create(TwoTracks()));
   EMA_ASSERT_OK_AND_ASSIGN(const auto listing, server.manager().List(*created.model));
   EXPECT_THAT(listing.checkpoints, IsEmpty());

@@ -545,12 +545,12 @@ TEST_F(CheckpointManagerTest, ADataDirectoryThatWasReplacedIsAnotherServers) {
     EXPECT_THAT(server.manager().SetLabel(server.model(), "more", {2, 0}), is_refused);
     EXPECT_THAT(server.manager().RemoveLabel(server.model(), "first"), is_refused);
     EXPECT_THAT(server.manager().Delete(server.model(), first.name), is_refused);
-    EXPECT_THAT(server.manager().CheckMayForget(), is_refused);
+    EXPECT_THAT(server.manager().CheckMaySetAside(), is_refused);
     server.manager().Scrub(server.models());
     // Nor does it take what is there for its own.
     EXPECT_THAT(server.manager().List(server.model())->labels,
                 ElementsAre(testing::Field(&CheckpointLabel::name, "first")));
-    EXPECT_THAT(server.manager().Forget("m"), is_refused);
+    EXPECT_THAT(server.manager().SetAsideAll("m"), is_refused);
     EXPECT_THAT(server.manager().Purge("m"), is_refused);
     EXPECT_EQ(files_.Fingerprint(), before);
     EXPECT_THAT(server.manager().health(), is_refused);

@@ -130,7 +130,7 @@ TEST_F(ForkTest, AChildLeavesItsParentsObjectsAlone) {
                   is_refused(watch->Next().status()) &&
                   is_refused(run->Push(2, time, {weights}, absl::Seconds(1)).status()) &&
                   is_refused(run->QueryPush(1, true).status()) &&
-                  is_refused(run->GiveUp(1, "why", absl::Seconds(1)).status()) &&
+                  is_refused(run->SkipStep(1, "why", absl::Seconds(1)).status()) &&
                   is_refused(run->IsDue(time).status()) && !run->latest().has_value() &&
                   is_refused(push->Wait().status()) && push->done() &&
                   push->WaitReleased(absl::Seconds(1)) && push->stats().stream_count == 0 &&

@@ -253,9 +253,9 @@ TEST_F(GroupClientTest, AFailedPartAbandonsTheStepOnceAtTheHome) {
 TEST_F(GroupClientTest, AStepThatOneServerHasEndedIsDroppedOnTheOthers) {
   Open();
   group_.server(0).push_scripts = {
-      {.refuse = MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp,
+      {.refuse = MakeError(absl::StatusCode::kAborted, ErrorReason::kStepSkipped,
                            "step 10: rank 1 has abandoned it")}};
-  EXPECT_THAT(Push(10), ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_THAT(Push(10), ReasonIs(ErrorReason::kStepSkipped));
   ASSERT_THAT(Abandons(0), SizeIs(1));
   EXPECT_EQ(Abandons(0)[0].round(), 1);
   EXPECT_THAT(Push(20), IsOk());

@@ -193,21 +193,21 @@ TEST_F(OutageTest, ARestartForgetsNobodyWhoWasFenced) {
   Kill();
   // It has not heard that it was fenced, and comes back first.
   pusher_.swap(fenced);
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (!pusher_->stats().is_disconnected && absl::Now() < give_up) Step();
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (!pusher_->stats().is_disconnected && absl::Now() < wait_end) Step();
   Restart();
-  while (pusher_->stats().is_disconnected && absl::Now() < give_up) {
+  while (pusher_->stats().is_disconnected && absl::Now() < wait_end) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   pusher_.swap(fenced);
-  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+  while (pusher_->stats().pushes < 2 && absl::Now() < wait_end) {
     Step();
     (void)pusher_->WaitPushed();
   }
   EXPECT_EQ(pusher_->stats().pushes, 2) << pusher_->stats().last_error;
   pusher_.swap(fenced);
   while (GetErrorReason(pusher_->stats().last_error) != ErrorReason::kFenced &&
-         absl::Now() < give_up) {
+         absl::Now() < wait_end) {
     Step();
   }
   EXPECT_THAT(pusher_->stats().last_error, ReasonIs(ErrorReason::kFenced));
@@ -233,8 +233,8 @@ TEST_F(OutageTest, WaitEndsWithTheOutagesTime) {
   EXPECT_THAT(pusher_->TakeError(), IsOk());
   EXPECT_EQ(pusher_->stats().skipped, 2);
   Restart();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (pusher_->stats().pushes < 2 && absl::Now() < wait_end) {
     Step();
     ASSERT_THAT(pusher_->WaitPushed(), IsOk());
   }
@@ -250,8 +250,8 @@ TEST_F(OutageTest, AnOutageThatIsOverIsToldOnceUntilAPushHasSucceeded) {
   pusher_->WaitReleased();
   EXPECT_THAT(pusher_->TakeError(), Not(IsOk()));
   Restart();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (pusher_->stats().is_disconnected && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (pusher_->stats().is_disconnected && absl::Now() < wait_end) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   // It has come back, but no push has succeeded.
@@ -261,7 +261,7 @@ TEST_F(OutageTest, AnOutageThatIsOverIsToldOnceUntilAPushHasSucceeded) {
   EXPECT_THAT(told_, ElementsAre(2, 3));
   EXPECT_THAT(pusher_->TakeError(), IsOk());
   Restart();
-  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+  while (pusher_->stats().pushes < 2 && absl::Now() < wait_end) {
     Step();
     ASSERT_THAT(pusher_->WaitPushed(), IsOk());
   }
@@ -279,9 +279,9 @@ TEST_F(OutageTest, RaiseGivesTheErrorOnceAndGoesOn) {
   ASSERT_THAT(pusher_->WaitPushed(), IsOk());
   EXPECT_THAT(pusher_->TakeError(), IsOk());
   Kill();
-  const absl::Time give_up = absl::Now() + kPatience;
+  const absl::Time wait_end = absl::Now() + kPatience;
   absl::Status error;
-  while (error.ok() && absl::Now() < give_up) {
+  while (error.ok() && absl::Now() < wait_end) {
     Step();
     error = pusher_->TakeError();
   }
@@ -289,7 +289,7 @@ TEST_F(OutageTest, RaiseGivesTheErrorOnceAndGoesOn) {
   EXPECT_THAT(pusher_->TakeError(), IsOk());
   EXPECT_GE(pusher_->step(), 2);
   Restart();
-  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+  while (pusher_->stats().pushes < 2 && absl::Now() < wait_end) {
     Step();
     ASSERT_THAT(pusher_->WaitPushed(), IsOk());
   }
@@ -309,8 +309,8 @@ TEST_F(OutageTest, SkipStartsWithoutTheServerAndJoinsLater) {
   EXPECT_EQ(pusher_->stats().skipped, 3);
   EXPECT_THAT(pusher_->TakeError(), IsOk());
   Restart();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (pusher_->stats().pushes == 0 && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (pusher_->stats().pushes == 0 && absl::Now() < wait_end) {
     Step();
     ASSERT_THAT(pusher_->WaitPushed(), IsOk());
   }
@@ -371,8 +371,8 @@ TEST_F(OutageTest, TrainingGoesOnWithoutAThreadToJoinAgainWith) {
                 StatusIs(absl::StatusCode::kUnavailable, HasSubstr("thread to rejoin")));
   }
   Restart();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (pusher_->stats().pushes < 2 && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (pusher_->stats().pushes < 2 && absl::Now() < wait_end) {
     Step();
     ASSERT_THAT(pusher_->WaitPushed(), IsOk());
   }
@@ -441,10 +441,10 @@ class LostReplyTest : public OutageTest {
   }
   void AwaitVersion(int64_t number) {
     std::optional<ModelInfo> info;
-    const absl::Time give_up = absl::Now() + kPatience;
+    const absl::Time wait_end = absl::Now() + kPatience;
     do {
       EMA_ASSERT_OK_AND_ASSIGN(info, client_->GetModel("m"));
-      ASSERT_LT(absl::Now(), give_up);
+      ASSERT_LT(absl::Now(), wait_end);
     } while (!info->latest.has_value() || info->latest->number < number);
   }
 
@@ -463,8 +463,8 @@ TEST_F(LostReplyTest, IsAskedForAndTheStepCounts) {
   EXPECT_THAT(pusher_->WaitPushed(kPatience), IsOk());
   EXPECT_EQ(pusher_->stats().skipped, 1);
   proxy_->HoldReplies(false);
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (pusher_->stats().is_disconnected && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (pusher_->stats().is_disconnected && absl::Now() < wait_end) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_EQ(pusher_->stats().pushes, 1);
@@ -569,7 +569,7 @@ TEST_F(LostReplyTest, DoesNotHoldAnException) {
 }
 
 // One that has no memory for a step says so: the others go on at once, whatever their patience.
-TEST(GivenUpStepTest, HoldsNoOtherRank) {
+TEST(SkippedStepTest, HoldsNoOtherRank) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto server, ServerProcess::Start(EMA_SERVER_BINARY, {}));
   const Manifest manifest = *Manifest::Create({{.name = "live", .shape = {1000}}});
   std::array<StepPusher::Stats, 2> stats;
@@ -603,7 +603,7 @@ TEST(GivenUpStepTest, HoldsNoOtherRank) {
   EXPECT_EQ(stats[0].skipped, 1);
   EXPECT_EQ(stats[1].pushes, 1);
   EXPECT_EQ(stats[1].skipped, 1);
-  EXPECT_EQ(GetErrorReason(stats[0].last_error), ErrorReason::kStepGivenUp) << stats[0].last_error;
+  EXPECT_EQ(GetErrorReason(stats[0].last_error), ErrorReason::kStepSkipped) << stats[0].last_error;
   EXPECT_THAT(stats[0].last_error.message(), HasSubstr("rank 1 has abandoned it: no memory today"));
 }
 

@@ -767,11 +767,11 @@ TEST_F(PushTest, GivesAStepUpWithTheFirstKibibyteOfTheReason) {
   Open();
   std::string why = "x";
   while (why.size() < 2000) why += "\u00e4";  // Byte 1024 is in the middle of one.
-  EXPECT_EQ(run_->GiveUp(7, why, absl::Seconds(10))->state, PushProgress::State::kUnknown);
+  EXPECT_EQ(run_->SkipStep(7, why, absl::Seconds(10))->state, PushProgress::State::kUnknown);
   const v1::QueryPushRequest query = server_.queries().back();
   EXPECT_EQ(query.step(), 7);
   EXPECT_TRUE(query.abandon_if_unfinished());
-  EXPECT_EQ(query.give_up_reason(), std::string_view(why).substr(0, 1023));
+  EXPECT_EQ(query.skip_reason(), std::string_view(why).substr(0, 1023));
 }
 
 TEST_F(PushTest, LaunchIdIsNeededForSeveralRanks) {

@@ -44,8 +44,8 @@ TEST_F(TorchTest, TrainingGoesOnWithoutTheServerAndThenWithIt) {
   // One that has forgotten the model: its first version is what was pushed then.
   StartServer(port);
   const int64_t pushes_before = ema->stats().pushes;
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (ema->stats().pushes == pushes_before && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (ema->stats().pushes == pushes_before && absl::Now() < wait_end) {
     trainer.Step(*ema);
     ASSERT_THAT(ema->WaitPushed(), IsOk());
   }
@@ -61,7 +61,7 @@ TEST_F(TorchTest, RanksMeetAgainAfterARestart) {
   Trainer trainers[2];
   CopyInto(trainers[1].net, trainers[0].net);
   const int port = server_->port();
-  const absl::Time give_up = absl::Now() + kPatience;
+  const absl::Time wait_end = absl::Now() + kPatience;
   std::atomic<int> met = 0;
   std::atomic<bool> restarted = false;
   std::atomic<bool> stop = false;
@@ -71,7 +71,7 @@ TEST_F(TorchTest, RanksMeetAgainAfterARestart) {
       StopServer();
       StartServer(port);
     }
-    stop = met == 2 || absl::Now() > give_up;
+    stop = met == 2 || absl::Now() > wait_end;
   });
   std::vector<std::thread> threads;
   for (int64_t rank = 0; rank < 2; ++rank) {
@@ -213,17 +213,17 @@ TEST_F(TorchTest, CorruptCheckpointsAreReportedUntilTheModelIsDeleted) {
     if (entry.path().filename() == "manifest.json") std::filesystem::resize_file(entry.path(), 10);
   }
   StartServer(port);
-  const absl::Time give_up = absl::Now() + kPatience;
+  const absl::Time wait_end = absl::Now() + kPatience;
   const auto is_refused = [&] {
     return GetErrorReason(ema->stats().last_error) == ErrorReason::kAllCheckpointsCorrupt;
   };
-  while (!is_refused() && absl::Now() < give_up) trainer.Step(*ema);
+  while (!is_refused() && absl::Now() < wait_end) trainer.Step(*ema);
   EXPECT_TRUE(is_refused()) << ema->stats().last_error;
   Trainer next;
   EXPECT_THAT(Attachment::Create(*client_, "m", next.net, WithEma()),
               ReasonIs(ErrorReason::kAllCheckpointsCorrupt));
   ASSERT_THAT(client_->DeleteModel("m"), IsOk());
-  while (ema->stats().pushes == 1 && absl::Now() < give_up) trainer.Step(*ema);
+  while (ema->stats().pushes == 1 && absl::Now() < wait_end) trainer.Step(*ema);
   EXPECT_GT(ema->stats().pushes, 1) << ema->stats().last_error;
 }
 

@@ -42,7 +42,7 @@ TEST_F(TrainerLogTest, RepeatedCauseIsWarnedOfAtPowersOfTwo) {
 
 TEST_F(TrainerLogTest, SuccessfulPushEndsACauseOfOtherRanksOnly) {
   const absl::Status abandoned =
-      MakeError(absl::StatusCode::kAborted, ErrorReason::kStepGivenUp, "rank 1");
+      MakeError(absl::StatusCode::kAborted, ErrorReason::kStepSkipped, "rank 1");
   for (int i = 0; i < 3; ++i) {
     log_.SkippedStep(1, NonFinite());
     log_.SkippedStep(1, abandoned);

@@ -68,8 +68,8 @@ class TrainerTraceTest : public testing::Test {
 
   // Until the run has been rejoined.
   void AwaitRejoined() {
-    const absl::Time give_up = absl::Now() + kPatience;
-    while (pusher_->stats().is_disconnected && absl::Now() < give_up) {
+    const absl::Time wait_end = absl::Now() + kPatience;
+    while (pusher_->stats().is_disconnected && absl::Now() < wait_end) {
       absl::SleepFor(absl::Milliseconds(5));
     }
     EXPECT_FALSE(pusher_->stats().is_disconnected) << pusher_->stats().last_error;
@@ -135,8 +135,8 @@ TEST_F(TrainerTraceTest, RunThatANewerOneFencedIsNotRejoined) {
   Step();
   server_.fenced = true;
   Step();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (warnings().empty() && absl::Now() < give_up) absl::SleepFor(absl::Milliseconds(5));
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (warnings().empty() && absl::Now() < wait_end) absl::SleepFor(absl::Milliseconds(5));
   for (int i = 0; i < 3; ++i) Step();
   EXPECT_THAT(PushedSteps(), ElementsAre(1, 2));
   EXPECT_EQ(server_.open_run_count(), 2);
@@ -163,8 +163,8 @@ TEST_F(TrainerTraceTest, ErrorThatNeedsAPersonIsWarnedOfOnce) {
   Step();
   server_.open_run_error = absl::PermissionDeniedError("the token may not push");
   Step();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (server_.open_run_count() < 4 && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (server_.open_run_count() < 4 && absl::Now() < wait_end) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_THAT(warnings(), ElementsAre(AllOf(HasSubstr("until this is fixed"),

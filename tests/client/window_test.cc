@@ -178,9 +178,9 @@ class WindowTest : public testing::Test {
 
   // Waits until the server has mapped this number of windows.
   bool AwaitMappedWindows(int64_t count) {
-    const absl::Time give_up = absl::Now() + kPatience;
+    const absl::Time wait_end = absl::Now() + kPatience;
     while (server_->CountMappings(kWindow) != count) {
-      if (absl::Now() > give_up) return false;
+      if (absl::Now() > wait_end) return false;
       absl::SleepFor(absl::Milliseconds(5));
     }
     return true;
@@ -348,14 +348,14 @@ TEST_F(WindowTest, AKilledTrainerLeavesOnlyWholeSteps) {
     EMA_ASSERT_OK_AND_ASSIGN(const auto trainer,
                              ChildProcess::Start({EMA_WINDOW_TRAINER_BINARY, server_->address(),
                                                   "gpu", absl::StrCat(next_step)}));
-    const absl::Time give_up = absl::Now() + kPatience;
+    const absl::Time wait_end = absl::Now() + kPatience;
     const auto newest_step = [&] {
       const absl::StatusOr<ModelInfo> info = client_->GetModel("gpu");
       return info.ok() && info->latest.has_value() ? info->latest->step : 0;
     };
     while (newest_step() < next_step + 1) {
       ASSERT_TRUE(trainer->is_running());
-      ASSERT_LT(absl::Now(), give_up);
+      ASSERT_LT(absl::Now(), wait_end);
       absl::SleepFor(absl::Milliseconds(1));
     }
     absl::SleepFor(absl::Microseconds(700 * round));

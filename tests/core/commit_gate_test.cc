@@ -209,7 +209,7 @@ TEST_F(CommitGateTest, OnlyTheDecisionEndsAPreparedStep) {
                                              /*abandon_if_unfinished=*/true, "no memory"));
   EXPECT_EQ(state.state, Model::PushState::State::kAbandoned);
   ASSERT_THAT(gate_->abandoned, SizeIs(1));
-  EXPECT_THAT(gate_->abandoned[0].why, ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_THAT(gate_->abandoned[0].why, ReasonIs(ErrorReason::kStepSkipped));
   TestRank later(model_, "another launch");
   EXPECT_THAT(later.Join(), ReasonIs(ErrorReason::kModelBusy));
   ASSERT_THAT(gate_->abandoned, SizeIs(2));

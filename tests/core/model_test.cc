@@ -312,27 +312,27 @@ TEST_F(ModelTest, QueryPushConfirmsOrAbandons) {
   EXPECT_THAT(model_->QueryPush(rank.run_epoch(), 1, 5, false), ReasonIs(ErrorReason::kBadRequest));
 }
 
-TEST_F(ModelTest, AStepThatARankHasGivenUpIsWaitedForByNobody) {
+TEST_F(ModelTest, AStepThatARankHasSkippedIsWaitedForByNobody) {
   TestRank first(model_, "launch", 0, 2, {WholeTensor(model_->manifest(), 0)}, false);
   TestRank second(model_, "launch", 1, 2, {WholeTensor(model_->manifest(), 1)}, false);
   ASSERT_THAT(first.Join(), IsOk());
   ASSERT_THAT(second.Join(), IsOk());
-  const auto give_up = [&](int64_t step, bool abandon, std::string_view why) {
+  const auto wait_end = [&](int64_t step, bool abandon, std::string_view why) {
     return model_->QueryPush(second.run_epoch(), step, 1, abandon, why);
   };
-  EXPECT_THAT(give_up(1, false, "no memory"), ReasonIs(ErrorReason::kBadRequest));
-  EXPECT_THAT(give_up(1, true, std::string(1025, 'x')), ReasonIs(ErrorReason::kBadRequest));
+  EXPECT_THAT(wait_end(1, false, "no memory"), ReasonIs(ErrorReason::kBadRequest));
+  EXPECT_THAT(wait_end(1, true, std::string(1025, 'x')), ReasonIs(ErrorReason::kBadRequest));
   // While the other one pushes.
   auto outcome = std::make_shared<PushOutcome>();
   EMA_ASSERT_OK_AND_ASSIGN(auto push, first.Open(1, outcome));
-  EXPECT_EQ(give_up(1, true, "no memory")->state, Model::PushState::State::kAbandoned);
-  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_EQ(wait_end(1, true, "no memory")->state, Model::PushState::State::kAbandoned);
+  EXPECT_THAT(outcome->result, ReasonIs(ErrorReason::kStepSkipped));
   EXPECT_THAT(outcome->result, StatusIs(absl::StatusCode::kAborted,
                                         HasSubstr("step 1: rank 1 has abandoned it: no memory")));
-  EXPECT_THAT(first.Open(1, outcome), ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_THAT(first.Open(1, outcome), ReasonIs(ErrorReason::kStepSkipped));
   // Before it does.
-  EXPECT_EQ(give_up(2, true, "no memory")->state, Model::PushState::State::kUnknown);
-  EXPECT_THAT(first.Open(2, outcome), ReasonIs(ErrorReason::kStepGivenUp));
+  EXPECT_EQ(wait_end(2, true, "no memory")->state, Model::PushState::State::kUnknown);
+  EXPECT_THAT(first.Open(2, outcome), ReasonIs(ErrorReason::kStepSkipped));
   EXPECT_THAT(first.Open(3, std::make_shared<PushOutcome>()), IsOk());
   // The next run has its own.
   TestRank next(model_, "next");

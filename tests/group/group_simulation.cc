@@ -529,7 +529,7 @@ void GroupSimulation::Act(Process& process) {
       if (Happens(85)) return Complete(process);
       return Happens(25) && Below(partition_count_) == 0 ? Refuse(process) : SendSync(process);
     case Participant::Phase::kPrepared:
-      if (mutation_ == Mutation::kPreparedGivesUp && Happens(10)) return GiveUp(process);
+      if (mutation_ == Mutation::kPreparedDropsStep && Happens(10)) return DropPush(process);
       if (process.participant->EndReceiving(process.participant->round(),
                                             absl::AbortedError("expired"))) {
         Violate("a prepared step was refused");
@@ -540,8 +540,8 @@ void GroupSimulation::Act(Process& process) {
   }
 }
 
-void GroupSimulation::GiveUp(Process& process) {
-  Trace("process ", process.index, " gives up push ", process.push);
+void GroupSimulation::DropPush(Process& process) {
+  Trace("process ", process.index, " drops push ", process.push);
   const GroupState state{.incarnation = process.incarnation(),
                          .round = process.participant->round(),
                          .run_epoch = pushes_[static_cast<size_t>(process.push)].header.run_epoch};

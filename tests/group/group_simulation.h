@@ -25,10 +25,10 @@ namespace ema::group {
 // A fault in the protocol itself, which the simulation must find.
 enum class Mutation {
   kNone,
-  kPreparedGivesUp,   // A prepared partition drops its session by itself.
-  kNoRounds,          // Messages of all rounds are taken for those of the current one.
-  kNoNewIncarnation,  // A process that has lost its memory does not begin a new incarnation.
-  kRejoinKeepsRound,  // A rank that has restarted pushes its step again in the same round.
+  kPreparedDropsStep,  // A prepared partition drops its session by itself.
+  kNoRounds,           // Messages of all rounds are taken for those of the current one.
+  kNoNewIncarnation,   // A process that has lost its memory does not begin a new incarnation.
+  kRejoinKeepsRound,   // A rank that has restarted pushes its step again in the same round.
 };
 
 // Messages are lost, repeated, late and reordered. Processes crash, lose their memory and start
@@ -150,7 +150,7 @@ class GroupSimulation {
   void Act(Process& process);
   void Complete(Process& process);
   void Refuse(Process& process);
-  void GiveUp(Process& process);
+  void DropPush(Process& process);
   void ActAsHome(Process& home);
 
   void ActAsTrainer(size_t index);

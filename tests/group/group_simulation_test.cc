@@ -81,7 +81,7 @@ TEST_P(MutationTest, IsFound) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Group, MutationTest,
-                         testing::Values(Mutation::kPreparedGivesUp, Mutation::kNoRounds,
+                         testing::Values(Mutation::kPreparedDropsStep, Mutation::kNoRounds,
                                          Mutation::kNoNewIncarnation, Mutation::kRejoinKeepsRound));
 
 }  // namespace

@@ -276,16 +276,16 @@ TEST(GroupTrainingTest, AStepThatTheHomeRejectsIsDroppedOnAllServers) {
   ASSERT_NE(run, nullptr);
   ASSERT_THAT(Push(*run, 1), IsOk());
   // Only the home knows that, so the other servers accept the step.
-  ASSERT_THAT(run->GiveUp(2, "no memory", kPatience), IsOk());
-  const Weights given_up(*run, 2);
-  EXPECT_THAT(run->Push(2, TrainingTime::AtBatch(2), given_up.shards(), kPatience),
-              ReasonIs(ErrorReason::kStepGivenUp));
+  ASSERT_THAT(run->SkipStep(2, "no memory", kPatience), IsOk());
+  const Weights skipped(*run, 2);
+  EXPECT_THAT(run->Push(2, TrainingTime::AtBatch(2), skipped.shards(), kPatience),
+              ReasonIs(ErrorReason::kStepSkipped));
   EMA_ASSERT_OK_AND_ASSIGN(const Version next, Push(*run, 3));
   EXPECT_EQ(next.number, 2);
   EXPECT_EQ(next.step, 3);
 }
 
-TEST(GroupTrainingTest, AStepThatAnotherRankPushesElsewhereCanBeGivenUp) {
+TEST(GroupTrainingTest, AStepThatAnotherRankPushesElsewhereCanBeSkipped) {
   TrainedGroup group(2, /*tensor_count=*/4);
   const v1::Model described = group.Describe("m");
   const int64_t at_home = described.partitions(0).tensor_count();
@@ -312,8 +312,8 @@ TEST(GroupTrainingTest, AStepThatAnotherRankPushesElsewhereCanBeGivenUp) {
     return progress.ok() && progress->state == PushProgress::State::kOpen;
   };
   while (!is_open()) std::this_thread::yield();
-  ASSERT_THAT(runs[0]->GiveUp(1, "no memory", kPatience), IsOk());
-  EXPECT_THAT(pushed->Wait(), ReasonIs(ErrorReason::kStepGivenUp));
+  ASSERT_THAT(runs[0]->SkipStep(1, "no memory", kPatience), IsOk());
+  EXPECT_THAT(pushed->Wait(), ReasonIs(ErrorReason::kStepSkipped));
   // Both know the next round.
   const Weights next(*runs[1], 2);
   EMA_ASSERT_OK_AND_ASSIGN(

@@ -91,13 +91,13 @@ class DoomedRank {
       for (const int64_t offset : shard.offsets) message->add_offsets(offset);
       for (const int64_t extent : shard.extents) message->add_extents(extent);
     }
-    const absl::Time give_up = absl::Now() + kPatience;
+    const absl::Time wait_end = absl::Now() + kPatience;
     while (true) {
       grpc::ClientContext context;
       const grpc::Status status = stub_->OpenRun(&context, request, &run_);
       if (!status.ok()) Die(status.error_message());
       if (run_.ready()) return;
-      if (absl::Now() > give_up) Die("the other ranks do not join");
+      if (absl::Now() > wait_end) Die("the other ranks do not join");
       absl::SleepFor(kPollInterval);
     }
   }
@@ -200,8 +200,8 @@ int Main(int argc, char** argv) {
   }
   DoomedRank doomed(argv[1], argv[2], rank);
   int64_t step = doomed.latest_step();
-  const absl::Time give_up = absl::Now() + kPatience;
-  while (absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + kPatience;
+  while (absl::Now() < wait_end) {
     step = NextFillStep(step);
     if (good_steps > 0) {
       if (doomed.Push(step)) --good_steps;

@@ -194,9 +194,9 @@ absl::StatusOr<Version> FillRank::PushAndAbandon(int64_t step) {
   std::unique_ptr<PendingPush> push = Start(*run_, step, *bytes_);
   if (push == nullptr) return absl::InternalError("not started");
   const auto part = static_cast<int64_t>(random_() % (bytes_->bytes().size() + 1));
-  const absl::Time give_up = absl::Now() + absl::Seconds(1);
+  const absl::Time wait_end = absl::Now() + absl::Seconds(1);
   while (push->stats().sent_bytes < part && !push->WaitDone(absl::Milliseconds(1)) &&
-         absl::Now() < give_up) {
+         absl::Now() < wait_end) {
   }
   if (OneOf(2)) {
     push->Abandon();

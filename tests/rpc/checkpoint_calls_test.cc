@@ -487,7 +487,7 @@ class LateDiskErrorTest : public RpcFixture {
  protected:
   class LateError final : public Checkpoints {
    public:
-    absl::Status Forget(std::string_view) override {
+    absl::Status SetAsideAll(std::string_view) override {
       return fails_purge_only ? absl::OkStatus() : Error();
     }
     absl::Status Purge(std::string_view) override { return Error(); }
@@ -569,7 +569,7 @@ class AllCorruptTest : public RpcFixture {
       return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kAllCheckpointsCorrupt,
                        "every checkpoint is corrupt");
     }
-    absl::Status Forget(std::string_view) override {
+    absl::Status SetAsideAll(std::string_view) override {
       is_forgotten_ = true;
       return absl::OkStatus();
     }

@@ -22,8 +22,8 @@ class ClockStepTest : public RpcFixture {
   // Waits until the watchdog looks again.
   bool AwaitLook() const {
     const SteadyTime begin = SteadyNow();
-    const SteadyTime give_up = After(begin, absl::Seconds(10));
-    while (SteadyNow() < give_up) {
+    const SteadyTime wait_end = After(begin, absl::Seconds(10));
+    while (SteadyNow() < wait_end) {
       absl::SleepFor(absl::Milliseconds(5));
       const SteadyTime now = SteadyNow();
       const auto ages = options_.heartbeats->Ages(now);

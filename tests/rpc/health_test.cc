@@ -40,9 +40,9 @@ class HealthTest : public RpcFixture {
   // The watchdog looks now and then.
   template <typename Condition>
   static bool Eventually(const Condition& condition) {
-    const absl::Time give_up = absl::Now() + absl::Seconds(60);
+    const absl::Time wait_end = absl::Now() + absl::Seconds(60);
     while (!condition()) {
-      if (absl::Now() > give_up) return false;
+      if (absl::Now() > wait_end) return false;
       absl::SleepFor(absl::Milliseconds(5));
     }
     return true;

@@ -486,8 +486,8 @@ TEST_F(LaneTest, WhoeverStallsIsEnded) {
   ASSERT_THAT(puller->SendMessage(pull.SerializeAsString(), nullptr), IsOk());
   EXPECT_TRUE(Answer(*puller).has_pull());
   // Reads nothing more: the ring is full, and the server ends the lane.
-  const absl::Time give_up = absl::Now() + absl::Seconds(20);
-  while (puller->CheckPeer(nullptr).ok() && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + absl::Seconds(20);
+  while (puller->CheckPeer(nullptr).ok() && absl::Now() < wait_end) {
     absl::SleepFor(absl::Milliseconds(10));
   }
   EXPECT_FALSE(puller->CheckPeer(nullptr).ok());

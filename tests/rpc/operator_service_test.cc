@@ -161,8 +161,8 @@ TEST_F(OperatorServiceTest, OneWatchMoreThanThereMayBeIsToldWhenToComeBack) {
     first.TryCancel();
     reader->Finish();
   }
-  const absl::Time give_up = absl::Now() + absl::Seconds(60);
-  while (Limits()["watch_streams"].first != 0 && absl::Now() < give_up) {
+  const absl::Time wait_end = absl::Now() + absl::Seconds(60);
+  while (Limits()["watch_streams"].first != 0 && absl::Now() < wait_end) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   grpc::ClientContext third;

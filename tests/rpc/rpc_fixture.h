@@ -193,7 +193,7 @@ class RpcFixture : public testing::Test {
   // No disk, but one that fails to forget.
   class NoDisk final : public Checkpoints {
    public:
-    absl::Status Forget(std::string_view) override {
+    absl::Status SetAsideAll(std::string_view) override {
       return std::exchange(forget_status, absl::OkStatus());
     }
     absl::Status forget_status;  // What the next DeleteModel finds.

@@ -39,7 +39,7 @@ absl::StatusOr<Gpu*> PinnedRing::Open(int index) {
   return gpu.get();
 }
 
-absl::StatusOr<std::vector<Gpu*>> PinnedRing::Follow(const GpuWeights& weights) {
+absl::StatusOr<std::vector<Gpu*>> PinnedRing::WaitForTrainerStreams(const GpuWeights& weights) {
   // Before the side stream gets more work: later it would be busy as long as the trainer's is.
   if (!TryRecover(absl::ZeroDuration())) {
     return MakeError(
@@ -158,7 +158,7 @@ bool PinnedRing::has_lent() const {
   return lent_count_ != 0;
 }
 
-void PinnedRing::Lose(int slot) {
+void PinnedRing::MarkLost(int slot) {
   absl::MutexLock lock(&mu_);
   lost_.push_back(slot);
 }
@@ -171,10 +171,10 @@ int64_t PinnedRing::lost_bytes() const {
 bool PinnedRing::TryRecover(absl::Duration max_wait) {
   if (lost_bytes() == 0) return true;
   {
-    const SteadyTime give_up = After(SteadyNow(), max_wait);
+    const SteadyTime wait_end = After(SteadyNow(), max_wait);
     absl::MutexLock lock(&gpus_mu_);
     for (auto& [index, gpu] : gpus_) {
-      if (gpu != nullptr && !gpu->AwaitIdle(give_up)) return false;
+      if (gpu != nullptr && !gpu->AwaitIdle(wait_end)) return false;
     }
   }
   absl::MutexLock lock(&mu_);

@@ -49,7 +49,7 @@ class PinnedRing {
   // Makes the side streams wait for the trainer's streams. Returns the GPU of each shard; null: it
   // is in host memory. INTERNAL, DEVICE: copies of an earlier push have not ended. Errors as Open()
   // and Gpu::WaitFor().
-  absl::StatusOr<std::vector<Gpu*>> Follow(const GpuWeights& weights)
+  absl::StatusOr<std::vector<Gpu*>> WaitForTrainerStreams(const GpuWeights& weights)
       ABSL_LOCKS_EXCLUDED(mu_, gpus_mu_);
 
   // Allocates the buffers: as many of `slot_bytes` as fit into `max_bytes`, at most `max_slots`. If
@@ -80,7 +80,7 @@ class PinnedRing {
 
   // Marks a buffer as lost, because copies into it have not ended and cannot be cancelled. Its
   // holder must neither read it nor give it back.
-  void Lose(int slot) ABSL_LOCKS_EXCLUDED(mu_);
+  void MarkLost(int slot) ABSL_LOCKS_EXCLUDED(mu_);
   // Size of the lost buffers.
   int64_t lost_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
   // Waits until all copies have ended, at most `max_wait`, and then frees the lost buffers. True:

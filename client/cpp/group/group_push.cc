@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kMaxSenders = 8;
 // How long the message that this rank will never push a step may take.
-constexpr absl::Duration kGiveUpTimeout = absl::Seconds(1);
+constexpr absl::Duration kAbandonTimeout = absl::Seconds(1);
 
 bool HasGpuWeights(const PushOptions& options) {
   const std::vector<int>& devices = options.gpu_weights.devices;
@@ -250,15 +250,15 @@ absl::StatusOr<Version> GroupPush::PushAgain() {
     return absl::UnavailableError(
         absl::StrCat("cannot start a thread for the push: ", error.what()));
   }
-  if (may_be_released) return GiveUpLostStep(*run);
+  if (may_be_released) return AbandonLostStep(*run);
   again->AwaitDone(absl::InfiniteDuration());
   return again->Wait();
 }
 
-absl::Status GroupPush::GiveUpLostStep(GroupRun& run) const {
+absl::Status GroupPush::AbandonLostStep(GroupRun& run) const {
   Interrupt never;
-  run.QueryPush(arguments_.step, /*abandon_if_unfinished=*/true, After(SteadyNow(), kGiveUpTimeout),
-                &never, /*retry=*/false,
+  run.QueryPush(arguments_.step, /*abandon_if_unfinished=*/true,
+                After(SteadyNow(), kAbandonTimeout), &never, /*retry=*/false,
                 "a server has restarted, and the weights of the step had been released")
       .status()
       .IgnoreError();

@@ -78,7 +78,7 @@ class GroupPush final : public RunningPush {
   absl::StatusOr<Version> PushAgain() ABSL_LOCKS_EXCLUDED(mu_);
   // Reports to the other ranks that this rank will not push the step in `run`. Returns ABORTED,
   // STEP_ABANDONED.
-  absl::Status GiveUpLostStep(GroupRun& run) const;
+  absl::Status AbandonLostStep(GroupRun& run) const;
   // Null: PushAgain() has not begun it.
   std::shared_ptr<GroupPush> repeated() const ABSL_LOCKS_EXCLUDED(mu_);
   // True: a part has failed, or all have ended. Waits for that.

@@ -199,11 +199,11 @@ absl::Status GroupRun::RefreshPlan(SteadyTime deadline, Interrupt* interrupt) {
 
 absl::StatusOr<PushProgress> GroupRun::QueryPush(int64_t step, bool abandon_if_unfinished,
                                                  SteadyTime deadline, Interrupt* interrupt,
-                                                 bool retry, std::string_view give_up_reason) {
+                                                 bool retry, std::string_view skip_reason) {
   absl::StatusOr<PushProgress> at_home =
       abandon_if_unfinished
           ? home().DropStep(step, FindRound(step, deadline, interrupt), deadline, interrupt, retry,
-                            give_up_reason)
+                            skip_reason)
           : home().QueryPush(step, /*abandon_if_unfinished=*/false, deadline, interrupt, retry);
   EMA_ASSIGN_OR_RETURN(PushProgress progress, std::move(at_home));
   // It is that of the bytes at the home.

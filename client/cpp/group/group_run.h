@@ -62,7 +62,7 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   // and then the home can abandon it only by its round.
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
-                                         std::string_view give_up_reason) override;
+                                         std::string_view skip_reason) override;
   absl::StatusOr<std::shared_ptr<RunningPush>> MakePush(PushArguments arguments) override;
 
   RunCore& home() const { return *parts_.front().run; }

@@ -47,9 +47,9 @@ class RejoiningRun final : public OpenedRun, public std::enable_shared_from_this
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) override;
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
-                                         std::string_view give_up_reason) override {
+                                         std::string_view skip_reason) override {
     return newest()->QueryPush(step, abandon_if_unfinished, deadline, interrupt, retry,
-                               give_up_reason);
+                               skip_reason);
   }
   absl::StatusOr<std::shared_ptr<RunningPush>> MakePush(PushArguments arguments) override;
 

@@ -50,7 +50,7 @@ class VersionWatch::Impl {
   };
 
   // As Next(), by the call that is open, or a new one from where the one before has ended.
-  absl::StatusOr<Item> Attempt(SteadyTime give_up);
+  absl::StatusOr<Item> Attempt(SteadyTime wait_end);
   // nullopt: it has been seen.
   absl::StatusOr<std::optional<Item>> Take(grpc::ByteBuffer& message);
 
@@ -64,15 +64,15 @@ class VersionWatch::Impl {
 
 absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Next() {
   EMA_RETURN_IF_ERROR(client_->fork_guard().Check());
-  const SteadyTime give_up = After(SteadyNow(), timeout_);
+  const SteadyTime wait_end = After(SteadyNow(), timeout_);
   client_internal::Backoff backoff;
   while (true) {
-    absl::StatusOr<Item> item = Attempt(give_up);
+    absl::StatusOr<Item> item = Attempt(wait_end);
     if (item.ok()) return item;
     const absl::Status& status = item.status();
     if (!client_internal::IsRetryable(status)) return item;
     const absl::Duration delay = backoff.Next(status);
-    if (After(SteadyNow(), delay) >= give_up) {
+    if (After(SteadyNow(), delay) >= wait_end) {
       return absl::DeadlineExceededError(
           absl::StrCat("model \"", request_.model(), "\": no commit for ",
                        absl::FormatDuration(timeout_), "; last error: ", status.message()));
@@ -83,11 +83,11 @@ absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Next() {
   }
 }
 
-absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime give_up) {
+absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime wait_end) {
   if (stream_ == nullptr) {
     Client::Impl& server = home_ != nullptr ? *home_ : *client_;
     absl::StatusOr<std::shared_ptr<client_internal::Connection>> connection =
-        server.Connect(give_up, &interrupt_);
+        server.Connect(wait_end, &interrupt_);
     if (!connection.ok()) {
       home_ = nullptr;  // The next try asks the client's server again.
       return connection.status();
@@ -95,7 +95,7 @@ absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime give_u
     stream_ = std::make_unique<Stream>(*std::move(connection), &interrupt_, request_);
   }
   while (true) {
-    switch (stream_->reader.Next(give_up)) {
+    switch (stream_->reader.Next(wait_end)) {
       case MessageReader::Event::kMessage: {
         EMA_ASSIGN_OR_RETURN(std::optional<Item> item, Take(stream_->reader.message()));
         if (item.has_value()) return *std::move(item);
@@ -110,7 +110,7 @@ absl::StatusOr<VersionWatch::Item> VersionWatch::Impl::Attempt(SteadyTime give_u
         const bool was_home = std::exchange(home_, nullptr) != nullptr;
         if (GetErrorReason(end) == ErrorReason::kNotHome && !was_home) {
           EMA_ASSIGN_OR_RETURN(home_, client_->ClientOfMember(GetGroupHint(end).home));
-          return Attempt(give_up);
+          return Attempt(wait_end);
         }
         // A watch has no end of its own.
         return end.ok() ? absl::UnavailableError("the server ended the watch") : end;

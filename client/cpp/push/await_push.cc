@@ -15,21 +15,21 @@ constexpr absl::Duration kAnswerTimeout = absl::Seconds(1);
 
 bool AwaitWhileReachable(absl::Duration max_wait, const PushHealth& health, Interrupt* interrupt,
                          absl::FunctionRef<bool(absl::Duration)> await) {
-  const SteadyTime give_up = After(SteadyNow(), max_wait);
+  const SteadyTime wait_end = After(SteadyNow(), max_wait);
   int64_t before = health.progress_count();
   SteadyTime still_since = SteadyNow();
   do {
-    if (await(std::min(Until(give_up), Interrupt::kPollInterval))) return true;
+    if (await(std::min(Until(wait_end), Interrupt::kPollInterval))) return true;
     const SteadyTime now = SteadyNow();
     const bool is_still = before == health.progress_count();
     if (is_still && Since(still_since) < kStillGrace) continue;
-    if (is_still && now < give_up &&
-        !health.server_responds(std::min(give_up, After(now, kAnswerTimeout)), interrupt)) {
+    if (is_still && now < wait_end &&
+        !health.server_responds(std::min(wait_end, After(now, kAnswerTimeout)), interrupt)) {
       return await(absl::ZeroDuration());
     }
     before = health.progress_count();
     still_since = SteadyNow();
-  } while (SteadyNow() < give_up && !health.is_cut_off() && !interrupt->fired());
+  } while (SteadyNow() < wait_end && !health.is_cut_off() && !interrupt->fired());
   return false;
 }
 

@@ -26,17 +26,17 @@ absl::StatusOr<PushProgress> DropStep(RunCore& run, const FailedPush& failed) {
   // begun.
   if (failed.is_abandoned || (failed.has_begun && may_be_open)) {
     Interrupt never;
-    const SteadyTime give_up = After(SteadyNow(), kAbandonTimeout);
+    const SteadyTime wait_end = After(SteadyNow(), kAbandonTimeout);
     std::vector<int64_t> missing_ranks;
     // A GPU that was too slow is no other rank's fault.
     if (error.code() == absl::StatusCode::kDeadlineExceeded &&
         GetErrorReason(error) != ErrorReason::kDevice) {
       const absl::StatusOr<PushProgress> progress = run.QueryPush(
-          failed.step, /*abandon_if_unfinished=*/false, give_up, &never, /*retry=*/false);
+          failed.step, /*abandon_if_unfinished=*/false, wait_end, &never, /*retry=*/false);
       if (progress.ok()) missing_ranks = progress->missing_ranks;
     }
     absl::StatusOr<PushProgress> progress =
-        run.DropStep(failed.step, failed.round, give_up, &never);
+        run.DropStep(failed.step, failed.round, wait_end, &never);
     if (progress.ok() && progress->state == PushProgress::State::kCommitted) {
       // A stale step of this run was committed before this push, with other bytes.
       const bool is_other_push = GetErrorReason(error) == ErrorReason::kStaleStep &&

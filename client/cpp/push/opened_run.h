@@ -55,11 +55,11 @@ class OpenedRun {
   virtual absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) = 0;
   // Fetches the plan from the server.
   virtual absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) = 0;
-  // With `retry`, retries like the calls of Client; otherwise tries once. `give_up_reason`: see
+  // With `retry`, retries like the calls of Client; otherwise tries once. `skip_reason`: see
   // QueryPushRequest.
   virtual absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                                  SteadyTime deadline, Interrupt* interrupt,
-                                                 bool retry, std::string_view give_up_reason) = 0;
+                                                 bool retry, std::string_view skip_reason) = 0;
 
   // A push that has not been started. INTERNAL, DEVICE, and other errors of a GPU.
   virtual absl::StatusOr<std::shared_ptr<RunningPush>> MakePush(PushArguments arguments) = 0;

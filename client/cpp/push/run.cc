@@ -163,12 +163,12 @@ absl::StatusOr<PushProgress> Run::QueryPush(int64_t step, bool abandon_if_unfini
   EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
   Interrupt interrupt(&run_->client().options().is_interrupted);
   return run_->QueryPush(step, abandon_if_unfinished, run_->client().Deadline(timeout), &interrupt,
-                         /*retry=*/true, /*give_up_reason=*/{});
+                         /*retry=*/true, /*skip_reason=*/{});
 }
 
-absl::StatusOr<PushProgress> Run::GiveUp(int64_t step, std::string_view why,
-                                         absl::Duration timeout) {
-  constexpr size_t kMaxBytes = 1024;  // The limit of QueryPushRequest.give_up_reason.
+absl::StatusOr<PushProgress> Run::SkipStep(int64_t step, std::string_view why,
+                                           absl::Duration timeout) {
+  constexpr size_t kMaxBytes = 1024;  // The limit of QueryPushRequest.skip_reason.
   EMA_RETURN_IF_ERROR(run_->fork_guard().Check());
   // Not in the middle of a character.
   size_t length = std::min(why.size(), kMaxBytes);

@@ -191,9 +191,9 @@ absl::StatusOr<PushProgress> RunCore::FromResponse(const v1::QueryPushResponse& 
 
 absl::StatusOr<PushProgress> RunCore::QueryPush(int64_t step, bool abandon_if_unfinished,
                                                 SteadyTime deadline, Interrupt* interrupt,
-                                                bool retry, std::string_view give_up_reason) {
+                                                bool retry, std::string_view skip_reason) {
   v1::QueryPushRequest request = MakeQuery(step, abandon_if_unfinished);
-  request.set_give_up_reason(std::string(give_up_reason));
+  request.set_skip_reason(std::string(skip_reason));
   constexpr auto kMethod = &Stub::PrepareAsyncQueryPush;
   EMA_ASSIGN_OR_RETURN(const v1::QueryPushResponse response,
                        retry ? client_->UnaryWithRetries(kMethod, request, deadline, interrupt)
@@ -212,10 +212,10 @@ absl::StatusOr<int64_t> RunCore::FindRound(int64_t step, SteadyTime deadline,
 
 absl::StatusOr<PushProgress> RunCore::DropStep(int64_t step, int64_t round, SteadyTime deadline,
                                                Interrupt* interrupt, bool retry,
-                                               std::string_view give_up_reason) {
+                                               std::string_view skip_reason) {
   v1::QueryPushRequest request = MakeQuery(step, /*abandon_if_unfinished=*/true);
   request.set_round(round);
-  request.set_give_up_reason(std::string(give_up_reason));
+  request.set_skip_reason(std::string(skip_reason));
   constexpr auto kMethod = &Stub::PrepareAsyncQueryPush;
   Backoff backoff;
   while (true) {
@@ -241,7 +241,7 @@ absl::StatusOr<std::shared_ptr<ServerPush>> RunCore::MakePush(PushArguments argu
   const std::vector<int>& devices = arguments.options.gpu_weights.devices;
   std::vector<Gpu*> gpus;
   if (std::any_of(devices.begin(), devices.end(), [](int device) { return device >= 0; })) {
-    EMA_ASSIGN_OR_RETURN(gpus, ring_.Follow(arguments.options.gpu_weights));
+    EMA_ASSIGN_OR_RETURN(gpus, ring_.WaitForTrainerStreams(arguments.options.gpu_weights));
   }
   auto push =
       std::make_shared<ServerPush>(shared_from_this(), std::move(arguments), std::move(gpus), part);

@@ -83,7 +83,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
 
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
-                                         std::string_view give_up_reason = {}) override;
+                                         std::string_view skip_reason = {}) override;
   // The round in which the server has `step` open; 0: it has not. Tries once.
   absl::StatusOr<int64_t> FindRound(int64_t step, SteadyTime deadline, Interrupt* interrupt);
   // Drops a step that was pushed in `round` (0: the model is on one server, or the round is
@@ -91,7 +91,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   // is committed and being published.
   absl::StatusOr<PushProgress> DropStep(int64_t step, int64_t round, SteadyTime deadline,
                                         Interrupt* interrupt, bool retry = false,
-                                        std::string_view give_up_reason = {});
+                                        std::string_view skip_reason = {});
 
   absl::StatusOr<std::shared_ptr<RunningPush>> MakePush(PushArguments arguments) override;
   // The same. `part`: null if the model is on one server.

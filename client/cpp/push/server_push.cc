@@ -451,9 +451,9 @@ bool ServerPush::HasSlices() const {
 }
 
 void ServerPush::DropSlices() {
-  const SteadyTime give_up = After(SteadyNow(), kDropSlicesGrace);
+  const SteadyTime wait_end = After(SteadyNow(), kDropSlicesGrace);
   while (HasSlices()) {
-    if (SteadyNow() >= give_up) sender_.BreakConnections();
+    if (SteadyNow() >= wait_end) sender_.BreakConnections();
     // gRPC works in the threads that wait for it only.
     void* tag = nullptr;
     bool ok = false;

@@ -180,7 +180,7 @@ void StagedChunks::DropLocked() {
     if (has_ended) {
       ring_->Return(staged.slot);
     } else {
-      ring_->Lose(staged.slot);
+      ring_->MarkLost(staged.slot);
     }
   }
   failed_.clear();

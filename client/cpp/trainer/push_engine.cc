@@ -451,7 +451,7 @@ void PushEngine::AbandonRetry() {
 
 void PushEngine::ReportAbandonedStep(int64_t step, const absl::Status& why) const {
   if (options_.is_only_rank || is_closed_ || run_ == nullptr) return;
-  const absl::Status status = run_->GiveUp(step, ErrorText(why), kReportTimeout).status();
+  const absl::Status status = run_->SkipStep(step, ErrorText(why), kReportTimeout).status();
   // Then the other ranks wait as long as they would without it.
   if (!status.ok()) {
     Log(LogLevel::kDebug, absl::StrCat("cannot tell the server that step ", step,

@@ -233,7 +233,7 @@ void Call::Cancel() {
   context_->TryCancel();
 }
 
-Call::Event Call::Await(grpc::CompletionQueue* queue, SteadyTime give_up) {
+Call::Event Call::Await(grpc::CompletionQueue* queue, SteadyTime wait_end) {
   void* tag = nullptr;
   bool ok = false;
   while (true) {
@@ -247,14 +247,14 @@ Call::Event Call::Await(grpc::CompletionQueue* queue, SteadyTime give_up) {
     }
     // gRPC does not end a write that the kernel has begun to take, not even of a cancelled call.
     if (now >= After(cancelled_at_.load(), kCancelGrace)) connection_->Break();
-    const SteadyTime until = std::min(give_up, After(now, Interrupt::kPollInterval));
+    const SteadyTime until = std::min(wait_end, After(now, Interrupt::kPollInterval));
     switch (queue->AsyncNext(&tag, &ok, ToGrpc(until))) {
       case grpc::CompletionQueue::GOT_EVENT:
         return ok ? Event::kOk : Event::kFailed;
       case grpc::CompletionQueue::SHUTDOWN:
         return Event::kFailed;
       case grpc::CompletionQueue::TIMEOUT:
-        if (until == give_up) return Event::kTimeout;
+        if (until == wait_end) return Event::kTimeout;
     }
   }
 }

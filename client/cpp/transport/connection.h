@@ -104,10 +104,10 @@ class Call {
 
   // The outcome of an operation on a completion queue.
   enum class Event { kOk, kFailed, kTimeout };
-  // Waits until `give_up` for the next event of `queue`, on which this call has an operation. The
+  // Waits until `wait_end` for the next event of `queue`, on which this call has an operation. The
   // interrupt cancels the call, so that an event follows soon. Also kFailed if the queue has been
   // shut down.
-  Event Await(grpc::CompletionQueue* queue, SteadyTime give_up = SteadyTime::max());
+  Event Await(grpc::CompletionQueue* queue, SteadyTime wait_end = SteadyTime::max());
 
   // Returns how the call ended, with the ErrorDetail of its trailer. If gRPC reports UNAVAILABLE
   // without a detail, the connection is marked as broken. REQUIRES: gRPC has returned `status`.

@@ -83,12 +83,12 @@ absl::Status Unavailable(std::string_view text, int error) {
 absl::Status Connect(int fd, const addrinfo& address, SteadyTime deadline, Interrupt* interrupt) {
   if (connect(fd, address.ai_addr, address.ai_addrlen) == 0) return absl::OkStatus();
   if (errno != EINPROGRESS) return Unavailable("cannot connect", errno);
-  const SteadyTime give_up = std::min(deadline, After(SteadyNow(), kConnectTimeout));
+  const SteadyTime wait_end = std::min(deadline, After(SteadyNow(), kConnectTimeout));
   pollfd waiter = {.fd = fd, .events = POLLOUT, .revents = 0};
   while (poll(&waiter, 1, static_cast<int>(absl::ToInt64Milliseconds(kDialPollInterval))) <= 0) {
     if (interrupt->fired()) return absl::CancelledError("interrupted");
     if (SteadyNow() >= deadline) return absl::DeadlineExceededError("no answer in time");
-    if (SteadyNow() >= give_up) return Unavailable("cannot connect", ETIMEDOUT);
+    if (SteadyNow() >= wait_end) return Unavailable("cannot connect", ETIMEDOUT);
   }
   int error = 0;
   socklen_t size = sizeof(error);
@@ -176,18 +176,18 @@ absl::Status Dialer::Find(SteadyTime deadline, Interrupt* interrupt) {
     return absl::UnavailableError(
         absl::StrCat("cannot look up host \"", address_.host, "\": ", error.what()));
   }
-  const SteadyTime give_up =
+  const SteadyTime wait_end =
       found_ == nullptr ? deadline : std::min(deadline, After(SteadyNow(), kFindAgainTimeout));
   absl::MutexLock lock(&lookup->mu);
   const auto is_done = [&lookup]() ABSL_SHARED_LOCKS_REQUIRED(lookup->mu) { return lookup->done; };
   while (!lookup->wait.AwaitUntil(
-      lookup->mu, std::min(give_up, After(SteadyNow(), kDialPollInterval)), is_done)) {
+      lookup->mu, std::min(wait_end, After(SteadyNow(), kDialPollInterval)), is_done)) {
     // Not under the lock: asking may run the user's code.
     lookup->mu.Unlock();
     const bool is_fired = interrupt->fired();
     lookup->mu.Lock();
     if (is_fired) return absl::CancelledError("interrupted");
-    if (SteadyNow() < give_up) continue;
+    if (SteadyNow() < wait_end) continue;
     if (found_ != nullptr) return absl::OkStatus();
     return absl::DeadlineExceededError(
         absl::StrCat("the name service does not answer for host \"", address_.host, "\""));

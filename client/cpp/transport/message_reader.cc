@@ -36,9 +36,9 @@ MessageReader::~MessageReader() {
 
 bool MessageReader::Wait() { return call_->Await(&queue_) == Call::Event::kOk; }
 
-MessageReader::Event MessageReader::Next(SteadyTime give_up) {
+MessageReader::Event MessageReader::Next(SteadyTime wait_end) {
   if (!is_pending_) return Event::kEnd;
-  const Call::Event event = call_->Await(&queue_, give_up);
+  const Call::Event event = call_->Await(&queue_, wait_end);
   if (event == Call::Event::kTimeout) return Event::kTimeout;
   is_pending_ = false;
   if (event == Call::Event::kFailed) return Event::kEnd;

@@ -29,9 +29,9 @@ class MessageReader {
   MessageReader& operator=(const MessageReader&) = delete;
 
   enum class Event { kMessage, kEnd, kTimeout };
-  // Waits until `give_up` for the next message, which message() then returns until the next call of
-  // Next(). After kEnd call Finish().
-  Event Next(SteadyTime give_up = SteadyTime::max());
+  // Waits until `wait_end` for the next message, which message() then returns until the next call
+  // of Next(). After kEnd call Finish().
+  Event Next(SteadyTime wait_end = SteadyTime::max());
   grpc::ByteBuffer& message() { return buffers_[current_]; }
 
   // Returns how the call ended. REQUIRES: Next() returned kEnd.

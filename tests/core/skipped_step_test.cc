@@ -37,7 +37,7 @@ class CallingAccelerator final : public FakeAccelerator {
   std::function<void()> function_;
 };
 
-class GivenUpStepTest : public testing::Test {
+class SkippedStepTest : public testing::Test {
  protected:
   void SetUp() override {
     const auto created = store_.Create(
@@ -52,7 +52,7 @@ class GivenUpStepTest : public testing::Test {
       ASSERT_THAT(ranks_[rank].Join(), IsOk());
     }
   }
-  void GiveUp(int64_t step, int64_t rank = 1) {
+  void SkipStep(int64_t step, int64_t rank = 1) {
     EXPECT_THAT(model_->QueryPush(ranks_[rank].run_epoch(), step, rank,
                                   /*abandon_if_unfinished=*/true, "no memory"),
                 IsOk());
@@ -79,47 +79,47 @@ class GivenUpStepTest : public testing::Test {
   std::vector<TestRank> ranks_;
 };
 
-TEST_F(GivenUpStepTest, IsNotOpenedByWhoWasGettingItsMemory) {
-  accelerator_->CallAtNextAllocation([this] { GiveUp(1); });
-  EXPECT_THAT(Open(1), ReasonIs(ErrorReason::kStepGivenUp));
+TEST_F(SkippedStepTest, IsNotOpenedByWhoWasGettingItsMemory) {
+  accelerator_->CallAtNextAllocation([this] { SkipStep(1); });
+  EXPECT_THAT(Open(1), ReasonIs(ErrorReason::kStepSkipped));
   EXPECT_TRUE(accelerator_->has_called());
   EXPECT_EQ(model_->QueryPush(ranks_[0].run_epoch(), 1, 0, false)->state,
             Model::PushState::State::kUnknown);
-  // Another one given up meanwhile does not matter.
-  accelerator_->CallAtNextAllocation([this] { GiveUp(3); });
+  // Another one skipped meanwhile does not matter.
+  accelerator_->CallAtNextAllocation([this] { SkipStep(3); });
   EXPECT_THAT(Open(2), IsOk());
   EXPECT_TRUE(accelerator_->has_called());
 }
 
-TEST_F(GivenUpStepTest, IsRememberedWhenAnEarlierOneIsGivenUpLater) {
-  GiveUp(4);
-  GiveUp(2);
-  EXPECT_THAT(Open(2), ReasonIs(ErrorReason::kStepGivenUp));
-  EXPECT_THAT(Open(4), ReasonIs(ErrorReason::kStepGivenUp));
+TEST_F(SkippedStepTest, IsRememberedWhenAnEarlierOneIsSkippedLater) {
+  SkipStep(4);
+  SkipStep(2);
+  EXPECT_THAT(Open(2), ReasonIs(ErrorReason::kStepSkipped));
+  EXPECT_THAT(Open(4), ReasonIs(ErrorReason::kStepSkipped));
   EXPECT_THAT(Open(3), IsOk());
 }
 
-TEST_F(GivenUpStepTest, NamesTheRankThatSaidSoFirst) {
-  GiveUp(1);
-  GiveUp(1, /*rank=*/0);
+TEST_F(SkippedStepTest, NamesTheRankThatSaidSoFirst) {
+  SkipStep(1);
+  SkipStep(1, /*rank=*/0);
   EXPECT_THAT(Open(1), StatusIs(absl::StatusCode::kAborted,
                                 HasSubstr("step 1: rank 1 has abandoned it: no memory")));
 }
 
-TEST_F(GivenUpStepTest, IsForgottenAfterSixteenLaterOnes) {
-  for (int64_t step = 17; step >= 1; --step) GiveUp(step);
+TEST_F(SkippedStepTest, IsForgottenAfterSixteenLaterOnes) {
+  for (int64_t step = 17; step >= 1; --step) SkipStep(step);
   for (int64_t step = 2; step <= 17; ++step) {
-    EXPECT_THAT(Open(step), ReasonIs(ErrorReason::kStepGivenUp)) << step;
+    EXPECT_THAT(Open(step), ReasonIs(ErrorReason::kStepSkipped)) << step;
   }
   EXPECT_THAT(Open(1), IsOk());
 }
 
-TEST_F(GivenUpStepTest, TakesNoPlaceOnceALaterOneIsAVersion) {
-  for (int64_t step = 1; step <= 16; ++step) GiveUp(step);
+TEST_F(SkippedStepTest, TakesNoPlaceOnceALaterOneIsAVersion) {
+  for (int64_t step = 1; step <= 16; ++step) SkipStep(step);
   Commit(17);
-  for (int64_t step = 1; step <= 16; ++step) GiveUp(step);
-  GiveUp(18);
-  EXPECT_THAT(Open(18), ReasonIs(ErrorReason::kStepGivenUp));
+  for (int64_t step = 1; step <= 16; ++step) SkipStep(step);
+  SkipStep(18);
+  EXPECT_THAT(Open(18), ReasonIs(ErrorReason::kStepSkipped));
   EXPECT_THAT(Open(16), ReasonIs(ErrorReason::kStaleStep));
   EXPECT_THAT(Open(19), IsOk());
 }
