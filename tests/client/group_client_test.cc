@@ -125,6 +125,17 @@ TEST_F(GroupClientTest, IsReadyWhenEveryServerIs) {
   EXPECT_EQ(group_.server(2).open_run_count(), 3);
 }
 
+TEST_F(GroupClientTest, DoesNotWaitForRanksAtAServerThatWasReplaced) {
+  group_.server(2).not_ready_count = 1;
+  Open();
+  group_.server(2).open_run_error = absl::UnavailableError("it does not run");
+  group_.server(0).edit_model = [describe = group_.server(0).edit_model](v1::Model& model) {
+    describe(model);
+    model.set_incarnation(FakeGroup::kIncarnation + 1);
+  };
+  EXPECT_THAT(run_->WaitReady(kPatience), ReasonIs(ErrorReason::kFenced));
+}
+
 TEST_F(GroupClientTest, WaitsForAServerThatDoesNotRunYet) {
   std::atomic<int> calls = 0;
   group_.server(0).edit_model = [&, describe = group_.server(0).edit_model](v1::Model& model) {

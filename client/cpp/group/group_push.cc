@@ -11,7 +11,6 @@
 #include "client/cpp/push/await_push.h"
 #include "client/cpp/push/drop_step.h"
 #include "client/cpp/transport/convert_replies.h"
-#include "client/cpp/transport/retry.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
 
@@ -35,29 +34,6 @@ std::vector<T> Pick(const std::vector<T>& all, const std::vector<size_t>& places
   picked.reserve(places.size());
   for (const size_t place : places) picked.push_back(all[place]);
   return picked;
-}
-
-// Each wait begins with short pauses between its calls, so the wait for other ranks is a long one.
-constexpr absl::Duration kIncompleteInterval = absl::Seconds(10);
-
-// Waits until the run is ready. Errors as WaitReady(), and ABORTED, FENCED: the incarnation of the
-// run has ended. A server that was replaced does not say so, because it does not run.
-absl::Status AwaitReady(GroupRun& run, SteadyTime deadline, Interrupt* interrupt) {
-  absl::Duration interval = kIncarnationCheckInterval;
-  while (true) {
-    const SteadyTime check_time = std::min(deadline, After(SteadyNow(), interval));
-    const absl::Status ready = run.WaitReady(check_time, interrupt);
-    const bool is_waiting = absl::IsDeadlineExceeded(ready) || IsRetryable(ready);
-    if (!is_waiting || check_time == deadline) return ready;
-    // The home is there if it knows which ranks are missing.
-    if (GetErrorReason(ready) == ErrorReason::kRunIncomplete) {
-      interval = kIncompleteInterval;
-      continue;
-    }
-    interval = kIncarnationCheckInterval;
-    EMA_RETURN_IF_ERROR(
-        CheckIncarnation(run.client(), run.model(), run.round().incarnation(), interrupt));
-  }
 }
 
 }  // namespace
@@ -137,7 +113,7 @@ absl::Status GroupPush::Push() {
   // one the step would wait for them in vain, so it begins in the round that was known before.
   const int64_t run_epoch = run_->run_epoch();
   round_.Note(run_->round().get());
-  EMA_RETURN_IF_ERROR(AwaitReady(*run_, arguments_.deadline, &interrupt_));
+  EMA_RETURN_IF_ERROR(run_->WaitReady(arguments_.deadline, &interrupt_));
   if (run_->run_epoch() != run_epoch || round_.get() == 0) round_.Note(run_->round().get());
   try {
     for (const std::shared_ptr<ServerPush>& part : parts_) {

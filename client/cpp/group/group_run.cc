@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/group/check_incarnation.h"
 #include "client/cpp/group/for_each_part.h"
 #include "client/cpp/group/group_push.h"
 #include "client/cpp/transport/retry.h"
@@ -183,6 +184,25 @@ absl::Status GroupRun::ForOthers(Interrupt* interrupt,
 }
 
 absl::Status GroupRun::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
+  // Each call of AwaitRanks() begins with short pauses, so one that waits for ranks is a long one.
+  constexpr absl::Duration kIncompleteInterval = absl::Seconds(10);
+  absl::Duration interval = kIncarnationCheckInterval;
+  while (true) {
+    const SteadyTime check_time = std::min(deadline, After(SteadyNow(), interval));
+    const absl::Status ready = AwaitRanks(check_time, interrupt);
+    const bool is_waiting = absl::IsDeadlineExceeded(ready) || IsRetryable(ready);
+    if (!is_waiting || check_time == deadline) return ready;
+    // The home is there if it knows which ranks are missing.
+    if (GetErrorReason(ready) == ErrorReason::kRunIncomplete) {
+      interval = kIncompleteInterval;
+      continue;
+    }
+    interval = kIncarnationCheckInterval;
+    EMA_RETURN_IF_ERROR(CheckIncarnation(*client_, model(), map_.incarnation(), interrupt));
+  }
+}
+
+absl::Status GroupRun::AwaitRanks(SteadyTime deadline, Interrupt* interrupt) {
   EMA_RETURN_IF_ERROR(home().WaitReady(deadline, interrupt));
   const auto is_ready = [this](const Part& part) { return part.run->IsReady(run_epoch()); };
   if (std::all_of(parts_.begin(), parts_.end(), is_ready)) return absl::OkStatus();

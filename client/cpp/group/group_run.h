@@ -55,6 +55,8 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   bool may_omit_frozen() const override;
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const override { return home().IsDue(now); }
 
+  // Also returns ABORTED, FENCED: the incarnation of the run has ended. A server that was replaced
+  // does not say so, because it does not run.
   absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) override;
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) override;
   // The home's answer, with the missing ranges of all servers while the step is open. To abandon a
@@ -91,6 +93,8 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   absl::Status OpenPart(size_t partition, PartitionMap::RankPart shards, Client::RunOptions options,
                         SteadyTime deadline, Interrupt* interrupt);
   void OrderParts(int64_t world_size);
+  // WaitReady(), also while the incarnation has ended.
+  absl::Status AwaitRanks(SteadyTime deadline, Interrupt* interrupt);
   // Calls `work` for all parts but the home's at once.
   absl::Status ForOthers(Interrupt* interrupt,
                          absl::FunctionRef<absl::Status(RunCore&, Interrupt*)> work);

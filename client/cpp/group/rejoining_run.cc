@@ -84,6 +84,16 @@ absl::StatusOr<std::shared_ptr<GroupRun>> RejoiningRun::Rejoin(const GroupRun& f
   return run;
 }
 
+absl::Status RejoiningRun::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
+  std::shared_ptr<GroupRun> run = newest();
+  absl::Status ready = run->WaitReady(deadline, interrupt);
+  while (IsFenced(ready)) {
+    EMA_ASSIGN_OR_RETURN(run, Rejoin(*run, deadline, interrupt));
+    ready = run->WaitReady(deadline, interrupt);
+  }
+  return ready;
+}
+
 absl::Status RejoiningRun::RefreshPlan(SteadyTime deadline, Interrupt* interrupt) {
   const std::shared_ptr<GroupRun> run = newest();
   const absl::Status status = run->RefreshPlan(deadline, interrupt);

@@ -41,9 +41,7 @@ class RejoiningRun final : public OpenedRun, public std::enable_shared_from_this
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const override {
     return newest()->IsDue(now);
   }
-  absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) override {
-    return newest()->WaitReady(deadline, interrupt);
-  }
+  absl::Status WaitReady(SteadyTime deadline, Interrupt* interrupt) override;
   absl::Status RefreshPlan(SteadyTime deadline, Interrupt* interrupt) override;
   absl::StatusOr<PushProgress> QueryPush(int64_t step, bool abandon_if_unfinished,
                                          SteadyTime deadline, Interrupt* interrupt, bool retry,
