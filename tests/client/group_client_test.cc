@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "client/cpp/group/group_run.h"
 #include "client/cpp/push/group_part.h"
 #include "client/cpp/transport/interrupt.h"
 #include "ema/client.h"
@@ -127,7 +128,7 @@ TEST_F(GroupClientTest, IsReadyWhenEveryServerIs) {
 
 TEST_F(GroupClientTest, DoesNotWaitForRanksAtAServerThatWasReplaced) {
   group_.server(2).not_ready_count = 1;
-  Open();
+  Open({.rejoins = false});
   group_.server(2).open_run_error = absl::UnavailableError("it does not run");
   group_.server(0).edit_model = [describe = group_.server(0).edit_model](v1::Model& model) {
     describe(model);
@@ -555,59 +556,35 @@ TEST(GroupWatchTest, GoesToTheHome) {
   home.Release();
 }
 
-// A tensor on each of more servers than a rank sends to at once.
-class GroupPushTest : public testing::Test {
- protected:
-  static constexpr size_t kServers = 10;
-  static constexpr int64_t kParameters = int64_t{1} << 20;  // Of a tensor; more than gRPC buffers.
-
-  static Manifest TenTensors() {
-    std::vector<TensorSpec> tensors;
-    for (size_t i = 0; i < kServers; ++i) {
-      tensors.push_back({.name = absl::StrCat("t", i), .shape = {kParameters}});
-    }
-    return *Manifest::Create(std::move(tensors));
+TEST(GroupPushTest, APushReachesMoreServersThanItSendsToAtOnce) {
+  constexpr size_t kServers = 10;
+  std::vector<TensorSpec> tensors;
+  for (size_t i = 0; i < kServers; ++i) {
+    tensors.push_back({.name = absl::StrCat("t", i), .shape = {1000}});
   }
-  GroupPushTest() {
-    for (size_t i = 0; i < kServers; ++i)
-      weights_.emplace_back(4 * kParameters, static_cast<char>(i));
-  }
-  std::vector<std::span<const std::byte>> Shards() const {
-    std::vector<std::span<const std::byte>> shards;
-    for (const std::string& tensor : weights_) shards.push_back(std::as_bytes(std::span(tensor)));
-    return shards;
-  }
-
-  FakeGroup group_{TenTensors(), std::vector<int64_t>(kServers, 1)};
-  const std::unique_ptr<Client> client_ = *Client::Create(group_.address());
-  std::vector<std::string> weights_;
-};
-
-TEST_F(GroupPushTest, APushReachesMoreServersThanItSendsToAtOnce) {
-  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client_->OpenRun("m", {.launch_id = "life"}));
-  EXPECT_THAT(run->Push(1, TrainingTime::AtBatch(1), Shards(), kPatience), IsOk());
-  for (size_t i = 0; i < kServers; ++i) EXPECT_EQ(group_.server(i).StepBytes(1, 0), weights_[i]);
+  FakeGroup group(*Manifest::Create(std::move(tensors)), std::vector<int64_t>(kServers, 1));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(group.address()));
+  EMA_ASSERT_OK_AND_ASSIGN(const auto run, client->OpenRun("m", {.launch_id = "life"}));
+  std::vector<std::string> weights;
+  std::vector<std::span<const std::byte>> shards;
+  for (size_t i = 0; i < kServers; ++i) weights.emplace_back(4000, static_cast<char>(i));
+  for (const std::string& tensor : weights) shards.push_back(std::as_bytes(std::span(tensor)));
+  EXPECT_THAT(run->Push(1, TrainingTime::AtBatch(1), shards, kPatience), IsOk());
+  for (size_t i = 0; i < kServers; ++i) EXPECT_EQ(group.server(i).StepBytes(1, 0), weights[i]);
 }
 
-TEST_F(GroupPushTest, RanksBeginWithDifferentServers) {
-  EMA_ASSERT_OK_AND_ASSIGN(
-      const auto first,
-      client_->OpenRun(
-          "m", {.launch_id = "life", .rank = 0, .world_size = 2, .shards = std::vector<Shard>{}}));
-  EMA_ASSERT_OK_AND_ASSIGN(
-      const auto second, client_->OpenRun("m", {.launch_id = "life", .rank = 1, .world_size = 2}));
-  for (size_t i = 0; i < kServers; ++i) {
-    group_.server(i).push_scripts = {{.hold_chunks = true}};
-  }
-  EMA_ASSERT_OK_AND_ASSIGN(const auto push,
-                           second->StartPush(1, TrainingTime::AtBatch(1), Shards(), kPatience));
-  // Eight of them, from the middle on.
-  for (const size_t begun : {5, 6, 7, 8, 9, 0, 1, 2}) {
-    EXPECT_TRUE(group_.server(begun).AwaitPushes(1));
-  }
-  for (const size_t later : {3, 4}) EXPECT_THAT(group_.server(later).pushes(), IsEmpty());
-  for (size_t i = 0; i < kServers; ++i) group_.server(i).Release();
-  EXPECT_TRUE(push->WaitReleased(kPatience));
+TEST(FirstPartTest, RanksBeginWithDifferentServers) {
+  const auto of_ranks = [](int64_t world_size, int64_t servers) {
+    std::vector<int64_t> first;
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      first.push_back(client_internal::FirstPart(rank, world_size, servers));
+    }
+    return first;
+  };
+  EXPECT_THAT(of_ranks(4, 8), ElementsAre(0, 2, 4, 6));
+  EXPECT_THAT(of_ranks(4, 2), ElementsAre(0, 0, 1, 1));
+  EXPECT_THAT(of_ranks(3, 4), ElementsAre(0, 1, 2));
+  EXPECT_THAT(of_ranks(1, 8), ElementsAre(0));
 }
 
 TEST(SendSlotsTest, TheLowestPositionIsNext) {

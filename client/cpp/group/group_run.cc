@@ -147,9 +147,13 @@ absl::Status GroupRun::OpenPart(size_t partition, PartitionMap::RankPart shards,
   return part.run->Join(deadline, interrupt).status();
 }
 
+int64_t FirstPart(int64_t rank, int64_t world_size, int64_t count) {
+  return rank * count / std::max<int64_t>(world_size, 1);
+}
+
 void GroupRun::OrderParts(int64_t world_size) {
   const auto count = static_cast<int64_t>(parts_.size());
-  const int64_t first = rank_ * count / std::max<int64_t>(world_size, 1);
+  const int64_t first = FirstPart(rank_, world_size, count);
   for (int64_t i = 0; i < count; ++i) {
     Part& part = parts_[(first + i) % count];
     const bool is_of_rank0 = rank_ == 0 && !HasElements(part.run->manifest());

@@ -114,6 +114,10 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   std::vector<PushingPart> pushing_parts_;
 };
 
+// The partition of `count` to which a rank sends first, so that not all ranks send to the same
+// server. The others follow in their order.
+int64_t FirstPart(int64_t rank, int64_t world_size, int64_t count);
+
 }  // namespace ema::client_internal
 
 #endif  // EMA_CLIENT_CPP_GROUP_GROUP_RUN_H_
