@@ -1,19 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/registry/etcd_membership.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
+#include "server/registry/registry_errors.h"
 
 namespace ema {
-namespace {
-
-constexpr absl::Duration kRetryInterval = absl::Milliseconds(500);
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Membership>> EtcdMembership::Join(std::shared_ptr<EtcdClient> client,
                                                                  std::string_view key,
@@ -26,55 +21,21 @@ absl::StatusOr<std::unique_ptr<Membership>> EtcdMembership::Join(std::shared_ptr
     if (member->lease_ != 0) member->RevokeLease(deadline).IgnoreError();
     return status;
   }
-  member->thread_ = std::thread(&EtcdMembership::Run, member.get());
+  const auto renew = [self = member.get()]() -> absl::StatusOr<RenewalThread::Renewal> {
+    const int64_t old_lease = self->lease_;
+    EMA_RETURN_IF_ERROR(self->Renew(self->client_->CallDeadline()));
+    return RenewalThread::Renewal{.ttl = self->ttl_, .is_new_lease = self->lease_ != old_lease};
+  };
+  member->thread_ = std::make_unique<RenewalThread>(std::string(key), member->ttl_,
+                                                    member->client_->log(), renew);
   return member;
-}
-
-EtcdMembership::~EtcdMembership() { Stop(); }
-
-void EtcdMembership::Stop() {
-  {
-    absl::MutexLock lock(&mu_);
-    is_stopped_ = true;
-    stop_wait_.WakeAll();
-  }
-  if (thread_.joinable()) thread_.join();
-}
-
-absl::Status EtcdMembership::status() const {
-  absl::MutexLock lock(&mu_);
-  return status_;
 }
 
 absl::Status EtcdMembership::Leave() {
   // A renewal that runs uses a part of the time.
   const SteadyTime deadline = client_->CallDeadline();
-  Stop();
+  thread_->Stop();
   return lease_ == 0 ? absl::OkStatus() : RevokeLease(deadline);
-}
-
-void EtcdMembership::Run() {
-  bool was_ok = true;
-  while (true) {
-    {
-      absl::MutexLock lock(&mu_);
-      const absl::Duration pause = was_ok ? ttl_ / 3 : std::min(ttl_ / 3, kRetryInterval);
-      const auto is_stopped = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopped_; };
-      if (stop_wait_.AwaitUntil(mu_, After(SteadyNow(), pause), is_stopped)) return;
-    }
-    const int64_t old_lease = lease_;
-    const absl::Status status = Renew(client_->CallDeadline());
-    if (status.ok() && (!was_ok || lease_ != old_lease)) {
-      LogTo(client_->log(), LogLevel::kInfo, "registry membership regained",
-            {{"key", key_}, {"is_new_lease", lease_ != old_lease}});
-    } else if (was_ok && !status.ok()) {
-      LogTo(client_->log(), LogLevel::kWarning, "registry membership not renewed",
-            {{"key", key_}, {"ttl", ttl_}, {"error", status}});
-    }
-    was_ok = status.ok();
-    absl::MutexLock lock(&mu_);
-    status_ = status;
-  }
 }
 
 absl::Status EtcdMembership::Renew(SteadyTime deadline) {
@@ -139,10 +100,7 @@ absl::Status EtcdMembership::PutKey(SteadyTime deadline) {
                        client_->CompareAndSet(key_, /*revision=*/0, value_, lease_, deadline));
   has_key_ = change.is_made || change.found.lease() == lease_;
   if (has_key_) return absl::OkStatus();
-  return absl::AlreadyExistsError(absl::StrCat("key ", Quoted(key_), " has the value ",
-                                               Quoted(change.found.value()),
-                                               " of another process, which may have ended less "
-                                               "than its TTL ago"));
+  return OccupiedError(key_, change.found.value());
 }
 
 }  // namespace ema

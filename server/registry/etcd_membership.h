@@ -6,13 +6,11 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <thread>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "server/base/steady_wait.h"
 #include "server/registry/etcd_client.h"
 #include "server/registry/registry.h"
+#include "server/registry/renewal_thread.h"
 
 namespace ema {
 
@@ -25,18 +23,15 @@ class EtcdMembership final : public Membership {
                                                           std::string_view key,
                                                           std::string_view value,
                                                           absl::Duration ttl);
-  ~EtcdMembership() override;
 
-  absl::Status status() const override ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status Leave() override ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status status() const override { return thread_->status(); }
+  absl::Status Leave() override;
 
  private:
   EtcdMembership(std::shared_ptr<EtcdClient> client, std::string_view key, std::string_view value,
                  absl::Duration ttl)
       : client_(std::move(client)), key_(key), value_(value), requested_ttl_(ttl) {}
 
-  void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  void Stop() ABSL_LOCKS_EXCLUDED(mu_);
   // Renews the lease, and puts the key if it is not there.
   absl::Status Renew(SteadyTime deadline);
   absl::Status GrantLease(SteadyTime deadline);
@@ -48,17 +43,13 @@ class EtcdMembership final : public Membership {
   const std::string key_;
   const std::string value_;
   const absl::Duration requested_ttl_;
-  std::thread thread_;
 
   // Used only by the thread while it runs.
   int64_t lease_ = 0;  // 0: none.
   absl::Duration ttl_;
   bool has_key_ = false;  // Under `lease_`.
 
-  mutable absl::Mutex mu_;
-  SteadyWait stop_wait_;
-  bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Status status_ ABSL_GUARDED_BY(mu_);
+  std::unique_ptr<RenewalThread> thread_;  // Null before Join() has put the key.
 };
 
 }  // namespace ema

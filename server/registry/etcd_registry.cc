@@ -1,23 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/registry/etcd_registry.h"
 
-#include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
-#include "server/base/quoted.h"
 #include "server/registry/etcd_client.h"
 #include "server/registry/etcd_membership.h"
 #include "server/registry/etcd_watch.h"
+#include "server/registry/registry_errors.h"
 
 namespace ema {
-namespace {
-
-absl::Status ConflictError(std::string_view key, int64_t expected, int64_t found) {
-  return absl::AbortedError(absl::StrCat("key ", Quoted(key), " has revision ", found,
-                                         ", expected ", expected, " (0: no such key)"));
-}
-
-}  // namespace
-
 absl::StatusOr<std::unique_ptr<EtcdRegistry>> EtcdRegistry::Create(EtcdOptions options) {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<EtcdClient> client, EtcdClient::Create(std::move(options)));
   return std::unique_ptr<EtcdRegistry>(new EtcdRegistry(std::move(client)));
