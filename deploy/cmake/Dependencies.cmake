@@ -4,7 +4,7 @@
 #   ema::dep_absl  ema::dep_protobuf  ema::dep_grpc     Abseil; + protobuf; + gRPC C++
 #   ema::dep_re2  ema::dep_isal                         RE2: patterns; ISA-L: CRC32C
 #   ema::dep_torch  ema::dep_hwy                        LibTorch's core, of the wheel; Highway
-#   ema::dep_toml  ema::dep_microhttpd                  toml++; libmicrohttpd
+#   ema::dep_toml  ema::dep_microhttpd  ema::dep_curl   toml++; libmicrohttpd; libcurl
 #   spdlog::spdlog  CLI11::CLI11  nlohmann_json::nlohmann_json  prometheus-cpp::core
 #   GTest::gmock  benchmark::benchmark
 include_guard()
@@ -109,6 +109,14 @@ if(EMA_BUILD_SERVER)
   find_library(EMA_MICROHTTPD microhttpd REQUIRED)
   add_library(ema::dep_microhttpd INTERFACE IMPORTED)
   target_link_libraries(ema::dep_microhttpd INTERFACE ${EMA_MICROHTTPD})
+  # The one with GnuTLS: a second OpenSSL beside gRPC's would have the same names. Debian's headers of the two are the
+  # same, but their packages exclude each other, and prometheus-cpp-dev needs that of OpenSSL. So the name is the
+  # library's, not that of the link in its -dev package.
+  find_path(EMA_CURL_INCLUDE_DIR curl/curl.h REQUIRED)
+  find_library(EMA_CURL NAMES libcurl-gnutls.so.4 curl-gnutls curl REQUIRED)
+  add_library(ema::dep_curl INTERFACE IMPORTED)
+  target_include_directories(ema::dep_curl SYSTEM INTERFACE ${EMA_CURL_INCLUDE_DIR})
+  target_link_libraries(ema::dep_curl INTERFACE ${EMA_CURL})
   include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
 endif()
 if(EMA_BUILD_TESTS)
