@@ -170,8 +170,9 @@ class Store:
             self._check(resource, item)
             old = self._objects.get((resource, name))
             if old is None:
-                # A Lease can be created by PUT, but not with a version.
-                if resource == "leases" and not item["metadata"].get("resourceVersion"):
+                # A Lease can be created by PUT, whatever its version.
+                if resource == "leases":
+                    item["metadata"].pop("resourceVersion", None)
                     return self.create(resource, item)
                 raise self._not_found(resource, name)
             metadata = item["metadata"]
