@@ -78,7 +78,7 @@ void ServerGroup::Attach(std::shared_ptr<ModelStore> store, CheckpointStore* che
   models_ = std::make_unique<group::GroupModels>(
       store_.get(), peers_.get(),
       group::GroupModels::Options{.session_timeout = options_.limits.session_timeout,
-                                  .max_registry_outage = options_.max_etcd_outage,
+                                  .max_registry_outage = options_.max_registry_outage,
                                   .replace_after = options_.replace_after,
                                   .checkpoints = checkpoints,
                                   .log = log_});

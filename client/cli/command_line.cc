@@ -247,7 +247,8 @@ void AddServerCommands(CLI::App& app, Options& options, Command& chosen) {
     chosen.exit_code = &ProbeExitCode;
   });
   sub = Add(*group, chosen, "recover",
-            "Continue a model from the checkpoints in its folder, after etcd has lost the model",
+            "Continue a model from the checkpoints in its folder, after the group's registry has "
+            "lost the model",
             [&](const Session& session) { return RecoverModel(session, options.model); });
   AddModel(sub, options.model);
   sub = Add(

@@ -72,7 +72,7 @@ struct DeleteOptions {
 };
 // INVALID_ARGUMENT: `confirm` is another name.
 absl::Status Delete(const Session& session, const DeleteOptions& options);
-// In a group whose etcd has lost the model.
+// In a group whose registry has lost the model.
 absl::Status RecoverModel(const Session& session, const std::string& model);
 
 // `service`: see Client::IsServing(). OK: it is serving. UNAVAILABLE: it reports that it is not.

@@ -79,7 +79,7 @@ Json ToJson(const GroupInfo& info) {
   Json json = {{"group", info.group},
                {"member", info.member},
                {"is_well", info.problems.empty()},
-               {"etcd",
+               {"registry",
                 {{"endpoints", info.registry.endpoints},
                  {"seconds_since_contact", Seconds(info.registry.since_contact)},
                  {"latency_seconds", Seconds(info.registry.latency)},
@@ -142,12 +142,12 @@ std::string ModelTable(const GroupInfo& info) {
 }
 
 std::string DescribeRegistry(const GroupInfo::Registry& registry) {
-  return absl::StrCat("etcd ", absl::StrJoin(registry.endpoints, ", "),
+  return absl::StrCat("registry ", absl::StrJoin(registry.endpoints, ", "),
                       registry.error.empty() ? " answers" : " DOES NOT ANSWER", ": last contact ",
                       DurationText(registry.since_contact), " ago, last answer within ",
                       absl::FormatDuration(absl::Trunc(registry.latency, absl::Microseconds(10))),
                       "\n",
-                      registry.error.empty() ? "" : "The tables show what etcd reported before.\n");
+                      registry.error.empty() ? "" : "The tables show what it reported before.\n");
 }
 
 }  // namespace

@@ -215,9 +215,9 @@ class Client {
     int64_t checkpoint_count = 0;
     std::vector<std::string> members;  // The servers that have a part of it; the first is its home.
   };
-  // For a group of servers whose etcd was lost, or was restored from an old backup: rebuilds etcd's
-  // record of the model from the checkpoints in its folder. NOT_FOUND, CHECKPOINT_NOT_FOUND.
-  // FAILED_PRECONDITION: etcd has the model, and is not older than the folder.
+  // For a group of servers whose registry was lost, or was restored from an old backup: rebuilds
+  // its record of the model from the checkpoints in its folder. NOT_FOUND, CHECKPOINT_NOT_FOUND.
+  // FAILED_PRECONDITION: the registry has the model, and is not older than the folder.
   absl::StatusOr<RecoveredModel> RecoverModel(std::string_view model,
                                               absl::Duration timeout = absl::ZeroDuration());
 

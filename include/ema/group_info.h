@@ -20,7 +20,7 @@ struct GroupInfo {
     std::vector<std::string> endpoints;
     absl::Duration since_contact;
     absl::Duration latency;
-    std::string error;  // Empty: etcd answers.
+    std::string error;  // Empty: the registry answers.
   };
   struct Member {
     std::string name;

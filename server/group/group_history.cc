@@ -85,8 +85,8 @@ void GroupHistory::ObserveMembers(const Members& members, const Models& models, 
       missing.emplace(process, known == missing_since_.end() ? now : known->second);
       if (known != missing_since_.end()) continue;
       last_incident_ = {now, absl::StrCat("member ", Quoted(partition.member),
-                                          " is not in etcd any more: its process has stopped, or "
-                                          "does not reach etcd")};
+                                          " is not in the registry any more: its process has "
+                                          "stopped, or does not reach the registry")};
     }
   }
   for (const auto& [process, since] : missing_since_) {

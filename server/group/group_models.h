@@ -42,7 +42,7 @@ class GroupModels final : public GroupCalls {
  public:
   struct Options {
     absl::Duration session_timeout = absl::Seconds(30);      // --session-timeout
-    absl::Duration max_registry_outage = absl::Minutes(10);  // --max-etcd-outage
+    absl::Duration max_registry_outage = absl::Minutes(10);  // --max-registry-outage
     // --replace-after; zero: never. Otherwise `checkpoints` is not null.
     absl::Duration replace_after;
     // Of the data directory that all members share; outlives this. Null: there is none.

@@ -60,7 +60,7 @@ void AddRegistry(const Member& self, v1::GetGroupResponse& response) {
   registry.set_error(std::string(health.error.message()));
   if (!health.error.ok()) {
     response.add_problems(absl::StrCat(
-        "etcd has not answered for ", Seconds(Since(self.last_contact())),
+        "the registry has not answered for ", Seconds(Since(self.last_contact())),
         ", so members and models are as it last reported them: ", health.error.message()));
   } else if (const absl::Status key = self.key_status(); absl::IsAlreadyExists(key)) {
     response.add_problems(absl::StrCat("another process has joined as member ", Quoted(self.name()),
@@ -164,7 +164,7 @@ void GroupOverview::AddMembers(const Member& self, v1::GetGroupResponse& respons
     member.set_boot(missing.boot);
     member.set_missing_seconds(absl::ToDoubleSeconds(age));
     response.add_problems(absl::StrCat("member ", Quoted(missing.member),
-                                       " has not been in etcd for ", Seconds(age),
+                                       " has not been in the registry for ", Seconds(age),
                                        "; start it again"));
   }
   std::stable_sort(members.begin(), members.end(),
@@ -228,7 +228,7 @@ void GroupOverview::DescribeActive(const Member& self, const ModelRecord& record
     const Partition& partition = record.partitions[i];
     if (self.AddressOf(partition.member, partition.boot).has_value()) continue;
     const absl::Time since = follower_.history().MissingSince(partition).value_or(absl::Now());
-    // The home may have noticed it before etcd.
+    // The home may have noticed it before the registry.
     const absl::Duration noticed = absl::Seconds(model.degraded_seconds());
     return SetProblem(
         v1::GROUP_MODEL_STATE_DEGRADED,

@@ -10,7 +10,8 @@ namespace {
 
 constexpr std::string_view kMembers = "members/";
 constexpr std::string_view kModels = "models/";
-// etcd ends leases within a second of their TTL, and extends them when it elects a leader.
+// etcd ends leases within a second of their TTL, and extends them when it elects a leader. In
+// Kubernetes an expired lease is noticed by a member, which may be this one.
 constexpr absl::Duration kExpirySlack = absl::Seconds(5);
 // For a watch to report what is in the registry already.
 constexpr absl::Duration kWatchTimeout = absl::Seconds(10);

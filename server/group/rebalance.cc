@@ -241,7 +241,7 @@ absl::StatusOr<v1::RebalanceModelResponse> ReplaceMembers(GroupModels& models, H
                        FindUnrecordedLatest(checkpoints, model, before));
   if (unrecorded.has_value()) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "model \"", model, "\": its record in etcd does not have its newest checkpoint ",
+        "model \"", model, "\": its record in the registry does not have its newest checkpoint ",
         *unrecorded, ", as after the restore of an old backup: use emactl group recover"));
   }
   EMA_ASSIGN_OR_RETURN(const ModelConfig config, StoredConfig(checkpoints, model, before));

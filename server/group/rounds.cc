@@ -75,7 +75,7 @@ std::optional<Rounds::Problem> Rounds::FindRegistryProblem(SteadyTime now) const
   return Problem{
       absl::StrCat("the home, ", NameOf(0), ", has not reached the registry for ",
                    absl::FormatDuration(age), " (limit ",
-                   absl::FormatDuration(options_.max_registry_outage), ", --max-etcd-outage)"),
+                   absl::FormatDuration(options_.max_registry_outage), ", --max-registry-outage)"),
       age - options_.max_registry_outage};
 }
 

@@ -457,7 +457,7 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Text("etcd-password-file", o.etcd_password_file, "FILE",
              "File with the password of --etcd-user");
   table.Duration(
-      "max-etcd-outage", o.max_etcd_outage, absl::Seconds(10),
+      "max-registry-outage", o.max_registry_outage, absl::Seconds(10),
       "While etcd does not answer, keep committing steps for this long. Afterwards reject "
       "them, because another server may have replaced this one");
   table.Duration("replace-after", o.replace_after, absl::ZeroDuration(),
@@ -528,7 +528,7 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"etcd-key", !o.etcd_key.empty()},
         {"etcd-user", !o.etcd_user.empty()},
         {"etcd-password-file", !o.etcd_password_file.empty()},
-        {"max-etcd-outage", o.max_etcd_outage != ServerOptions().max_etcd_outage},
+        {"max-registry-outage", o.max_registry_outage != ServerOptions().max_registry_outage},
         {"replace-after", o.replace_after != absl::ZeroDuration()},
         {"group-token-file", !o.group_token_file.empty()},
         {"group-ca", !o.group_ca.empty()},
@@ -542,10 +542,11 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
   if (o.advertise.empty()) problems.push_back({"group", "given without --advertise"});
   if (o.replace_after > absl::ZeroDuration()) {
     if (o.data_dir.empty()) problems.push_back({"replace-after", "given without --data-dir"});
-    if (o.replace_after < o.max_etcd_outage) {
-      problems.push_back({"replace-after",
-                          "shorter than --max-etcd-outage: a server that does not reach etcd could "
-                          "still commit steps after it was replaced"});
+    if (o.replace_after < o.max_registry_outage) {
+      problems.push_back(
+          {"replace-after",
+           "shorter than --max-registry-outage: a server that does not reach etcd could "
+           "still commit steps after it was replaced"});
     }
   }
   if (!o.etcd_user.empty() && o.etcd_password_file.empty()) {

@@ -67,7 +67,7 @@ struct ServerOptions {
   std::string etcd_user;  // Empty: none.
   std::string etcd_password_file;
   // How long the server may commit steps while etcd does not answer.
-  absl::Duration max_etcd_outage = absl::Minutes(10);
+  absl::Duration max_registry_outage = absl::Minutes(10);
   // How long a server may be missing before the others replace it; zero: for ever.
   absl::Duration replace_after;
   std::string group_token_file;  // With this server's token for the other members.

@@ -173,7 +173,8 @@ void AddGroup(const GroupInfo& group, MetricFamilies& families) {
   families.Gauge(
       "ema_group_members", "Servers that have joined the group.",
       static_cast<double>(std::count_if(group.members.begin(), group.members.end(), is_there)));
-  families.Gauge("ema_group_registry_contact_age_seconds", "Time since etcd last answered.",
+  families.Gauge("ema_group_registry_contact_age_seconds",
+                 "Time since the group's registry last answered.",
                  absl::ToDoubleSeconds(group.registry.since_contact));
   MetricFamily& incarnations =
       families.Gauge("ema_group_incarnation",

@@ -69,8 +69,8 @@ Json ModelJson(const ServerState::Model& model) {
 Json GroupJson(const GroupInfo& group) {
   Json json = {{"name", group.group},
                {"member", group.member},
-               {"etcd_seconds", absl::ToDoubleSeconds(group.registry.since_contact)},
-               {"etcd_problem", group.registry.error},
+               {"registry_seconds", absl::ToDoubleSeconds(group.registry.since_contact)},
+               {"registry_problem", group.registry.error},
                {"members", Json::array()},
                {"models", Json::array()},
                {"last_incident", group.last_incident},

@@ -200,10 +200,10 @@ function modelSection(status, model) {
 function groupSection(status) {
   const group = status.group;
   const made = element("section", "", element("h2", "", `Group ${group.name}`));
-  const etcd = group.etcd_problem === ""
+  const registry = group.registry_problem === ""
       ? element("span", "good", "answers")
-      : element("span", "bad", `has not answered for ${duration(group.etcd_seconds)}: ${group.etcd_problem}`);
-  made.append(element("dl", "facts", fact("this server", group.member), fact("etcd", etcd)));
+      : element("span", "bad", `has not answered for ${duration(group.registry_seconds)}: ${group.registry_problem}`);
+  made.append(element("dl", "facts", fact("this server", group.member), fact("registry", registry)));
   for (const problem of group.problems) made.append(element("p", "bad", problem));
   if (group.last_incident !== "") {
     const ago = duration(status.time - group.last_incident_time);

@@ -71,7 +71,7 @@ TEST_F(GroupHistoryTest, AMissingProcessIsRememberedUntilItIsBack) {
   EXPECT_EQ(history_.missing()[0].since, since);
   EXPECT_EQ(history_.MissingSince(record().partitions[1]), since);
   EXPECT_FALSE(history_.MissingSince(record().partitions[0]).has_value());
-  EXPECT_THAT(Incident(), HasSubstr("member \"ema-1\" is not in etcd any more"));
+  EXPECT_THAT(Incident(), HasSubstr("member \"ema-1\" is not in the registry any more"));
   EXPECT_EQ(history_.last_incident()->time, since);
 
   members_["ema-1"] = member;

@@ -93,7 +93,7 @@ TEST_F(GroupOverviewTest, AnUnavailableRegistryIsAProblem) {
   const v1::GetGroupResponse response = GetGroup(servers_[0]->address());
   EXPECT_THAT(response.registry().error(), HasSubstr("unavailable"));
   ASSERT_EQ(response.problems_size(), 1);
-  EXPECT_THAT(response.problems(0), HasSubstr("etcd has not answered for"));
+  EXPECT_THAT(response.problems(0), HasSubstr("the registry has not answered for"));
   EXPECT_EQ(response.members_size(), 2);
   EXPECT_EQ(response.models_size(), 1);
   registry_.SetUnavailable(false);
@@ -112,7 +112,8 @@ TEST_F(GroupOverviewTest, AMissingMemberDegradesItsModels) {
   EXPECT_EQ(response.models(0).state(), v1::GROUP_MODEL_STATE_DEGRADED);
   EXPECT_THAT(response.models(0).problem(), HasSubstr("\"" + other.name() + "\", is missing"));
   EXPECT_TRUE(response.models(0).has_progress());
-  EXPECT_THAT(response.last_incident(), HasSubstr("\"" + other.name() + "\" is not in etcd"));
+  EXPECT_THAT(response.last_incident(),
+              HasSubstr("\"" + other.name() + "\" is not in the registry"));
   const auto& missing = response.members(other.name() < home.name() ? 0 : 1);
   EXPECT_EQ(missing.name(), other.name());
   EXPECT_TRUE(missing.has_missing_seconds());

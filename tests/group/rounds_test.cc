@@ -395,7 +395,7 @@ TEST_F(RoundsTest, NothingIsCommittedLongAfterTheRegistryHasAnswered) {
   EXPECT_THAT(rounds_.state().last_abort->why,
               StatusIs(absl::StatusCode::kUnavailable,
                        HasSubstr("has not reached the registry for 10m1s (limit 10m, "
-                                 "--max-etcd-outage)")));
+                                 "--max-registry-outage)")));
   rounds_.NoteRegistryReached(now_);
   for (int64_t p = 0; p < kPartitions; ++p) Vote(p);
   EXPECT_EQ(rounds_.state().last_commit->round, 4);

@@ -141,7 +141,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   const ParsedOptions parsed =
       Parse({"--group=g", "--etcd=https://a:2379,b", "--advertise=host:50051", "--member=ema-0",
              "--etcd-ca=ca", "--etcd-cert=cert", "--etcd-key=key", "--etcd-user=ema",
-             "--etcd-password-file=secret", "--max-etcd-outage=1m", "--group-token-file=token",
+             "--etcd-password-file=secret", "--max-registry-outage=1m", "--group-token-file=token",
              "--group-ca=members", "--tls-cert=own", "--tls-key=own"});
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   const ServerOptions& o = parsed.options;
@@ -154,7 +154,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(o.etcd_key, "key");
   EXPECT_EQ(o.etcd_user, "ema");
   EXPECT_EQ(o.etcd_password_file, "secret");
-  EXPECT_EQ(o.max_etcd_outage, absl::Minutes(1));
+  EXPECT_EQ(o.max_registry_outage, absl::Minutes(1));
   EXPECT_EQ(o.group_token_file, "token");
   EXPECT_EQ(o.group_ca, "members");
   ASSERT_EQ(parsed.warnings.size(), 1);
@@ -166,7 +166,7 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   const ParsedOptions defaults = Parse({"--group=g", "--etcd=http://a", "--advertise=host:1"});
   ASSERT_FALSE(defaults.should_exit) << defaults.text;
   EXPECT_EQ(defaults.options.replace_after, absl::ZeroDuration());
-  EXPECT_EQ(defaults.options.max_etcd_outage, absl::Minutes(10));
+  EXPECT_EQ(defaults.options.max_registry_outage, absl::Minutes(10));
   std::array<char, 256> host{};
   ASSERT_EQ(gethostname(host.data(), host.size()), 0);
   EXPECT_EQ(defaults.options.member, host.data());
@@ -191,12 +191,12 @@ TEST(OptionsTest, AServerIsReplacedOnlyWhenItNoLongerCommitsSteps) {
                   data_dir});
   };
   const ParsedOptions parsed =
-      parse("--replace-after=10m", "--max-etcd-outage=10m", "--data-dir=d");
+      parse("--replace-after=10m", "--max-registry-outage=10m", "--data-dir=d");
   ASSERT_FALSE(parsed.should_exit) << parsed.text;
   EXPECT_EQ(parsed.options.replace_after, absl::Minutes(10));
-  EXPECT_THAT(parse("--replace-after=9m", "--max-etcd-outage=10m", "--data-dir=d").text,
-              HasSubstr("--replace-after: shorter than --max-etcd-outage"));
-  EXPECT_THAT(parse("--replace-after=10m", "--max-etcd-outage=10m", "--data-dir=").text,
+  EXPECT_THAT(parse("--replace-after=9m", "--max-registry-outage=10m", "--data-dir=d").text,
+              HasSubstr("--replace-after: shorter than --max-registry-outage"));
+  EXPECT_THAT(parse("--replace-after=10m", "--max-registry-outage=10m", "--data-dir=").text,
               HasSubstr("--replace-after: given without --data-dir"));
   EXPECT_THAT(Parse({"--replace-after=10m"}).text,
               HasSubstr("--replace-after: given without --group"));
@@ -370,7 +370,7 @@ TEST(OptionsTest, HelpShowsEveryOptionWithItsDefaultAndEnvironment) {
                            "=25s (Env:EMA_DRAIN_GRACE)",
                            "(Env:EMA_GROUP)",
                            "(Env:EMA_ETCD)",
-                           "=10m (Env:EMA_MAX_ETCD_OUTAGE)",
+                           "=10m (Env:EMA_MAX_REGISTRY_OUTAGE)",
                            "=info (Env:EMA_LOG_LEVEL)",
                            "--version"}) {
     EXPECT_THAT(parsed.text, HasSubstr(text));

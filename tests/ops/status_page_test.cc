@@ -106,8 +106,8 @@ TEST(StatusJsonTest, HasTheGroup) {
   const json shown = Parsed(state)["group"];
   EXPECT_EQ(shown["name"], "g");
   EXPECT_EQ(shown["member"], "ema-0");
-  EXPECT_EQ(shown["etcd_seconds"], 3);
-  EXPECT_EQ(shown["etcd_problem"], "no answer");
+  EXPECT_EQ(shown["registry_seconds"], 3);
+  EXPECT_EQ(shown["registry_problem"], "no answer");
   EXPECT_EQ(shown["members"][0], json({{"name", "ema-0"},
                                        {"address", "a:1"},
                                        {"device", "cpu"},

@@ -65,7 +65,7 @@ def test_a_server_that_does_not_come_back_is_replaced(tmp_path):
 
 
 def test_a_server_that_is_missing_for_too_long_is_replaced_without_a_command(tmp_path):
-    options = ("--session-timeout", "2s", "--max-etcd-outage", "10s", "--replace-after", "20s")
+    options = ("--session-timeout", "2s", "--max-registry-outage", "10s", "--replace-after", "20s")
     with WatchedGroup(ServerGroup(tmp_path, 3, *options)) as group:
         stopped, lost = group.others()[0], group.home
         # The key of this one is missing for a moment only.
