@@ -16,6 +16,7 @@
 #include "server/checkpoint/data_directory.h"
 #include "server/format/file_system.h"
 #include "server/registry/etcd_registry.h"
+#include "server/registry/kubernetes_registry.h"
 #include "server/wire/convert_group.h"
 
 namespace ema {
@@ -38,8 +39,20 @@ absl::StatusOr<std::string> ReadPassword(const std::string& path) {
   return password;
 }
 
-// Does not contact etcd. The message of an error begins with the option.
-absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& options, LogSink log) {
+// These do not contact the registry. The message of an error begins with the option.
+absl::StatusOr<std::unique_ptr<Registry>> OpenKubernetes(const ServerOptions& options,
+                                                         LogSink log) {
+  absl::StatusOr<std::unique_ptr<KubernetesRegistry>> registry =
+      KubernetesRegistry::Create({.api_url = options.kubernetes_api,
+                                  .name_space = options.kubernetes_namespace,
+                                  .token_file = options.kubernetes_token_file,
+                                  .ca_file = options.kubernetes_ca,
+                                  .log = std::move(log)});
+  if (!registry.ok()) return WithPrefix(registry.status(), "--kubernetes: ");
+  return *std::move(registry);
+}
+
+absl::StatusOr<std::unique_ptr<Registry>> OpenEtcd(const ServerOptions& options, LogSink log) {
   EMA_ASSIGN_OR_RETURN(std::string password, ReadPassword(options.etcd_password_file));
   absl::StatusOr<std::unique_ptr<EtcdRegistry>> registry =
       EtcdRegistry::Create({.endpoints = absl::StrJoin(options.etcd, ","),
@@ -51,6 +64,11 @@ absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& opti
                             .log = std::move(log)});
   if (!registry.ok()) return WithPrefix(registry.status(), "--etcd: ");
   return *std::move(registry);
+}
+
+absl::StatusOr<std::unique_ptr<Registry>> OpenRegistry(const ServerOptions& options, LogSink log) {
+  return options.kubernetes ? OpenKubernetes(options, std::move(log))
+                            : OpenEtcd(options, std::move(log));
 }
 
 // The servers of a group present their own certificates to each other, so a CA of clients must also
@@ -120,20 +138,20 @@ absl::Status ServerGroup::CheckSameDirectory(const std::string& id,
         absl::StrCat("group \"", options_.group,
                      "\": the other members share a data directory; give this one the same with "
                      "--data-dir, or remove the key ",
-                     DirectoryKey(), " from etcd if the group no longer has one"));
+                     DirectoryKey(), " from the registry if the group no longer has one"));
   }
   if (id_of_others == kNoDirectory) {
     return absl::FailedPreconditionError(
         absl::StrCat("--data-dir ", options_.data_dir, ": the other members of group \"",
                      options_.group, "\" have no data directory. If all of them get this one, ",
-                     "remove the key ", DirectoryKey(), " from etcd"));
+                     "remove the key ", DirectoryKey(), " from the registry"));
   }
   return absl::FailedPreconditionError(absl::StrCat(
       "--data-dir ", options_.data_dir, ": this directory has ",
       id.empty() ? "no id" : absl::StrCat("the id ", id),
       ", but that of the other members of group \"", options_.group, "\" has ", id_of_others,
       ": all members must share one directory. If the group has moved to this one, remove the key ",
-      DirectoryKey(), " from etcd"));
+      DirectoryKey(), " from the registry"));
 }
 
 absl::Status ServerGroup::Join(int port) {

@@ -19,7 +19,10 @@ set(ema_client_packages
   libabsl-dev libc-ares-dev libgrpc-dev libhwy-dev libisal-dev libprotobuf-dev libre2-dev libssl-dev
   zlib1g-dev)
 set(ema_server_packages
-  ${ema_client_packages} libcli11-dev libfmt-dev libmicrohttpd-dev libspdlog-dev libtomlplusplus-dev
+  ${ema_client_packages} libcli11-dev libcurl3-gnutls libfmt-dev libmicrohttpd-dev libspdlog-dev libtomlplusplus-dev
   nlohmann-json3-dev prometheus-cpp-dev
-  # What libmicrohttpd is linked to.
-  libffi8 libgmp10 libgnutls30 libhogweed6 libidn2-0 libnettle8 libp11-kit0 libtasn1-6 libunistring2)
+  # What libmicrohttpd and libcurl are linked to.
+  libffi8 libgmp10 libgnutls30 libhogweed6 libidn2-0 libnettle8 libp11-kit0 libtasn1-6 libunistring2
+  # What only libcurl is linked to.
+  libbrotli1 libcom-err2 libgssapi-krb5-2 libk5crypto3 libkeyutils1 libkrb5-3 libkrb5support0 libldap-2.5-0
+  libnghttp2-14 libpsl5 librtmp1 libsasl2-2 libssh2-1 libssl3 libzstd1)

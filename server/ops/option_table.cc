@@ -433,11 +433,12 @@ void AddLogging(Table& table, ServerOptions& o) {
 
 void AddGroup(Table& table, ServerOptions& o) {
   table.Group("Group of servers");
-  table.Text("group", o.group, "NAME",
-             "Name of the group of servers that keep models together, each server a part of every "
-             "model. It needs --etcd and --advertise, and all servers need the same directory as "
-             "--data-dir. Empty: this server is on its own",
-             CheckName);
+  table.Text(
+      "group", o.group, "NAME",
+      "Name of the group of servers that keep models together, each server a part of every "
+      "model. It needs --advertise, and --etcd or --kubernetes, and all servers need the same "
+      "directory as --data-dir. Empty: this server is on its own",
+      CheckName);
   table.Text("member", o.member, "NAME",
              "Name of this server in its group. A restarted server must have the same name. "
              "Empty: the host's name",
@@ -456,10 +457,24 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Text("etcd-user", o.etcd_user, "NAME", "User name of this server in etcd. Empty: none");
   table.Text("etcd-password-file", o.etcd_password_file, "FILE",
              "File with the password of --etcd-user");
-  table.Duration(
-      "max-registry-outage", o.max_registry_outage, absl::Seconds(10),
-      "While etcd does not answer, keep committing steps for this long. Afterwards reject "
-      "them, because another server may have replaced this one");
+  table.Switch("kubernetes", o.kubernetes,
+               "Keep the group's records in the Kubernetes API, in place of etcd. The server must "
+               "be able to change ConfigMaps and Leases of its namespace");
+  table.Text("kubernetes-api", o.kubernetes_api, "URL",
+             "API server, such as https://10.0.0.1:6443, with --kubernetes-namespace. Empty: that "
+             "of the cluster that this server runs in, and the pod's service account");
+  table.Text("kubernetes-namespace", o.kubernetes_namespace, "NAME",
+             "Namespace of the group's records. Empty: that of the pod");
+  table.Text("kubernetes-token-file", o.kubernetes_token_file, "FILE",
+             "File with the token for the API server, which is read again for each request. Empty: "
+             "that of the pod; with --kubernetes-api: none");
+  table.Text("kubernetes-ca", o.kubernetes_ca, "FILE",
+             "PEM file with the CA of the API server's certificate. Empty: that of the pod; with "
+             "--kubernetes-api: the system's CAs");
+  table.Duration("max-registry-outage", o.max_registry_outage, absl::Seconds(10),
+                 "While the registry, which is etcd or the Kubernetes API, does not answer, keep "
+                 "committing steps for this long. Afterwards reject "
+                 "them, because another server may have replaced this one");
   table.Duration("replace-after", o.replace_after, absl::ZeroDuration(),
                  "Move the tensors of a server of the group to the others when it has been missing "
                  "for this long. All steps after the newest checkpoint are lost. 0: never");
@@ -517,6 +532,43 @@ bool HasAuthentication(const ServerOptions& options) {
   return !options.tls_client_ca.empty() || !options.auth_tokens.empty();
 }
 
+// Of a server in a group.
+void AddRegistryConflicts(const ServerOptions& o, std::vector<OptionConflict>& problems) {
+  const bool is_etcd = !o.etcd.empty();
+  if (!is_etcd && !o.kubernetes) {
+    problems.push_back({"group", "given without --etcd or --kubernetes"});
+  }
+  if (is_etcd && o.kubernetes) problems.push_back({"kubernetes", "given with --etcd"});
+  const std::pair<const char*, bool> of_etcd[] = {
+      {"etcd-ca", !o.etcd_ca.empty()},
+      {"etcd-cert", !o.etcd_cert.empty()},
+      {"etcd-key", !o.etcd_key.empty()},
+      {"etcd-user", !o.etcd_user.empty()},
+      {"etcd-password-file", !o.etcd_password_file.empty()},
+  };
+  const std::pair<const char*, bool> of_kubernetes[] = {
+      {"kubernetes-api", !o.kubernetes_api.empty()},
+      {"kubernetes-namespace", !o.kubernetes_namespace.empty()},
+      {"kubernetes-token-file", !o.kubernetes_token_file.empty()},
+      {"kubernetes-ca", !o.kubernetes_ca.empty()},
+  };
+  for (const auto& [name, is_given] : of_etcd) {
+    if (is_given && !is_etcd) problems.push_back({name, "given without --etcd"});
+  }
+  for (const auto& [name, is_given] : of_kubernetes) {
+    if (is_given && !o.kubernetes) problems.push_back({name, "given without --kubernetes"});
+  }
+  if (!o.etcd_user.empty() && o.etcd_password_file.empty()) {
+    problems.push_back({"etcd-user", "given without --etcd-password-file"});
+  }
+  if (o.etcd_user.empty() && !o.etcd_password_file.empty()) {
+    problems.push_back({"etcd-password-file", "given without --etcd-user"});
+  }
+  if (!o.kubernetes_api.empty() && o.kubernetes_namespace.empty()) {
+    problems.push_back({"kubernetes-api", "given without --kubernetes-namespace"});
+  }
+}
+
 void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& problems) {
   if (o.group.empty()) {
     const std::pair<const char*, bool> given[] = {
@@ -528,6 +580,11 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"etcd-key", !o.etcd_key.empty()},
         {"etcd-user", !o.etcd_user.empty()},
         {"etcd-password-file", !o.etcd_password_file.empty()},
+        {"kubernetes", o.kubernetes},
+        {"kubernetes-api", !o.kubernetes_api.empty()},
+        {"kubernetes-namespace", !o.kubernetes_namespace.empty()},
+        {"kubernetes-token-file", !o.kubernetes_token_file.empty()},
+        {"kubernetes-ca", !o.kubernetes_ca.empty()},
         {"max-registry-outage", o.max_registry_outage != ServerOptions().max_registry_outage},
         {"replace-after", o.replace_after != absl::ZeroDuration()},
         {"group-token-file", !o.group_token_file.empty()},
@@ -538,22 +595,16 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
     }
     return;
   }
-  if (o.etcd.empty()) problems.push_back({"group", "given without --etcd"});
+  AddRegistryConflicts(o, problems);
   if (o.advertise.empty()) problems.push_back({"group", "given without --advertise"});
   if (o.replace_after > absl::ZeroDuration()) {
     if (o.data_dir.empty()) problems.push_back({"replace-after", "given without --data-dir"});
     if (o.replace_after < o.max_registry_outage) {
       problems.push_back(
           {"replace-after",
-           "shorter than --max-registry-outage: a server that does not reach etcd could "
+           "shorter than --max-registry-outage: a server that does not reach the registry could "
            "still commit steps after it was replaced"});
     }
-  }
-  if (!o.etcd_user.empty() && o.etcd_password_file.empty()) {
-    problems.push_back({"etcd-user", "given without --etcd-password-file"});
-  }
-  if (o.etcd_user.empty() && !o.etcd_password_file.empty()) {
-    problems.push_back({"etcd-password-file", "given without --etcd-user"});
   }
   if (!o.auth_tokens.empty() && o.group_token_file.empty()) {
     problems.push_back({"group", "given with --auth-tokens, but without --group-token-file"});

@@ -66,7 +66,16 @@ struct ServerOptions {
   std::string etcd_key;
   std::string etcd_user;  // Empty: none.
   std::string etcd_password_file;
-  // How long the server may commit steps while etcd does not answer.
+  // In place of etcd: the Kubernetes API.
+  bool kubernetes = false;
+  // URL of the API server. Empty: that of the cluster which this server runs in; the pod's service
+  // account then has what the next three leave empty.
+  std::string kubernetes_api;
+  std::string kubernetes_namespace;
+  std::string kubernetes_token_file;
+  std::string kubernetes_ca;  // PEM file, for https.
+  // How long the server may commit steps while the registry, etcd or the Kubernetes API, does not
+  // answer.
   absl::Duration max_registry_outage = absl::Minutes(10);
   // How long a server may be missing before the others replace it; zero: for ever.
   absl::Duration replace_after;

@@ -21,7 +21,7 @@ constexpr absl::Duration kWatchSlack = absl::Seconds(30);  // Then the API serve
 
 absl::Status CheckReadable(const std::string& path) {
   if (path.empty()) return absl::OkStatus();
-  const absl::Status status = ReadSmallFile(path, kMaxAccountFileBytes).status();
+  absl::Status status = ReadSmallFile(path, kMaxAccountFileBytes).status();
   if (status.ok()) return status;
   return absl::InvalidArgumentError(absl::StrCat("file ", Quoted(path), ": ", status.message()));
 }

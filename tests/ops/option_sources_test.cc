@@ -99,15 +99,18 @@ std::vector<std::string> TwoValues(DeclaredOptions& declared, CLI::Option& optio
   return values;
 }
 
-// By the values' number. The options of a follower, which exclude some others, keep their defaults.
+// By the values' number. The options of a follower and of Kubernetes, which exclude some others,
+// keep their defaults.
 std::vector<Values> AllValues() {
   DeclaredOptions declared;
   std::vector<Values> all(2);
   for (CLI::Option* const option : declared.app.get_options({})) {
-    const bool is_of_follower = option->get_single_name().starts_with("follow");
+    const std::string& name = option->get_single_name();
+    const bool is_exclusive = name.starts_with("follow") || name.starts_with("kubernetes");
     const std::vector<std::string> values =
-        is_of_follower ? std::vector<std::string>(2) : TwoValues(declared, *option);
-    for (size_t i = 0; i < all.size(); ++i) all[i][option->get_single_name()] = values[i];
+        is_exclusive ? std::vector<std::string>(2, DeclaredOptions::Get(*option))
+                     : TwoValues(declared, *option);
+    for (size_t i = 0; i < all.size(); ++i) all[i][name] = values[i];
   }
   return all;
 }
@@ -115,7 +118,7 @@ std::vector<Values> AllValues() {
 class OptionSourcesTest : public testing::Test {
  protected:
   ~OptionSourcesTest() override {
-    for (const std::string& name : variables_) unsetenv(name.c_str());
+    Unsetenv();
     std::remove(path().c_str());
   }
 
@@ -139,6 +142,10 @@ class OptionSourcesTest : public testing::Test {
   void Setenv(const std::string& name, const std::string& value) {
     setenv(name.c_str(), value.c_str(), 1);
     variables_.push_back(name);
+  }
+  void Unsetenv() {
+    for (const std::string& name : variables_) unsetenv(name.c_str());
+    variables_.clear();
   }
   // Of the options' variables.
   void Setenv(const Values& values) {
@@ -192,15 +199,27 @@ TEST_F(OptionSourcesTest, EveryOptionIsSetByTheFileThatPrintConfigWrites) {
   EXPECT_EQ(ValuesOf(OptionsOf({File(printed_again)})), all_[0]);
 }
 
-TEST_F(OptionSourcesTest, EveryOptionOfAFollowerIsSetInEachWay) {
-  const Values values = {
+TEST_F(OptionSourcesTest, ExclusiveOptionsAreSetInEachWay) {
+  const Values of_follower = {
       {"follow", "emas://a:1,b:2/m"}, {"follow-token-file", "/d r/\"x\""}, {"follow-ca", "ca"}};
-  Values expected = ValuesOf(OptionsOf({}));
-  for (const auto& [name, value] : values) expected[name] = value;
-  EXPECT_EQ(ValuesOf(OptionsOf(Flags(values))), expected);
-  EXPECT_EQ(ValuesOf(OptionsOf({File(Printed(values))})), expected);
-  Setenv(values);
-  EXPECT_EQ(ValuesOf(OptionsOf({})), expected);
+  const Values of_kubernetes = {{"group", "g"},
+                                {"member", "m"},
+                                {"advertise", "a:1"},
+                                {"kubernetes", "true"},
+                                {"kubernetes-api", "https://a:6443"},
+                                {"kubernetes-namespace", "n"},
+                                {"kubernetes-token-file", "/d r/\"x\""},
+                                {"kubernetes-ca", "ca"}};
+  const Values defaults = ValuesOf(OptionsOf({}));
+  for (const Values& values : {of_follower, of_kubernetes}) {
+    Values expected = defaults;
+    for (const auto& [name, value] : values) expected[name] = value;
+    EXPECT_EQ(ValuesOf(OptionsOf(Flags(values))), expected);
+    EXPECT_EQ(ValuesOf(OptionsOf({File(Printed(values))})), expected);
+    Setenv(values);
+    EXPECT_EQ(ValuesOf(OptionsOf({})), expected);
+    Unsetenv();
+  }
 }
 
 TEST_F(OptionSourcesTest, TheDefaultsArePrintedAndReadBack) {

@@ -172,6 +172,20 @@ TEST(OptionsTest, OptionsOfAGroupAreRead) {
   EXPECT_EQ(defaults.options.member, host.data());
 }
 
+TEST(OptionsTest, OptionsOfAGroupInKubernetesAreRead) {
+  const ParsedOptions pod = Parse({"--group=g", "--advertise=host:1", "--kubernetes"});
+  ASSERT_FALSE(pod.should_exit) << pod.text;
+  EXPECT_TRUE(pod.options.kubernetes);
+  const ParsedOptions elsewhere =
+      Parse({"--group=g", "--advertise=host:1", "--kubernetes", "--kubernetes-api=https://a:6443",
+             "--kubernetes-namespace=ema", "--kubernetes-token-file=token", "--kubernetes-ca=ca"});
+  ASSERT_FALSE(elsewhere.should_exit) << elsewhere.text;
+  EXPECT_EQ(elsewhere.options.kubernetes_api, "https://a:6443");
+  EXPECT_EQ(elsewhere.options.kubernetes_namespace, "ema");
+  EXPECT_EQ(elsewhere.options.kubernetes_token_file, "token");
+  EXPECT_EQ(elsewhere.options.kubernetes_ca, "ca");
+}
+
 TEST(OptionsTest, OptionsOfAFollowerAreRead) {
   const ParsedOptions parsed =
       Parse({"--follow=emas://a:1,b:2/m", "--follow-token-file=token", "--follow-ca=ca"});
@@ -292,8 +306,25 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"LogFormat", {"--log-format", "xml"}, "\"xml\" is not one of text, json"},
         BadCase{"EtcdWithoutGroup", {"--etcd=http://a"}, "--etcd: given without --group"},
         BadCase{"MemberWithoutGroup", {"--member=a"}, "--member: given without --group"},
-        BadCase{
-            "GroupWithoutEtcd", {"--group=g", "--advertise=a:1"}, "--group: given without --etcd"},
+        BadCase{"GroupWithoutEtcd",
+                {"--group=g", "--advertise=a:1"},
+                "--group: given without --etcd or --kubernetes"},
+        BadCase{"TwoRegistries",
+                {"--group=g", "--advertise=a:1", "--etcd=http://a", "--kubernetes"},
+                "--kubernetes: given with --etcd"},
+        BadCase{"KubernetesWithoutGroup", {"--kubernetes"}, "--kubernetes: given without --group"},
+        BadCase{"KubernetesApiWithoutGroup",
+                {"--kubernetes-api=https://a"},
+                "--kubernetes-api: given without --group"},
+        BadCase{"KubernetesCaWithEtcd",
+                {"--group=g", "--advertise=a:1", "--etcd=http://a", "--kubernetes-ca=c"},
+                "--kubernetes-ca: given without --kubernetes"},
+        BadCase{"EtcdCaWithKubernetes",
+                {"--group=g", "--advertise=a:1", "--kubernetes", "--etcd-ca=c"},
+                "--etcd-ca: given without --etcd"},
+        BadCase{"KubernetesApiWithoutNamespace",
+                {"--group=g", "--advertise=a:1", "--kubernetes", "--kubernetes-api=https://a"},
+                "--kubernetes-api: given without --kubernetes-namespace"},
         BadCase{"GroupWithoutAdvertise",
                 {"--group=g", "--etcd=http://a"},
                 "--group: given without --advertise"},

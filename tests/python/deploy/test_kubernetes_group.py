@@ -55,6 +55,13 @@ def external(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return build_with(folder, "cpu", "group", "etcd-external")
 
 
+@pytest.fixture(scope="module")
+def without_etcd(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """A group that keeps its records in the Kubernetes API."""
+    folder = tmp_path_factory.mktemp("overlay")
+    return build_with(folder, "cpu", "group", "kubernetes-registry", namespace="space")
+
+
 def pod_of(items: list[dict]) -> dict:
     return named(items, "StatefulSet", "ema-server")["spec"]["template"]["spec"]
 
@@ -92,6 +99,14 @@ def test_the_schemas_accept_every_object(items, version):
 def test_the_schemas_accept_a_group_with_another_etcd(external, version):
     assert not [item for item in external if item["metadata"]["name"] == "ema-etcd"]
     for item in external:
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_schemas_accept_a_group_without_etcd(without_etcd, version):
+    names = {item["metadata"]["name"] for item in without_etcd}
+    assert names == {"ema-server", "ema-server-headless"}
+    for item in without_etcd:
         kubernetes_validate.validate(item, version, strict=True)
 
 
@@ -191,6 +206,26 @@ def test_another_etcd_can_be_reached_with_the_certificate_of_a_secret(external):
     for option in ("CA", "CERT", "KEY"):
         path = pathlib.PurePath(variables[f"EMA_ETCD_{option}"])
         assert str(path.parent) == mount["mountPath"]
+
+
+def test_a_group_without_etcd_may_use_the_kubernetes_api(without_etcd):
+    variables = environment_of_pod(without_etcd, "ema-server-1")
+    printed = dict(re.findall(r"^(\S+) = (.*?)  # EMA_", print_config(variables), re.M))
+    assert printed["kubernetes"] == "true" and printed["group"] == '"ema"'
+    pod = pod_of(without_etcd)
+    assert pod["automountServiceAccountToken"] is True
+    binding = named(without_etcd, "RoleBinding", "ema-server")
+    (subject,) = binding["subjects"]
+    account = named(without_etcd, "ServiceAccount", pod["serviceAccountName"])["metadata"]
+    assert (subject["kind"], subject["name"]) == ("ServiceAccount", account["name"])
+    assert subject["namespace"] == account["namespace"] == "space"
+    role = named(without_etcd, binding["roleRef"]["kind"], binding["roleRef"]["name"])
+    verbs = ["create", "delete", "get", "list", "update", "watch"]
+    assert [
+        (rule["apiGroups"], rule["resources"], sorted(rule["verbs"])) for rule in role["rules"]
+    ] == [([""], ["configmaps"], verbs), (["coordination.k8s.io"], ["leases"], verbs)]
+    egress = named(without_etcd, "NetworkPolicy", "ema-server")["spec"]["egress"]
+    assert [443, 6443] in [[each["port"] for each in rule["ports"]] for rule in egress]
 
 
 # --- The etcd of the overlay, as processes of this machine ---

@@ -16,6 +16,7 @@ SERVER = {
     "libc10",
     "libc10_cuda",
     "libcudart",
+    "libcurl-gnutls",
     "libmicrohttpd",
     "libprometheus-cpp-core",
     "libspdlog",

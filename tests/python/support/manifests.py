@@ -29,13 +29,17 @@ def build(folder: pathlib.Path) -> list[dict]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def build_with(folder: pathlib.Path, overlay: str, *components: str) -> list[dict]:
+def build_with(
+    folder: pathlib.Path, overlay: str, *components: str, namespace: str = ""
+) -> list[dict]:
     """An overlay with components, as a user would add them. kustomize accepts only paths relative to it."""
     root = pathlib.Path(*[".."] * len(folder.parts[1:]), *FOLDER.parts[1:])
     text = {
         "resources": [str(root / "overlays" / overlay)],
         "components": [str(root / "components" / component) for component in components],
     }
+    if namespace:
+        text["namespace"] = namespace
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
     return build(folder)
 
