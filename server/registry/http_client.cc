@@ -154,7 +154,13 @@ void HttpClient::KeepIdleHandle(Handle handle) {
 absl::StatusOr<HttpResponse> HttpClient::Send(const HttpRequest& request, SteadyTime deadline) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Transfer> transfer,
                        NewTransfer(request, Until(deadline), TakeIdleHandle()));
-  EMA_RETURN_IF_ERROR(transfer->ToStatus(curl_easy_perform(transfer->handle())));
+  absl::Status status = transfer->ToStatus(curl_easy_perform(transfer->handle()));
+  if (!status.ok()) {
+    // The other connections may be as dead as this one.
+    absl::MutexLock lock(&mu_);
+    idle_handles_.clear();
+    return status;
+  }
   HttpResponse response{.status = transfer->status(), .body = std::move(transfer->received())};
   KeepIdleHandle(transfer->ReleaseHandle());
   return response;

@@ -71,7 +71,14 @@ LIBRARIES = {
     "ATen": {"server/device"},
     "c10": {"server/device"},
     "spdlog": {"server/ops"},
-    "nlohmann": {"server/ops", "server/format", "server/checkpoint", "client/cli"},
+    "nlohmann": {
+        "server/ops",
+        "server/format",
+        "server/checkpoint",
+        "server/registry",
+        "client/cli",
+    },
+    "curl": {"server/registry"},
 }
 # Header-only code that the trainers compile with their own LibTorch.
 FOR_LIBTORCH = {"include/ema/torch.h", "include/ema/internal/torch_writes.h"}
