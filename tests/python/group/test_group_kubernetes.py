@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pathlib
+import secrets
 import subprocess
 import sys
 import urllib.request
@@ -58,7 +59,7 @@ def api(tmp_path: pathlib.Path) -> Iterator[list[str]]:
 
 @pytest.fixture
 def servers(api: list[str], tmp_path: pathlib.Path) -> Iterator[list[ServerProcess]]:
-    group = f"k{os.getpid()}"  # A real API server may have records of earlier tests.
+    group = f"g{secrets.token_hex(4)}"  # A real API server has the records of earlier tests.
     with contextlib.ExitStack() as stack:
         running = []
         for index in range(2):
