@@ -109,9 +109,9 @@ if(EMA_BUILD_SERVER)
   find_library(EMA_MICROHTTPD microhttpd REQUIRED)
   add_library(ema::dep_microhttpd INTERFACE IMPORTED)
   target_link_libraries(ema::dep_microhttpd INTERFACE ${EMA_MICROHTTPD})
-  # The one with GnuTLS: a second OpenSSL beside gRPC's would have the same names. Debian's headers of the two are the
-  # same, but their packages exclude each other, and prometheus-cpp-dev needs that of OpenSSL. So the name is the
-  # library's, not that of the link in its -dev package.
+  # The one with GnuTLS, which libmicrohttpd uses, too. Debian has the same headers for it and the one with OpenSSL,
+  # but their -dev packages exclude each other, and prometheus-cpp-dev needs that of OpenSSL. So there is no link
+  # libcurl-gnutls.so, and the name is that of the library itself.
   find_path(EMA_CURL_INCLUDE_DIR curl/curl.h REQUIRED)
   find_library(EMA_CURL NAMES libcurl-gnutls.so.4 curl-gnutls curl REQUIRED)
   add_library(ema::dep_curl INTERFACE IMPORTED)
