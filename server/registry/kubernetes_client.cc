@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -43,7 +44,8 @@ absl::Status FillFromPod(KubernetesOptions& options) {
   if (options.name_space.empty()) {
     const std::string path = folder + "namespace";
     EMA_RETURN_IF_ERROR(CheckReadable(path));
-    EMA_ASSIGN_OR_RETURN(options.name_space, ReadSmallFile(path, kMaxAccountFileBytes));
+    EMA_ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(path, kMaxAccountFileBytes));
+    options.name_space = std::string(absl::StripAsciiWhitespace(text));
   }
   return absl::OkStatus();
 }
@@ -70,9 +72,11 @@ bool IsSuccess(const HttpResponse& response) {
   return response.status >= 200 && response.status < 300;
 }
 
-// Or stopping, or without its etcd.
-bool IsOverloaded(const HttpResponse& response) {
-  return response.status == 429 || response.status >= 500;
+// The API server is overloaded, stopping, or without its etcd; or it rejects the token. This is no
+// contact with the registry: a server that cannot use it must notice that.
+bool IsRefused(const HttpResponse& response) {
+  return response.status == 401 || response.status == 403 || response.status == 429 ||
+         response.status >= 500;
 }
 
 bool IsNoObject(const HttpResponse& response) {
@@ -99,6 +103,12 @@ absl::StatusOr<std::shared_ptr<KubernetesClient>> KubernetesClient::Create(
   if (!is_https && !options.ca_file.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("API server ", Quoted(options.api_url), ": a CA needs https://"));
+  }
+  constexpr const char* kNameBytes = "abcdefghijklmnopqrstuvwxyz0123456789-";
+  if (options.name_space.empty() ||
+      options.name_space.find_first_not_of(kNameBytes) != std::string::npos) {
+    return absl::InvalidArgumentError(absl::StrCat("namespace ", Quoted(options.name_space),
+                                                   ": expected lower-case letters, digits and -"));
   }
   EMA_RETURN_IF_ERROR(CheckReadable(options.token_file));
   EMA_RETURN_IF_ERROR(CheckReadable(options.ca_file));
@@ -135,9 +145,10 @@ absl::StatusOr<KubernetesClient::Answer> KubernetesClient::Call(const std::strin
   if (!response.ok()) {
     error = absl::UnavailableError(absl::StrCat("Kubernetes cannot ", operation, ": ",
                                                 std::string(response.status().message())));
+  } else if (IsRefused(*response)) {
+    error = ToStatus(operation, *response);
   } else {
     NoteContact();
-    if (IsOverloaded(*response)) error = ToStatus(operation, *response);
   }
   absl::MutexLock lock(&mu_);
   error_ = error;
@@ -155,6 +166,12 @@ absl::Status KubernetesClient::ToStatus(const std::string& operation,
                        Quoted(options_.name_space), ": HTTP status ", response.status, " ",
                        failure.reason, ": ",
                        failure.reason.empty() ? Quoted(response.body) : failure.message)};
+}
+
+absl::Status KubernetesClient::UnexpectedAnswerError(const std::string& operation) const {
+  return absl::InvalidArgumentError(
+      absl::StrCat("Kubernetes cannot ", operation, ": ", options_.api_url,
+                   " does not answer as an API server does; is it the right address?"));
 }
 
 absl::StatusOr<std::optional<KubernetesObject>> KubernetesClient::Get(KubernetesKind kind,
@@ -178,11 +195,12 @@ absl::StatusOr<KubernetesList> KubernetesClient::List(KubernetesKind kind,
   const std::string path = absl::StrCat(PathOfAll(kind), "?labelSelector=", SelectorOf(prefix));
   EMA_ASSIGN_OR_RETURN(const Answer answer, Call(operation, {.path = path}, CallDeadline()));
   if (!IsSuccess(answer.response)) return ToStatus(operation, answer.response);
-  EMA_ASSIGN_OR_RETURN(KubernetesList list, ParseList(kind, answer.response.body));
-  std::erase_if(list.objects, [prefix](const KubernetesObject& object) {
+  std::optional<KubernetesList> list = ParseList(kind, answer.response.body);
+  if (!list.has_value()) return UnexpectedAnswerError(operation);
+  std::erase_if(list->objects, [prefix](const KubernetesObject& object) {
     return !object.entry.key.starts_with(prefix);
   });
-  return list;
+  return *std::move(list);
 }
 
 absl::StatusOr<KubernetesClient::Change> KubernetesClient::Put(const KubernetesObject& object,
@@ -219,8 +237,7 @@ absl::StatusOr<KubernetesClient::Change> KubernetesClient::Finish(const std::str
   if (IsSuccess(response)) {
     Change change{.is_made = true, .object = ParseObject(object.kind, response.body)};
     if (change.object.has_value()) return change;
-    return absl::UnavailableError(
-        absl::StrCat("Kubernetes cannot ", operation, ": unexpected answer of ", options_.api_url));
+    return UnexpectedAnswerError(operation);
   }
   const bool is_update = object.entry.revision != 0;
   if (response.status != 409 && !(is_update && IsNoObject(response))) {

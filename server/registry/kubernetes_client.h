@@ -82,6 +82,7 @@ class KubernetesClient {
   absl::StatusOr<Change> Finish(const std::string& operation, const KubernetesObject& object,
                                 Answer answer, SteadyTime deadline);
   absl::Status ToStatus(const std::string& operation, const HttpResponse& response) const;
+  absl::Status UnexpectedAnswerError(const std::string& operation) const;
 
   const KubernetesOptions options_;
   HttpClient http_;

@@ -158,13 +158,11 @@ std::optional<KubernetesObject> ParseObject(KubernetesKind kind, std::string_vie
   return ToObject(kind, Parse(text));
 }
 
-absl::StatusOr<KubernetesList> ParseList(KubernetesKind kind, std::string_view text) {
+std::optional<KubernetesList> ParseList(KubernetesKind kind, std::string_view text) {
   const json parsed = Parse(text);
   KubernetesList list{.resource_version = TextAt(parsed, {"metadata", "resourceVersion"})};
   const json* const items = Find(parsed, {"items"});
-  if (list.resource_version.empty() || items == nullptr) {
-    return absl::InvalidArgumentError("the answer is not a list of the Kubernetes API");
-  }
+  if (list.resource_version.empty() || items == nullptr) return std::nullopt;
   for (const json& item : *items) {
     if (auto object = ToObject(kind, item)) list.objects.push_back(*std::move(object));
   }

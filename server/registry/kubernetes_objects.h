@@ -57,8 +57,8 @@ struct KubernetesList {
   std::vector<KubernetesObject> objects;
   std::string resource_version;  // Of the whole list, to watch from.
 };
-// INVALID_ARGUMENT: not a list.
-absl::StatusOr<KubernetesList> ParseList(KubernetesKind kind, std::string_view text);
+// Nullopt: not a list.
+std::optional<KubernetesList> ParseList(KubernetesKind kind, std::string_view text);
 
 struct KubernetesEvent {
   enum class Type { kPut, kDeleted, kOther };

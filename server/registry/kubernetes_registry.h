@@ -36,8 +36,8 @@ struct KubernetesOptions {
 // UTF-8. A key must not be used for both kinds.
 //
 // Kubernetes deletes no expired lease. The first registry that has seen a lease unchanged for its
-// duration deletes it; so a lease expires only while a watch of some registry includes its key. The
-// revision of a member's key also grows with renewals, which watches do not report.
+// duration deletes it; so a lease is deleted only while a watch of some registry includes its key.
+// The revision of a member's key also grows with renewals, which watches do not report.
 class KubernetesRegistry final : public Registry {
  public:
   // Does not contact the API server. INVALID_ARGUMENT: the URL or a file; no URL, and not in a pod.

@@ -87,8 +87,12 @@ TEST(KubernetesOptionsTest, WrongOnesAreRefusedWithTheirText) {
   } cases[] = {
       {{.api_url = "10.0.0.1:443"}, "API server \"10.0.0.1:443\": expected https://HOST:PORT"},
       {{.api_url = "http://a", .ca_file = "ca.pem"}, "a CA needs https://"},
-      {{.api_url = "https://a", .token_file = "/nowhere/token"}, "file \"/nowhere/token\": "},
-      {{.api_url = "https://a", .ca_file = "/nowhere/ca.pem"}, "file \"/nowhere/ca.pem\": "},
+      {{.api_url = "https://a", .name_space = "a/b"}, "namespace \"a/b\": expected lower-case"},
+      {{.api_url = "https://a"}, "namespace \"\": expected lower-case"},
+      {{.api_url = "https://a", .name_space = "n", .token_file = "/nowhere/token"},
+       "file \"/nowhere/token\": "},
+      {{.api_url = "https://a", .name_space = "n", .ca_file = "/nowhere/ca.pem"},
+       "file \"/nowhere/ca.pem\": "},
       {{}, "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set"},
   };
   for (const auto& each : cases) {
@@ -132,6 +136,7 @@ TEST_F(KubernetesTest, ErrorsNameTheKeyAndTheServer) {
 }
 
 TEST_F(KubernetesTest, OverloadedServerIsUnavailable) {
+  const SteadyTime created = registry_->last_contact();
   for (const int status : {429, 500, 503}) {
     Control(absl::StrCat("/control/fail?status=", status));
     EXPECT_THAT(registry_->CompareAndPut("/m/a", 0, "x"),
@@ -141,11 +146,23 @@ TEST_F(KubernetesTest, OverloadedServerIsUnavailable) {
   Control("/control/fail?status=403");
   EXPECT_THAT(registry_->Read("/m/a"),
               StatusIs(absl::StatusCode::kPermissionDenied, HasSubstr("403")));
+  EXPECT_THAT(registry_->health().error, Not(IsOk()));
+  // The server cannot use the registry, so it had no contact.
+  EXPECT_EQ(registry_->last_contact(), created);
   // A conflict with something else than the key, such as a quota.
   Control("/control/fail?status=409");
   EXPECT_THAT(registry_->CompareAndPut("/m/a", 0, "x"),
               StatusIs(absl::StatusCode::kUnavailable, HasSubstr("409")));
   EXPECT_THAT(registry_->CompareAndPut("/m/a", 0, "x"), IsOk());
+  EXPECT_GT(registry_->last_contact(), created);
+  EXPECT_THAT(registry_->health().error, IsOk());
+}
+
+TEST_F(KubernetesTest, OtherProgramBehindTheAddressIsReported) {
+  const auto registry = NewRegistry(server_->url() + "/control/objects?");
+  EXPECT_THAT(registry->ReadPrefix("/m/"),
+              StatusIs(absl::StatusCode::kInvalidArgument,
+                       HasSubstr("does not answer as an API server does")));
 }
 
 TEST_F(KubernetesTest, WriteWhoseAnswerWasLostCountsOnce) {
@@ -226,9 +243,13 @@ TEST_F(KubernetesTest, CutWatchReportsAllKeysAgain) {
   WatchedKeys keys;
   const auto watch = behind_proxy->Watch("/m/", keys.callback());
   ASSERT_EQ(keys.AwaitCompleteCount(1), 1);
+  EMA_ASSERT_OK_AND_ASSIGN(const int64_t b, registry_->CompareAndPut("/m/b", 0, "2"));
+  const WatchedKeys::Values both = {{"/m/a", "1"}, {"/m/b", "2"}};
+  ASSERT_EQ(keys.Await(both), both);  // The streams are open.
   proxy.CutAll();
   proxy.AwaitCut();
   EXPECT_THAT(registry_->CompareAndDelete("/m/a", a), IsOk());
+  EXPECT_THAT(registry_->CompareAndDelete("/m/b", b), IsOk());
   EXPECT_THAT(registry_->CompareAndPut("/m/c", 0, "3"), IsOk());
   const WatchedKeys::Values last = {{"/m/c", "3"}};
   EXPECT_EQ(keys.Await(last), last);
