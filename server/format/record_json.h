@@ -145,6 +145,11 @@ class JsonWriter {
   void IfAny(std::string_view key, const std::vector<T>& values) {
     if (!values.empty()) (*this)(key, values);
   }
+  // An absent value is left out.
+  template <typename T>
+  void IfAny(std::string_view key, const std::optional<T>& value) {
+    if (value.has_value()) (*this)(key, value);
+  }
 
   Json Take() { return std::move(json_); }
 
@@ -171,6 +176,10 @@ class JsonReader {
   template <typename T>
   void IfAny(std::string_view key, std::vector<T>& values) {
     if (object_.contains(key)) (*this)(key, values);
+  }
+  template <typename T>
+  void IfAny(std::string_view key, std::optional<T>& value) {
+    if (object_.contains(key)) (*this)(key, value);
   }
 
   // The first problem; a field that was not asked for is one. Empty: there is none.

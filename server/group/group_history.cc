@@ -20,9 +20,11 @@ bool IsThere(const GroupHistory::Members& members, const Partition& partition) {
 // Where the next incarnation begins: "version 12 (step 30)".
 std::string DescribeBase(const ModelRecord& record) {
   if (!record.base.has_value()) return "its beginning";
+  const std::string version = absl::StrCat("version ", record.base->version);
+  if (record.BeginsWithCopy())
+    return absl::StrCat(version, " (step ", record.copy->step, ", a copy)");
   const GroupCheckpoint* const base = record.Find(*record.base);
-  return absl::StrCat("version ", record.base->version,
-                      base == nullptr ? "" : absl::StrCat(" (step ", base->step, ")"));
+  return base == nullptr ? version : absl::StrCat(version, " (step ", base->step, ")");
 }
 
 // Why the incarnation of `before` has ended. `missing`: since when processes were missing then.

@@ -69,6 +69,12 @@ void VisitFields(auto& io, MaybeConst<GroupCheckpoint> auto& checkpoint) {
   io("keep", checkpoint.keep);
 }
 
+void VisitFields(auto& io, MaybeConst<GroupCopy> auto& copy) {
+  io("incarnation", copy.id.incarnation);
+  io("version", copy.id.version, 1, kMaxStoredCount);
+  io("step", copy.step, 0, kMaxStoredCount);
+}
+
 void VisitFields(auto& io, MaybeConst<EarlierBase> auto& earlier) {
   io("incarnation", earlier.incarnation);
   io("base", earlier.base);
@@ -82,6 +88,7 @@ void VisitFields(auto& io, MaybeConst<ModelRecord> auto& record) {
   io("fenced_run_epoch", record.fenced_run_epoch, 0, kMaxStoredCount);
   io("partitions", record.partitions);
   io("checkpoints", record.checkpoints);
+  io.IfAny("copy", record.copy);
 }
 
 namespace {
@@ -132,7 +139,24 @@ std::string FindCheckpointsProblem(const ModelRecord& record) {
       return absl::StrCat(place, ", and comes after ", NameOf(checkpoints[i - 1].id));
     }
   }
-  if (record.base.has_value() && record.durable() == nullptr) {
+  return "";
+}
+
+// Whether a version that this incarnation has made is on the disk, or has been copied.
+bool HasOwnVersion(const ModelRecord& record) {
+  const int64_t own = record.incarnation;
+  return (!record.checkpoints.empty() && record.checkpoints.back().id.incarnation == own) ||
+         (record.copy.has_value() && record.copy->id.incarnation == own);
+}
+
+std::string FindBaseProblem(const ModelRecord& record) {
+  if (record.copy.has_value() && record.copy->id.incarnation != record.incarnation &&
+      record.copy->id != record.base) {
+    return absl::StrCat(".copy is ", NameOf(record.copy->id), ", expected one of incarnation ",
+                        record.incarnation, ", or the base");
+  }
+  if (record.base.has_value() && !HasOwnVersion(record) && record.Find(*record.base) == nullptr &&
+      !record.BeginsWithCopy()) {
     return absl::StrCat(".base is ", NameOf(*record.base), ", which is not in .checkpoints");
   }
   return "";
@@ -159,6 +183,7 @@ std::string FindEarlierBasesProblem(const ModelRecord& record) {
 std::string FindProblem(const ModelRecord& record) {
   std::string problem = FindPartitionsProblem(record.partitions);
   if (problem.empty()) problem = FindCheckpointsProblem(record);
+  if (problem.empty()) problem = FindBaseProblem(record);
   if (problem.empty()) problem = FindEarlierBasesProblem(record);
   return problem;
 }
@@ -239,26 +264,54 @@ void TrimEarlierBases(ModelRecord& record) {
   });
 }
 
-// Nullopt: the model has no checkpoint.
+// The newest checkpoint of the current history, other than `lost`. Null: there is none.
+const GroupCheckpoint* FindNewest(const ModelRecord& record,
+                                  const std::optional<VersionId>& lost = std::nullopt) {
+  for (const VersionId& last : record.History()) {
+    const auto it = std::find_if(
+        record.checkpoints.rbegin(), record.checkpoints.rend(), [&](const GroupCheckpoint& one) {
+          return one.id.incarnation == last.incarnation && one.id <= last && one.id != lost;
+        });
+    if (it != record.checkpoints.rend()) return &*it;
+  }
+  return nullptr;
+}
+
+bool HaveSamePlaces(const std::vector<Partition>& some, const std::vector<Partition>& others) {
+  return std::equal(some.begin(), some.end(), others.begin(), others.end(),
+                    [](const Partition& a, const Partition& b) {
+                      return a.member == b.member && a.first_tensor == b.first_tensor &&
+                             a.tensor_count == b.tensor_count;
+                    });
+}
+
+// Whether the next incarnation should begin with the copy: its files are at certain members.
+bool ShouldBeginWithCopy(const ModelRecord& record, const IncarnationRequest& request) {
+  if (!record.copy.has_value() || request.base.has_value() || request.lost == record.copy->id) {
+    return false;
+  }
+  const GroupCheckpoint* const durable = record.durable();
+  return (durable == nullptr || durable->id < record.copy->id) &&
+         HaveSamePlaces(record.partitions, request.partitions);
+}
+
+// Nullopt: the model has neither a checkpoint nor a copy.
 absl::StatusOr<std::optional<VersionId>> ChooseBase(const ModelRecord& record,
                                                     const IncarnationRequest& request) {
+  if (ShouldBeginWithCopy(record, request)) return record.copy->id;
   const GroupCheckpoint* const durable = record.durable();
-  if (!request.base.has_value() && durable == nullptr) return std::nullopt;
-  const VersionId wanted = request.base.value_or(durable->id);
-  if (record.Find(wanted) == nullptr) {
+  if (!request.base.has_value() && durable == nullptr && !request.lost.has_value()) {
+    return std::nullopt;
+  }
+  if (request.base.has_value() && record.Find(*request.base) == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
-                     absl::StrCat("base: there is no checkpoint of ", NameOf(wanted)));
+                     absl::StrCat("base: there is no checkpoint of ", NameOf(*request.base)));
   }
-  if (wanted != request.lost) return wanted;
-  for (const VersionId& last : record.History()) {
-    for (auto it = record.checkpoints.rbegin(); it != record.checkpoints.rend(); ++it) {
-      const bool is_in_history = it->id.incarnation == last.incarnation && it->id <= last;
-      if (is_in_history && it->id != wanted) return it->id;
-    }
-  }
+  if (request.base.has_value() && request.base != request.lost) return request.base;
+  if (const GroupCheckpoint* const newest = FindNewest(record, request.lost)) return newest->id;
   return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
-                   absl::StrCat("base: ", NameOf(wanted), " cannot be read, and the model has no ",
-                                "older checkpoint"));
+                   absl::StrCat("base: ", NameOf(*request.lost), " cannot be read, and the model ",
+                                "has no older checkpoint"));
 }
 
 void ForgetCheckpoint(ModelRecord& record, const VersionId& id) {
@@ -303,11 +356,10 @@ const GroupCheckpoint* ModelRecord::Find(const VersionId& id) const {
   return it != checkpoints.end() ? &*it : nullptr;
 }
 
-const GroupCheckpoint* ModelRecord::durable() const {
-  if (!checkpoints.empty() && checkpoints.back().id.incarnation == incarnation) {
-    return &checkpoints.back();
-  }
-  return base.has_value() ? Find(*base) : nullptr;
+const GroupCheckpoint* ModelRecord::durable() const { return FindNewest(*this); }
+
+bool ModelRecord::BeginsWithCopy() const {
+  return base.has_value() && copy.has_value() && copy->id == *base && Find(*base) == nullptr;
 }
 
 std::vector<VersionId> ModelRecord::History() const {
@@ -381,6 +433,7 @@ absl::StatusOr<ModelRecord> BeginIncarnation(ModelRecord record,
   EMA_ASSIGN_OR_RETURN(record.incarnation, NextIncarnation(record.incarnation, request.now_micros,
                                                            request.newest_stored_incarnation));
   if (base.has_value()) record.base = base;
+  if (!record.BeginsWithCopy()) record.copy.reset();
   record.fenced_run_epoch = std::max(record.fenced_run_epoch, request.fenced_run_epoch);
   record.partitions = request.partitions;
   TrimEarlierBases(record);
@@ -409,6 +462,12 @@ absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnatio
                                                  it->step, " with ", it->total_bytes, " bytes"));
   }
   it->keep = it->keep || checkpoint.keep;
+  return record;
+}
+
+absl::StatusOr<ModelRecord> SetCopy(ModelRecord record, const GroupCopy& copy) {
+  EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
+  if (!record.copy.has_value() || record.copy->id < copy.id) record.copy = copy;
   return record;
 }
 

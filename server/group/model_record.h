@@ -62,7 +62,15 @@ struct GroupCheckpoint {
   friend bool operator==(const GroupCheckpoint&, const GroupCheckpoint&) = default;
 };
 
-// The checkpoint that an earlier incarnation of a model began with.
+// A version that the members have outside the data directory: part_copies.h.
+struct GroupCopy {
+  VersionId id;
+  int64_t step = 0;
+
+  friend bool operator==(const GroupCopy&, const GroupCopy&) = default;
+};
+
+// The checkpoint, or copy, that an earlier incarnation of a model began with.
 struct EarlierBase {
   int64_t incarnation = 0;
   VersionId base;
@@ -80,8 +88,9 @@ struct ModelRecord {
   };
   State state = State::kCreating;
   int64_t incarnation = 0;
-  // The checkpoint that all partitions load at the beginning of the incarnation; absent: none, the
-  // model has no version then. Once the incarnation has a checkpoint of its own, it may be removed.
+  // The checkpoint, or the copy, that all partitions load at the beginning of the incarnation;
+  // absent: none, the model has no version then. Once the incarnation has a checkpoint or a copy of
+  // its own, the base may be removed.
   std::optional<VersionId> base;
   // In the order of the incarnations: only those from which the current one, or a checkpoint,
   // descends.
@@ -91,13 +100,19 @@ struct ModelRecord {
   // Together they have all tensors, in order. No member has two.
   std::vector<Partition> partitions;
   std::vector<GroupCheckpoint> checkpoints;  // In the order of their commits.
+  // The newest version of the current history that the members have copied; absent: none. It may be
+  // older than the newest checkpoint.
+  std::optional<GroupCopy> copy;
 
   // The checkpoint of that version; null: there is none.
   const GroupCheckpoint* Find(const VersionId& id) const;
-  // The checkpoint to which a crash takes the model back: the newest one of this incarnation, or
-  // the base. Checkpoints that a rollback has discarded are newer than the base, but of earlier
-  // incarnations. Null: the model would have no version.
+  // The newest checkpoint of the current history. Checkpoints that a rollback has discarded may be
+  // newer, but are of earlier incarnations. Null: there is none.
   const GroupCheckpoint* durable() const;
+  // Whether the base is `copy`, and not a checkpoint.
+  bool BeginsWithCopy() const;
+  // Whether a crash takes the model back to a checkpoint or a copy. False: it is lost.
+  bool SurvivesCrash() const { return copy.has_value() || durable() != nullptr; }
   // The current history, as the last version in it of each incarnation, newest incarnation first.
   // Later versions of an earlier incarnation have been discarded: by a rollback, or because a crash
   // came before they were saved.
@@ -142,14 +157,18 @@ struct IncarnationRequest {
   int64_t now_micros = 0;
   int64_t newest_stored_incarnation = 0;
   std::vector<Partition> partitions;
-  std::optional<VersionId> base;  // Nullopt: durable(). Else a checkpoint of the record.
-  // A checkpoint that cannot be read. It is removed from the record; if it would be the base, the
-  // newest other one of the current history is.
+  // A checkpoint of the record. Nullopt: the copy if it is newer than durable(), and every
+  // partition stays at its member; else durable().
+  std::optional<VersionId> base;
+  // A checkpoint, or the copy, that cannot be read. It is removed from the record; if it would be
+  // the base, the newest other checkpoint of the current history is.
   std::optional<VersionId> lost;
   int64_t fenced_run_epoch = 0;  // Runs up to this epoch may not continue; 0: all may.
 };
 // Begins the next incarnation of an ACTIVE model: all versions in memory end, and the partitions
-// load the base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base, or no other than the lost
+// load the base. A copy is as good a base as a checkpoint: every partition has published its
+// version, so no partition can have decided otherwise. The record keeps the copy only if it is the
+// base. NOT_FOUND, CHECKPOINT_NOT_FOUND: there is no such base, or no other than the lost
 // checkpoint. FAILED_PRECONDITION: the registry is older than the group's folder. INVALID_ARGUMENT:
 // the partitions have another number of tensors than before.
 absl::StatusOr<ModelRecord> BeginIncarnation(ModelRecord record, const IncarnationRequest& request);
@@ -159,6 +178,9 @@ absl::StatusOr<ModelRecord> BeginIncarnation(ModelRecord record, const Incarnati
 // FENCED: another incarnation. ALREADY_EXISTS: one of that version differs.
 absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnation,
                                           const GroupCheckpoint& checkpoint);
+// All members have the files of `copy`, a version of the current incarnation. It replaces the
+// record's copy, unless that is newer.
+absl::StatusOr<ModelRecord> SetCopy(ModelRecord record, const GroupCopy& copy);
 // OK if there is none. After this change its files can be removed. FAILED_PRECONDITION,
 // CHECKPOINT_IN_USE: it is durable().
 absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id);

@@ -26,6 +26,23 @@ absl::Status CheckHasLatest(CheckpointStore& checkpoints, const std::string& mod
       "model's record again with `emactl group recover`"));
 }
 
+// The step of the base of `record`, which has one.
+int64_t BaseStep(const ModelRecord& record) {
+  return record.BeginsWithCopy() ? record.copy->step : record.Find(*record.base)->step;
+}
+
+// Erases the record of a model that has neither a checkpoint nor a copy. Does nothing if it has
+// changed since it had `revision`.
+absl::Status EraseLost(Member& member, const std::string& model, int64_t revision,
+                       std::string_view reason, const LogSink& log) {
+  const absl::Status erased = member.Erase(model, revision);
+  if (absl::IsAborted(erased)) return absl::OkStatus();
+  EMA_RETURN_IF_ERROR(erased);
+  LogTo(log, LogLevel::kWarning, "model lost",
+        {{"model", model}, {"member", member.name()}, {"reason", reason}});
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 bool NamesEarlierProcess(const Member& member, const ModelRecord& record) {
@@ -45,16 +62,9 @@ absl::Status BeginIncarnationAfterRestart(Member& member, CheckpointStore* check
   if (checkpoints != nullptr) {
     EMA_RETURN_IF_ERROR(CheckHasLatest(*checkpoints, model, record));
   }
-  const GroupCheckpoint* const base = record.durable();
-  if (base == nullptr) {
-    const absl::Status erased = member.Erase(model, stored->revision);
-    if (absl::IsAborted(erased)) return absl::OkStatus();
-    EMA_RETURN_IF_ERROR(erased);
-    LogTo(log, LogLevel::kWarning, "model lost",
-          {{"model", model},
-           {"member", member.name()},
-           {"reason", "this member has restarted, and the model had no checkpoint"}});
-    return absl::OkStatus();
+  if (!record.SurvivesCrash()) {
+    return EraseLost(member, model, stored->revision,
+                     "this member has restarted, and the model had no checkpoint", log);
   }
   IncarnationRequest request{.partitions = record.PartitionsWithBoot(member.name(), member.boot())};
   EMA_ASSIGN_OR_RETURN(request.newest_stored_incarnation,
@@ -64,13 +74,15 @@ absl::Status BeginIncarnationAfterRestart(Member& member, CheckpointStore* check
   const absl::Status written = member.Write(model, next, stored->revision).status();
   if (absl::IsAborted(written)) return absl::OkStatus();
   EMA_RETURN_IF_ERROR(written);
-  LogTo(log, LogLevel::kWarning, "model returns to its newest checkpoint",
+  LogTo(log, LogLevel::kWarning,
+        next.BeginsWithCopy() ? "model returns to its newest copy"
+                              : "model returns to its newest checkpoint",
         {{"model", model},
          {"member", member.name()},
          {"reason", "this member has restarted"},
          {"incarnation", next.incarnation},
-         {"version", base->id.version},
-         {"step", base->step}});
+         {"version", next.base->version},
+         {"step", BaseStep(next)}});
   return absl::OkStatus();
 }
 
@@ -78,28 +90,41 @@ absl::Status BeginIncarnationWithoutBase(Member& member, CheckpointStore& checkp
                                          const std::string& model, const ModelRecord& record,
                                          const absl::Status& problem, const LogSink& log) {
   EMA_ASSIGN_OR_RETURN(const auto stored, member.Read(model));
-  const GroupCheckpoint* const lost = record.Find(*record.base);
-  if (!stored.has_value() || stored->record != record || lost == nullptr) return absl::OkStatus();
-  IncarnationRequest request{.partitions = record.partitions, .base = lost->id, .lost = lost->id};
+  if (!stored.has_value() || stored->record != record) return absl::OkStatus();
+  const bool is_copy = record.BeginsWithCopy();
+  const GroupCheckpoint* const checkpoint = record.Find(*record.base);
+  if (is_copy && record.durable() == nullptr) {
+    return EraseLost(
+        member, model, stored->revision,
+        absl::StrCat("it had no checkpoint, and its copy cannot be loaded: ", problem.message()),
+        log);
+  }
+  if (!is_copy && checkpoint == nullptr) return absl::OkStatus();
+  IncarnationRequest request{.partitions = record.partitions, .lost = record.base};
   EMA_ASSIGN_OR_RETURN(request.newest_stored_incarnation,
                        NewestStoredIncarnation(&checkpoints, model));
   request.now_micros = absl::ToUnixMicros(absl::Now());
   EMA_ASSIGN_OR_RETURN(const ModelRecord next, BeginIncarnation(record, request));
-  const std::string name = CheckpointName({lost->id.incarnation, lost->id.version, lost->step});
-  // Another member may have set it aside.
-  const absl::Status set_aside = checkpoints.FolderOf(model).SetAsideCorrupt(name, problem);
-  if (!absl::IsNotFound(set_aside)) EMA_RETURN_IF_ERROR(set_aside);
+  const std::string name =
+      CheckpointName({record.base->incarnation, record.base->version, BaseStep(record)});
+  if (!is_copy) {
+    // Another member may have set it aside.
+    const absl::Status set_aside = checkpoints.FolderOf(model).SetAsideCorrupt(name, problem);
+    if (!absl::IsNotFound(set_aside)) EMA_RETURN_IF_ERROR(set_aside);
+  }
   const absl::Status written = member.Write(model, next, stored->revision).status();
   if (absl::IsAborted(written)) return absl::OkStatus();
   EMA_RETURN_IF_ERROR(written);
-  LogTo(log, LogLevel::kError, "model returns to an older checkpoint",
+  LogTo(log, LogLevel::kError,
+        is_copy ? "copy lost; model returns to its newest checkpoint"
+                : "model returns to an older checkpoint",
         {{"model", model},
          {"member", member.name()},
-         {"lost_checkpoint", name},
+         {is_copy ? "lost_copy" : "lost_checkpoint", name},
          {"error", problem},
          {"incarnation", next.incarnation},
          {"version", next.base->version},
-         {"step", next.Find(*next.base)->step}});
+         {"step", BaseStep(next)}});
   return absl::OkStatus();
 }
 

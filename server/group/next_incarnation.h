@@ -23,18 +23,20 @@ namespace ema::group {
 bool NamesEarlierProcess(const Member& member, const ModelRecord& record);
 
 // Replaces `record`, of which NamesEarlierProcess() is true, in the registry: all partitions return
-// to the newest checkpoint, and this process has the place of the earlier one. A model without a
-// checkpoint is lost, so its record is erased. Does nothing if the record has changed: the watch
+// to the newest checkpoint or copy, and this process has the place of the earlier one. A model with
+// neither is lost, so its record is erased. Does nothing if the record has changed: the watch
 // reports it. `checkpoints`: null without a data directory. FAILED_PRECONDITION: the registry is
 // older than the group's folder. UNAVAILABLE: the registry or the disk failed. Blocks on both.
 absl::Status BeginIncarnationAfterRestart(Member& member, CheckpointStore* checkpoints,
                                           const std::string& model, const ModelRecord& record,
                                           const LogSink& log);
 
-// Begins the next incarnation from an older checkpoint, because the base of `record` cannot be
-// loaded: `problem` is DATA_LOSS, or it is not on the disk. Sets the base aside. Does nothing if
-// the record has changed. NOT_FOUND, CHECKPOINT_NOT_FOUND: the model has no older checkpoint, so
-// nothing has changed. UNAVAILABLE: the registry or the disk failed. Blocks on both.
+// Begins the next incarnation from the newest other checkpoint, because the base of `record` cannot
+// be loaded: `problem` is DATA_LOSS, or it is not on the disk. Sets a checkpoint aside that was the
+// base. If the base was a copy, and there is no checkpoint, the model is lost, and its record is
+// erased. Does nothing if the record has changed. NOT_FOUND, CHECKPOINT_NOT_FOUND: the model has no
+// older checkpoint, so nothing has changed. UNAVAILABLE: the registry or the disk failed. Blocks on
+// both.
 absl::Status BeginIncarnationWithoutBase(Member& member, CheckpointStore& checkpoints,
                                          const std::string& model, const ModelRecord& record,
                                          const absl::Status& problem, const LogSink& log);

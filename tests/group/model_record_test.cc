@@ -62,6 +62,7 @@ TEST(RecordTest, RecordsAreReadBack) {
   ModelRecord deleting = SomeRecord();
   deleting.state = State::kDeleting;
   deleting.checkpoints[0].keep = true;
+  deleting.copy = {{9, kIncarnation}, 90};
   EXPECT_THAT(ParseModelRecord(kKey, TextOf(deleting)), IsOkAndHolds(deleting));
 
   EXPECT_THAT(ParseMemberRecord("members/ema-0", FormatMemberRecord(SomeMember())),
@@ -145,6 +146,12 @@ TEST(RecordTest, BadFieldIsNamed) {
     EXPECT_THAT(Parse(json), StatusIs(absl::StatusCode::kDataLoss,
                                       HasSubstr(absl::StrCat("models/gpt: ", bad.message))));
   }
+  Json copied = good;
+  copied["copy"] = {{"incarnation", 7}, {"version", 6}, {"step", 60}};
+  EXPECT_THAT(Parse(copied),
+              StatusIs(absl::StatusCode::kDataLoss,
+                       HasSubstr("models/gpt: copy is version 6 of incarnation 7, expected one of "
+                                 "incarnation 1760000000, or the base")));
   Json member = Json::parse(FormatMemberRecord(SomeMember()));
   member["boot"] = "";
   EXPECT_THAT(ParseMemberRecord("members/ema-0", member.dump()),
@@ -318,6 +325,115 @@ TEST(ModelRecordTest, ALostBaseIsReplacedByTheNextOlderOneInTheHistory) {
                              "base: version 4 of incarnation 7 cannot be read, and the model has "
                              "no older checkpoint"),
                     ReasonIs(ErrorReason::kCheckpointNotFound)));
+}
+
+// --- Copies ---
+
+// The base of the next incarnation after a crash; `partitions` empty: every one stays.
+std::optional<VersionId> BaseAfterCrash(const ModelRecord& record,
+                                        const std::vector<Partition>& partitions = {}) {
+  const absl::StatusOr<ModelRecord> next =
+      BeginIncarnation(record, {.partitions = partitions.empty() ? record.partitions : partitions});
+  EXPECT_THAT(next, IsOk());
+  EXPECT_THAT(ParseModelRecord(kKey, TextOf(*next)), IsOkAndHolds(*next));
+  EXPECT_EQ(next->copy.has_value(), next->BeginsWithCopy());
+  return next->base;
+}
+
+GroupCopy CopyOf(int64_t version, int64_t incarnation = kIncarnation) {
+  return {.id = {version, incarnation}, .step = 10 * version};
+}
+
+TEST(CopyTest, CrashGoesBackToTheNewerOneOfCopyAndCheckpoint) {
+  EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record, SetCopy(SomeRecord(), CopyOf(6)));
+  EXPECT_EQ(BaseAfterCrash(record), (VersionId{6, kIncarnation}));
+  // A message that was late.
+  EXPECT_THAT(SetCopy(record, CopyOf(5)), IsOkAndHolds(record));
+  EMA_ASSERT_OK_AND_ASSIGN(record, AddCheckpoint(record, kIncarnation, CheckpointOf(7)));
+  EXPECT_EQ(BaseAfterCrash(record), (VersionId{7, kIncarnation}));
+  EMA_ASSERT_OK_AND_ASSIGN(record, SetCopy(record, CopyOf(8)));
+  EXPECT_EQ(BaseAfterCrash(record), (VersionId{8, kIncarnation}));
+  // The same version is on the disk, which is the better place.
+  EMA_ASSERT_OK_AND_ASSIGN(record, AddCheckpoint(record, kIncarnation, CheckpointOf(8)));
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelRecord next,
+                           BeginIncarnation(record, {.partitions = record.partitions}));
+  EXPECT_EQ(next.base, (VersionId{8, kIncarnation}));
+  EXPECT_FALSE(next.copy.has_value());
+}
+
+TEST(CopyTest, TheNewestCheckpointRemainsDurableWhileTheBaseIsACopy) {
+  EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record, SetCopy(SomeRecord(), CopyOf(6)));
+  for (int64_t crash = 1; crash <= 2; ++crash) {
+    EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.now_micros = kIncarnation + crash,
+                                                               .partitions = record.partitions}));
+    EXPECT_TRUE(record.BeginsWithCopy());
+    ASSERT_NE(record.durable(), nullptr);
+    EXPECT_EQ(record.durable()->id, (VersionId{5, 7}));  // Version 6 of it was discarded.
+    EXPECT_THAT(RemoveCheckpoint(record, {5, 7}), ReasonIs(ErrorReason::kCheckpointInUse));
+  }
+  // The copied version is saved, and later a newer one is copied.
+  EMA_ASSERT_OK_AND_ASSIGN(
+      record, AddCheckpoint(record, record.incarnation, CheckpointOf(6, kIncarnation)));
+  EXPECT_FALSE(record.BeginsWithCopy());
+  EXPECT_EQ(record.durable()->id, (VersionId{6, kIncarnation}));
+  EMA_ASSERT_OK_AND_ASSIGN(record, SetCopy(record, CopyOf(7, record.incarnation)));
+  EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
+  EXPECT_EQ(BaseAfterCrash(record), (VersionId{7, kIncarnation + 2}));
+}
+
+TEST(CopyTest, ACopyMayReplaceTheCopyThatWasTheBase) {
+  EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record, SetCopy(SomeRecord(), CopyOf(6)));
+  EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.partitions = record.partitions}));
+  EMA_ASSERT_OK_AND_ASSIGN(record, SetCopy(record, CopyOf(7, record.incarnation)));
+  EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
+  EXPECT_EQ(record.durable()->id, (VersionId{5, 7}));
+  EXPECT_EQ(BaseAfterCrash(record), (VersionId{7, kIncarnation + 1}));
+}
+
+TEST(CopyTest, ARollbackDiscardsTheCopy) {
+  EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record, SetCopy(SomeRecord(), CopyOf(6)));
+  EMA_ASSERT_OK_AND_ASSIGN(
+      record, BeginIncarnation(record, {.partitions = record.partitions, .base = VersionId{4, 7}}));
+  EXPECT_FALSE(record.copy.has_value());
+  EXPECT_EQ(BaseAfterCrash(record), (VersionId{4, 7}));
+}
+
+TEST(CopyTest, AMovedPartitionCannotLoadTheCopy) {
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelRecord record, SetCopy(SomeRecord(), CopyOf(6)));
+  const VersionId copied = {6, kIncarnation};
+  const VersionId stored = {5, 7};
+  EXPECT_EQ(BaseAfterCrash(record, record.PartitionsWithBoot("ema-0", "new")), copied);
+  std::vector<Partition> moved = record.partitions;
+  moved[1].member = "ema-3";
+  EXPECT_EQ(BaseAfterCrash(record, moved), stored);
+  EXPECT_EQ(
+      BaseAfterCrash(record, {{"ema-1", "b1", 0, 3}, {"ema-2", "b2", 3, 2}, {"ema-0", "b0", 5, 3}}),
+      stored);
+  EXPECT_EQ(BaseAfterCrash(record, {{"ema-1", "b1", 0, 5}, {"ema-0", "b0", 5, 3}}), stored);
+}
+
+TEST(CopyTest, ALostCopyIsReplacedByTheNewestCheckpoint) {
+  EMA_ASSERT_OK_AND_ASSIGN(ModelRecord record, SetCopy(SomeRecord(), CopyOf(6)));
+  EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.partitions = record.partitions}));
+  EMA_ASSERT_OK_AND_ASSIGN(const ModelRecord next,
+                           BeginIncarnation(record, {.partitions = record.partitions,
+                                                     .lost = VersionId{6, kIncarnation}}));
+  EXPECT_EQ(next.base, (VersionId{5, 7}));
+  EXPECT_FALSE(next.copy.has_value());
+  EXPECT_EQ(next.checkpoints, record.checkpoints);
+}
+
+TEST(CopyTest, AModelWithOnlyACopySurvivesACrash) {
+  ModelRecord record = {
+      .state = State::kActive, .incarnation = kIncarnation, .partitions = SomeRecord().partitions};
+  EXPECT_FALSE(record.SurvivesCrash());
+  EMA_ASSERT_OK_AND_ASSIGN(record, SetCopy(record, CopyOf(1)));
+  EXPECT_TRUE(record.SurvivesCrash());
+  EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.partitions = record.partitions}));
+  EXPECT_EQ(record.base, (VersionId{1, kIncarnation}));
+  EXPECT_EQ(record.durable(), nullptr);
+  EXPECT_THAT(BeginIncarnation(record, {.partitions = record.partitions, .lost = record.base}),
+              ReasonIs(ErrorReason::kCheckpointNotFound));
 }
 
 TEST(ModelRecordTest, AnOldRegistryBeginsNoIncarnation) {

@@ -70,6 +70,18 @@ TEST_F(NextIncarnationTest, AModelWithoutACheckpointIsErased) {
   EXPECT_FALSE(stored.has_value());
 }
 
+TEST_F(NextIncarnationTest, AModelWithoutACheckpointReturnsToItsCopy) {
+  record_.checkpoints.clear();
+  record_.copy = {{4, 5}, 40};
+  const auto member = Join("b", "b2");
+  ASSERT_THAT(member->Write("m", record_, 0), IsOk());
+  ASSERT_THAT(BeginIncarnationAfterRestart(*member, nullptr, "m", record_, nullptr), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const auto stored, member->Read("m"));
+  ASSERT_TRUE(stored.has_value());
+  EXPECT_EQ(stored->record.base, (VersionId{4, 5}));
+  EXPECT_TRUE(stored->record.BeginsWithCopy());
+}
+
 TEST_F(NextIncarnationTest, OnlyTheProcessThatTheRegistryHasMayBeginAnIncarnation) {
   const auto other = Join("a", "a1");
   ASSERT_THAT(other->Write("m", record_, 0), IsOk());
