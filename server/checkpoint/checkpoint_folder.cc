@@ -568,14 +568,16 @@ absl::StatusOr<std::string> CheckpointFolder::Abandon(const CheckpointId& id) {
 }
 
 absl::StatusOr<std::vector<std::string>> CheckpointFolder::BeginIncarnation(
-    const CheckpointId& base, const std::vector<VersionId>& recorded) {
+    const std::optional<CheckpointId>& newest, const std::vector<VersionId>& recorded) {
   absl::MutexLock lock(&mu_);
   ForgetLocked();
   records_.ForgetUnrecorded();
   EMA_RETURN_IF_ERROR(data_.CheckMayWrite());
   EMA_ASSIGN_OR_RETURN(const std::vector<CheckpointId> ids, files_.FindCheckpoints());
   if (ids.empty()) return std::vector<std::string>();
-  if (ids.front() != base) EMA_RETURN_IF_ERROR(files_.WriteLatest(base));
+  if (newest.has_value() && ids.front() != *newest) {
+    EMA_RETURN_IF_ERROR(files_.WriteLatest(*newest));
+  }
   std::vector<std::string> set_aside;
   for (const CheckpointId& id : ids) {
     if (absl::c_linear_search(recorded, id.version_id())) continue;

@@ -207,11 +207,11 @@ class CheckpointFolder {
       ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside that is newer than the one that was loaded. Returns its new name.
   absl::StatusOr<std::string> Abandon(const CheckpointId& id) ABSL_LOCKS_EXCLUDED(mu_);
-  // In a group, on the home of an incarnation that begins with the checkpoint `base`: makes LATEST
-  // name it, and sets the checkpoints aside that have all tracks but are not `recorded`: a crash
-  // came before the registry had them. Returns their new names.
-  absl::StatusOr<std::vector<std::string>> BeginIncarnation(const CheckpointId& base,
-                                                            const std::vector<VersionId>& recorded)
+  // In a group, on the home of a new incarnation, whose newest checkpoint is `newest`, if it has
+  // one: makes LATEST name it, and sets the checkpoints aside that have all tracks but are not
+  // `recorded`: a crash came before the registry had them. Returns their new names.
+  absl::StatusOr<std::vector<std::string>> BeginIncarnation(
+      const std::optional<CheckpointId>& newest, const std::vector<VersionId>& recorded)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Another server may have changed the folder: it is listed again before the index is used. Never
   // blocks.

@@ -244,10 +244,19 @@ absl::StatusOr<std::string> IndexText(const Target& to, const Manifest& manifest
   return absl::StrCat(index.dump(2), "\n");
 }
 
+using AttachedFileRefs = std::vector<std::shared_ptr<const AttachedFile>>;
+
+absl::Status WriteAttachedFiles(const Target& to, const std::string& directory,
+                                const AttachedFileRefs& attached_files) {
+  for (const auto& file : attached_files) {
+    EMA_RETURN_IF_ERROR(WriteSmallFile(to, JoinPath(directory, file->name), file->bytes));
+  }
+  return to.latch.Check(to.file_system.SyncDirectory(directory));
+}
+
 // Adds the files of a track's folder that are of all parts, and syncs the folder.
 absl::Status FinishTrack(const Target& to, const Manifest& manifest,
-                         const std::vector<std::shared_ptr<const AttachedFile>>& attached_files,
-                         CheckpointTrack& track) {
+                         const AttachedFileRefs& attached_files, CheckpointTrack& track) {
   const std::string directory = TrackPath(to.path, track.config.name);
   if (track.weights->files.size() > 1) {
     absl::StatusOr<std::string> index = IndexText(to, manifest, track);
@@ -258,16 +267,14 @@ absl::Status FinishTrack(const Target& to, const Manifest& manifest,
     track.weights->index = Describe(kIndexFileName, *index);
     EMA_RETURN_IF_ERROR(WriteSmallFile(to, JoinPath(directory, kIndexFileName), *index));
   }
-  for (const auto& file : attached_files) {
-    EMA_RETURN_IF_ERROR(WriteSmallFile(to, JoinPath(directory, file->name), file->bytes));
-  }
-  return to.latch.Check(to.file_system.SyncDirectory(directory));
+  return WriteAttachedFiles(to, directory, attached_files);
 }
 
-absl::Status WriteManifest(const Target& to, const CheckpointManifest& manifest) {
+absl::Status WriteManifest(const Target& to, const CheckpointManifest& manifest,
+                           ManifestScope scope = ManifestScope::kWhole) {
   const std::string text = EncodeCheckpointManifest(manifest);
   // What could not be read back must not become the newest checkpoint.
-  if (const absl::Status status = ParseCheckpointManifest(text).status(); !status.ok()) {
+  if (const absl::Status status = ParseCheckpointManifest(text, scope).status(); !status.ok()) {
     return MakeError(absl::StatusCode::kInternal, ErrorReason::kBug,
                      absl::StrCat("the new manifest.json cannot be parsed: ", status.message()));
   }
@@ -381,11 +388,29 @@ absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch&
   return part;
 }
 
+absl::StatusOr<CheckpointManifest> FinishPart(FileSystem& file_system, SyncLatch& latch,
+                                              const std::string& path, const Model& model,
+                                              CheckpointManifest part) {
+  const AttachedFileRefs attached_files = model.attached_files().files();
+  for (const auto& file : attached_files) {
+    part.attached_files.push_back(Describe(file->name, file->bytes));
+  }
+  const Target to{file_system, latch, path};
+  part.total_bytes = 0;
+  for (const CheckpointTrack& track : part.tracks) {
+    if (!track.weights.has_value()) continue;
+    EMA_RETURN_IF_ERROR(WriteAttachedFiles(to, TrackPath(path, track.config.name), attached_files));
+    part.total_bytes += part.FolderBytes(track);
+  }
+  EMA_RETURN_IF_ERROR(WriteManifest(to, part, ManifestScope::kPart));
+  return part;
+}
+
 absl::StatusOr<CheckpointManifest> MergeParts(FileSystem& file_system, SyncLatch& latch,
                                               const std::string& path, const Model& model,
                                               std::vector<CheckpointManifest> parts) {
   EMA_ASSIGN_OR_RETURN(CheckpointManifest whole, MergeManifests(std::move(parts)));
-  const auto attached_files = model.attached_files().files();
+  const AttachedFileRefs attached_files = model.attached_files().files();
   for (const auto& file : attached_files) {
     whole.attached_files.push_back(Describe(file->name, file->bytes));
   }

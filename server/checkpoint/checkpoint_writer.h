@@ -78,6 +78,13 @@ absl::StatusOr<CheckpointManifest> WritePart(FileSystem& file_system, SyncLatch&
                                              const std::string& path, Model& model,
                                              const Snapshot& snapshot, const WriteOptions& options);
 
+// Makes the part at `path` readable without the others, for ReadPartManifest(): writes the attached
+// files of `model`, which only the first partition has, and manifest.json. Returns the manifest
+// with these files.
+absl::StatusOr<CheckpointManifest> FinishPart(FileSystem& file_system, SyncLatch& latch,
+                                              const std::string& path, const Model& model,
+                                              CheckpointManifest part);
+
 // Makes one checkpoint of the parts, which are in the order of the partitions: writes the indexes,
 // the attached files of `model`, and manifest.json. Returns the manifest of the whole. Errors also
 // as MergeManifests(). DATA_LOSS, CHECKPOINT_CORRUPT: a file of a part is missing, or is not as its

@@ -203,14 +203,19 @@ absl::StatusOr<CheckpointManifest> Verify(
   return checkpoint;
 }
 
+absl::StatusOr<std::string> ReadManifestFile(FileSystem& file_system, const std::string& path) {
+  absl::StatusOr<std::string> text =
+      file_system.ReadSmallFile(JoinPath(path, kManifestFileName), kMaxManifestFileBytes);
+  if (!text.ok()) return ToCorruptionError(text.status());
+  return text;
+}
+
 }  // namespace
 
 absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
                                                           const std::string& path) {
-  const absl::StatusOr<std::string> text =
-      file_system.ReadSmallFile(JoinPath(path, kManifestFileName), kMaxManifestFileBytes);
-  if (!text.ok()) return ToCorruptionError(text.status());
-  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ParseCheckpointManifest(*text));
+  EMA_ASSIGN_OR_RETURN(const std::string text, ReadManifestFile(file_system, path));
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest checkpoint, ParseCheckpointManifest(text));
   ModelConfig config = ConfigOf(checkpoint);
   absl::Status status = config.Validate();
   config.tracks = checkpoint.created_tracks;
@@ -220,6 +225,23 @@ absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_syste
     EMA_RETURN_IF_ERROR(CheckTrack(checkpoint.manifest, track));
   }
   return checkpoint;
+}
+
+absl::StatusOr<CheckpointManifest> ReadPartManifest(FileSystem& file_system,
+                                                    const std::string& path) {
+  EMA_ASSIGN_OR_RETURN(const std::string text, ReadManifestFile(file_system, path));
+  return ParsePartManifest(text);
+}
+
+absl::StatusOr<CheckpointManifest> ParsePartManifest(std::string_view text) {
+  EMA_ASSIGN_OR_RETURN(CheckpointManifest part,
+                       ParseCheckpointManifest(text, ManifestScope::kPart));
+  // The rules are those of the whole model, so ModelConfig::Validate() might refuse the part.
+  for (const CheckpointTrack& track : part.tracks) {
+    EMA_RETURN_IF_ERROR(ValidateName("track", track.config.name));
+    EMA_RETURN_IF_ERROR(CheckTrack(part.manifest, track));
+  }
+  return part;
 }
 
 absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_view model_name,

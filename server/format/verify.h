@@ -24,6 +24,12 @@ namespace ema {
 absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
                                                           const std::string& path);
 
+// The same for a part of a checkpoint in a folder of its own: FinishPart().
+absl::StatusOr<CheckpointManifest> ReadPartManifest(FileSystem& file_system,
+                                                    const std::string& path);
+// The same for the text of such a manifest.json. Does not block.
+absl::StatusOr<CheckpointManifest> ParsePartManifest(std::string_view text);
+
 // OK: it is the checkpoint of that model and version, with all tracks or, if `is_partial`, with
 // some. DATA_LOSS, CHECKPOINT_CORRUPT: it is another one, put there from outside.
 absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_view model_name,
