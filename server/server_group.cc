@@ -87,6 +87,14 @@ absl::StatusOr<std::unique_ptr<ServerGroup>> ServerGroup::Create(const ServerOpt
   std::unique_ptr<ServerGroup> group(new ServerGroup(options, std::move(log)));
   EMA_ASSIGN_OR_RETURN(group->registry_, OpenRegistry(options, group->log_));
   EMA_ASSIGN_OR_RETURN(group->peers_, group::Peers::Start(PeersOptions(options)));
+  if (!options.copy_dir.empty()) {
+    absl::StatusOr<std::unique_ptr<group::CopyDirectory>> copies = group::CopyDirectory::Open(
+        PosixFileSystem(), options.copy_dir, options.group, options.member);
+    if (!copies.ok()) {
+      return WithPrefix(copies.status(), absl::StrCat("--copy-dir ", options.copy_dir, ": "));
+    }
+    group->copies_ = *std::move(copies);
+  }
   return group;
 }
 
@@ -99,6 +107,8 @@ void ServerGroup::Attach(std::shared_ptr<ModelStore> store, CheckpointStore* che
                                   .max_registry_outage = options_.max_registry_outage,
                                   .replace_after = options_.replace_after,
                                   .checkpoints = checkpoints,
+                                  .copies = copies_.get(),
+                                  .copy_interval = options_.copy_every,
                                   .log = log_});
 }
 

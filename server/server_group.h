@@ -18,6 +18,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/partitioned_saves.h"
 #include "server/core/model_store.h"
+#include "server/group/copy_directory.h"
 #include "server/group/group_models.h"
 #include "server/group/group_saves.h"
 #include "server/group/member.h"
@@ -79,6 +80,7 @@ class ServerGroup {
   group::GroupSaves saves_;
   std::unique_ptr<Registry> registry_;
   std::unique_ptr<group::Peers> peers_;
+  std::unique_ptr<group::CopyDirectory> copies_;  // Null without --copy-dir.
   std::unique_ptr<group::GroupModels> models_;
   std::unique_ptr<group::Member> member_;  // Null before Join(), and after Leave().
   // Held while the group is described, so that Leave() does not destroy the member meanwhile.

@@ -39,6 +39,14 @@ class FanOut {
       shared->wait.WakeAll();
     };
   }
+  // Waits for all calls, but at most until `deadline`. False: a call has not ended by then.
+  bool AwaitEnd(SteadyTime deadline) {
+    Shared& shared = *shared_;
+    absl::MutexLock lock(&shared.mu);
+    return shared.wait.AwaitUntil(shared.mu, deadline, [&]() ABSL_SHARED_LOCKS_REQUIRED(shared.mu) {
+      return shared.missing_count == 0;
+    });
+  }
   // Waits for all calls, but at most until `deadline`. Returns their responses by partition, or the
   // first error, which then names the member. UNAVAILABLE, GROUP_DEGRADED: a call has not ended by
   // then, and its result is ignored. Call once.

@@ -42,8 +42,14 @@ GroupModels::GroupModels(ModelStore* store, Peers* peers, Options options)
                .checkpoints = options_.checkpoints,
                .log = options_.log}),
       lifecycle_(&hosted_, peers, options_.checkpoints, options_.log),
-      follower_(&hosted_, store, options_.checkpoints, options_.log),
+      copies_(&hosted_, options_.copies, options_.log),
+      follower_(&hosted_, store, options_.checkpoints, &copies_, options_.log),
       overview_(&hosted_, store, &follower_, peers) {
+  if (options_.copies != nullptr) {
+    copy_maker_.emplace(
+        this, &hosted_, store, options_.checkpoints, &copies_,
+        CopyMaker::Options{.interval = options_.copy_interval, .log = options_.log});
+  }
   if (options_.replace_after <= absl::ZeroDuration()) return;
   replacer_.emplace(this, &hosted_,
                     Replacer::Options{.replace_after = options_.replace_after,
@@ -56,9 +62,12 @@ void GroupModels::Start(Member* member) {
   follower_.Start(member, [this] {
     if (replacer_.has_value()) replacer_->Wake();
   });
+  if (copy_maker_.has_value()) copy_maker_->Start();
 }
 
 void GroupModels::Stop() {
+  copies_.Stop();
+  if (copy_maker_.has_value()) copy_maker_->Stop();
   if (replacer_.has_value()) replacer_->Stop();
   follower_.Stop();
   hosted_.Stop();
@@ -133,7 +142,7 @@ absl::Status GroupModels::CheckLoaded(std::string_view model) const {
 absl::Status GroupModels::CheckNothingToLoad(std::string_view model, const Member& member) const {
   const std::optional<ModelRecord> record = member.model(model);
   if (!record.has_value() || record->state != ModelRecord::State::kActive ||
-      record->durable() == nullptr) {
+      !record->SurvivesCrash()) {
     return absl::OkStatus();
   }
   // Also one of an earlier process of this member: a new incarnation begins soon.
@@ -382,6 +391,27 @@ absl::StatusOr<v1::SavePartResponse> GroupModels::SavePart(const v1::SavePartReq
   return group::SavePart(*options_.checkpoints, *model, request);
 }
 
+absl::StatusOr<v1::WriteCopyResponse> GroupModels::WriteCopy(const v1::WriteCopyRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindForCall(request.model(), request.boot(), request.incarnation()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
+                       FindForMessage(request.model()));
+  return copies_.Write(*model, partition->id().partition, request);
+}
+
+absl::StatusOr<v1::FetchCopyResponse> GroupModels::FetchCopy(const v1::FetchCopyRequest& request) {
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> model,
+                       FindForCall(request.model(), request.boot(), request.incarnation()));
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<HostedPartition> partition,
+                       FindForMessage(request.model()));
+  EMA_RETURN_IF_ERROR(copies_.Fetch(*model, *partition, request));
+  return v1::FetchCopyResponse();
+}
+
+absl::StatusOr<v1::ReadCopyResponse> GroupModels::ReadCopy(const v1::ReadCopyRequest& request) {
+  return copies_.Read(request);
+}
+
 // --- Calls that all partitions take part in ---
 
 absl::Status GroupModels::StartAtOthers(
@@ -550,6 +580,7 @@ absl::Status GroupModels::RejectPushesForStop(const v1::SaveNowRequest& request)
 
 void GroupModels::ReleaseHeldCalls() {
   follower_.StopLoading();
+  copies_.Stop();
   for (const auto& [name, hosted] : hosted_.All()) hosted->partition->ReleaseHeldCalls();
   peers_.AwaitPosted();
 }

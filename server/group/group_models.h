@@ -19,12 +19,15 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model_config.h"
 #include "server/core/model_store.h"
+#include "server/group/copy_directory.h"
+#include "server/group/copy_maker.h"
 #include "server/group/group_overview.h"
 #include "server/group/hosted_models.h"
 #include "server/group/hosted_partition.h"
 #include "server/group/member.h"
 #include "server/group/model_lifecycle.h"
 #include "server/group/model_record.h"
+#include "server/group/part_copies.h"
 #include "server/group/peers.h"
 #include "server/group/registry_follower.h"
 #include "server/group/replacer.h"
@@ -47,6 +50,9 @@ class GroupModels final : public GroupCalls {
     absl::Duration replace_after;
     // Of the data directory that all members share; outlives this. Null: there is none.
     CheckpointStore* checkpoints = nullptr;
+    // Of --copy-dir; outlives this. Null: there are no copies. Otherwise `checkpoints` is not null.
+    CopyDirectory* copies = nullptr;
+    absl::Duration copy_interval = absl::Minutes(1);  // --copy-every
     LogSink log;
   };
   // `store` and `peers` outlive this.
@@ -133,6 +139,9 @@ class GroupModels final : public GroupCalls {
   absl::StatusOr<v1::SynthesizePartResponse> SynthesizePart(
       const v1::SynthesizePartRequest& request) override;
   absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) override;
+  absl::StatusOr<v1::WriteCopyResponse> WriteCopy(const v1::WriteCopyRequest& request) override;
+  absl::StatusOr<v1::FetchCopyResponse> FetchCopy(const v1::FetchCopyRequest& request) override;
+  absl::StatusOr<v1::ReadCopyResponse> ReadCopy(const v1::ReadCopyRequest& request) override;
   absl::StatusOr<v1::DescribeMemberResponse> DescribeMember(
       const v1::DescribeMemberRequest& request) override;
   absl::Status RejectPushesForStop(const v1::SaveNowRequest& request) override;
@@ -172,8 +181,10 @@ class GroupModels final : public GroupCalls {
   Peers& peers_;
   HostedModels hosted_;
   ModelLifecycle lifecycle_;
+  PartCopies copies_;
   RegistryFollower follower_;
-  std::optional<Replacer> replacer_;  // Nullopt without Options::replace_after.
+  std::optional<Replacer> replacer_;     // Nullopt without Options::replace_after.
+  std::optional<CopyMaker> copy_maker_;  // Nullopt without Options::copies.
   const GroupOverview overview_;
 
   absl::Mutex update_mu_;  // Serializes UpdateTracks() and RebalanceModel().

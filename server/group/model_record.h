@@ -62,7 +62,7 @@ struct GroupCheckpoint {
   friend bool operator==(const GroupCheckpoint&, const GroupCheckpoint&) = default;
 };
 
-// A version that the members have outside the data directory: part_copies.h.
+// A version that the members have outside the data directory: copy_directory.h.
 struct GroupCopy {
   VersionId id;
   int64_t step = 0;

@@ -69,6 +69,12 @@ class Peers {
                     absl::Duration timeout, OnResult<v1::PublishStateResponse> on_result);
   void SavePart(const std::string& address, const v1::SavePartRequest& request,
                 absl::Duration timeout, OnResult<v1::SavePartResponse> on_result);
+  void WriteCopy(const std::string& address, const v1::WriteCopyRequest& request,
+                 absl::Duration timeout, OnResult<v1::WriteCopyResponse> on_result);
+  void FetchCopy(const std::string& address, const v1::FetchCopyRequest& request,
+                 absl::Duration timeout, OnResult<v1::FetchCopyResponse> on_result);
+  void ReadCopy(const std::string& address, const v1::ReadCopyRequest& request,
+                absl::Duration timeout, OnResult<v1::ReadCopyResponse> on_result);
   void GetPartStatistics(const std::string& address, const v1::GetPartStatisticsRequest& request,
                          absl::Duration timeout, OnResult<v1::GetPartStatisticsResponse> on_result);
   void SynthesizePart(const std::string& address, const v1::SynthesizePartRequest& request,

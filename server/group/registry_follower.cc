@@ -9,8 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "ema/internal/status_macros.h"
+#include "server/checkpoint/checkpoint_load.h"
+#include "server/checkpoint/folder_files.h"
 #include "server/core/model.h"
-#include "server/format/manifest_json.h"
 #include "server/format/verify.h"
 #include "server/group/group_errors.h"
 #include "server/group/next_incarnation.h"
@@ -83,6 +84,10 @@ absl::Status RegistryFollower::Reconcile() {
     }
   }
   if (must_load) loading_.Wake();
+  // Last: it may take seconds. After an error the next change of the registry tries it again.
+  if (const absl::Status removed = copies_.RemoveUnneeded(member.models()); !removed.ok()) {
+    LogTo(log_, LogLevel::kWarning, "copies not removed", {{"error", removed}});
+  }
   return result;
 }
 
@@ -171,14 +176,7 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
                                              const ModelRecord& record) {
   if (checkpoints_ == nullptr) return NoDataDirError();
   const auto index = static_cast<size_t>(*record.PartitionOf(member.name(), member.boot()));
-  const GroupCheckpoint* const listed = record.Find(*record.base);
-  if (listed == nullptr) {  // The registry was restored from a backup.
-    return absl::DataLossError(absl::StrCat("model \"", model, "\": version ", record.base->version,
-                                            ", which it must load, is not among the checkpoints of "
-                                            "its record in the registry"));
-  }
-  EMA_ASSIGN_OR_RETURN(const CheckpointManifest base,
-                       ReadGroupCheckpoint(*checkpoints_, model, *listed));
+  EMA_ASSIGN_OR_RETURN(const CheckpointManifest base, ReadBase(model, record, index));
   std::shared_ptr<HostedPartition> partition;
   {
     absl::MutexLock lock(&hosted_.change_mu());
@@ -200,13 +198,20 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
     }
   }
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Model> here, store_.Get(model));
-  if (here->is_home()) BeginIncarnation(model, record, *listed);
+  if (here->is_home()) BeginIncarnation(model, record);
   const absl::Time begin = absl::Now();
   const PauseHook rest = [this, &here] {
     if (is_stopping_.load(std::memory_order_relaxed)) return DrainingError();
     return here->closed();  // A newer incarnation has begun.
   };
-  EMA_RETURN_IF_ERROR(LoadPart(*checkpoints_, base, record, index, *here, rest));
+  if (record.BeginsWithCopy()) {
+    EMA_RETURN_IF_ERROR(copies_.LoadPart(record, index, *here, rest));
+    if (here->is_home()) {
+      EMA_RETURN_IF_ERROR(RestoreKeptTime(FolderFiles(checkpoints_->data(), model), *here));
+    }
+  } else {
+    EMA_RETURN_IF_ERROR(LoadPart(*checkpoints_, base, record, index, *here, rest));
+  }
   partition->Activate();
   LogTo(log_, LogLevel::kInfo, "partition loaded",
         {{"model", model},
@@ -218,13 +223,32 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
   return absl::OkStatus();
 }
 
-void RegistryFollower::BeginIncarnation(const std::string& model, const ModelRecord& record,
-                                        const GroupCheckpoint& base) {
+absl::StatusOr<CheckpointManifest> RegistryFollower::ReadBase(const std::string& model,
+                                                              const ModelRecord& record,
+                                                              size_t partition) {
+  if (record.BeginsWithCopy()) {
+    return copies_.LoadManifest(model, record, partition, /*rest=*/[this] {
+      return is_stopping_.load(std::memory_order_relaxed) ? DrainingError() : absl::OkStatus();
+    });
+  }
+  const GroupCheckpoint* const listed = record.Find(*record.base);
+  if (listed == nullptr) {  // The registry was restored from a backup.
+    return absl::DataLossError(absl::StrCat("model \"", model, "\": version ", record.base->version,
+                                            ", which it must load, is not among the checkpoints of "
+                                            "its record in the registry"));
+  }
+  return ReadGroupCheckpoint(*checkpoints_, model, *listed);
+}
+
+void RegistryFollower::BeginIncarnation(const std::string& model, const ModelRecord& record) {
+  std::optional<CheckpointId> newest;
+  if (const GroupCheckpoint* const durable = record.durable(); durable != nullptr) {
+    newest = {durable->id.incarnation, durable->id.version, durable->step};
+  }
   std::vector<VersionId> recorded;
   for (const GroupCheckpoint& checkpoint : record.checkpoints) recorded.push_back(checkpoint.id);
   const absl::StatusOr<std::vector<std::string>> set_aside =
-      checkpoints_->FolderOf(model).BeginIncarnation(
-          {base.id.incarnation, base.id.version, base.step}, recorded);
+      checkpoints_->FolderOf(model).BeginIncarnation(newest, recorded);
   if (!set_aside.ok()) {
     LogTo(log_, LogLevel::kWarning, "checkpoint folder does not follow the record",
           {{"model", model}, {"error", set_aside.status()}});

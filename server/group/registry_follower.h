@@ -5,6 +5,7 @@
 #define EMA_SERVER_GROUP_REGISTRY_FOLLOWER_H_
 
 #include <atomic>
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <string>
@@ -13,31 +14,39 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "server/base/log_event.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/core/model_store.h"
+#include "server/format/manifest_json.h"
 #include "server/group/group_history.h"
 #include "server/group/hosted_models.h"
 #include "server/group/hosted_partition.h"
 #include "server/group/member.h"
 #include "server/group/model_record.h"
+#include "server/group/part_copies.h"
 #include "server/group/retried_work.h"
 
 namespace ema::group {
 
 // Keeps the table of hosted partitions equal to the records: a partition lives as long as its
 // model's record names this process for it. A partition whose incarnation has ended is dropped. If
-// the next one begins with a checkpoint, a new partition is made, and loads its tensors. If a
-// record names an earlier process of this member, the next incarnation is begun.
+// the next one begins with a checkpoint or a copy, a new partition is made, and loads its tensors.
+// If a record names an earlier process of this member, the next incarnation is begun. Removes
+// copies that no record needs.
 //
 // Thread-safe. Works on two threads of its own, as loading takes long.
 class RegistryFollower {
  public:
-  // `hosted` and `store` outlive this, `checkpoints` too. Null: there is no data directory.
+  // All outlive this. `checkpoints` null: there is no data directory.
   RegistryFollower(HostedModels* hosted, ModelStore* store, CheckpointStore* checkpoints,
-                   LogSink log)
-      : hosted_(*hosted), store_(*store), checkpoints_(checkpoints), log_(std::move(log)) {}
+                   PartCopies* copies, LogSink log)
+      : hosted_(*hosted),
+        store_(*store),
+        checkpoints_(checkpoints),
+        copies_(*copies),
+        log_(std::move(log)) {}
 
   // Begins the work, and calls `on_change` now and after each change of the registry, on any
   // thread. It must not block. REQUIRES: HostedModels::Start(member) has been called. Call once.
@@ -68,16 +77,19 @@ class RegistryFollower {
   bool MustLoad(const Member& member, const std::string& model, const ModelRecord& record) const;
   absl::Status LoadPartition(Member& member, const std::string& model, const ModelRecord& record)
       ABSL_LOCKS_EXCLUDED(mu_, hosted_.change_mu());
+  // The manifest of the checkpoint, or copy, with which the incarnation of `record` begins.
+  absl::StatusOr<CheckpointManifest> ReadBase(const std::string& model, const ModelRecord& record,
+                                              size_t partition);
   // On the home: makes the folder of the model's checkpoints follow the record. Errors are in the
   // log: the record decides which checkpoints count.
-  void BeginIncarnation(const std::string& model, const ModelRecord& record,
-                        const GroupCheckpoint& base);
+  void BeginIncarnation(const std::string& model, const ModelRecord& record);
   void NoteLoadEnded(const std::string& model, const ModelRecord& record,
                      const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
   HostedModels& hosted_;
   ModelStore& store_;
   CheckpointStore* const checkpoints_;
+  PartCopies& copies_;
   const LogSink log_;
 
   std::atomic<bool> is_stopping_ = false;  // Relaxed: ends a running load a moment later.

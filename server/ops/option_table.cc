@@ -478,6 +478,13 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Duration("replace-after", o.replace_after, absl::ZeroDuration(),
                  "Move the tensors of a server of the group to the others when it has been missing "
                  "for this long. All steps after the newest checkpoint are lost. 0: never");
+  table.Text("copy-dir", o.copy_dir, "DIR",
+             "Directory of this host, such as one on a tmpfs, for copies of the newest version: of "
+             "this server's part of each model, and of another server's. After a crash of one "
+             "server, models return to them if they are newer than the newest checkpoint. All "
+             "servers of the group need such a directory. Empty: no copies");
+  table.Duration("copy-every", o.copy_every, absl::Seconds(1),
+                 "Copy the newest version to --copy-dir at this interval");
   table.Text("group-token-file", o.group_token_file, "FILE",
              "File with the token that this server presents to the others, which must have it in "
              "their --auth-tokens with the role server. Empty: none");
@@ -587,6 +594,8 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
         {"kubernetes-ca", !o.kubernetes_ca.empty()},
         {"max-registry-outage", o.max_registry_outage != ServerOptions().max_registry_outage},
         {"replace-after", o.replace_after != absl::ZeroDuration()},
+        {"copy-dir", !o.copy_dir.empty()},
+        {"copy-every", o.copy_every != ServerOptions().copy_every},
         {"group-token-file", !o.group_token_file.empty()},
         {"group-ca", !o.group_ca.empty()},
     };
@@ -605,6 +614,12 @@ void AddGroupConflicts(const ServerOptions& o, std::vector<OptionConflict>& prob
            "shorter than --max-registry-outage: a server that does not reach the registry could "
            "still commit steps after it was replaced"});
     }
+  }
+  if (!o.copy_dir.empty() && o.data_dir.empty()) {
+    problems.push_back({"copy-dir", "given without --data-dir"});
+  }
+  if (o.copy_dir.empty() && o.copy_every != ServerOptions().copy_every) {
+    problems.push_back({"copy-every", "given without --copy-dir"});
   }
   if (!o.auth_tokens.empty() && o.group_token_file.empty()) {
     problems.push_back({"group", "given with --auth-tokens, but without --group-token-file"});

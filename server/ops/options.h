@@ -79,6 +79,9 @@ struct ServerOptions {
   absl::Duration max_registry_outage = absl::Minutes(10);
   // How long a server may be missing before the others replace it; zero: for ever.
   absl::Duration replace_after;
+  // A directory of this host for copies of the newest version, such as on a tmpfs; empty: none.
+  std::string copy_dir;
+  absl::Duration copy_every = absl::Minutes(1);
   std::string group_token_file;  // With this server's token for the other members.
   std::string group_ca;  // PEM file with the CA of the members' certificates; empty: tls_client_ca.
   // URL of a model on another server, or group of servers, that this server copies for readers,

@@ -72,6 +72,10 @@ constexpr Rule kRules[] = {
     // Also while draining: homes save the newest versions of their models before they leave.
     {"/ema.v1.GroupService/SavePart", Role::kServer},
     {"/ema.v1.GroupService/SaveNow", Role::kServer},
+    {"/ema.v1.GroupService/WriteCopy", Role::kServer, /*is_rejected_while_draining=*/true},
+    {"/ema.v1.GroupService/FetchCopy", Role::kServer, /*is_rejected_while_draining=*/true},
+    // Other servers may need this one's copies to load their partitions.
+    {"/ema.v1.GroupService/ReadCopy", Role::kServer},
     {"/ema.v1.GroupService/DescribeMember", Role::kServer},
 };
 

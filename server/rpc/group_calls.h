@@ -100,6 +100,12 @@ class GroupCalls {
       const v1::SynthesizePartRequest& request) = 0;
   // Blocks for as long as it takes to write the partition.
   virtual absl::StatusOr<v1::SavePartResponse> SavePart(const v1::SavePartRequest& request) = 0;
+  // Blocks for as long as it takes to write the partition.
+  virtual absl::StatusOr<v1::WriteCopyResponse> WriteCopy(const v1::WriteCopyRequest& request) = 0;
+  // Blocks on another server, which sends a partition.
+  virtual absl::StatusOr<v1::FetchCopyResponse> FetchCopy(const v1::FetchCopyRequest& request) = 0;
+  // Blocks on the disk.
+  virtual absl::StatusOr<v1::ReadCopyResponse> ReadCopy(const v1::ReadCopyRequest& request) = 0;
   // The first part of SaveNow(): ends the open round of the model, and permits no pushes until the
   // sender has left, or for 20 minutes. Blocks until everything that has been committed is
   // published here. NOT_FOUND, MODEL_NOT_FOUND. ABORTED, FENCED.

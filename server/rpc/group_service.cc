@@ -27,6 +27,9 @@ void ListenToGroup(RpcContext* rpc, grpc::ServerCompletionQueue* queue,
   EMA_LISTEN(Sync);
   EMA_LISTEN(PublishState);
   EMA_LISTEN(SavePart, On(workers.saving_parts));
+  EMA_LISTEN(WriteCopy, On(workers.copying_parts));
+  EMA_LISTEN(FetchCopy, On(workers.copying_parts));
+  EMA_LISTEN(ReadCopy, On(workers.reading_copies));
   EMA_LISTEN(GetPartStatistics, On(workers.computing_parts));
   EMA_LISTEN(SynthesizePart, On(workers.computing_parts));
   EMA_LISTEN(DescribeMember);

@@ -11,11 +11,14 @@
 namespace ema {
 
 struct GroupWorkers {
-  // No call on these three may wait for another server, because two servers may call each other at
+  // No call on these four may wait for another server, because two servers may call each other at
   // the same time. SavePart() may take minutes.
   Worker* reserving = nullptr;
   Worker* saving_parts = nullptr;
   Worker* computing_parts = nullptr;
+  Worker* reading_copies = nullptr;
+  // FetchCopy() waits for ReadCopy() of other servers. Both calls may take minutes.
+  Worker* copying_parts = nullptr;
   Worker* saving = nullptr;  // For SaveNow().
 };
 

@@ -145,8 +145,8 @@ void RpcServer::StartThreads() {
     worker->Start(options_.heartbeats->Add(worker->name(), needed_for));
   }
   if (context_.group != nullptr) {
-    for (Worker* const worker :
-         {&saving_parts_, &computing_parts_, &changing_calls_, &moving_calls_}) {
+    for (Worker* const worker : {&saving_parts_, &computing_parts_, &copying_parts_,
+                                 &reading_copies_, &changing_calls_, &moving_calls_}) {
       worker->Start(options_.heartbeats->Add(worker->name(), NeededFor::kNeither));
     }
   }
@@ -309,9 +309,10 @@ void RpcServer::Shutdown(SteadyTime deadline) {
   for (std::thread* const thread : {&watchdog_, &file_watch_}) {
     if (thread->joinable()) thread->join();
   }
-  for (Worker* const worker : {&disk_calls_, &saving_calls_, &creating_calls_, &restoring_calls_,
-                               &computing_calls_, &saving_parts_, &computing_parts_,
-                               &changing_calls_, &moving_calls_, &disk_reader_, &device_reader_}) {
+  for (Worker* const worker :
+       {&disk_calls_, &saving_calls_, &creating_calls_, &restoring_calls_, &computing_calls_,
+        &saving_parts_, &computing_parts_, &copying_parts_, &reading_copies_, &changing_calls_,
+        &moving_calls_, &disk_reader_, &device_reader_}) {
     worker->Stop();
   }
   // The workers may have begun to answer calls.
@@ -338,6 +339,8 @@ void RpcServer::ServeQueue(CallQueue* queue) {
                   {.reserving = &creating_calls_,
                    .saving_parts = &saving_parts_,
                    .computing_parts = &computing_parts_,
+                   .reading_copies = &reading_copies_,
+                   .copying_parts = &copying_parts_,
                    .saving = &saving_calls_});
   }
   using Health = grpc::health::v1::Health::AsyncService;

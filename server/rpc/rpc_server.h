@@ -168,8 +168,10 @@ class RpcServer {
   Worker saving_calls_{"saving-calls", kMaxWaitingCalls, kShortBytes};
   Worker computing_calls_{"computing-calls", kMaxWaitingCalls, kShortBytes / 2};
   // Started in a group only.
-  Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 4};
-  Worker computing_parts_{"computing-parts", kMaxWaitingCalls, kShortBytes / 4};
+  Worker saving_parts_{"saving-parts", kMaxWaitingCalls, kShortBytes / 8};
+  Worker computing_parts_{"computing-parts", kMaxWaitingCalls, kShortBytes / 8};
+  Worker copying_parts_{"copying-parts", kMaxWaitingCalls, kShortBytes / 8};
+  Worker reading_copies_{"reading-copies", kMaxWaitingCalls, kShortBytes / 8};
   Worker moving_calls_{"moving-calls", kMaxWaitingCalls, kShortBytes / 4};
   Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};

@@ -31,6 +31,7 @@
 #include "server/checkpoint/checkpoint_manager.h"
 #include "server/core/checkpoints.h"
 #include "server/format/file_system.h"
+#include "server/group/copy_directory.h"
 #include "server/group/group_models.h"
 #include "server/group/group_saves.h"
 #include "server/group/member.h"
@@ -61,12 +62,17 @@ class GroupServer {
     std::function<std::string(int port)> advertise;
     ServerObserver* observer = &ServerObserver::None();  // Outlives the server.
     absl::Duration replace_after;                        // Zero: never.
+    std::string copy_dir;                                // Empty: no copies.
+    absl::Duration copy_interval = absl::Minutes(1);
     LogSink log;
   };
 
   explicit GroupServer(const Options& options) : name_(options.name) {
     peers_ = *Peers::Start({});
     if (!options.data_dir.empty()) OpenCheckpoints(options);
+    if (!options.copy_dir.empty()) {
+      copies_ = *CopyDirectory::Open(PosixFileSystem(), options.copy_dir, "g", options.name);
+    }
     ModelStore::Options store;
     store.memory_bytes = options.memory_bytes;
     store.model.has_data_dir = checkpoints_ != nullptr;
@@ -75,10 +81,13 @@ class GroupServer {
     };
     store_ = std::make_shared<ModelStore>(NewTestDevice(int64_t{16} << 20), store);
     CheckpointStore* const stored = checkpoints_ != nullptr ? &checkpoints_->store() : nullptr;
-    models_ = std::make_unique<GroupModels>(
-        store_.get(), peers_.get(),
-        GroupModels::Options{
-            .replace_after = options.replace_after, .checkpoints = stored, .log = options.log});
+    models_ =
+        std::make_unique<GroupModels>(store_.get(), peers_.get(),
+                                      GroupModels::Options{.replace_after = options.replace_after,
+                                                           .checkpoints = stored,
+                                                           .copies = copies_.get(),
+                                                           .copy_interval = options.copy_interval,
+                                                           .log = options.log});
     RpcServer::Options rpc;
     rpc.listen_addresses = {options.listen_address};
     rpc.group = models_.get();
@@ -143,6 +152,7 @@ class GroupServer {
   GroupSaves saves_;
   Checkpoints no_checkpoints_;
   std::unique_ptr<CheckpointManager> checkpoints_;  // Null without a data directory.
+  std::unique_ptr<CopyDirectory> copies_;           // Null without copies.
   std::shared_ptr<ModelStore> store_;
   std::unique_ptr<GroupModels> models_;
   std::unique_ptr<RpcServer> rpc_;
@@ -425,6 +435,8 @@ class GroupFixture : public testing::Test {
                    .data_dir = data_dir_,
                    .policy = policy_,
                    .replace_after = replace_after_,
+                   .copy_dir = copy_dir_,
+                   .copy_interval = copy_interval_,
                    .log = log_});
     }
     AwaitMembers();
@@ -437,7 +449,10 @@ class GroupFixture : public testing::Test {
                                          .name = stopped.name(),
                                          .listen_address = stopped.address(),
                                          .data_dir = data_dir_,
-                                         .policy = policy_};
+                                         .policy = policy_,
+                                         .copy_dir = copy_dir_,
+                                         .copy_interval = copy_interval_,
+                                         .log = log_};
       server = nullptr;
       server = std::make_unique<GroupServer>(options);
       return;
@@ -503,6 +518,8 @@ class GroupFixture : public testing::Test {
   SavePolicy policy_;
   int64_t reported_memory_bytes_ = 0;
   absl::Duration replace_after_;
+  std::string copy_dir_;
+  absl::Duration copy_interval_ = absl::Minutes(1);
   LogSink log_;
   MemoryRegistry registry_;  // Outlives the servers.
   std::vector<std::unique_ptr<GroupServer>> servers_;

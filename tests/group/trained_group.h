@@ -30,6 +30,8 @@ class TrainedGroup : public GroupFixture {
   struct Servers {
     int64_t reported_memory_bytes = 0;
     absl::Duration replace_after;
+    std::string copy_dir;  // Empty: no copies.
+    absl::Duration copy_interval = absl::Milliseconds(10);
     LogSink log;
   };
   // `data_dir`: a directory that all servers share; empty: they save nothing.
@@ -40,6 +42,8 @@ class TrainedGroup : public GroupFixture {
     data_dir_ = data_dir;
     reported_memory_bytes_ = servers.reported_memory_bytes;
     replace_after_ = servers.replace_after;
+    copy_dir_ = servers.copy_dir;
+    copy_interval_ = servers.copy_interval;
     log_ = servers.log;
     StartServers(server_count);
     Create("m", 0, tensor_count);
@@ -49,6 +53,7 @@ class TrainedGroup : public GroupFixture {
   using GroupFixture::Await;
   using GroupFixture::AwaitMembers;
   using GroupFixture::AwaitReceived;
+  using GroupFixture::copy_dir_;
   using GroupFixture::Create;
   using GroupFixture::Describe;
   using GroupFixture::registry_;

@@ -216,6 +216,22 @@ TEST(OptionsTest, AServerIsReplacedOnlyWhenItNoLongerCommitsSteps) {
               HasSubstr("--replace-after: given without --group"));
 }
 
+TEST(OptionsTest, CopiesNeedAGroupWithADataDirectory) {
+  const auto parse = [](const char* copy_every, const char* copy_dir, const char* data_dir) {
+    return Parse(
+        {"--group=g", "--etcd=http://a", "--advertise=host:1", copy_every, copy_dir, data_dir});
+  };
+  const ParsedOptions parsed = parse("--copy-every=30s", "--copy-dir=c", "--data-dir=d");
+  ASSERT_FALSE(parsed.should_exit) << parsed.text;
+  EXPECT_EQ(parsed.options.copy_dir, "c");
+  EXPECT_EQ(parsed.options.copy_every, absl::Seconds(30));
+  EXPECT_THAT(parse("--copy-every=1m", "--copy-dir=c", "--data-dir=").text,
+              HasSubstr("--copy-dir: given without --data-dir"));
+  EXPECT_THAT(parse("--copy-every=30s", "--copy-dir=", "--data-dir=d").text,
+              HasSubstr("--copy-every: given without --copy-dir"));
+  EXPECT_THAT(Parse({"--copy-dir=c"}).text, HasSubstr("--copy-dir: given without --group"));
+}
+
 TEST(OptionsTest, FlagsAreRead) {
   const ParsedOptions parsed = Parse({"--listen",
                                       "[::1]:0,unix:/run/ema.sock",
