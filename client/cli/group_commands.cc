@@ -62,6 +62,7 @@ Json ToJson(const GroupInfo::Model& model) {
                {"incarnation", model.incarnation},
                {"members", model.members},
                {"checkpoint", nullptr},
+               {"copy_step", nullptr},
                {"progress", nullptr},
                {"degraded_seconds", Seconds(model.degraded)},
                {"checkpoint_return_count", model.checkpoint_return_count},
@@ -71,6 +72,7 @@ Json ToJson(const GroupInfo::Model& model) {
                           {"version", model.checkpoint->version},
                           {"step", model.checkpoint_step}};
   }
+  if (model.copy_step.has_value()) json["copy_step"] = *model.copy_step;
   if (model.progress.has_value()) json["progress"] = ToJson(*model.progress);
   return json;
 }
@@ -122,8 +124,11 @@ std::string ModelTable(const GroupInfo& info) {
     std::vector<std::string> row = {model.name, model.state,
                                     model.members.empty() ? "-" : model.members[0],
                                     absl::StrCat(model.members.size())};
-    const std::string checkpoint =
+    std::string checkpoint =
         model.checkpoint.has_value() ? absl::StrCat("step ", model.checkpoint_step) : "none";
+    if (model.copy_step.has_value()) {
+      absl::StrAppend(&checkpoint, ", copy of step ", *model.copy_step);
+    }
     if (const auto& progress = model.progress; progress.has_value()) {
       row.insert(
           row.end(),

@@ -53,6 +53,7 @@ struct GroupInfo {
     std::vector<std::string> members;  // By partition; the first one is the home.
     std::optional<VersionId> checkpoint;
     int64_t checkpoint_step = 0;
+    std::optional<int64_t> copy_step;  // Of the newest copy in the servers' --copy-dir.
     std::optional<Progress> progress;  // Nullopt: the home did not answer.
     absl::Duration degraded;           // Zero: steps can be committed.
     int64_t checkpoint_return_count = 0;

@@ -183,6 +183,7 @@ void GroupOverview::DescribeModel(const Member& self, const std::string& name,
     model.mutable_checkpoint()->set_incarnation(checkpoint->id.incarnation);
     model.set_checkpoint_step(checkpoint->step);
   }
+  if (record.copy.has_value()) model.set_copy_step(record.copy->step);
   model.set_checkpoint_return_count(follower_.history().CheckpointReturnCount(name));
   const absl::Duration age = absl::Now() - absl::FromUnixMicros(record.incarnation);
   switch (record.state) {

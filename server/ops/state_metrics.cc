@@ -193,12 +193,15 @@ void AddGroup(const GroupInfo& group, MetricFamilies& families) {
   MetricFamily& ages = families.Gauge(
       "ema_group_checkpoint_age_seconds",
       "Time since the version of the newest checkpoint was committed; only at the model's home.");
+  MetricFamily& copies = families.Gauge(
+      "ema_group_copy_step", "Step of the newest copy of the model in the servers' --copy-dir.");
   for (const GroupInfo::Model& model : group.models) {
     const MetricLabels labels = {{"model", model.name}};
     incarnations.Add(static_cast<double>(model.incarnation), labels);
     degraded.Add(absl::ToDoubleSeconds(model.degraded), labels);
     returns.Add(static_cast<double>(model.checkpoint_return_count), labels);
     waits.Add(absl::ToDoubleSeconds(model.commit_wait), labels);
+    if (model.copy_step.has_value()) copies.Add(static_cast<double>(*model.copy_step), labels);
     if (!model.progress.has_value()) continue;
     rounds.Add(static_cast<double>(model.progress->round), labels);
     if (const auto age = model.progress->checkpoint_age) {

@@ -62,6 +62,7 @@ GroupInfo::Model FromProto(const Response::Model& proto) {
   if (proto.has_checkpoint()) {
     model.checkpoint = VersionId{proto.checkpoint().version(), proto.checkpoint().incarnation()};
   }
+  if (proto.has_copy_step()) model.copy_step = proto.copy_step();
   if (proto.has_progress()) model.progress = FromProto(proto.progress());
   return model;
 }

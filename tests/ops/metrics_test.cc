@@ -146,6 +146,7 @@ TEST(MetricsTest, AGroupIsShownAsItIs) {
   group.members = {{.name = "ema-0"}, {.name = "ema-1", .missing = absl::Seconds(5)}};
   group.models = {{.name = "m",
                    .incarnation = 1'700'000'000'000'001,
+                   .copy_step = 52,
                    .progress = GroupInfo::Progress{.round = 42, .checkpoint_age = absl::Minutes(1)},
                    .degraded = absl::Seconds(5),
                    .checkpoint_return_count = 2,
@@ -159,7 +160,8 @@ TEST(MetricsTest, AGroupIsShownAsItIs) {
         "ema_group_degraded_seconds{model=\"elsewhere\"} 0",
         "ema_group_checkpoint_returns_total{model=\"m\"} 2",
         "ema_group_commit_wait_seconds_total{model=\"m\"} 1.5", "ema_group_round{model=\"m\"} 42",
-        "ema_group_checkpoint_age_seconds{model=\"m\"} 60"}) {
+        "ema_group_checkpoint_age_seconds{model=\"m\"} 60",
+        "ema_group_copy_step{model=\"m\"} 52"}) {
     EXPECT_THAT(text, HasSubstr(absl::StrCat(line, "\n")));
   }
   EXPECT_THAT(text, Not(HasSubstr("ema_group_round{model=\"elsewhere\"}")));

@@ -75,6 +75,7 @@ GROUP_ONLY: dict[str, set[str]] = {
     "ema_group_checkpoint_returns_total": {"model"},
     "ema_group_commit_wait_seconds_total": {"model"},
     "ema_group_checkpoint_age_seconds": {"model"},
+    "ema_group_copy_step": {"model"},
 }
 # Of a server that follows another one.
 FOLLOWER_ONLY: dict[str, set[str]] = {"ema_follow_contact_age_seconds": set()}
