@@ -110,6 +110,21 @@ def test_the_schemas_accept_a_group_without_etcd(without_etcd, version):
         kubernetes_validate.validate(item, version, strict=True)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pods_can_copy_versions_into_memory(tmp_path, version):
+    copying = build_with(tmp_path, "gpu", "group", "etcd", "copies")
+    for item in copying:
+        kubernetes_validate.validate(item, version, strict=True)
+    printed = print_config(environment_of_pod(copying, "ema-server-1"))
+    assert 'copy-dir = "/copies"' in printed
+    (container,) = pod_of(copying)["containers"]
+    (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == "/copies"]
+    (volume,) = [one for one in pod_of(copying)["volumes"] if one["name"] == mount["name"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    # 4.5 billion parameters on each server, as overlays/gpu/resources.yaml computes.
+    assert number_of_bytes(volume["emptyDir"]["sizeLimit"]) >= 4 * 4 * 4.5e9
+
+
 def test_the_server_accepts_the_options(items, external):
     """The member has the pod's name, and the headless service gives it the address that it advertises."""
     for manifests, etcd in (
