@@ -5,11 +5,11 @@
 #ifndef EMA_SERVER_OPS_OPTION_TABLE_H_
 #define EMA_SERVER_OPS_OPTION_TABLE_H_
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "server/base/log_event.h"
 #include "server/ops/options.h"
 
 namespace CLI {  // NOLINT(readability-identifier-naming): CLI11 calls it that.
@@ -25,6 +25,9 @@ struct OptionProblems {
   std::string file;  // "FILE:LINE", of the value that is read from a file.
   std::vector<std::string> texts;
 };
+
+// --block-bytes is a multiple of this.
+inline constexpr int64_t kBlockGranule = 4096;
 
 // Groups whose options are limits.
 inline constexpr std::string_view kLimits = "Limits";
@@ -49,16 +52,6 @@ std::string NameWhereSet(const CLI::App& app, const std::string& name, const std
 // that Kubernetes makes for a service whose name is, or begins with, "ema" (EMA_SERVICE_HOST,
 // EMA_PORT, EMA_PORT_50051_TCP, ...). Not safe against a concurrent setenv().
 std::vector<std::string> EmaVariables();
-
-// Warnings, for the log, about settings that are valid but probably not intended.
-std::vector<LogEvent> OptionWarnings(const ServerOptions& options);
-
-// An option that contradicts another one, and what to do.
-struct OptionConflict {
-  std::string name;
-  std::string problem;
-};
-std::vector<OptionConflict> OptionConflicts(const ServerOptions& options);
 
 }  // namespace ema
 

@@ -27,6 +27,7 @@
 #include "server/base/printable.h"
 #include "server/base/quoted.h"
 #include "server/base/small_file.h"
+#include "server/ops/option_conflicts.h"
 #include "server/ops/option_table.h"
 
 namespace ema {
