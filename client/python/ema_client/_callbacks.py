@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ema_client import _ema
+from ema_client._client.client import Client
 from ema_client._client.mode import is_disabled
 from ema_client._client.pull_arguments import only_average_of
 from ema_client._client.read import connect
@@ -196,250 +198,299 @@ def with_copy_track(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def statistics(attachment: Attachment, options: Mapping[str, Any]) -> dict[str, float]:
-    """The norm of each average, and its distance from the raw weights, as the server has them now,
-    by the names for a logger. {}: there are none yet, or the server cannot be reached."""
-    if attachment._pusher.disconnected_error() is not None:
-        return {}
-    try:
-        record = attachment._client.statistics(
-            attachment._model_name, timeout_s=max(1.0, float(options.get("max_wait_s", 30.0)))
-        )
-    except FailedPreconditionError:  # Before the first version, or the first update of a track.
-        return {}
-    except EmaError as error:
-        cause = (type(error), error.reason)
-        attachment._statistics_failures[cause] += 1
-        count = attachment._statistics_failures[cause]
-        if count & (count - 1) == 0:
-            _logger.warning(
-                "log_statistics: nothing is logged at this step: %s%s",
-                error,
-                (
-                    ""
-                    if count == 1
-                    else f" ({count} times by now; the next warning is at {2 * count})"
-                ),
-            )
-        return {}
-    attachment._statistics_failures.clear()
-    values: dict[str, float] = {}
-    for track, numbers in record.tracks.items():
-        values[f"{track}_norm"] = numbers.norm
-        if numbers.distance is not None:
-            values[f"{track}_distance"] = numbers.distance
-    return values
+class CallbackAverage:
+    """The average that a framework's callback keeps: its attachment while a training runs, and swaps of the
+    model's weights. Without a training, these read the newest average on the server.
 
-
-@contextlib.contextmanager
-def averaged_or_own(
-    module: torch.nn.Module,
-    url: str,
-    attachment: Attachment | None,
-    options: Mapping[str, Any],
-    *,
-    track: str | None,
-    version: VersionLike | None = None,
-    own: OwnValues | None = None,
-    doing: str = "evaluating",
-) -> Iterator[Version | None]:
-    """Puts the averages of `version`, or else of the last push, into a model for a `with` block. If
-    they cannot be read, or the track has not reached its ema_start, the model keeps its own weights,
-    with a warning about what the caller is `doing`. The latter warning is given once per attachment.
-
-    Collective: all ranks get the same version, or all keep their own weights. With an attachment,
-    waits for its pending push. `own`: stores the model's own values, so that the caller can drop
-    them.
-
-    Yields:
-        The version in the model. None: the model has its own weights.
-
-    Raises:
-        EmaError: the averages cannot be read on some rank, and on_error is not "skip", or a
-            version was given.
+    Attributes:
+        url, model_name: of the model on the server.
+        options: the arguments of `attach`.
+        track: which average the trainer's model gets. None: the only one that is not a copy, else "ema".
+        attachment: set by the callback while a training runs.
+        own: the model's own values, from `swap_in` to `swap_out`.
     """
-    if is_disabled(url):
-        yield None
-        return
-    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_timeout_s(options))
-    with contextlib.ExitStack() as stack:
-        record: Version | None = None
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        *,
+        track: str | None,
+        logs_statistics: bool = False,
+    ) -> None:
+        """InvalidArgumentError: the URL is malformed, or the tracks are wrong."""
+        check_tracks(options)
+        self.url = url
+        self._address, self.model_name = split_url(url)
+        self.options = with_copy_track(options) if logs_statistics else dict(options)
+        self.track = track
+        self.attachment: Attachment | None = None
+        self.own = OwnValues()
+        # Puts the model's own values back.
+        self._swapped = contextlib.ExitStack()
+        self._has_warned_of_start = False
+        self._logs_statistics = logs_statistics
+        # The step of the last statistics.
+        self._logged_step = 0
+        # Failures to get statistics since the last success, by error.
+        self._failures: collections.Counter[tuple[type, str]] = collections.Counter()
+
+    def close(self) -> None:
+        """Restores the model's own values, and closes the attachment."""
+        self.swap_out()
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+        self._has_warned_of_start = False
+        self._failures.clear()
+
+    def track_name(self) -> str:
+        """The name of `track`. REQUIRES: there is an attachment, or `track` is given."""
+        if self.track is not None:
+            return self.track
+        assert self.attachment is not None
+        return self.attachment._ema_model.average_name()
+
+    def saved_state(self) -> dict[str, int | str] | None:
+        """As the function of this name, for the attachment. Also None without an attachment."""
+        return None if self.attachment is None else saved_state(self.attachment, self.options)
+
+    def swap_in(self, module: torch.nn.Module, *, version: VersionLike | None = None) -> None:
+        """Like `averaged_or_own`, until `swap_out`."""
+        self._swapped.enter_context(self.averaged_or_own(module, version=version, own=self.own))
+
+    def swap_out(self) -> None:
+        """Restores the model's own values, if it has others."""
+        self._swapped.close()
+
+    def statistics(self, step: int) -> dict[str, float]:
+        """The norm of each average, and its distance from the raw weights, as the server has them now,
+        by the names for a logger. {}: there are none yet, the server cannot be reached, they are not to
+        be logged, or they were requested for this step already."""
+        attachment = self.attachment
+        if not self._logs_statistics or attachment is None or step == self._logged_step:
+            return {}
+        self._logged_step = step
+        if attachment._pusher.disconnected_error() is not None:
+            return {}
         try:
-            average = _read(module, url, attachment, options, ranks, track, version)
+            record = attachment._client.statistics(
+                self.model_name, timeout_s=max(1.0, float(self.options.get("max_wait_s", 30.0)))
+            )
+        except FailedPreconditionError:  # Before the first version, or the first update of a track.
+            return {}
+        except EmaError as error:
+            cause = (type(error), error.reason)
+            self._failures[cause] += 1
+            count = self._failures[cause]
+            if count & (count - 1) == 0:
+                _logger.warning(
+                    "log_statistics: nothing is logged at this step: %s%s",
+                    error,
+                    (
+                        ""
+                        if count == 1
+                        else f" ({count} times by now; the next warning is at {2 * count})"
+                    ),
+                )
+            return {}
+        self._failures.clear()
+        values: dict[str, float] = {}
+        for track, numbers in record.tracks.items():
+            values[f"{track}_norm"] = numbers.norm
+            if numbers.distance is not None:
+                values[f"{track}_distance"] = numbers.distance
+        return values
+
+    @contextlib.contextmanager
+    def averaged_or_own(
+        self,
+        module: torch.nn.Module,
+        *,
+        version: VersionLike | None = None,
+        own: OwnValues | None = None,
+        doing: str = "evaluating",
+    ) -> Iterator[Version | None]:
+        """Puts the averages of `version`, or else of the last push, into a model for a `with` block. If
+        they cannot be read, or the track has not reached its ema_start, the model keeps its own
+        weights, with a warning about what the caller is `doing`. The latter warning is given once per
+        attachment.
+
+        Collective: all ranks get the same version, or all keep their own weights. With an attachment,
+        waits for its pending push. `own`: stores the model's own values, so that the caller can drop
+        them.
+
+        Yields:
+            The version in the model. None: the model has its own weights.
+
+        Raises:
+            EmaError: the averages cannot be read on some rank, and on_error is not "skip", or a
+                version was given.
+        """
+        if is_disabled(self.url):
+            yield None
+            return
+        ranks = self._ranks()
+        with contextlib.ExitStack() as stack:
+            record: Version | None = None
+            try:
+                average = self._read(module, ranks, version)
+                if isinstance(average, str):
+                    self._warn_of_start(average, doing)
+                else:
+                    record = average.version
+                    swap = average.swapped(module, ranks, own)
+                    del average  # As large as the model.
+                    stack.enter_context(swap)
+            except Exception as raised:  # No memory for the model's own values, for example.
+                error = failure_of(raised)
+                if raises(self.options) or version is not None:
+                    raise error
+                record = None
+                _logger.warning("%s the trainer's own weights, not their average: %s", doing, error)
+            yield record
+
+    def copy_or_own(
+        self, module: torch.nn.Module, *, version: VersionLike | None = None
+    ) -> Version | None:
+        """Like `averaged_or_own`, permanently, but a given version causes a warning, too, if it cannot
+        be read, and each warning is given each time."""
+        if is_disabled(self.url):
+            return None
+        ranks = self._ranks()
+        try:
+            average = self._read(module, ranks, version)
             if isinstance(average, str):
-                _warn_of_start(attachment, average, doing)
-            else:
-                record = average.version
-                swap = average.swapped(module, ranks, own)
-                del average  # As large as the model.
-                stack.enter_context(swap)
-        except Exception as raised:  # No memory for the model's own values, for example.
-            error = failure_of(raised)
-            if raises(options) or version is not None:
-                raise error
-            record = None
-            _logger.warning("%s the trainer's own weights, not their average: %s", doing, error)
-        yield record
+                _logger.warning(
+                    "the model keeps its own weights: the average begins at its ema_start, %s",
+                    average,
+                )
+                return None
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            failure: Exception | None = None
+            try:
+                pairs = average.pairs(module)
+            except Exception as raised:
+                failure = failure_of(raised)
+            ranks.gather_or_raise(failure, None)
+            write(pairs)
+            return average.version
+        except EmaError as error:
+            if raises(self.options):
+                raise
+            _logger.warning("the model keeps its own weights, not their average: %s", error)
+            return None
 
+    def whole(self, module: torch.nn.Module) -> Weights | None:
+        """Pulls the whole average of the last push, on rank 0, for a model of which each rank has only
+        pieces, in the dtype of its parameters if they are of one lower precision. None: this is another
+        rank, or the average has not started or cannot be read; a warning says so. Collective.
 
-def copy_average_or_own(
-    module: torch.nn.Module,
-    url: str,
-    attachment: Attachment,
-    options: Mapping[str, Any],
-    *,
-    track: str | None,
-    version: VersionLike | None = None,
-) -> Version | None:
-    """Like `averaged_or_own`, permanently, but a given version causes a warning, too, if it cannot be
-    read, and each warning is given each time."""
-    if is_disabled(url):
-        return None
-    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_timeout_s(options))
-    try:
-        average = _read(module, url, attachment, options, ranks, track, version)
-        if isinstance(average, str):
-            _logger.warning(
-                "the model keeps its own weights: the average begins at its ema_start, %s", average
+        Raises:
+            EmaError: it cannot be read, and on_error is not "skip".
+        """
+        if is_disabled(self.url):
+            return None
+        ranks = self._ranks()
+        weights: Weights | None = None
+        try:
+            version, start = self._newest(ranks)
+            if start is not None:
+                if ranks.rank == 0:
+                    self._warn_of_start(start, "saving")
+                return None
+            dtype = half_of(
+                named_tensors(unwrap(module)).all()
+            )  # On all ranks: it may communicate.
+            failure: Exception | None = None
+            try:
+                if ranks.rank == 0:
+                    with self._connect(pull_timeout_s(self.options)) as client:
+                        weights = client.pull(
+                            self.model_name,
+                            track=self.track_name(),
+                            version=version,
+                            dtype=dtype,
+                            framework="torch",
+                        )
+            except Exception as raised:  # No memory, for example.
+                failure = failure_of(raised)
+            ranks.gather_or_raise(failure, None)
+        except EmaError as error:
+            if raises(self.options):
+                raise
+            _logger.warning("the average is not saved: %s", error)
+            return None
+        return weights
+
+    def _ranks(self) -> Ranks:
+        return Ranks.current(
+            self.options.get("process_group"), timeout_s=pull_timeout_s(self.options)
+        )
+
+    def _connect(self, timeout_s: float | None) -> Client:
+        return connect(self._address, self.model_name, timeout_s=timeout_s)
+
+    def _read(
+        self, module: torch.nn.Module, ranks: Ranks, version: VersionLike | None
+    ) -> Average | str:
+        """The averages of `version`, or else of the last push; or the track's ema_start, if the version
+        is from before it. Collective."""
+        if version is None:
+            version, start = self._newest(ranks)
+            if start is not None:
+                return start
+        average: Average | None = None
+        failure: Exception | None = None
+        try:
+            which = WhichAverage(
+                self.url,
+                self.track,
+                version,
+                rename=self.options.get("rename"),
+                process_group=self.options.get("process_group"),
+                timeout_s=pull_timeout_s(self.options),
             )
-            return None
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        failure: Exception | None = None
-        try:
-            pairs = average.pairs(module)
-        except Exception as raised:
-            failure = failure_of(raised)
-        ranks.gather_or_raise(failure, None)
-        write(pairs)
-        return average.version
-    except EmaError as error:
-        if raises(options):
-            raise
-        _logger.warning("the model keeps its own weights, not their average: %s", error)
-        return None
-
-
-def whole_average(
-    module: torch.nn.Module,
-    url: str,
-    attachment: Attachment,
-    options: Mapping[str, Any],
-    *,
-    track: str | None,
-) -> Weights | None:
-    """Pulls the whole average of the last push, on rank 0, for a model of which each rank has only pieces,
-    in the dtype of its parameters if they are of one lower precision. None: this is another rank, or the average
-    has not started or cannot be read; a warning says so. Collective.
-
-    Raises:
-        EmaError: it cannot be read, and on_error is not "skip".
-    """
-    if is_disabled(url):
-        return None
-    ranks = Ranks.current(options.get("process_group"), timeout_s=pull_timeout_s(options))
-    weights: Weights | None = None
-    try:
-        version, start = _newest(url, attachment, options, ranks, track)
-        if start is not None:
-            if ranks.rank == 0:
-                _warn_of_start(attachment, start, "saving")
-            return None
-        dtype = half_of(named_tensors(unwrap(module)).all())  # On all ranks: it may communicate.
-        failure: Exception | None = None
-        try:
-            if ranks.rank == 0:
-                address, model_name = split_url(url)
-                name = attachment._ema_model.average_name() if track is None else track
-                with connect(address, model_name, timeout_s=pull_timeout_s(options)) as client:
-                    weights = client.pull(
-                        model_name, track=name, version=version, dtype=dtype, framework="torch"
-                    )
+            average = read_average(module, which)
         except Exception as raised:  # No memory, for example.
             failure = failure_of(raised)
         ranks.gather_or_raise(failure, None)
-    except EmaError as error:
-        if raises(options):
-            raise
-        _logger.warning("the average is not saved: %s", error)
-        return None
-    return weights
+        assert average is not None
+        return awaited_start(average.version, average.track) or average
 
+    def _newest(self, ranks: Ranks) -> tuple[Version | None, str | None]:
+        """Rank 0's newest version, on all ranks, and the track's ema_start if the version is from
+        before it. Without an attachment, a single rank gets no version, and reads the newest."""
+        failure: Exception | None = None
+        version: Version | None = None
+        start: str | None = None
+        try:
+            if self.attachment is not None:
+                version = self.attachment.wait_pushed()
+                track = self.track_name()
+            elif ranks.rank == 0:
+                with self._connect(call_timeout_s(self.options)) as client:
+                    info = client.model(self.model_name)
+                version = info.latest
+                track = only_average_of(info) if self.track is None else self.track
+            if version is not None:
+                start = awaited_start(version, track)
+        except Exception as raised:
+            failure = failure_of(raised)
+        version, start, failure = ranks.broadcast((version, start, failure))
+        if failure is not None:
+            raise failure
+        if version is None:
+            raise FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
+        if self.attachment is None and ranks.world_size == 1:
+            version = None
+        return version, start
 
-def _read(
-    module: torch.nn.Module,
-    url: str,
-    attachment: Attachment | None,
-    options: Mapping[str, Any],
-    ranks: Ranks,
-    track: str | None,
-    version: VersionLike | None,
-) -> Average | str:
-    """The averages of `version`, or else of the last push; or the track's ema_start, if the version
-    is from before it. Collective."""
-    if version is None:
-        version, start = _newest(url, attachment, options, ranks, track)
-        if start is not None:
-            return start
-    average: Average | None = None
-    failure: Exception | None = None
-    try:
-        which = WhichAverage(
-            url,
-            track,
-            version,
-            rename=options.get("rename"),
-            process_group=options.get("process_group"),
-            timeout_s=pull_timeout_s(options),
+    def _warn_of_start(self, start: str, doing: str) -> None:
+        if self.attachment is not None:
+            if self._has_warned_of_start:
+                return
+            self._has_warned_of_start = True
+        _logger.warning(
+            "%s the trainer's own weights: the average begins at its ema_start, %s", doing, start
         )
-        average = read_average(module, which)
-    except Exception as raised:  # No memory, for example.
-        failure = failure_of(raised)
-    ranks.gather_or_raise(failure, None)
-    assert average is not None
-    return awaited_start(average.version, average.track) or average
-
-
-def _newest(
-    url: str,
-    attachment: Attachment | None,
-    options: Mapping[str, Any],
-    ranks: Ranks,
-    track: str | None,
-) -> tuple[Version | None, str | None]:
-    """Rank 0's newest version, on all ranks, and the track's ema_start if the version is from
-    before it. Without an attachment, a single rank gets no version, and reads the newest."""
-    failure: Exception | None = None
-    version: Version | None = None
-    start: str | None = None
-    try:
-        if attachment is not None:
-            version = attachment.wait_pushed()
-            track = attachment._ema_model.average_name() if track is None else track
-        elif ranks.rank == 0:
-            address, model_name = split_url(url)
-            with connect(address, model_name, timeout_s=call_timeout_s(options)) as client:
-                info = client.model(model_name)
-            version = info.latest
-            track = only_average_of(info) if track is None else track
-        if version is not None and track is not None:
-            start = awaited_start(version, track)
-    except Exception as raised:
-        failure = failure_of(raised)
-    version, start, failure = ranks.broadcast((version, start, failure))
-    if failure is not None:
-        raise failure
-    if version is None:
-        raise FailedPreconditionError("nothing has been pushed yet", reason="NO_VERSION")
-    if attachment is None and ranks.world_size == 1:
-        version = None
-    return version, start
-
-
-def _warn_of_start(attachment: Attachment | None, start: str, doing: str) -> None:
-    if attachment is not None:
-        if attachment._has_told_of_start:
-            return
-        attachment._has_told_of_start = True
-    _logger.warning(
-        "%s the trainer's own weights: the average begins at its ema_start, %s", doing, start
-    )

@@ -10,7 +10,6 @@ Works with `lightning.pytorch` and with `pytorch_lightning`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import importlib
@@ -24,22 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import (
     CallbackArguments,
-    averaged_or_own,
+    CallbackAverage,
     check_options,
-    check_tracks,
-    copy_average_or_own,
     needs_only_batches,
     options_of_start,
-    saved_state,
-    statistics,
     warn_of_newest,
-    with_copy_track,
 )
 from ema_client._client.mode import is_disabled
-from ema_client._client.url import split_url
 from ema_client._client.types import Version
 from ema_client._errors import InvalidArgumentError
-from ema_client._evaluator.averaged import OwnValues
 from ema_client._model.torch_model import engine_of, has_pieces, write_pieces
 from ema_client._tracks.rule_checks import check_count, refuse
 from ema_client._tracks.track import SCHEDULE_NAMES, WHOLE_TRACK, Track
@@ -191,30 +183,17 @@ class EMAWeightAveraging(_Callback):
             whole = {name: options[name] for name in WHOLE_TRACK if options.get(name) is not None}
             options = {name: value for name, value in options.items() if name not in whole}
             options["tracks"] = {"ema": dataclasses.replace(ema, **whole), **tracks}
-        check_tracks(options)
-        if log_statistics:
-            options = with_copy_track(options)
-        self._logs_statistics = log_statistics
-        # The step of the last statistics.
-        self._logged_step = 0
-        self._model_name = split_url(url)[1]
-        self._url = url
-        self._options = options
+        self._average = CallbackAverage(url, options, track=track, logs_statistics=log_statistics)
         self._validates = validate_with_average
         self._save_average = save_average
         # Whether checkpoints of the current fit have the average in their state_dict.
         self._saves_average = False
         self._copies_at_end = copy_at_end
-        self._track = track
-        self._attachment: Attachment | None = None
         # The state in the checkpoint that the trainer's current call has loaded, or {}. None: it has
         # loaded none, or one without the states of callbacks.
         self._loaded: Mapping[str, Any] | None = None
         # Averages that modules have as their own weights, after a fit or from a checkpoint.
         self._held: weakref.WeakKeyDictionary[Any, Mapping[str, Any]] = weakref.WeakKeyDictionary()
-        # Puts the model's own weights back, which `_own` keeps.
-        self._swapped = contextlib.ExitStack()
-        self._own = OwnValues()
 
     def __getstate__(self) -> dict[str, Any]:
         # For the processes of ddp_spawn. A WeakKeyDictionary cannot be pickled.
@@ -227,12 +206,12 @@ class EMAWeightAveraging(_Callback):
     @property
     def attachment(self) -> Attachment | None:
         """The attachment, while a fit runs: its `stats`, its newest `version`."""
-        return self._attachment
+        return self._average.attachment
 
     @property
     def state_key(self) -> str:
         """The name of this callback's state in the trainer's checkpoint; one for each model."""
-        return f"ema_client.EMAWeightAveraging({self._model_name})"
+        return f"ema_client.EMAWeightAveraging({self._average.model_name})"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # Of the trainer's last call.
@@ -246,34 +225,26 @@ class EMAWeightAveraging(_Callback):
                 "training_step, in place of this callback"
             )
         self._saves_average = self._can_save_average(trainer)
-        self._close()  # After a fit that an exception has ended.
+        self._average.close()  # After a fit that an exception has ended.
         self._held.pop(pl_module, None)
         if not self._loaded and trainer.global_step > 0:
             warn_of_newest(trainer.global_step)
         options = options_of_start(
-            self._options, step=trainer.global_step, resume=self._loaded or None
+            self._average.options, step=trainer.global_step, resume=self._loaded or None
         )
         if not needs_only_batches(options):
             options.setdefault("time", _time_of(trainer))
-        self._attachment = attach(
-            trainer.model,
-            trainer.optimizers[0],
-            self._url,
-            **options,
+        self._average.attachment = attach(
+            trainer.model, trainer.optimizers[0], self._average.url, **options
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         step, every = trainer.global_step, trainer.log_every_n_steps
-        if not self._logs_statistics or self._attachment is None or every == 0:
+        if every == 0 or step % every != 0 or not trainer.is_global_zero:
             return
-        # Batches that only accumulate gradients do not change the step.
-        if step % every != 0 or step == self._logged_step or not trainer.is_global_zero:
-            return
-        self._logged_step = step
-        values = statistics(self._attachment, self._options)
-        if not values:
-            return
-        for logger in trainer.loggers:
+        # Batches that only accumulate gradients do not change the step, and get no values.
+        values = self._average.statistics(step)
+        for logger in trainer.loggers if values else ():
             # Lightning counts the steps of its own metrics from 0.
             logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=step - 1)
 
@@ -288,52 +259,41 @@ class EMAWeightAveraging(_Callback):
     on_predict_epoch_start = on_test_epoch_start
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._swapped.close()
+        self._average.swap_out()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # Still attached: callbacks that save a checkpoint now come after this one.
-        self._swapped.close()
+        self._average.swap_out()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._copies_at_end or self._attachment is None:
+        if not self._copies_at_end or self.attachment is None:
             return
         # Not pl_module: with FSDP1, the wrapper has the parameters.
-        version = copy_average_or_own(
-            trainer.model, self._url, self._attachment, self._options, track=self._track
-        )
+        version = self._average.copy_or_own(trainer.model)
         if version is not None:
             self._held[pl_module] = self._record(version)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._close()
+        self._average.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Identifies this step's average, which the server saves. {}: no fit runs, or not saved."""
-        if self._attachment is None:
-            return {}
-        return dict(saved_state(self._attachment, self._options) or {})
+        return dict(self._average.saved_state() or {})
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Puts the average into the checkpoint's `state_dict`."""
-        if self._attachment is None:
+        if self.attachment is None:
             if pl_module in self._held:
                 checkpoint[_AVERAGE] = dict(self._held[pl_module])
             return
-        if self._own:  # Another callback saves during a validation.
-            with self._own.restored():
+        if self._average.own:  # Another callback saves during a validation.
+            with self._average.own.restored():
                 checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
         if not self._saves_average:
             return
-        with averaged_or_own(
-            trainer.model,
-            self._url,
-            self._attachment,
-            self._options,
-            track=self._track,
-            doing="saving",
-        ) as version:
+        with self._average.averaged_or_own(trainer.model, doing="saving") as version:
             if version is None:
                 return
             average = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
@@ -387,7 +347,7 @@ class EMAWeightAveraging(_Callback):
         return False
 
     def _swap_in(self, trainer: Any, module: Any) -> None:
-        if not self._validates or is_disabled(self._url):
+        if not self._validates or is_disabled(self._average.url):
             return
         version: Mapping[str, Any] | None = None
         if trainer.state.fn != "fit" and trainer.ckpt_path is not None:
@@ -397,40 +357,24 @@ class EMAWeightAveraging(_Callback):
             if not version:
                 raise InvalidArgumentError(
                     f'ckpt_path "{trainer.ckpt_path}": the checkpoint neither has an average of model '
-                    f'"{self._model_name}" in its state_dict nor identifies one: it was saved without '
+                    f'"{self._average.model_name}" in its state_dict nor identifies one: it was saved without '
                     "this callback, with save_weights_only=True, or when the server could not save. "
                     "To use its own weights: EMAWeightAveraging(..., validate_with_average=False)"
                 )
-        swap = averaged_or_own(
-            trainer.model,
-            self._url,
-            self._attachment,
-            self._options,
-            track=self._track,
-            version=version,
-            own=self._own,
-        )
-        self._swapped.enter_context(swap)
+        self._average.swap_in(trainer.model, version=version)
 
     def _is_held_by(self, module: Any) -> bool:
         """Whether the module's own weights are the average that this callback uses."""
-        held = self._held.get(module, {})
-        return held.get("model") == self._model_name and self._track in (None, held.get("track"))
+        held, own = self._held.get(module, {}), self._average
+        return held.get("model") == own.model_name and own.track in (None, held.get("track"))
 
     def _record(self, version: Version) -> dict[str, Any]:
-        assert self._attachment is not None
-        track = self._track or self._attachment._ema_model.average_name()
         return {
-            "model": self._model_name,
-            "track": track,
+            "model": self._average.model_name,
+            "track": self._average.track_name(),
             "version": version.number,
             "step": version.step,
         }
-
-    def _close(self) -> None:
-        if self._attachment is not None:
-            self._attachment.close()
-            self._attachment = None
 
 
 def _check_savers(trainer: Any) -> None:

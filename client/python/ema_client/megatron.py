@@ -10,17 +10,14 @@ With Megatron-core alone, `ema_client.attach` takes the list of model chunks and
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 from typing import TYPE_CHECKING, Any
 
 from ema_client._callbacks import (
     CallbackArguments,
-    averaged_or_own,
+    CallbackAverage,
     check_options,
-    check_tracks,
     options_of_start,
-    saved_state,
     state_in,
     warn_of_newest,
     write_state,
@@ -66,27 +63,20 @@ class EmaCallback:
         track: str | None = None,
         **arguments: Unpack[CallbackArguments],
     ) -> None:
-        options: dict[str, Any] = dict(arguments)
-        check_options(type(self).__name__, options)
-        check_tracks(options)
-        self._url = url
-        self._options = options
+        check_options(type(self).__name__, arguments)
+        self._average = CallbackAverage(url, arguments, track=track)
         self._evaluates = evaluate_with_average
-        self._track = track
-        self._attachment: Attachment | None = None
         # The average's state in the checkpoint that the training has loaded.
         self._loaded: dict[str, Any] | None = None
-        # Puts the model's own weights back.
-        self._swapped = contextlib.ExitStack()
 
     @property
     def attachment(self) -> Attachment | None:
         """The attachment, while a training runs: its `stats`, its newest `version`."""
-        return self._attachment
+        return self._average.attachment
 
     def on_checkpoint_load(self, context: Any) -> None:
         """Reads the checkpoint's ema_state.json, on rank 0. Collective."""
-        ranks = Ranks.current(self._options.get("process_group"))
+        ranks = Ranks.current(self._average.options.get("process_group"))
         saved: dict[str, Any] | None = None
         if ranks.rank == 0:
             saved = state_in(pathlib.Path(context.checkpoint_name))
@@ -95,50 +85,34 @@ class EmaCallback:
             self._loaded = saved["average"]
 
     def on_train_start(self, context: Any) -> None:
-        self._close()  # After a training that an exception has ended.
+        self._average.close()  # After a training that an exception has ended.
         step = context.state.train_state.step
         if step > 0 and self._loaded is None:
             warn_of_newest(step)
-        options = options_of_start(self._options, step=step, resume=self._loaded)
+        options = options_of_start(self._average.options, step=step, resume=self._loaded)
         self._loaded = None
-        self._attachment = attach(context.model, context.optimizer, self._url, **options)
+        self._average.attachment = attach(
+            context.model, context.optimizer, self._average.url, **options
+        )
 
     def on_train_end(self, context: Any) -> None:
-        self._close()
+        self._average.close()
 
     def on_eval_start(self, context: Any) -> None:
-        if not self._evaluates:
-            return
-        swap = averaged_or_own(
-            as_module(context.model),
-            self._url,
-            self._attachment,
-            self._options,
-            track=self._track,
-        )
-        self._swapped.enter_context(swap)
+        if self._evaluates:
+            self._average.swap_in(as_module(context.model))
 
     def on_eval_end(self, context: Any) -> None:
-        self._swapped.close()
+        self._average.swap_out()
 
-    def on_test_start(self, context: Any) -> None:
-        self.on_eval_start(context)
-
-    def on_test_end(self, context: Any) -> None:
-        self.on_eval_end(context)
+    on_test_start = on_eval_start
+    on_test_end = on_eval_end
 
     def on_checkpoint_save(self, context: Any) -> None:
         """Writes ema_state.json into the checkpoint, on rank 0. Waits until the server has saved the average."""
         folder = pathlib.Path(context.checkpoint_name)
-        ranks = Ranks.current(self._options.get("process_group"))
-        if self._attachment is None or ranks.rank != 0 or not folder.is_dir():
+        ranks = Ranks.current(self._average.options.get("process_group"))
+        if ranks.rank != 0 or not folder.is_dir():
             return
-        average = saved_state(self._attachment, self._options)
-        if average is not None:
+        if (average := self._average.saved_state()) is not None:
             write_state(folder, context.state.train_state.step, average)
-
-    def _close(self) -> None:
-        self._swapped.close()
-        if self._attachment is not None:
-            self._attachment.close()
-            self._attachment = None

@@ -25,27 +25,20 @@ from typing import TYPE_CHECKING, Any
 from ema_client._callbacks import (
     STATE_FILE,
     CallbackArguments,
-    averaged_or_own,
+    CallbackAverage,
     check_options,
-    check_tracks,
-    copy_average_or_own,
     needs_only_batches,
     options_of_start,
     pull_timeout_s,
-    saved_state,
     state_in,
-    statistics,
-    whole_average,
-    with_copy_track,
     write_state,
 )
 from ema_client._client.arrays import some
 from ema_client._client.files import small_files
 from ema_client._client.state import State
 from ema_client._client.types import Version, VersionLike
-from ema_client._client.url import split_url
 from ema_client._errors import FailedPreconditionError, InvalidArgumentError
-from ema_client._evaluator.averaged import OwnValues, averaged
+from ema_client._evaluator.averaged import averaged
 from ema_client._model.ranks import Ranks
 from ema_client._model.torch_model import engine_of, has_pieces, named_tensors, unwrap
 from ema_client._trainer.attach import attach
@@ -138,30 +131,16 @@ class EmaCallback(_TrainerCallback):
         log_statistics: bool = False,
         **arguments: Unpack[_Arguments],
     ) -> None:
-        options: dict[str, Any] = dict(arguments)
-        check_options(type(self).__name__, options)
-        check_tracks(options)
-        if log_statistics:
-            options = with_copy_track(options)
-        self._logs_statistics = log_statistics
-        # The step of the last statistics.
-        self._logged_step = 0
-        self._model_name = split_url(url)[1]
-        self._url = url
-        self._options = options
+        check_options(type(self).__name__, arguments)
+        self._average = CallbackAverage(url, arguments, track=track, logs_statistics=log_statistics)
         self._evaluates = evaluate_with_average
         self._saves_average = save_average
         self._copies_at_end = copy_at_end
-        self._track = track
         self._resume_folder = resume_from_checkpoint
         self._model: Any = None
-        self._attachment: Attachment | None = None
         # The checkpoint that the trainer has loaded at the end of a training, and its average's state,
         # or why it has none.
         self._best: tuple[str, Mapping[str, Any] | str] | None = None
-        # Puts the model's own weights back, which `_own` keeps.
-        self._swapped = contextlib.ExitStack()
-        self._own = OwnValues()
         # Removes the hook that an evaluation calls when it begins.
         self._hooked = contextlib.ExitStack()
         self._has_evaluated = False
@@ -169,7 +148,7 @@ class EmaCallback(_TrainerCallback):
     @property
     def attachment(self) -> Attachment | None:
         """The attachment, while a training runs: its `stats`, its newest `version`."""
-        return self._attachment
+        return self._average.attachment
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Version]:
@@ -186,9 +165,10 @@ class EmaCallback(_TrainerCallback):
             raise FailedPreconditionError(
                 "no training has begun: use ema_client.averaged(model, url)", reason="BAD_REQUEST"
             )
+        average = self._average
         version: VersionLike | None = None
-        if self._attachment is not None:
-            version = self._attachment.wait_pushed()
+        if average.attachment is not None:
+            version = average.attachment.wait_pushed()
         elif self._best is not None:
             folder, saved = self._best
             if isinstance(saved, str):
@@ -200,29 +180,26 @@ class EmaCallback(_TrainerCallback):
             version = saved
         with averaged(
             self._model,
-            self._url,
-            track=self._track,
+            average.url,
+            track=average.track,
             version=version,
-            rename=self._options.get("rename"),
-            process_group=self._options.get("process_group"),
+            rename=average.options.get("rename"),
+            process_group=average.options.get("process_group"),
             must_exist=True,
-            timeout_s=pull_timeout_s(self._options),
+            timeout_s=pull_timeout_s(average.options),
         ) as record:
             yield record
 
     def close(self) -> None:
         """After a failed training: closes the attachment, and restores the model's own weights."""
         self._hooked.close()
-        self._swapped.close()
-        if self._attachment is not None:
-            self._attachment.close()
-            self._attachment = None
+        self._average.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > 0:
             # The trainer has loaded a checkpoint's weights over those of a failed training.
-            self._own.drop()
-        is_retry = self._attachment is not None and self._model is kwargs["model"]
+            self._average.own.drop()
+        is_retry = self.attachment is not None and self._model is kwargs["model"]
         self.close()
         if self._evaluates and args.load_best_model_at_end and not self._copies_at_end:
             _logger.warning(
@@ -231,14 +208,13 @@ class EmaCallback(_TrainerCallback):
             )
         self._model = kwargs["model"]
         self._best = None
+        given = self._average.options
         defaults: dict[str, Any] = {}
-        if not needs_only_batches(self._options):
+        if not needs_only_batches(given):
             defaults["time"] = _time_of(args, state, kwargs.get("train_dataloader"))
-        if "files" not in self._options:
+        if "files" not in given:
             defaults["files"] = _files_of(self._model, kwargs.get("processing_class"))
-        options = options_of_start(
-            self._options, step=state.global_step, resume=self._saved(args, state)
-        )
+        options = options_of_start(given, step=state.global_step, resume=self._saved(args, state))
         if is_retry and options.get("existing") is None:
             # The trainer keeps the weights of the failed training, as auto_find_batch_size does.
             options["existing"] = "continue"
@@ -247,35 +223,33 @@ class EmaCallback(_TrainerCallback):
                 "rename: the average of a sharded model is saved under the names on the server, and "
                 "from_pretrained needs the model's: give save_average=False, or no rename"
             )
-        self._attachment = attach(
-            _engine_or(self._model), kwargs["optimizer"], self._url, **{**defaults, **options}
+        self._average.attachment = attach(
+            _engine_or(self._model),
+            kwargs["optimizer"],
+            self._average.url,
+            **{**defaults, **options},
         )
         if self._evaluates:
             self._has_evaluated = False
             self._hook(kwargs["optimizer"])
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step = state.global_step
-        if not self._logs_statistics or self._attachment is None or step == self._logged_step:
-            return
-        self._logged_step = step  # Before `log`, which calls this.
-        if state.is_world_process_zero:
-            values = statistics(self._attachment, self._options)
-            if values:
-                _trainer_that_calls().log(values)
+        # `log` calls this again, and then there are no values for this step.
+        if state.is_world_process_zero and (values := self._average.statistics(state.global_step)):
+            _trainer_that_calls().log(values)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # After an evaluation that has raised an exception.
-        self._swapped.close()
+        self._average.swap_out()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._attachment is not None and args.load_best_model_at_end:
+        if self.attachment is not None and args.load_best_model_at_end:
             # After the last epoch, the trainer may write the weights without waiting for a push.
-            self._attachment.wait_released()
+            self.attachment.wait_released()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._swapped.close()
-        if self._evaluates and self._attachment is not None and not self._has_evaluated:
+        self._average.swap_out()
+        if self._evaluates and self.attachment is not None and not self._has_evaluated:
             raise InvalidArgumentError(
                 "evaluate_with_average: the trainer evaluated the model's own weights, because its "
                 "`evaluate` did not call Trainer.evaluation_loop: let it evaluate within "
@@ -283,10 +257,10 @@ class EmaCallback(_TrainerCallback):
             )
 
     def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._swapped.close()
+        self._average.swap_out()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._attachment is None:
+        if self.attachment is None:
             return
         folder: pathlib.Path | None = None
         if state.is_world_process_zero:
@@ -300,24 +274,21 @@ class EmaCallback(_TrainerCallback):
             (folder / STATE_FILE).unlink(missing_ok=True)
             shutil.rmtree(folder / TRACKS_FOLDER, ignore_errors=True)
         if self._saves_average:
-            self._save_average(self._attachment, folder, kwargs.get("processing_class"))
-        if folder is None:
-            return
-        average = saved_state(self._attachment, self._options)
-        if average is not None:
+            self._save_average(folder, kwargs.get("processing_class"))
+        if folder is not None and (average := self._average.saved_state()) is not None:
             write_state(folder, state.global_step, average)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._swapped.close()
+        self._average.swap_out()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._best = self._find_best(state.best_model_checkpoint)
         try:
-            if self._copies_at_end and self._attachment is not None:
-                self._copy_at_end(self._attachment)
+            if self._copies_at_end and self.attachment is not None:
+                self._copy_at_end()
         finally:
             self.close()
 
-    def _copy_at_end(self, attachment: Attachment) -> None:
+    def _copy_at_end(self) -> None:
         version: Mapping[str, Any] | None = None
         if self._best is not None:
             folder, saved = self._best
@@ -330,18 +301,16 @@ class EmaCallback(_TrainerCallback):
                 )
                 return
             version = saved
-        copy_average_or_own(
-            self._model, self._url, attachment, self._options, track=self._track, version=version
-        )
+        self._average.copy_or_own(self._model, version=version)
 
     def _find_best(self, folder: str) -> tuple[str, Mapping[str, Any] | str]:
         """A checkpoint, and the state of its average, or why there is none. Rank 0's, on all ranks:
         others may not see the folder."""
-        ranks = Ranks.current(self._options.get("process_group"))
+        ranks = Ranks.current(self._average.options.get("process_group"))
         result: Mapping[str, Any] | str = "there is no such file that can be read"
         if ranks.rank == 0 and (saved := state_in(pathlib.Path(folder))) is not None:
             try:
-                State.from_dict(saved["average"], model=self._model_name)
+                State.from_dict(saved["average"], model=self._average.model_name)
                 result = saved["average"]
             except InvalidArgumentError as error:  # Of a training of another model.
                 result = str(error)
@@ -370,48 +339,26 @@ class EmaCallback(_TrainerCallback):
 
     def _begin_evaluation(self) -> None:
         self._has_evaluated = True
-        attachment = self._attachment
+        attachment = self.attachment
         # With eval_on_start, the first evaluation comes before the first push.
         is_at_start = attachment is None or (attachment.version is None and attachment.step == 0)
-        if self._own or is_at_start:
-            return
-        swap = averaged_or_own(
-            self._model,
-            self._url,
-            attachment,
-            self._options,
-            track=self._track,
-            own=self._own,
-        )
-        self._swapped.enter_context(swap)
+        if not (self._average.own or is_at_start):
+            self._average.swap_in(self._model)
 
-    def _save_average(
-        self, attachment: Attachment, folder: pathlib.Path | None, processing_class: Any
-    ) -> None:
+    def _save_average(self, folder: pathlib.Path | None, processing_class: Any) -> None:
         """Saves the average as `from_pretrained` reads it. Collective; only rank 0 has a folder."""
         if has_pieces(self._model):
-            self._save_whole_average(attachment, folder, processing_class)
+            self._save_whole_average(folder, processing_class)
             return
-        with averaged_or_own(
-            self._model,
-            self._url,
-            attachment,
-            self._options,
-            track=self._track,
-            doing="saving",
-        ) as version:
+        with self._average.averaged_or_own(self._model, doing="saving") as version:
             if version is None or folder is None:
                 return
-            track = self._track or attachment._ema_model.average_name()
-            _save_model(unwrap(self._model), processing_class, folder / TRACKS_FOLDER / track)
+            target = folder / TRACKS_FOLDER / self._average.track_name()
+            _save_model(unwrap(self._model), processing_class, target)
 
-    def _save_whole_average(
-        self, attachment: Attachment, folder: pathlib.Path | None, processing_class: Any
-    ) -> None:
+    def _save_whole_average(self, folder: pathlib.Path | None, processing_class: Any) -> None:
         """The same for a model of which each rank has pieces."""
-        weights = whole_average(
-            self._model, self._url, attachment, self._options, track=self._track
-        )
+        weights = self._average.whole(self._model)
         # On all ranks: it may communicate.
         names = named_tensors(unwrap(self._model)).all().keys()
         if weights is None or folder is None:
@@ -421,16 +368,14 @@ class EmaCallback(_TrainerCallback):
                 "the saved average lacks tensors that the track ignores, of a sharded model: %s",
                 some(lacking),
             )
-        track = self._track or attachment._ema_model.average_name()
-        _save_model(
-            unwrap(self._model), processing_class, folder / TRACKS_FOLDER / track, dict(weights)
-        )
+        target = folder / TRACKS_FOLDER / self._average.track_name()
+        _save_model(unwrap(self._model), processing_class, target, dict(weights))
 
     def _saved(self, args: Any, state: Any) -> dict[str, Any] | None:
         """The average's state in the trainer's checkpoint, as rank 0 reads it, on all ranks."""
         if state.global_step == 0:
             return None
-        ranks = Ranks.current(self._options.get("process_group"))
+        ranks = Ranks.current(self._average.options.get("process_group"))
         average: dict[str, Any] | None = None
         failure: Exception | None = None
         try:

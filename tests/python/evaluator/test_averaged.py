@@ -9,7 +9,7 @@ import copy
 import ema_client
 import pytest
 import torch
-from ema_client._callbacks import averaged_or_own
+from ema_client._callbacks import CallbackAverage
 from ema_client._client.first_weights import share_of_first_weights
 from ema_client._evaluator.averaged import read_average
 from ema_client._evaluator.reading import WhichAverage
@@ -332,7 +332,7 @@ def test_what_every_track_ignores_keeps_its_values(server, client, model, argume
     with ema_client.averaged(net, url):
         assert_same_bits({**average, "head.weight": own["head.weight"]}, net.state_dict())
     assert_same_bits(own, net.state_dict())
-    with averaged_or_own(net, url, None, {}, track=None) as version:
+    with CallbackAverage(url, {}, track=None).averaged_or_own(net) as version:
         assert version is not None
 
 

@@ -13,7 +13,7 @@ import types
 import ema_client
 import pytest
 import torch
-from ema_client import _callbacks
+from ema_client._callbacks import CallbackAverage
 from ema_client._trainer import attachment, switch
 from server_process import ServerProcess
 from testing import step_until, wait_for
@@ -32,11 +32,13 @@ def trainer_of(count: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def test_a_lasting_error_of_log_statistics_is_warned_of_ever_more_rarely(tmp_path, model, caplog):
     net, optimizer = trainer_of()
     with ServerProcess(tmp_path) as server:
-        with ema_client.attach(net, optimizer, server.url(model)) as ema:
+        url = server.url(model)
+        average = CallbackAverage(url, {"max_wait_s": 1}, track=None, logs_statistics=True)
+        with ema_client.attach(net, optimizer, url) as average.attachment:
             server.kill()
             caplog.clear()
-            for _ in range(5):
-                assert _callbacks.statistics(ema, {"max_wait_s": 1}) == {}
+            for step in range(1, 6):
+                assert average.statistics(step) == {}
         said = [record.getMessage() for record in caplog.records if "log_stat" in record.msg]
     assert len(said) == 3 and "(4 times by now; the next warning is at 8)" in said[2]
 

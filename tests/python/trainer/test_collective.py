@@ -121,7 +121,12 @@ assert torch.equal(out["short"].full_tensor(), torch.ones(1, 3))
 
 # Rank 1 cannot reach the server when all evaluate the average: by what callbacks of frameworks do.
 EVALUATION = """
-from ema_client import _callbacks
+from ema_client._callbacks import CallbackAverage
+
+def average_of(url, attachment, **options):
+    average = CallbackAverage(url, options, track=None)
+    average.attachment = attachment
+    return average
 
 net = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -134,19 +139,17 @@ for attachment in (ema, None):
     for is_disconnected in (False, True):
         of_rank = "ema://127.0.0.1:1/away" if is_disconnected and rank == 1 else url
         for on_error in ("skip", "raise"):
-            options = {"on_error": on_error, "timeout_s": 2}
+            average = average_of(of_rank, attachment, on_error=on_error, timeout_s=2)
             try:
-                with _callbacks.averaged_or_own(
-                    net, of_rank, attachment, options, track=None
-                ) as version:
+                with average.averaged_or_own(net) as version:
                     is_own = torch.equal(own, net.weight)
                     print("own" if is_own else "average", version and version.step)
             except ema_client.UnavailableError:
                 print("raises")
             assert torch.equal(own, net.weight)
-_callbacks.copy_average_or_own(net, of_rank, ema, {"timeout_s": 2}, track=None)
+average_of(of_rank, ema, timeout_s=2).copy_or_own(net)
 assert torch.equal(own, net.weight)
-_callbacks.copy_average_or_own(net, url, ema, {}, track=None)
+average_of(url, ema).copy_or_own(net)
 assert not torch.equal(own, net.weight)
 ema.close()
 """
@@ -184,7 +187,7 @@ print(received[-1] == sum(4 * tensor.to_local().numel() for tensor in out.values
 ONE_FAILS = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from ema_client import _callbacks
+from ema_client._callbacks import CallbackAverage
 from ema_client._evaluator import averaged
 from ema_client._trainer.same_version import pull_on_all_ranks
 
@@ -238,8 +241,11 @@ with ema_client.attach(net, None, url, half_life="4ba") as ema:
     said(lambda: pull_on_all_ranks(ema, group, track="ema"))
     on_rank_1(ema._client, "pull", pull)
 
+    average = CallbackAverage(url, {}, track=None)
+    average.attachment = ema
+
     def evaluate():
-        with _callbacks.averaged_or_own(net, url, ema, {}, track=None) as got:
+        with average.averaged_or_own(net) as got:
             print("own" if got is None else "average")
 
     on_rank_1(averaged, "_targets", no_memory)

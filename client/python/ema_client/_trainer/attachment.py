@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -92,10 +91,6 @@ class Attachment:
         self._is_by_hand = optimizers is None and engine is None
         # `close` warns if no step was counted.
         self._expects_steps = True
-        # Used by the callback that evaluates with the average.
-        self._has_told_of_start = False
-        # Failed `log_statistics` since the last one that succeeded, by error.
-        self._statistics_failures: collections.Counter[tuple[type, str]] = collections.Counter()
         # The given optimizers' ids: all, those that have not stepped yet, those that have stepped in the
         # current call of an outermost step(), and the one that completes each step.
         self._given = frozenset(map(id, optimizers or ()))
