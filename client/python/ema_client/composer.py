@@ -361,50 +361,41 @@ class EMA(Algorithm):
             return elapsed is not None and bool(self._start <= elapsed)
         return bool(self._start.value <= state.timestamp.get(self._start.unit).value)
 
-    def _raises(self) -> bool:
-        return self._attachment is None or raises(self._options)
-
     def _swap_in(self, state: State, *, doing: str = "evaluating") -> None:
         if self.ema_weights_active or not self._has_average():
             return
         try:
             if self._pulled is None:
                 self._pulled = self._pull()
-            start = awaited_start(self._pulled.version, _TRACK)
+            weights = self._pulled
+            start = awaited_start(weights.version, _TRACK)
             if start is not None:  # The push that began the average was skipped.
                 raise FailedPreconditionError(
                     f"the newest version is from before ema_start, {start}", reason="NO_VERSION"
                 )
-            self._swap = self._swapped(state, self._pulled)
-        except EmaError as error:
-            if self._raises():
-                raise
+            stack = contextlib.ExitStack()
+            stack.enter_context(
+                swapped(
+                    state.model,
+                    f'model "{self._model_name}"',
+                    weights,
+                    weights.aliases,
+                    ignored=self._ignored(weights),
+                    own=self._own,
+                    ranks=self._ranks(),
+                )
+            )
+            self._swap = stack
+        except Exception as raised:  # No memory for the model's own values, for example.
+            error = failure_of(raised)
+            if self._attachment is None or raises(self._options):
+                raise error
             _logger.warning(
                 'model "%s": %s the training weights, without the average: %s',
                 self._model_name,
                 doing,
                 error,
             )
-
-    def _swapped(self, state: State, weights: Weights) -> contextlib.ExitStack:
-        """Swaps on all ranks or on none: an error on any rank raises on every rank."""
-        with contextlib.ExitStack() as stack:
-            failure: EmaError | None = None
-            try:
-                what = f'model "{self._model_name}"'
-                swap = swapped(
-                    state.model,
-                    what,
-                    weights,
-                    weights.aliases,
-                    ignored=self._ignored(weights),
-                    own=self._own,
-                )
-                stack.enter_context(swap)
-            except Exception as raised:
-                failure = failure_of(raised)
-            self._ranks().gather_or_raise(failure, None)
-            return stack.pop_all()
 
     def _ranks(self) -> Ranks:
         return Ranks.current(self._options.get("process_group"))
@@ -414,11 +405,10 @@ class EMA(Algorithm):
         ranks = self._ranks()
         if self._attachment is not None:
             return pull_on_all_ranks(self._attachment, ranks, track=_TRACK)
-        # Closed, or not trained yet since a checkpoint was loaded.
         weights: Weights | None = None
         failure: EmaError | None = None
         try:
-            weights = self._pull_resumed()
+            weights = self._pull_alone()
         except Exception as raised:
             failure = failure_of(raised)
         ranks.gather_or_raise(failure, None)
@@ -432,21 +422,18 @@ class EMA(Algorithm):
         return {name for name in names if name not in weights and name not in weights.aliases}
 
     def _pull_alone(self) -> Weights:
-        """The averages of the last push, on this rank."""
-        if self._attachment is None:
-            return self._pull_resumed()
-        version = self._attachment.wait_pushed()
-        timeout_s = pull_timeout_s(self._options)
-        with connect(self._address, self._model_name, timeout_s=timeout_s) as client:
-            return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
-
-    def _pull_resumed(self) -> Weights:
-        version: VersionLike | None = self._last if self._resume is None else self._resume
-        if version is None:
-            raise FailedPreconditionError(
-                f'model "{self._model_name}": the checkpoint does not say which average belongs to it',
-                reason="NO_VERSION",
-            )
+        """The averages of the last push, on this rank. Without an attachment, because it is closed or nothing
+        was trained since a checkpoint was loaded: those of the last fit or of the checkpoint."""
+        version: VersionLike | None
+        if self._attachment is not None:
+            version = self._attachment.wait_pushed()
+        else:
+            version = self._last if self._resume is None else self._resume
+            if version is None:
+                raise FailedPreconditionError(
+                    f'model "{self._model_name}": the checkpoint does not say which average belongs to it',
+                    reason="NO_VERSION",
+                )
         timeout_s = pull_timeout_s(self._options)
         with connect(self._address, self._model_name, timeout_s=timeout_s) as client:
             return client.pull(self._model_name, track=_TRACK, version=version, framework="torch")
