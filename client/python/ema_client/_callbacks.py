@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import logging
 import pathlib
@@ -366,14 +367,7 @@ class CallbackAverage:
                     average,
                 )
                 return None
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-            failure: Exception | None = None
-            try:
-                pairs = average.pairs(module)
-            except Exception as raised:
-                failure = failure_of(raised)
-            ranks.gather_or_raise(failure, None)
-            write(pairs)
+            write(ranks.call_or_raise(functools.partial(average.pairs, module)))
             return average.version
         except EmaError as error:
             if raises(self.options):
@@ -392,7 +386,6 @@ class CallbackAverage:
         if is_disabled(self.url):
             return None
         ranks = self._ranks()
-        weights: Weights | None = None
         try:
             version, start = self._newest(ranks)
             if start is not None:
@@ -402,26 +395,25 @@ class CallbackAverage:
             dtype = half_of(
                 named_tensors(unwrap(module)).all()
             )  # On all ranks: it may communicate.
-            failure: Exception | None = None
-            try:
-                if ranks.rank == 0:
-                    with self._connect(pull_timeout_s(self.options)) as client:
-                        weights = client.pull(
-                            self.model_name,
-                            track=self.track_name(),
-                            version=version,
-                            dtype=dtype,
-                            framework="torch",
-                        )
-            except Exception as raised:  # No memory, for example.
-                failure = failure_of(raised)
-            ranks.gather_or_raise(failure, None)
+
+            def pull() -> Weights | None:
+                if ranks.rank != 0:
+                    return None
+                with self._connect(pull_timeout_s(self.options)) as client:
+                    return client.pull(
+                        self.model_name,
+                        track=self.track_name(),
+                        version=version,
+                        dtype=dtype,
+                        framework="torch",
+                    )
+
+            return ranks.call_or_raise(pull)
         except EmaError as error:
             if raises(self.options):
                 raise
             _logger.warning("the average is not saved: %s", error)
             return None
-        return weights
 
     def _ranks(self) -> Ranks:
         return Ranks.current(
@@ -440,22 +432,15 @@ class CallbackAverage:
             version, start = self._newest(ranks)
             if start is not None:
                 return start
-        average: Average | None = None
-        failure: Exception | None = None
-        try:
-            which = WhichAverage(
-                self.url,
-                self.track,
-                version,
-                rename=self.options.get("rename"),
-                process_group=self.options.get("process_group"),
-                timeout_s=pull_timeout_s(self.options),
-            )
-            average = read_average(module, which)
-        except Exception as raised:  # No memory, for example.
-            failure = failure_of(raised)
-        ranks.gather_or_raise(failure, None)
-        assert average is not None
+        which = WhichAverage(
+            self.url,
+            self.track,
+            version,
+            rename=self.options.get("rename"),
+            process_group=self.options.get("process_group"),
+            timeout_s=pull_timeout_s(self.options),
+        )
+        average = ranks.call_or_raise(functools.partial(read_average, module, which))
         return awaited_start(average.version, average.track) or average
 
     def _newest(self, ranks: Ranks) -> tuple[Version | None, str | None]:

@@ -405,15 +405,7 @@ class EMA(Algorithm):
         ranks = self._ranks()
         if self._attachment is not None:
             return pull_on_all_ranks(self._attachment, ranks, track=_TRACK)
-        weights: Weights | None = None
-        failure: EmaError | None = None
-        try:
-            weights = self._pull_alone()
-        except Exception as raised:
-            failure = failure_of(raised)
-        ranks.gather_or_raise(failure, None)
-        assert weights is not None
-        return weights
+        return ranks.call_or_raise(self._pull_alone)
 
     def _ignored(self, weights: Weights) -> set[str]:
         """The model's tensors that the track ignores."""

@@ -6,11 +6,17 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ema_client._client.arrays import some
 from ema_client._client.timeouts import TRANSFER_TIMEOUT_S
-from ema_client._errors import DeadlineExceededError, InvalidArgumentError
+from ema_client._errors import (
+    DeadlineExceededError,
+    EmaError,
+    InvalidArgumentError,
+    failure_of,
+)
 from ema_client._model.barrier import missing_ranks
 
 Item = TypeVar("Item")
@@ -98,6 +104,17 @@ class Ranks:
                     _name(rank, failed)
                 raise failed
         return [of_rank for _, of_rank in outcomes]
+
+    def call_or_raise(self, call: Callable[[], Item]) -> Item:
+        """The result of `call` on this rank. If it fails on some ranks, raises the failure of the first of
+        them on all ranks, as an EmaError."""
+        failure: EmaError | None = None
+        try:
+            result = call()
+        except Exception as raised:  # No memory, for example.
+            failure = failure_of(raised)
+        self.gather_or_raise(failure, None)
+        return result
 
     def _meet_to_exchange(self) -> None:
         absence = "not called it, or not come as far in it as the others,"

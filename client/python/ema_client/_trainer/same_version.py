@@ -48,17 +48,12 @@ def pull_on_all_ranks(
             f"{', '.join(str(number) for number, _ in numbers)}",
             reason="NO_VERSION",
         )
-    weights: Weights | None = None
-    try:
-        weights = attachment._client.pull(
+    return ranks.call_or_raise(
+        lambda: attachment._client.pull(
             options.model_name,
             track=track,
             version=version,
             framework="torch",
             timeout_s=options.timeout_s,
         )
-    except Exception as raised:
-        failure = failure_of(raised)
-    ranks.gather_or_raise(failure, None)
-    assert weights is not None
-    return weights
+    )
