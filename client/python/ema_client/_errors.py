@@ -126,26 +126,8 @@ class DataLossError(EmaError):
     code = "DATA_LOSS"
 
 
-_CLASSES: dict[str, type[EmaError]] = {
-    cls.code: cls
-    for cls in (
-        CancelledError,
-        InvalidArgumentError,
-        DeadlineExceededError,
-        NotFoundError,
-        AlreadyExistsError,
-        PermissionDeniedError,
-        UnauthenticatedError,
-        ResourceExhaustedError,
-        FailedPreconditionError,
-        AbortedError,
-        OutOfRangeError,
-        UnimplementedError,
-        InternalError,
-        UnavailableError,
-        DataLossError,
-    )
-}
+# The classes above, by code.
+_CLASSES = {cls.code: cls for cls in EmaError.__subclasses__()}
 
 
 def failure_of(error: Exception) -> EmaError:
