@@ -51,8 +51,8 @@ class Pusher:
         weights: what a push reads.
         has_stepped: a step was counted.
         is_closed: steps are no longer counted.
-        follow: called when a step has been counted, and pushed if it was due.
-        error: an error of `follow`, which `raise_error` raises like the engine's.
+        after_counted_step: called when a step has been counted, and pushed if it was due.
+        error: an error of `after_counted_step`, which `raise_error` raises like the engine's.
         other_wait_seconds: time that the training has waited for anything but pushes.
     """
 
@@ -194,7 +194,7 @@ class Pusher:
             self.engine.poll(False)
 
     def raise_error(self) -> None:
-        """Raises the error of a lost step, as on_error says, or of `follow`."""
+        """Raises the error of a lost step, as on_error says, or of `after_counted_step`."""
         with self.lock:
             error, self.error = self.error, None
             try:
