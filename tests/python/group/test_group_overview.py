@@ -128,7 +128,9 @@ def test_etcd_is_unavailable(running, servers, client):
         run.push(step=8, weights=WEIGHTS)
     shown = described(servers[0])
     assert shown["models"][0]["progress"]["step"] == 8
-    assert shown["registry"]["error"] and "the registry has not answered for" in shown["problems"][0]
+    assert (
+        shown["registry"]["error"] and "the registry has not answered for" in shown["problems"][0]
+    )
     assert value(scrape(servers[0]), "ema_group_registry_contact_age_seconds") > 0
     etcd.start()
     for server in servers:
