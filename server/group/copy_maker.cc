@@ -15,7 +15,7 @@ namespace {
 
 // How long the partitions may take to write their copies, and then to fetch the others'. A lost
 // connection ends the calls sooner.
-constexpr absl::Duration kCopyTimeout = absl::Minutes(10);
+constexpr absl::Duration kCopyTimeout = absl::Hours(1);
 
 // Whether the newest version of `home` is not on the disk, nor copied.
 bool HasVersionToCopy(const Model& home, const ModelRecord& record) {
@@ -78,9 +78,10 @@ absl::Status CopyMaker::Copy(const std::string& name) {
         record = stored;
         return stored;
       }));
+  if (!HasVersionToCopy(*home, record)) return absl::OkStatus();
   const VersionId id = home->history().latest()->id();
-  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot,
-                       home->history().PinForSave(id.version, id.incarnation));
+  // As a reader: the place of a save must stay free for one.
+  EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, home->history().Pin(id.version, id.incarnation));
   return CopyVersion(*home, *hosted->partition, record, *snapshot);
 }
 

@@ -93,8 +93,9 @@ absl::StatusOr<v1::WriteCopyResponse> PartCopies::Write(Model& model, int64_t pa
                                                         const v1::WriteCopyRequest& request) {
   EMA_ASSIGN_OR_RETURN(
       const SnapshotRef snapshot,
+      // As a reader: the place of a save must stay free for one.
       PinPublished(model, {request.version().version(), request.version().incarnation()},
-                   &VersionHistory::PinForSave));
+                   &VersionHistory::Pin));
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest part,
                        WriteSnapshot(model, partition, *snapshot, request));
   v1::WriteCopyResponse response;
@@ -264,21 +265,33 @@ absl::Status PartCopies::FetchPart(const std::string& address, const CopyId& cop
 
 absl::Status PartCopies::LoadOrFetch(const std::string& model, const ModelRecord& record,
                                      size_t partition, absl::FunctionRef<absl::Status()> load,
-                                     absl::FunctionRef<absl::Status(const std::string&)> fetch) {
+                                     absl::FunctionRef<absl::Status(const std::string&)> fetch,
+                                     const PauseHook& rest) {
+  // Without a checkpoint to return to, the model waits until a person has mended this server.
+  const bool has_checkpoint = record.durable() != nullptr;
   if (directory_ == nullptr) {
-    return LostCopyError(absl::NotFoundError("this server was started without --copy-dir"));
+    const absl::Status none = GetDirectory().status();
+    return has_checkpoint ? LostCopyError(none) : none;
   }
   const absl::Status own = load();
-  if (!absl::IsDataLoss(own)) return own;
+  if (own.ok()) return own;
+  EMA_RETURN_IF_ERROR(CheckMayContinue(rest));
   const Partition& next = record.partitions[(partition + 1) % record.partitions.size()];
   const absl::Status fetched = fetch(hosted_.AddressOf(next));
-  // Without space for it here, the copy is of no more use than a lost one.
-  if (absl::IsNotFound(fetched) || absl::IsDataLoss(fetched) ||
-      GetErrorReason(fetched) == ErrorReason::kDiskFull) {
-    return LostCopyError(absl::NotFoundError(absl::StrCat("here: ", own.message(), "; at member \"",
-                                                          next.member, "\": ", fetched.message())));
+  if (!fetched.ok()) {
+    EMA_RETURN_IF_ERROR(CheckMayContinue(rest));
+    const std::string why = absl::StrCat("here: ", own.message(), "; at member \"", next.member,
+                                         "\": ", fetched.message());
+    const bool is_lost =
+        absl::IsDataLoss(own) && (absl::IsNotFound(fetched) || absl::IsDataLoss(fetched));
+    // That member may still have it.
+    const bool has_answered = GetErrorReason(fetched) != ErrorReason::kGroupDegraded;
+    if (is_lost || (has_checkpoint && has_answered)) {
+      return LostCopyError(absl::DataLossError(why));
+    }
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded, why,
+                     absl::Seconds(1));
   }
-  EMA_RETURN_IF_ERROR(fetched);
   LogTo(log_, LogLevel::kWarning, "copy fetched from another member",
         {{"model", model},
          {"partition", partition},
@@ -300,7 +313,7 @@ absl::StatusOr<CheckpointManifest> PartCopies::LoadManifest(const std::string& m
         whole = directory_->ReadManifest(copy);
         return whole.status();
       },
-      [&](const std::string& address) { return FetchManifest(address, copy, rest); }));
+      [&](const std::string& address) { return FetchManifest(address, copy, rest); }, rest));
   return whole;
 }
 
@@ -317,10 +330,11 @@ absl::Status PartCopies::LoadPart(const ModelRecord& record, size_t partition, M
     EMA_ASSIGN_OR_RETURN(snapshot, ReadCheckpoint(file_system, path, part, model, rest));
     return model.is_home() ? LoadAttachedFiles(file_system, path, part, model) : absl::OkStatus();
   };
-  EMA_RETURN_IF_ERROR(LoadOrFetch(name, record, partition, load, [&](const std::string& address) {
+  const auto fetch = [&](const std::string& address) {
     snapshot = nullptr;  // Its memory is needed.
     return FetchPart(address, copy, index, rest);
-  }));
+  };
+  EMA_RETURN_IF_ERROR(LoadOrFetch(name, record, partition, load, fetch, rest));
   model.Restore(std::move(snapshot), record.fenced_run_epoch);
   // The copy is not on the disk.
   if (const GroupCheckpoint* const durable = record.durable(); durable != nullptr) {

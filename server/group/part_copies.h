@@ -58,11 +58,11 @@ class PartCopies {
 
   // --- Loading the copy with which an incarnation begins ---
 
-  // Both functions use this member's own files. If these are missing or damaged, they are fetched
-  // from the member of the next partition, and replaced. DATA_LOSS: that member does not have them
-  // either, so the copy is lost. UNAVAILABLE: that member does not answer, or is not in the
-  // registry. Waits for it. Calls `rest` as VerifyCheckpoint() does. REQUIRES:
-  // record.BeginsWithCopy().
+  // Both functions use this member's own files. If these cannot be read, they are fetched from the
+  // member of the next partition, and replaced. DATA_LOSS: that member does not have them either,
+  // so the copy is lost; or they cannot be used here, and the model has a checkpoint. UNAVAILABLE:
+  // that member does not answer, or is not in the registry. Waits for it. Calls `rest` as
+  // VerifyCheckpoint() does. REQUIRES: record.BeginsWithCopy().
   //
   // The manifest of the model, without weights.
   absl::StatusOr<CheckpointManifest> LoadManifest(const std::string& model,
@@ -92,11 +92,12 @@ class PartCopies {
   absl::Status FetchManifest(const std::string& address, const CopyId& copy, const PauseHook& rest);
   absl::Status FetchPart(const std::string& address, const CopyId& copy, int64_t partition,
                          const PauseHook& rest);
-  // Runs `load`; after a DATA_LOSS runs `fetch` with the address of the member that also has the
-  // files of `partition`, and `load` again.
+  // Runs `load`; after an error runs `fetch` with the address of the member that also has the files
+  // of `partition`, and `load` again.
   absl::Status LoadOrFetch(const std::string& model, const ModelRecord& record, size_t partition,
                            absl::FunctionRef<absl::Status()> load,
-                           absl::FunctionRef<absl::Status(const std::string&)> fetch);
+                           absl::FunctionRef<absl::Status(const std::string&)> fetch,
+                           const PauseHook& rest);
 
   HostedModels& hosted_;
   CopyDirectory* const directory_;

@@ -193,6 +193,7 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
   const bool is_stuck = GetErrorReason(is_home) == ErrorReason::kGroupDegraded &&
                         before.IsHome(member->name(), member->boot());
   if (!is_stuck) EMA_RETURN_IF_ERROR(is_home);
+  if (is_stuck && before.BeginsWithCopy()) return ModelBusyError(model, "is loading a copy");
   const bool must_save = all_run && !is_stuck;
 
   const std::shared_ptr<const HostedModel> home = must_save ? hosted.Find(model) : nullptr;

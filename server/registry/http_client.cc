@@ -25,6 +25,8 @@ constexpr absl::Duration kConnectTimeout = absl::Seconds(4);
 // Of a stream without data, so that the loss of the network is noticed.
 constexpr long kProbeAfterSeconds = 10;
 constexpr long kProbeIntervalSeconds = 5;
+// Of a stream: then the server hangs.
+constexpr long kLongestSilenceSeconds = 180;
 
 long ToMilliseconds(absl::Duration duration) {
   // Zero would be no limit.
@@ -73,7 +75,12 @@ class HttpClient::Transfer {
     set(CURLOPT_TCP_KEEPALIVE, 1L);
     set(CURLOPT_TCP_KEEPIDLE, kProbeAfterSeconds);
     set(CURLOPT_TCP_KEEPINTVL, kProbeIntervalSeconds);
-    if (!options.ca_file.empty()) set(CURLOPT_CAINFO, options.ca_file.c_str());
+    if (!options.ca_file.empty()) {
+      set(CURLOPT_CAINFO, options.ca_file.c_str());
+      // Otherwise the system's CAs would be trusted, too.
+      set(CURLOPT_CAPATH, static_cast<const char*>(nullptr));
+    }
+    set(CURLOPT_QUICK_EXIT, 1L);  // A name server that hangs does not hold the call.
     set(CURLOPT_ERRORBUFFER, error_.data());
     set(CURLOPT_WRITEDATA, this);
     set(CURLOPT_WRITEFUNCTION, &Transfer::Receive);
@@ -176,6 +183,9 @@ HttpStreams::~HttpStreams() {
 absl::Status HttpStreams::Open(const std::string& path, absl::Duration timeout) {
   EMA_ASSIGN_OR_RETURN(auto transfer, client_.NewTransfer({.path = path}, timeout,
                                                           HttpClient::Handle(curl_easy_init())));
+  // The server sends something about once a minute.
+  curl_easy_setopt(transfer->handle(), CURLOPT_LOW_SPEED_LIMIT, 1L);
+  curl_easy_setopt(transfer->handle(), CURLOPT_LOW_SPEED_TIME, kLongestSilenceSeconds);
   curl_multi_add_handle(multi_, transfer->handle());
   transfers_.push_back(std::move(transfer));
   return absl::OkStatus();

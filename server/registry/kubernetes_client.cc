@@ -147,6 +147,8 @@ absl::StatusOr<KubernetesClient::Answer> KubernetesClient::Call(const std::strin
                                                 std::string(response.status().message())));
   } else if (IsRefused(*response)) {
     error = ToStatus(operation, *response);
+  } else if (!IsFromApiServer(response->body)) {
+    error = UnexpectedAnswerError(operation);
   } else {
     NoteContact();
   }
@@ -255,10 +257,10 @@ absl::StatusOr<KubernetesClient::Change> KubernetesClient::Finish(const std::str
 
 absl::Status KubernetesClient::OpenWatch(KubernetesKind kind, std::string_view prefix,
                                          const KubernetesList& list, HttpStreams& streams) {
-  return streams.Open(
-      absl::StrCat(PathOfAll(kind), "?watch=1&labelSelector=", SelectorOf(prefix),
-                   "&resourceVersion=", list.resource_version, "&timeoutSeconds=", kWatchSeconds),
-      absl::Seconds(kWatchSeconds) + kWatchSlack);
+  return streams.Open(absl::StrCat(PathOfAll(kind), "?watch=1&labelSelector=", SelectorOf(prefix),
+                                   "&allowWatchBookmarks=true&resourceVersion=",
+                                   list.resource_version, "&timeoutSeconds=", kWatchSeconds),
+                      absl::Seconds(kWatchSeconds) + kWatchSlack);
 }
 
 RegistryHealth KubernetesClient::health() const {

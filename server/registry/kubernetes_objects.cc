@@ -185,6 +185,8 @@ absl::StatusOr<KubernetesEvent> ParseEvent(KubernetesKind kind, std::string_view
   return result;
 }
 
+bool IsFromApiServer(std::string_view text) { return !TextAt(Parse(text), {"kind"}).empty(); }
+
 KubernetesFailure ParseFailure(std::string_view text) {
   const json parsed = Parse(text);
   if (TextAt(parsed, {"kind"}) != "Status") return {};

@@ -68,6 +68,9 @@ struct KubernetesEvent {
 // UNAVAILABLE: the API server ended the watch with an error, or the line is not an event.
 absl::StatusOr<KubernetesEvent> ParseEvent(KubernetesKind kind, std::string_view line);
 
+// False: it is not from an API server, but for example from a proxy in front of one.
+bool IsFromApiServer(std::string_view text);
+
 // What the API server says about a failure.
 struct KubernetesFailure {
   std::string reason;  // Such as "NotFound". Empty: the text is not a Status of the API.

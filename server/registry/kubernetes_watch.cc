@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <utility>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "ema/internal/status_macros.h"
@@ -73,20 +74,28 @@ void KubernetesWatch::Run() {
 absl::Status KubernetesWatch::Follow() {
   std::array<KubernetesList, kKinds.size()> lists;
   for (size_t i = 0; i < kKinds.size(); ++i) {
-    EMA_ASSIGN_OR_RETURN(lists[i], client_->List(kKinds[i], prefix_));
+    absl::StatusOr<KubernetesList> list = client_->List(kKinds[i], prefix_);
+    has_lost_contact_ |= !list.ok();
+    EMA_RETURN_IF_ERROR(list.status());
+    lists[i] = *std::move(list);
   }
-  if (must_report_all_) client_->leases().Restart();
+  if (std::exchange(has_lost_contact_, false)) client_->leases().Restart();
   Objects objects;
+  std::vector<KubernetesObject> expired;
   for (KubernetesList& list : lists) {
     for (KubernetesObject& object : list.objects) {
       if (object.kind == KubernetesKind::kLease && client_->leases().IsExpired(object)) {
-        DeleteExpired(object);
+        expired.push_back(std::move(object));
       } else {
         objects.insert_or_assign(object.entry.key, std::move(object));
       }
     }
   }
   ReportAll(std::move(objects));
+  for (const KubernetesObject& lease : expired) {
+    if (is_stopped()) return absl::OkStatus();
+    DeleteExpired(lease);
+  }
 
   HttpStreams streams(client_->http());
   for (size_t i = 0; i < kKinds.size(); ++i) {
@@ -104,9 +113,9 @@ absl::Status KubernetesWatch::Follow() {
     const SteadyTime expiry = NextExpiry();
     if (SteadyNow() >= expiry) return absl::OkStatus();
     EMA_ASSIGN_OR_RETURN(const HttpStreams::Progress progress, streams.Wait(expiry));
-    if (!progress.lines.empty()) client_->NoteContact();
     for (const HttpStreams::Line& line : progress.lines) {
       EMA_RETURN_IF_ERROR(ReportEvent(kKinds[line.stream], line.text));
+      client_->NoteContact();
     }
     if (progress.is_ended) return absl::OkStatus();
   }

@@ -52,8 +52,9 @@ class KubernetesWatch final : public RegistryWatch {
 
   // Only on the thread.
   Objects reported_;
-  bool must_report_all_ = true;  // At first, and after an interruption.
-  bool is_interrupted_ = false;  // Logged as interrupted.
+  bool must_report_all_ = true;    // At first, and after an interruption.
+  bool is_interrupted_ = false;    // Logged as interrupted.
+  bool has_lost_contact_ = false;  // A list has failed since the last LeaseObserver::Restart().
 
   mutable absl::Mutex mu_;
   SteadyWait stop_wait_;
