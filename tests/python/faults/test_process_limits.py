@@ -91,7 +91,7 @@ def test_emactl_ends_where_it_can_make_no_threads(server):
     ("megabytes", "prefix"),
     # On one processor, the server's trial threads use their memory only after all have started. So
     # the trial succeeds, and the threads of the start do not.
-    [(100, []), (500, []), (480, ["taskset", "--cpu-list", "0"])],
+    [(130, []), (500, []), (500, ["taskset", "--cpu-list", "0"])],
 )
 def test_a_server_with_too_little_address_space_says_so_and_ends(megabytes, prefix):
     limit = f"--as={megabytes << 20}"
