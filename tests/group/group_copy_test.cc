@@ -14,6 +14,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -308,19 +309,28 @@ TEST_F(GroupCopyTest, AMoveToOtherServersDoesNotUseTheCopy) {
 }
 
 TEST_F(GroupCopyTest, AMemberWithoutTheOptionIsReportedOnce) {
-  const std::string copies = group_->copy_dir_;
-  group_->copy_dir_ = "";
-  TrainAndCopy(1);
-  Crash(2);  // It has no --copy-dir now, so the copy is lost.
-  TrainedGroup::Await([&] { return events_.Count("model lost") == 1; });
-  group_->Create("m");
-  Open();
-  step_ = 0;
   ASSERT_THAT(Push(*run_, ++step_), IsOk());
+  ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const TrainedGroup::Pulled saved, group_->Pull("ema"));
+  TrainAndCopy(1);
+  group_->copy_dir_ = "";
+  Crash(2);  // It has no --copy-dir now, so it cannot use the copy.
+  ExpectContinuesFrom(saved);
   TrainedGroup::Await([&] { return events_.Count("version not copied") == 1; });
   for (int i = 0; i < 5; ++i) ASSERT_THAT(Push(*run_, ++step_), IsOk());
   EXPECT_FALSE(Record().copy.has_value());
   EXPECT_EQ(events_.Count("version not copied"), 1);
+}
+
+// It would be lost otherwise.
+TEST_F(GroupCopyTest, AModelThatHasOnlyACopyWaitsForAMemberWithoutTheOption) {
+  const TrainedGroup::Pulled expected = TrainAndCopy(3);
+  const std::string copies = std::exchange(group_->copy_dir_, "");
+  Crash(2);
+  TrainedGroup::Await([&] { return events_.Count("partition not loaded") > 0; });
+  group_->copy_dir_ = copies;
+  Crash(2);
+  ExpectContinuesFrom(expected);
 }
 
 // --- The calls between servers ---
