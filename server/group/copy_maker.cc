@@ -80,7 +80,7 @@ absl::Status CopyMaker::Copy(const std::string& name) {
       }));
   if (!HasVersionToCopy(*home, record)) return absl::OkStatus();
   const VersionId id = home->history().latest()->id();
-  // As a reader: the place of a save must stay free for one.
+  // Pinned as by a reader, so that a save can still pin its version.
   EMA_ASSIGN_OR_RETURN(const SnapshotRef snapshot, home->history().Pin(id.version, id.incarnation));
   return CopyVersion(*home, *hosted->partition, record, *snapshot);
 }

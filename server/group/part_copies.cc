@@ -93,7 +93,7 @@ absl::StatusOr<v1::WriteCopyResponse> PartCopies::Write(Model& model, int64_t pa
                                                         const v1::WriteCopyRequest& request) {
   EMA_ASSIGN_OR_RETURN(
       const SnapshotRef snapshot,
-      // As a reader: the place of a save must stay free for one.
+      // Pinned as by a reader, so that a save can still pin its version.
       PinPublished(model, {request.version().version(), request.version().incarnation()},
                    &VersionHistory::Pin));
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest part,

@@ -18,11 +18,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/blocking_counter.h"
-#include "absl/synchronization/mutex.h"
-#include "client/cpp/group/group_run.h"
-#include "client/cpp/push/group_part.h"
-#include "client/cpp/transport/interrupt.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
 #include "tests/client/fake_group.h"
@@ -571,54 +566,6 @@ TEST(GroupPushTest, APushReachesMoreServersThanItSendsToAtOnce) {
   for (const std::string& tensor : weights) shards.push_back(std::as_bytes(std::span(tensor)));
   EXPECT_THAT(run->Push(1, TrainingTime::AtBatch(1), shards, kPatience), IsOk());
   for (size_t i = 0; i < kServers; ++i) EXPECT_EQ(group.server(i).StepBytes(1, 0), weights[i]);
-}
-
-TEST(FirstPartTest, RanksBeginWithDifferentServers) {
-  const auto of_ranks = [](int64_t world_size, int64_t servers) {
-    std::vector<int64_t> first;
-    for (int64_t rank = 0; rank < world_size; ++rank) {
-      first.push_back(client_internal::FirstPart(rank, world_size, servers));
-    }
-    return first;
-  };
-  EXPECT_THAT(of_ranks(4, 8), ElementsAre(0, 2, 4, 6));
-  EXPECT_THAT(of_ranks(4, 2), ElementsAre(0, 0, 1, 1));
-  EXPECT_THAT(of_ranks(3, 4), ElementsAre(0, 1, 2));
-  EXPECT_THAT(of_ranks(1, 8), ElementsAre(0));
-}
-
-TEST(SendSlotsTest, TheLowestPositionIsNext) {
-  client_internal::SendSlots slots(1);
-  client_internal::Interrupt interrupt;
-  ASSERT_TRUE(slots.Acquire(0, SteadyTime::max(), &interrupt));
-  EXPECT_FALSE(slots.Acquire(1, SteadyNow(), &interrupt));
-  std::vector<int64_t> order;
-  absl::Mutex mu;
-  absl::BlockingCounter missing_waiters(3);
-  std::vector<std::jthread> threads;
-  for (const int64_t position : {5, 3, 4}) {
-    threads.emplace_back([&, position] {
-      // Acquire() calls it while it waits.
-      const std::function<bool()> count_once = [&, is_counted = false]() mutable {
-        if (!std::exchange(is_counted, true)) missing_waiters.DecrementCount();
-        return false;
-      };
-      client_internal::Interrupt polled(&count_once);
-      ASSERT_TRUE(slots.Acquire(position, SteadyTime::max(), &polled));
-      {
-        absl::MutexLock lock(&mu);
-        order.push_back(position);
-      }
-      slots.Release();
-    });
-  }
-  missing_waiters.Wait();
-  slots.Release();
-  threads.clear();
-  EXPECT_THAT(order, ElementsAre(3, 4, 5));
-  interrupt.Fire();
-  ASSERT_TRUE(slots.Acquire(0, SteadyTime::max(), &interrupt));
-  EXPECT_FALSE(slots.Acquire(1, SteadyTime::max(), &interrupt));
 }
 
 }  // namespace
