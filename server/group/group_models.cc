@@ -114,10 +114,11 @@ absl::Status GroupModels::CheckRuns(std::string_view model,
   const std::optional<absl::Time> since = follower_.history().MissingSince(of);
   return MakeError(
       absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
-      absl::StrCat("model \"", std::string(model), "\": the process of partition ", partition,
-                   ", member \"", of.member, "\", is not in the registry",
-                   since.has_value() ? absl::StrCat(" since ", absl::FormatTime(*since)) : "",
-                   "; when that member is back, the model continues from its newest checkpoint"),
+      absl::StrCat(
+          "model \"", std::string(model), "\": the process of partition ", partition, ", member \"",
+          of.member, "\", is not in the registry",
+          since.has_value() ? absl::StrCat(" since ", absl::FormatTime(*since)) : "",
+          "; when that member is back, the model continues from its newest checkpoint or copy"),
       absl::Seconds(1));
 }
 

@@ -114,10 +114,11 @@ void HostedModels::Drop(const std::string& model, int64_t incarnation,
   }
   partition->Stop();
   if (why_deleted.empty()) {
-    store_.Drop(model, MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
-                                 absl::StrCat("model \"", model, "\": incarnation ", incarnation,
-                                              " has ended: the model returns to a checkpoint"),
-                                 absl::Seconds(1)));
+    store_.Drop(model,
+                MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                          absl::StrCat("model \"", model, "\": incarnation ", incarnation,
+                                       " has ended: the model returns to a checkpoint or copy"),
+                          absl::Seconds(1)));
   } else {
     store_.Delete(model);
   }

@@ -47,11 +47,11 @@ absl::StatusOr<ModelRecord> ReadActive(Member& member, const std::string& model)
 }
 
 absl::Status NotRunningError(const std::string& model, const std::string& member) {
-  return absl::FailedPreconditionError(
-      absl::StrCat("model \"", model, "\": member \"", member,
-                   "\" does not run, or has just restarted. Start it, and the model returns to "
-                   "its newest checkpoint; if it is lost for good, pass it in `without` (emactl: "
-                   "--without)"));
+  return absl::FailedPreconditionError(absl::StrCat(
+      "model \"", model, "\": member \"", member,
+      "\" does not run, or has just restarted. Start it, and the model returns to "
+      "its newest checkpoint or copy; if it is lost for good, pass it in `without` (emactl: "
+      "--without)"));
 }
 
 absl::Status CheckNames(const Names& without, const Members& members, const ModelRecord& record) {
