@@ -84,7 +84,7 @@ END
 # pack CMAKE OPTION...
 pack() {
   # Tests also where only what is shipped was built before.
-  deploy/build.sh release -DEMA_BUILD_TESTS=ON "$@" || exit
+  deploy/build.sh release -DEMA_BUILD_TESTS=ON -DEMA_BUILD_BENCHMARKS=ON "$@" || exit
   [[ -f build/release/server/kernel/libema_kernel_cuda.a ]] ||
     fail "the build has no GPU: CMake found no CUDA compiler. With NVIDIA's (deploy/setup.sh --cuda brings it):" \
       "$0 --pack -DCMAKE_CUDA_COMPILER=\"\$(ls $root/build/venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)\""

@@ -107,7 +107,8 @@ if ! command -v nvcc >/dev/null; then
     record skipped "CUDA code: no nvcc on the PATH; --all brings one"
   fi
 fi
-if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON "${cuda[@]}"; then
+# The benchmarks only with --all: they take minutes to build.
+if ! deploy/build.sh release -DEMA_BUILD_TESTS=ON -DEMA_BUILD_BENCHMARKS=$all "${cuda[@]}"; then
   record failed "build release"
   sum_up
 fi

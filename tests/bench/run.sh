@@ -18,7 +18,7 @@ case ${1-} in
 esac
 
 deploy/setup.sh --bench
-deploy/build.sh release -DEMA_BUILD_TESTS=ON
+deploy/build.sh release -DEMA_BUILD_TESTS=ON -DEMA_BUILD_BENCHMARKS=ON
 results=build/bench
 mkdir -p "$results"
 build/release/tests/bench/data_bench --server build/release/server/ema-server \
