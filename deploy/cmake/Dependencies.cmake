@@ -109,14 +109,14 @@ if(EMA_BUILD_SERVER)
   find_library(EMA_MICROHTTPD microhttpd REQUIRED)
   add_library(ema::dep_microhttpd INTERFACE IMPORTED)
   target_link_libraries(ema::dep_microhttpd INTERFACE ${EMA_MICROHTTPD})
-  # The one with GnuTLS, which libmicrohttpd uses, too. Debian has the same headers for it and the one with OpenSSL,
-  # but their -dev packages exclude each other, and prometheus-cpp-dev needs that of OpenSSL. So there is no link
-  # libcurl-gnutls.so, and the name is that of the library itself.
+  # Loaded by its name, and not linked: server/registry/libcurl.h. The one with GnuTLS, which libmicrohttpd uses, too.
+  # Debian has the same headers for it and the one with OpenSSL, but their -dev packages exclude each other, and
+  # prometheus-cpp-dev needs that of OpenSSL.
   find_path(EMA_CURL_INCLUDE_DIR curl/curl.h REQUIRED)
-  find_library(EMA_CURL NAMES libcurl-gnutls.so.4 curl-gnutls curl REQUIRED)
-  add_library(ema::dep_curl INTERFACE IMPORTED)
-  target_include_directories(ema::dep_curl SYSTEM INTERFACE ${EMA_CURL_INCLUDE_DIR})
-  target_link_libraries(ema::dep_curl INTERFACE ${EMA_CURL})
+  find_library(EMA_CURL NAMES libcurl-gnutls.so.4 libcurl.so.4 REQUIRED)
+  get_filename_component(EMA_CURL_NAME ${EMA_CURL} NAME)
+  add_library(ema::dep_curl SHARED IMPORTED)
+  set_target_properties(ema::dep_curl PROPERTIES IMPORTED_LOCATION ${EMA_CURL})
   include(${CMAKE_CURRENT_LIST_DIR}/Torch.cmake)
 endif()
 if(EMA_BUILD_TESTS)

@@ -24,6 +24,12 @@ install(
 
 if(EMA_BUILD_SERVER)
   install(
+    IMPORTED_RUNTIME_ARTIFACTS ema::dep_curl RUNTIME_DEPENDENCY_SET ema_programs
+    LIBRARY DESTINATION ${ema_library_dir} COMPONENT server)
+  # That was the link libcurl-gnutls.so.4.
+  file(REAL_PATH ${EMA_CURL} curl_file)
+  install(FILES ${curl_file} DESTINATION ${ema_library_dir} COMPONENT server)
+  install(
     RUNTIME_DEPENDENCY_SET ema_programs
     # The libraries of glibc and of the compiler belong to the system.
     PRE_EXCLUDE_REGEXES "^(ld-linux-|libc\\.so|libm\\.so|libdl\\.so|librt\\.so|libutil\\.so|libpthread\\.so)"

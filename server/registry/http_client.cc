@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/registry/http_client.h"
 
-#include <curl/curl.h>
-
 #include <algorithm>
 #include <array>
 #include <climits>
-#include <mutex>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/small_file.h"
+#include "server/registry/libcurl.h"
 
 namespace ema {
 namespace {
@@ -35,25 +33,22 @@ long ToMilliseconds(absl::Duration duration) {
 
 }  // namespace
 
-void HttpClient::DeleteHandle::operator()(void* handle) const { curl_easy_cleanup(handle); }
-
 // One request and what has arrived of its response. libcurl has pointers to it.
 class HttpClient::Transfer {
  public:
-  Transfer(const std::string& url, HttpRequest request, Handle handle)
-      : url_(url), request_(std::move(request)), handle_(std::move(handle)) {}
-  ~Transfer() { curl_slist_free_all(headers_); }
+  Transfer(const LibCurl& curl, const std::string& url, HttpRequest request, Handle handle)
+      : curl_(curl), url_(url), request_(std::move(request)), handle_(std::move(handle)) {}
+  ~Transfer() { curl_.slist_free_all(headers_); }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
   void AddHeader(const std::string& text) {
-    headers_ = curl_slist_append(headers_, text.c_str());  // Copies the text.
+    headers_ = curl_.slist_append(headers_, text.c_str());  // Copies the text.
   }
 
   void Prepare(const Options& options, absl::Duration timeout) {
-    CURL* const curl = handle_.get();
-    const auto set = [curl](CURLoption option, auto value) {
-      curl_easy_setopt(curl, option, value);
+    const auto set = [this](CURLoption option, auto value) {
+      curl_.easy_setopt(handle_.get(), option, value);
     };
     const std::string address = absl::StrCat(options.url, request_.path);
     set(CURLOPT_URL, address.c_str());
@@ -90,11 +85,11 @@ class HttpClient::Transfer {
   absl::Status ToStatus(CURLcode code) const {
     if (code == CURLE_OK) return absl::OkStatus();
     return absl::UnavailableError(
-        absl::StrCat(url_, ": ", error_[0] != '\0' ? error_.data() : curl_easy_strerror(code)));
+        absl::StrCat(url_, ": ", error_[0] != '\0' ? error_.data() : curl_.easy_strerror(code)));
   }
   int status() const {
     long status = 0;
-    curl_easy_getinfo(handle_.get(), CURLINFO_RESPONSE_CODE, &status);
+    curl_.easy_getinfo(handle_.get(), CURLINFO_RESPONSE_CODE, &status);
     return static_cast<int>(status);
   }
 
@@ -111,6 +106,7 @@ class HttpClient::Transfer {
     return bytes;
   }
 
+  const LibCurl& curl_;
   const std::string url_;
   const HttpRequest request_;
   Handle handle_;
@@ -119,10 +115,8 @@ class HttpClient::Transfer {
   std::array<char, CURL_ERROR_SIZE> error_{};
 };
 
-HttpClient::HttpClient(Options options) : options_(std::move(options)) {
-  static std::once_flag once;
-  std::call_once(once, [] { curl_global_init(CURL_GLOBAL_DEFAULT); });
-}
+HttpClient::HttpClient(const LibCurl* curl, Options options)
+    : curl_(*curl), options_(std::move(options)) {}
 
 HttpClient::~HttpClient() = default;
 
@@ -137,23 +131,25 @@ absl::StatusOr<std::unique_ptr<HttpClient::Transfer>> HttpClient::NewTransfer(
     }
     token = std::string(absl::StripAsciiWhitespace(*text));
   }
-  auto transfer = std::make_unique<Transfer>(options_.url, request, std::move(handle));
+  auto transfer = std::make_unique<Transfer>(curl_, options_.url, request, std::move(handle));
   transfer->AddHeader("Accept: application/json");
   if (!token.empty()) transfer->AddHeader(absl::StrCat("Authorization: Bearer ", token));
   transfer->Prepare(options_, timeout);
   return transfer;
 }
 
+HttpClient::Handle HttpClient::NewHandle() const { return {curl_.easy_init(), curl_.easy_cleanup}; }
+
 HttpClient::Handle HttpClient::TakeIdleHandle() {
   absl::MutexLock lock(&mu_);
-  if (idle_handles_.empty()) return Handle(curl_easy_init());
+  if (idle_handles_.empty()) return NewHandle();
   Handle handle = std::move(idle_handles_.back());
   idle_handles_.pop_back();
   return handle;
 }
 
 void HttpClient::KeepIdleHandle(Handle handle) {
-  curl_easy_reset(handle.get());  // It has pointers into the transfer.
+  curl_.easy_reset(handle.get());  // It has pointers into the transfer.
   absl::MutexLock lock(&mu_);
   if (idle_handles_.size() < kMaxIdleHandles) idle_handles_.push_back(std::move(handle));
 }
@@ -161,7 +157,7 @@ void HttpClient::KeepIdleHandle(Handle handle) {
 absl::StatusOr<HttpResponse> HttpClient::Send(const HttpRequest& request, SteadyTime deadline) {
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<Transfer> transfer,
                        NewTransfer(request, Until(deadline), TakeIdleHandle()));
-  absl::Status status = transfer->ToStatus(curl_easy_perform(transfer->handle()));
+  absl::Status status = transfer->ToStatus(curl_.easy_perform(transfer->handle()));
   if (!status.ok()) {
     // The other connections may be as dead as this one.
     absl::MutexLock lock(&mu_);
@@ -173,25 +169,26 @@ absl::StatusOr<HttpResponse> HttpClient::Send(const HttpRequest& request, Steady
   return response;
 }
 
-HttpStreams::HttpStreams(HttpClient* client) : client_(*client), multi_(curl_multi_init()) {}
+HttpStreams::HttpStreams(HttpClient* client)
+    : client_(*client), curl_(client->curl_), multi_(curl_.multi_init()) {}
 
 HttpStreams::~HttpStreams() {
-  for (const auto& transfer : transfers_) curl_multi_remove_handle(multi_, transfer->handle());
-  curl_multi_cleanup(multi_);
+  for (const auto& transfer : transfers_) curl_.multi_remove_handle(multi_, transfer->handle());
+  curl_.multi_cleanup(multi_);
 }
 
 absl::Status HttpStreams::Open(const std::string& path, absl::Duration timeout) {
-  EMA_ASSIGN_OR_RETURN(auto transfer, client_.NewTransfer({.path = path}, timeout,
-                                                          HttpClient::Handle(curl_easy_init())));
+  EMA_ASSIGN_OR_RETURN(auto transfer,
+                       client_.NewTransfer({.path = path}, timeout, client_.NewHandle()));
   // The server sends something about once a minute.
-  curl_easy_setopt(transfer->handle(), CURLOPT_LOW_SPEED_LIMIT, 1L);
-  curl_easy_setopt(transfer->handle(), CURLOPT_LOW_SPEED_TIME, kLongestSilenceSeconds);
-  curl_multi_add_handle(multi_, transfer->handle());
+  curl_.easy_setopt(transfer->handle(), CURLOPT_LOW_SPEED_LIMIT, 1L);
+  curl_.easy_setopt(transfer->handle(), CURLOPT_LOW_SPEED_TIME, kLongestSilenceSeconds);
+  curl_.multi_add_handle(multi_, transfer->handle());
   transfers_.push_back(std::move(transfer));
   return absl::OkStatus();
 }
 
-void HttpStreams::Stop() { curl_multi_wakeup(multi_); }
+void HttpStreams::Stop() { curl_.multi_wakeup(multi_); }
 
 void HttpStreams::TakeLines(std::vector<Line>& lines) {
   for (size_t i = 0; i < transfers_.size(); ++i) {
@@ -209,9 +206,9 @@ absl::StatusOr<HttpStreams::Progress> HttpStreams::Wait(SteadyTime deadline) {
   Progress progress;
   for (bool is_last = false;; is_last = true) {
     int running = 0;
-    curl_multi_perform(multi_, &running);
+    curl_.multi_perform(multi_, &running);
     int queued = 0;
-    while (const CURLMsg* const message = curl_multi_info_read(multi_, &queued)) {
+    while (const CURLMsg* const message = curl_.multi_info_read(multi_, &queued)) {
       if (message->msg != CURLMSG_DONE) continue;
       const auto ended = std::find_if(
           transfers_.begin(), transfers_.end(),
@@ -227,8 +224,8 @@ absl::StatusOr<HttpStreams::Progress> HttpStreams::Wait(SteadyTime deadline) {
     if (is_last || progress.is_ended || !progress.lines.empty()) return progress;
     const int64_t milliseconds =
         absl::ToInt64Milliseconds(absl::Ceil(Until(deadline), absl::Milliseconds(1)));
-    curl_multi_poll(multi_, nullptr, 0,
-                    static_cast<int>(std::clamp<int64_t>(milliseconds, 0, INT_MAX)), nullptr);
+    curl_.multi_poll(multi_, nullptr, 0,
+                     static_cast<int>(std::clamp<int64_t>(milliseconds, 0, INT_MAX)), nullptr);
   }
 }
 

@@ -20,6 +20,8 @@
 
 namespace ema {
 
+struct LibCurl;
+
 struct HttpRequest {
   std::string method = "GET";
   std::string path;  // With the query.
@@ -45,7 +47,7 @@ class HttpClient {
     std::string ca_file;
   };
 
-  explicit HttpClient(Options options);
+  HttpClient(const LibCurl* curl, Options options);
   ~HttpClient();
   HttpClient(const HttpClient&) = delete;
   HttpClient& operator=(const HttpClient&) = delete;
@@ -60,17 +62,17 @@ class HttpClient {
  private:
   friend class HttpStreams;
   class Transfer;
-  struct DeleteHandle {
-    void operator()(void* handle) const;
-  };
-  using Handle = std::unique_ptr<void, DeleteHandle>;  // Of libcurl, with its open connections.
+  // Of libcurl, with its open connections.
+  using Handle = std::unique_ptr<void, void (*)(void*)>;
 
   // A transfer that Send() or HttpStreams runs. UNAVAILABLE: the token cannot be read.
   absl::StatusOr<std::unique_ptr<Transfer>> NewTransfer(const HttpRequest& request,
                                                         absl::Duration timeout, Handle handle);
+  Handle NewHandle() const;
   Handle TakeIdleHandle() ABSL_LOCKS_EXCLUDED(mu_);
   void KeepIdleHandle(Handle handle) ABSL_LOCKS_EXCLUDED(mu_);
 
+  const LibCurl& curl_;
   const Options options_;
   absl::Mutex mu_;
   std::vector<Handle> idle_handles_ ABSL_GUARDED_BY(mu_);
@@ -106,6 +108,7 @@ class HttpStreams {
   void TakeLines(std::vector<Line>& lines);
 
   HttpClient& client_;
+  const LibCurl& curl_;
   void* const multi_;  // Of libcurl: runs all transfers.
   std::vector<std::unique_ptr<HttpClient::Transfer>> transfers_;
 };

@@ -11,6 +11,7 @@
 #include "ema/internal/status_macros.h"
 #include "server/base/quoted.h"
 #include "server/base/small_file.h"
+#include "server/registry/libcurl.h"
 
 namespace ema {
 namespace {
@@ -112,14 +113,15 @@ absl::StatusOr<std::shared_ptr<KubernetesClient>> KubernetesClient::Create(
   }
   EMA_RETURN_IF_ERROR(CheckReadable(options.token_file));
   EMA_RETURN_IF_ERROR(CheckReadable(options.ca_file));
-  return std::shared_ptr<KubernetesClient>(new KubernetesClient(std::move(options)));
+  EMA_ASSIGN_OR_RETURN(const LibCurl* const curl, LibCurl::Load());
+  return std::shared_ptr<KubernetesClient>(new KubernetesClient(curl, std::move(options)));
 }
 
-KubernetesClient::KubernetesClient(KubernetesOptions options)
+KubernetesClient::KubernetesClient(const LibCurl* curl, KubernetesOptions options)
     : options_(std::move(options)),
-      http_({.url = options_.api_url,
-             .token_file = options_.token_file,
-             .ca_file = options_.ca_file}) {}
+      http_(curl, {.url = options_.api_url,
+                   .token_file = options_.token_file,
+                   .ca_file = options_.ca_file}) {}
 
 std::string KubernetesClient::PathOfAll(KubernetesKind kind) const {
   const KubernetesPath path = PathOf(kind);

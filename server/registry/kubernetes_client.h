@@ -70,7 +70,7 @@ class KubernetesClient {
     bool is_repeated = false;  // An earlier attempt got no answer.
   };
 
-  explicit KubernetesClient(KubernetesOptions options);
+  KubernetesClient(const LibCurl* curl, KubernetesOptions options);
 
   std::string PathOfAll(KubernetesKind kind) const;
   std::string PathOfOne(const KubernetesObject& object) const;

@@ -65,6 +65,23 @@ def test_programs_find_their_libraries_beside_themselves(tree, program):
     assert not [name for name in elsewhere if not re.match(SYSTEM, name)]
 
 
+def test_what_is_loaded_later_is_beside_them_too(tree, tmp_path):
+    """libcurl, with what it needs: it is loaded before the API server is asked, which is not there."""
+    group = ["--group", "g", "--advertise", "127.0.0.1:1", "--data-dir", tmp_path]
+    done = subprocess.run(
+        [tree / "bin/ema-server", *group, "--listen", "127.0.0.1:0", "--allow-unauthenticated"]
+        + ["--kubernetes", "--kubernetes-api=http://127.0.0.1:1", "--kubernetes-namespace=ema"],
+        env={"PATH": os.environ["PATH"], "LD_DEBUG": "libs"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    loaded = re.findall(r"calling init: (\S+)", done.stderr)
+    elsewhere = [path for path in loaded if not pathlib.Path(path).is_relative_to(tree)]
+    assert any("libcurl" in path for path in loaded)
+    assert not [path for path in elsewhere if not re.match(SYSTEM, pathlib.Path(path).name)]
+
+
 def test_it_serves(tree, tmp_path, monkeypatch):
     monkeypatch.setenv("EMA_SERVER_BIN", str(tree / "bin/ema-server"))
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)

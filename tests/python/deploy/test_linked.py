@@ -16,7 +16,6 @@ SERVER = {
     "libc10",
     "libc10_cuda",
     "libcudart",
-    "libcurl-gnutls",
     "libmicrohttpd",
     "libprometheus-cpp-core",
     "libspdlog",
