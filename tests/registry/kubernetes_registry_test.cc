@@ -158,6 +158,13 @@ TEST_F(KubernetesTest, OverloadedServerIsUnavailable) {
   EXPECT_THAT(registry_->health().error, IsOk());
 }
 
+TEST_F(KubernetesTest, LeaseThatIsDeletedDuringTheJoinIsCreated) {
+  // It is deleted after the answer, so it cannot be read any more.
+  Control("/control/fail?status=409&reason=AlreadyExists");
+  EXPECT_THAT(registry_->Join("/s/a", "boot-1", kTtl), IsOk());
+  EXPECT_EQ(registry_->Read("/s/a")->value, "boot-1");
+}
+
 TEST_F(KubernetesTest, OtherProgramBehindTheAddressIsReported) {
   const auto registry = NewRegistry(server_->url() + "/control/objects?");
   EXPECT_THAT(registry->ReadPrefix("/m/"),

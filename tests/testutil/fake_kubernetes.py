@@ -11,7 +11,7 @@ each request needs one of the tokens of the file, which is read for each request
     POST /control/compact             forget the history, so that a watch from an older version gets 410
     POST /control/end-watches         end all watches, as the server does after timeoutSeconds
     POST /control/lose-answers        carry out the next write, but close the connection without an answer
-    POST /control/fail?status=N       answer the next request with this status, without carrying it out
+    POST /control/fail?status=N&reason=R  answer the next request with this status, without carrying it out
     GET  /control/objects             names of all objects
 """
 
@@ -254,7 +254,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.store = store
         self.tokens = tokens
-        self.next_failure = 0  # A status; 0: none.
+        self.next_failure: Failure | None = None
         self.must_lose_answer = False
         self.tls: ssl.SSLContext | None = None
 
@@ -301,9 +301,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if length > MAX_BODY_BYTES:
                 raise Failure(413, "RequestEntityTooLarge", "Request entity too large")
             self._authenticate()
-            failure, self.server.next_failure = self.server.next_failure, 0
-            if failure:
-                raise Failure(failure, "Injected", "a failure for a test")
+            failure, self.server.next_failure = self.server.next_failure, None
+            if failure is not None:
+                raise failure
             code, answer = self._serve(url.path, query, json.loads(text) if text else {})
             if code == 0:
                 return  # A watch.
@@ -327,7 +327,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif path == "/control/lose-answers":
             server.must_lose_answer = True
         elif path == "/control/fail":
-            server.next_failure = int(query["status"])
+            status, reason = int(query["status"]), query.get("reason", "Injected")
+            server.next_failure = Failure(status, reason, "a failure for a test")
         elif path == "/control/objects":
             return server.store.names()
         else:
