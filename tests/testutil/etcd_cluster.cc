@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/testutil/etcd_cluster.h"
 
-#include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
@@ -90,10 +88,7 @@ int EtcdCluster::leader() const {
 }
 
 void EtcdCluster::Signal(int etcd, int signal) {
-  const ChildProcess& process = *members_[etcd].process;
-  process.Signal(signal);
-  siginfo_t info = {};
-  if (signal == SIGSTOP) waitid(P_PID, process.pid(), &info, WSTOPPED);
+  members_[etcd].process->Signal(signal);
 }
 
 void EtcdCluster::Kill(int etcd) { members_[etcd].process.reset(); }

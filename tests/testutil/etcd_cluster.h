@@ -36,7 +36,6 @@ class EtcdCluster {
   // -1: none.
   int leader() const;
 
-  // SIGSTOP: returns when all its threads have stopped.
   void Signal(int etcd, int signal);
   void Kill(int etcd);
   // Starts a killed one with its data. Does not wait.

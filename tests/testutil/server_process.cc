@@ -52,7 +52,10 @@ ChildProcess::~ChildProcess() {
 }
 
 void ChildProcess::Signal(int signal) const {
-  if (!ended_) kill(pid_, signal);
+  if (ended_) return;
+  kill(pid_, signal);
+  siginfo_t info = {};
+  if (signal == SIGSTOP) waitid(P_PID, pid_, &info, WSTOPPED);
 }
 
 absl::StatusOr<int> ChildProcess::Wait(absl::Duration timeout) {

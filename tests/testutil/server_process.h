@@ -27,6 +27,7 @@ class ChildProcess {
   ChildProcess& operator=(const ChildProcess&) = delete;
 
   pid_t pid() const { return pid_; }
+  // SIGSTOP: returns when all its threads have stopped.
   void Signal(int signal) const;
   // Waits for its end, at most `timeout`. The status is as waitpid() gives it.
   absl::StatusOr<int> Wait(absl::Duration timeout);
