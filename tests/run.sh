@@ -33,11 +33,14 @@ esac
 lock tests
 new_results build/tests
 
+# Most C++ tests wait more than they compute, so more of them run than there are processors.
+jobs=$((2 * $(nproc)))
+
 # ctest_report NAME PRESET OPTION...: beside the report of ctest those of the suites, in a folder.
 ctest_report() {
   local suites=build/$2/tests/reports
   rm -rf "$suites"
-  report "$1" ctest --preset "$2" --parallel "$(nproc)" --timeout 300 \
+  report "$1" ctest --preset "$2" --parallel "$jobs" --timeout 300 \
     --output-junit "$root/$results/$1.xml" "${@:3}"
   [[ ! -d $suites ]] || mv "$suites" "$results/$1"
 }
@@ -138,6 +141,8 @@ check "black" build/venv/bin/black --config client/python/pyproject.toml --quiet
   client/python deploy tests
 check "mypy" build/venv/bin/mypy --config-file client/python/pyproject.toml --strict \
   --cache-dir build/mypy_cache client/python/ema_client
+# With sanitizers they compute.
+jobs=$(nproc)
 check "build asan" deploy/build.sh asan "${cuda[@]}" &&
   ctest_report asan asan --label-regex '^(unit|integration|sanitizer)$'
 check "build tsan" deploy/build.sh tsan "${cuda[@]}" &&
