@@ -87,9 +87,7 @@ int EtcdCluster::leader() const {
   return -1;
 }
 
-void EtcdCluster::Signal(int etcd, int signal) {
-  members_[etcd].process->Signal(signal);
-}
+void EtcdCluster::Signal(int etcd, int signal) { members_[etcd].process->Signal(signal); }
 
 void EtcdCluster::Kill(int etcd) { members_[etcd].process.reset(); }
 
