@@ -180,10 +180,13 @@ absl::Status Follower::Copy(const ModelInfo& info) {
   }
   if (must_copy) {
     EMA_ASSIGN_OR_RETURN(const SnapshotRef copy, BuildSnapshot(*version));
+    {
+      // Before a reader can have the version: then the health checks succeed.
+      absl::MutexLock lock(&mu_);
+      has_version_ = true;
+    }
     model_->PublishCopy(copy);
     newest_ = version->id();
-    absl::MutexLock lock(&mu_);
-    has_version_ = true;
   }
   SetReadable(absl::OkStatus());
   return absl::OkStatus();

@@ -34,6 +34,25 @@ using ::testing::UnorderedElementsAre;
 
 constexpr int kTensors = 12;
 
+// Counts the events of all servers, by name.
+class EventCounter {
+ public:
+  LogSink sink() {
+    return [this](const LogEvent& event) {
+      absl::MutexLock lock(&mu_);
+      texts_[event.name].push_back(ToText(event));
+    };
+  }
+  std::vector<std::string> Find(const std::string& name) {
+    absl::MutexLock lock(&mu_);
+    return texts_[name];
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::map<std::string, std::vector<std::string>> texts_ ABSL_GUARDED_BY(mu_);
+};
+
 class GroupRebalanceTest : public testing::Test {
  protected:
   GroupRebalanceTest() : directory_(testing::TempDir() + "/ema_group_XXXXXX") {
@@ -67,6 +86,7 @@ class GroupRebalanceTest : public testing::Test {
   }
 
   std::string directory_;
+  EventCounter events_;  // Of a group that is given its sink.
   std::optional<TrainedGroup> group_;
 };
 
@@ -184,30 +204,10 @@ TEST_F(GroupRebalanceTest, APushThatWaitsForAReplacedServerContinuesOnTheOthers)
   EXPECT_EQ(version.id(), same.id());
 }
 
-// Counts the events of all servers, by name.
-class EventCounter {
- public:
-  LogSink sink() {
-    return [this](const LogEvent& event) {
-      absl::MutexLock lock(&mu_);
-      texts_[event.name].push_back(ToText(event));
-    };
-  }
-  std::vector<std::string> Find(const std::string& name) {
-    absl::MutexLock lock(&mu_);
-    return texts_[name];
-  }
-
- private:
-  absl::Mutex mu_;
-  std::map<std::string, std::vector<std::string>> texts_ ABSL_GUARDED_BY(mu_);
-};
-
 TEST_F(GroupRebalanceTest, AServerThatIsMissingForTooLongIsReplacedOnce) {
-  EventCounter events;
   group_.reset();
   group_.emplace(3, kTensors, directory_,
-                 TrainedGroup::Servers{.replace_after = absl::Seconds(1), .log = events.sink()});
+                 TrainedGroup::Servers{.replace_after = absl::Seconds(1), .log = events_.sink()});
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
   ASSERT_THAT(Push(*run, 1), IsOk());
@@ -239,15 +239,14 @@ TEST_F(GroupRebalanceTest, AServerThatIsMissingForTooLongIsReplacedOnce) {
   EXPECT_THAT(members(), SizeIs(2));
   EXPECT_THAT(Push(*run, 4), IsOk());
   group_.reset();
-  EXPECT_THAT(events.Find("model moves to other servers"), SizeIs(1));
-  EXPECT_THAT(events.Find("lost members replaced"), SizeIs(1));
+  EXPECT_THAT(events_.Find("model moves to other servers"), SizeIs(1));
+  EXPECT_THAT(events_.Find("lost members replaced"), SizeIs(1));
 }
 
 TEST_F(GroupRebalanceTest, AnOldRecordIsNotUsedToReplaceAServer) {
-  EventCounter events;
   group_.reset();
   group_.emplace(3, kTensors, directory_,
-                 TrainedGroup::Servers{.replace_after = absl::Seconds(3), .log = events.sink()});
+                 TrainedGroup::Servers{.replace_after = absl::Seconds(3), .log = events_.sink()});
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
   ASSERT_THAT(Push(*run, 1), IsOk());
@@ -259,8 +258,8 @@ TEST_F(GroupRebalanceTest, AnOldRecordIsNotUsedToReplaceAServer) {
   group_->servers_.front()->Stop();
   EMA_ASSERT_OK_AND_ASSIGN(const auto stored, member.Read("m"));
   ASSERT_THAT(member.Write("m", backup->record, stored->revision), IsOk());
-  TrainedGroup::Await([&] { return !events.Find("lost members cannot be replaced").empty(); });
-  EXPECT_THAT(events.Find("lost members cannot be replaced").front(),
+  TrainedGroup::Await([&] { return !events_.Find("lost members cannot be replaced").empty(); });
+  EXPECT_THAT(events_.Find("lost members cannot be replaced").front(),
               HasSubstr("use emactl group recover"));
   EXPECT_EQ(member.model("m")->incarnation, backup->record.incarnation);
 }
@@ -269,7 +268,6 @@ TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
   EMA_ASSERT_OK_AND_ASSIGN(const ModelConfig config,
                            ema::FromProto(GroupTrainer::CreateRequest("m", kTensors)));
   EMA_ASSERT_OK_AND_ASSIGN(const std::vector<int64_t> bytes, TensorBytes(config));
-  EventCounter events;
   group_.reset();
   // Enough for a third of the model, not for a half.
   group_.emplace(
@@ -277,7 +275,7 @@ TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
       TrainedGroup::Servers{
           .reported_memory_bytes = std::accumulate(bytes.begin(), bytes.end(), int64_t{0}) * 2 / 5,
           .replace_after = absl::Seconds(1),
-          .log = events.sink()});
+          .log = events_.sink()});
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
   ASSERT_THAT(Push(*run, 1), IsOk());
@@ -285,15 +283,15 @@ TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
   GroupServer& lost = *group_->servers_[0];
   lost.Stop();
   const std::string problem = "lost members cannot be replaced";
-  TrainedGroup::Await([&] { return events.Find(problem).size() == 2; });
-  for (const std::string& warning : events.Find(problem)) {
+  TrainedGroup::Await([&] { return events_.Find(problem).size() == 2; });
+  for (const std::string& warning : events_.Find(problem)) {
     EXPECT_THAT(warning, HasSubstr("too many; "));
     EXPECT_THAT(warning, HasSubstr("ema-0"));
   }
   group_->StartServer({.name = "ema-3", .data_dir = directory_});
-  TrainedGroup::Await([&] { return !events.Find("lost members replaced").empty(); });
+  TrainedGroup::Await([&] { return !events_.Find("lost members replaced").empty(); });
   EXPECT_THAT(Push(*run, 2), IsOk());
-  EXPECT_THAT(events.Find(problem), SizeIs(2));  // One of each server.
+  EXPECT_THAT(events_.Find(problem), SizeIs(2));  // One of each server.
 }
 
 TEST_F(GroupRebalanceTest, AServerThatCannotLoadItsTensorsIsLeftOutAgain) {
