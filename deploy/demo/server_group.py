@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import random
 import shutil
 import socket
 import subprocess
@@ -17,9 +18,12 @@ from server_process import Place, ServerError, ServerProcess
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port of the loopback interface that nothing listens on, and that no outgoing connection gets."""
+    while True:
+        # The ports from 32768 on are those of outgoing connections.
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class EtcdProcess:

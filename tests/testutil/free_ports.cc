@@ -6,22 +6,27 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <random>
+
 namespace ema {
 
 std::vector<int> FindFreePorts(int count) {
+  // The ports from 32768 on are those of outgoing connections: one could get the port meanwhile.
+  std::random_device random;
+  std::uniform_int_distribution<int> any_port(10'000, 32'767);
   std::vector<int> sockets;
   std::vector<int> ports;
-  for (int i = 0; i < count; ++i) {
+  while (static_cast<int>(ports.size()) < count) {
+    const int port = any_port(random);
     sockets.push_back(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     sockaddr_in address = {};
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(address);
-    bind(sockets.back(), reinterpret_cast<sockaddr*>(&address), size);
-    getsockname(sockets.back(), reinterpret_cast<sockaddr*>(&address), &size);
-    ports.push_back(ntohs(address.sin_port));
+    address.sin_port = htons(port);
+    const auto* const name = reinterpret_cast<const sockaddr*>(&address);
+    if (bind(sockets.back(), name, sizeof(address)) == 0) ports.push_back(port);
   }
-  // All have been found, so they differ.
+  // Those that are bound cannot be found twice.
   for (const int fd : sockets) close(fd);
   return ports;
 }

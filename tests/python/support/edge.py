@@ -14,6 +14,7 @@ import time
 
 import ema_client
 import numpy as np
+from server_group import free_port
 from server_process import ROOT, ServerError, ServerProcess
 
 CONFIGURATION = ROOT / "deploy/edge/haproxy.cfg"
@@ -29,12 +30,6 @@ def resident_bytes(pid: int) -> int:
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None
     return int(found[1]) * 1024
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Edge:
