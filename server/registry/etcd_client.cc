@@ -126,6 +126,15 @@ absl::StatusCode CodeOf(const grpc::Status& status) {
 }
 
 // A token expires, and changes of users make older ones invalid.
+// etcd rejects the user. This is no contact with the registry: a server that cannot use it must
+// notice that.
+bool IsRejected(const grpc::Status& status) {
+  return status.error_code() == grpc::StatusCode::PERMISSION_DENIED ||
+         status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
+         absl::StrContains(status.error_message(), "authentication failed") ||
+         absl::StrContains(status.error_message(), "user name is empty");
+}
+
 bool IsStaleToken(const grpc::Status& status) {
   return status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
          absl::StrContains(status.error_message(), "revision of auth store is old");
@@ -195,7 +204,7 @@ void EtcdClient::NoteAnswer(absl::Duration latency) {
   error_ = absl::OkStatus();
 }
 
-absl::Status EtcdClient::NoteNoAnswer(absl::Status error) {
+absl::Status EtcdClient::NoteError(absl::Status error) {
   absl::MutexLock lock(&mu_);
   error_ = error;
   return error;
@@ -229,7 +238,8 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
         is_last ? deadline : std::min(deadline, After(start, options_.call_timeout / 2));
     const grpc::Status status = CallOnce(*connection, end, attempt);
     const bool is_miss = IsMiss(status);
-    if (!is_miss) NoteAnswer(Since(start));
+    const bool is_rejected = IsRejected(status);
+    if (!is_miss && !is_rejected) NoteAnswer(Since(start));
     if (status.ok()) return absl::OkStatus();
 
     const absl::Duration limit =
@@ -239,10 +249,11 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
                                  : status.error_message();
     absl::StrAppend(&misses, misses.empty() ? "" : "; ", connection->endpoint, ": ", text);
     const std::string message = absl::StrCat("etcd cannot ", operation, ": ", misses);
+    if (is_rejected) return NoteError(absl::Status(CodeOf(status), message));
     if (!is_miss) return absl::Status(CodeOf(status), message);
     Abandon(*connection);
     if (ends_streams) EndStreams(*connection);
-    if (is_last || SteadyNow() >= deadline) return NoteNoAnswer(absl::UnavailableError(message));
+    if (is_last || SteadyNow() >= deadline) return NoteError(absl::UnavailableError(message));
   }
 }
 

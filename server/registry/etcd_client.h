@@ -120,7 +120,7 @@ class EtcdClient {
   void EndStreams(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   // Record for health() how a call has ended.
   void NoteAnswer(absl::Duration latency) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status NoteNoAnswer(absl::Status error) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status NoteError(absl::Status error) ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `attempt` once, or twice if etcd rejects the token.
   grpc::Status CallOnce(Connection& connection, SteadyTime deadline, Attempt attempt)
       ABSL_LOCKS_EXCLUDED(mu_);

@@ -113,6 +113,10 @@ absl::StatusOr<std::shared_ptr<KubernetesClient>> KubernetesClient::Create(
   }
   EMA_RETURN_IF_ERROR(CheckReadable(options.token_file));
   EMA_RETURN_IF_ERROR(CheckReadable(options.ca_file));
+  if (!is_https && !options.token_file.empty()) {
+    LogTo(options.log, LogLevel::kWarning, "token is sent without TLS",
+          {{"api", options.api_url}, {"token_file", options.token_file}});
+  }
   EMA_ASSIGN_OR_RETURN(const LibCurl* const curl, LibCurl::Load());
   return std::shared_ptr<KubernetesClient>(new KubernetesClient(curl, std::move(options)));
 }

@@ -27,7 +27,7 @@ struct KubernetesOptions {
   std::string ca_file;  // PEM, for https only. Empty with a URL: the system's CAs.
   // The longest time of a call.
   absl::Duration call_timeout = absl::Seconds(4);
-  LogSink log;  // Lost and regained contact.
+  LogSink log;  // Lost and regained contact, and a token that is sent without TLS.
   std::string account_folder = "/var/run/secrets/kubernetes.io/serviceaccount";
 };
 

@@ -214,11 +214,16 @@ TEST_F(EtcdTest, UserNeedsItsPasswordAndAnExpiredTokenIsRenewed) {
   EXPECT_THAT(registry_->Read("/m/a"),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("user name is empty")));
   EtcdOptions options = {.endpoints = cluster_->endpoints(), .user = "ema", .password = "wrong"};
-  EXPECT_THAT((*EtcdRegistry::Create(options))->Read("/m/a"),
+  EMA_ASSERT_OK_AND_ASSIGN(const auto rejected, EtcdRegistry::Create(options));
+  const SteadyTime created = rejected->last_contact();
+  EXPECT_THAT(rejected->Read("/m/a"),
               StatusIs(absl::StatusCode::kInvalidArgument,
                        AllOf(HasSubstr(absl::StrCat("etcd cannot read \"/m/a\": ", cluster_->url(0),
                                                     ": user \"ema\": ")),
                              HasSubstr("authentication failed"))));
+  // It cannot use the registry, so it had no contact.
+  EXPECT_EQ(rejected->last_contact(), created);
+  EXPECT_THAT(rejected->health().error, testing::Not(IsOk()));
   options.password = "secret";
   EMA_ASSERT_OK_AND_ASSIGN(const auto registry, EtcdRegistry::Create(options));
   EMA_ASSERT_OK_AND_ASSIGN(const auto member, registry->Join("/m/s/a", "boot-1", kTtl));

@@ -361,10 +361,15 @@ TEST_F(KubernetesTest, DeletedLeaseIsCreatedAgain) {
 TEST(KubernetesTokenTest, ReplacedTokenIsReadAgain) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto server, FakeKubernetes::Start({.tokens = "first"}));
   const std::string file = server->WriteFile("token", "first\n");
-  EMA_ASSERT_OK_AND_ASSIGN(
-      const auto registry,
-      KubernetesRegistry::Create(
-          {.api_url = server->url(), .name_space = "ema", .token_file = file}));
+  std::vector<std::string> logged;
+  EMA_ASSERT_OK_AND_ASSIGN(const auto registry,
+                           KubernetesRegistry::Create({.api_url = server->url(),
+                                                       .name_space = "ema",
+                                                       .token_file = file,
+                                                       .log = [&](const LogEvent& event) {
+                                                         logged.push_back(event.name);
+                                                       }}));
+  EXPECT_THAT(logged, ElementsAre("token is sent without TLS"));
   EXPECT_THAT(registry->CompareAndPut("/m/a", 0, "1"), IsOk());
   server->SetTokens("second");
   EXPECT_THAT(registry->Read("/m/a"),
