@@ -5,25 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import random
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-from server_process import Place, ServerError, ServerProcess
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on, and that no outgoing connection gets."""
-    while True:
-        # The ports from 32768 on are those of outgoing connections.
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+from server_process import Place, ServerError, ServerProcess, free_port
 
 
 class EtcdProcess:

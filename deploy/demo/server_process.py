@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+import random
 import signal
+import socket
 import subprocess
 import time
 
@@ -21,6 +24,15 @@ def server_binary() -> pathlib.Path:
     """The server to run: EMA_SERVER_BIN, or the release build."""
     default = ROOT / "build/release/server/ema-server"
     return pathlib.Path(os.environ.get("EMA_SERVER_BIN") or default)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on, and that no outgoing connection gets."""
+    while True:
+        # The ports from 32768 on are those of outgoing connections.
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +84,7 @@ class ServerProcess:
         self.stop()
 
     def start(self, *, port: int = 0, timeout_s: float = 60.0) -> None:
-        """Starts the server and waits until it listens."""
+        """Starts the server and waits until it listens. Port 0: one of free_port(), for a later start too."""
         binary = server_binary()
         if not binary.exists():
             raise ServerError(
@@ -81,7 +93,8 @@ class ServerProcess:
         self._folder.mkdir(parents=True, exist_ok=True)
         port_file = self._folder / "port"
         port_file.unlink(missing_ok=True)
-        command = [*self._place.prefix, str(binary), "--listen", f"{self._place.host}:{port}"]
+        listen = f"{self._place.host}:{port or free_port()}"
+        command = [*self._place.prefix, str(binary), "--listen", listen]
         command += ["--port-file", str(port_file)]
         if self.data_dir is not None:
             command += ["--data-dir", str(self.data_dir)]
@@ -123,6 +136,9 @@ class ServerProcess:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            # Its threads run on for a moment. Popen waits for the end only, so it misses nothing.
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def wait(self, *, timeout_s: float = 60.0) -> int:
         """Waits for the end after request_stop(), and returns the exit code. A server that does not end is killed."""

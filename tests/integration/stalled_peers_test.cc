@@ -39,10 +39,8 @@ constexpr int kPushStreams = 32;
 constexpr int kPullStreams = 64;
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int64_t kMemoryFactor = 8;  // Freed memory waits for being misused.
-constexpr int kSlowness = 10;
 #else
 constexpr int64_t kMemoryFactor = 1;
-constexpr int kSlowness = 1;
 #endif
 // What one of these peers may cost: a window of gRPC, and what the call takes.
 constexpr int64_t kStalledStreamBytes = kMemoryFactor * (int64_t{256} << 10);
@@ -53,7 +51,8 @@ int64_t RingBytes() {
   const char* const device = std::getenv("EMA_TEST_DEVICE");
   return device != nullptr && std::string_view(device).starts_with("cuda") ? int64_t{17} << 20 : 0;
 }
-constexpr absl::Duration kFreeing = absl::Seconds(kSlowness);
+// Until all is freed that they held: long before any time-out of theirs.
+constexpr absl::Duration kFreeing = absl::Seconds(30);
 constexpr absl::Duration kRefusal = absl::Milliseconds(50);
 constexpr absl::Duration kTimeout = absl::Seconds(60);
 constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
@@ -308,7 +307,8 @@ TEST_F(StalledPeersTest, OneCallerWhoTakesAllPlacesAgainAndAgainDoesNotSlowAGood
   const std::string tokens = absl::StrCat(testing::TempDir(), "/stalled_peers_tokens-", getpid());
   std::ofstream(tokens) << "trainer " << kGood << "\ntrainer " << kGreedy << "\n";
   const absl::Cleanup remove = [&] { std::remove(tokens.c_str()); };
-  Start({"--auth-tokens", tokens, "--memory-bytes", "1G", "--drain-grace", "1s"},
+  Start({"--auth-tokens", tokens, "--memory-bytes", "1G", "--drain-grace", "1s", "--stream-timeout",
+         "5m"},
         {.same_host_lane = false, .token = kGood});
   int64_t step = 1;
   const auto time_steps = [&] {
@@ -347,9 +347,9 @@ TEST_F(StalledPeersTest, OneCallerWhoTakesAllPlacesAgainAndAgainDoesNotSlowAGood
   greedy.join();
   std::cout << "the good pair's speed: " << absl::FDivDuration(alone, beside)
             << " of that without the other\n";
-  // Without shares, each step has to wait until a stream has stalled for 3 s, and its eviction is
-  // due. The rest is for others who use this machine.
-  EXPECT_LT(beside, 2 * alone + absl::Seconds(1));
+  // Without shares, each step has to wait until the eviction of a stalled stream is due: one in
+  // 7.5 s. The rest is for others who use this machine.
+  EXPECT_LT(beside, 2 * alone + absl::Seconds(30));
   EXPECT_EQ(server_->Stop(), 0);
 }
 

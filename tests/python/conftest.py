@@ -17,8 +17,9 @@ from server_group import ServerGroup
 from server_process import ServerProcess
 from testing import EMACTL
 
-# Short, so that tests of ranks that die do not wait long.
-SESSION_TIMEOUT_S = 2
+# Of the server of a module that has no SESSION_TIMEOUT_S of its own. Ranks that are processes of their own push a step
+# within this time of each other, also on a busy machine.
+SESSION_TIMEOUT_S = 10
 
 # How many servers hold the models together. 0: one server without a group.
 GROUP_SIZE = int(os.environ.get("EMA_TEST_GROUP", 0))
@@ -57,10 +58,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess | ServerGroup]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess | ServerGroup]:
     """A server that keeps its checkpoints in a folder of the module's own."""
     folder = tmp_path_factory.mktemp("server")
-    flags = ("--session-timeout", f"{SESSION_TIMEOUT_S}s", "--max-models", "1000")
+    timeout_s = getattr(request.module, "SESSION_TIMEOUT_S", SESSION_TIMEOUT_S)
+    flags = ("--session-timeout", f"{timeout_s}s", "--max-models", "1000")
     with (
         ServerGroup(folder, GROUP_SIZE, *flags)
         if GROUP_SIZE

@@ -82,6 +82,8 @@ std::unique_ptr<google::protobuf::Message> RequestOf(
 
 class AuthorizationTest : public RpcFixture {
  protected:
+  ~AuthorizationTest() override { server_.reset(); }  // It uses the authenticator.
+
   void SetUp() override { StartServer({.authenticator = &authenticator_}); }
 
   // The result of a call of `method` with a request that has nothing but the model's name.

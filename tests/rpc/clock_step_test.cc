@@ -16,7 +16,7 @@ namespace {
 
 class ClockStepTest : public RpcFixture {
  protected:
-  ClockStepTest() { options_.worker_timeout = absl::Milliseconds(600); }
+  ClockStepTest() { options_.worker_timeout = absl::Seconds(5); }
   ~ClockStepTest() override { step_seconds = 0; }
 
   // Waits until the watchdog looks again.

@@ -22,8 +22,8 @@ class HostileClientTest : public RpcFixture {
     RpcServer::Options options;
     options.limits.max_push_streams = 4;
     options.limits.max_pull_streams = 4;
-    options.limits.stream_timeout = absl::Milliseconds(600);
-    options.limits.session_timeout = absl::Milliseconds(600);
+    options.limits.stream_timeout = absl::Seconds(5);
+    options.limits.session_timeout = absl::Seconds(5);
     StartServer(options);
     CreateAndOpen();
     v1::PushResponse response;

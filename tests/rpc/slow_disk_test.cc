@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "tests/rpc/stored_pull.h"
 
 namespace ema {
@@ -107,12 +108,13 @@ TEST_F(SlowDiskTest, LongListsThatWaitForTheDiskShareALimitedMemory) {
 TEST_F(SlowDiskTest, AReaderThatWaitsForTheDiskHasNotStalled) {
   RpcServer::Options options;
   options.limits.max_pull_streams = 1;
-  options.limits.stream_timeout = absl::Milliseconds(20);
+  options.limits.stream_timeout = absl::Seconds(3);
   Start(options);
   BlockReadsFrom(2);
   Pulled slow;
   std::thread reader([&] { slow = Pull(Request(1)); });
   is_blocked_.notification.WaitForNotification();
+  absl::SleepFor(options.limits.stream_timeout / 10 + absl::Milliseconds(100));
   // It would lose its place to one of these if it counted as stalled.
   for (int i = 0; i < 20; ++i) {
     EXPECT_EQ(ReasonOf(Request()), v1::ERROR_REASON_TOO_MANY_STREAMS);

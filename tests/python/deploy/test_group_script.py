@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import ema_client
 import numpy as np
 import pytest
-from server_group import free_port
-from server_process import ROOT
+from server_process import ROOT, free_port
 from testing import wait_for
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,8 @@ from manifests import (
     print_config,
     yaml,
 )
-from server_group import ServerGroup, free_port
+from server_group import ServerGroup
+from server_process import free_port
 from testing import EMACTL, started, wait_for
 
 pytestmark = pytest.mark.framework

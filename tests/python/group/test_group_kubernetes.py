@@ -20,8 +20,7 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from server_group import free_port
-from server_process import ROOT, ServerProcess
+from server_process import ROOT, ServerProcess, free_port
 from testing import EMACTL, started, wait_for
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import ema_client
 import numpy as np
 import pytest
-from server_group import EtcdProcess, ServerGroup, free_port
-from server_process import ServerError, ServerProcess
+from server_group import EtcdProcess, ServerGroup
+from server_process import ServerError, ServerProcess, free_port
 
 pytestmark = pytest.mark.skipif(not shutil.which("etcd"), reason="etcd is not installed")
 

@@ -15,8 +15,8 @@ import ema_client
 import numpy as np
 import pytest
 from http_pages import LISTEN, get_status, scrape, url_of, value
-from server_group import EtcdProcess, ServerGroup, free_port
-from server_process import ServerProcess
+from server_group import EtcdProcess, ServerGroup
+from server_process import ServerProcess, free_port
 from testing import EMACTL, wait_for
 
 # A killed member comes back when its lease of 10 s has expired.

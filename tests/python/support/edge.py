@@ -14,8 +14,7 @@ import time
 
 import ema_client
 import numpy as np
-from server_group import free_port
-from server_process import ROOT, ServerError, ServerProcess
+from server_process import ROOT, ServerError, ServerProcess, free_port
 
 CONFIGURATION = ROOT / "deploy/edge/haproxy.cfg"
 TOKEN = "trainer-6f1d2c70b4e94b0f"

@@ -52,7 +52,7 @@ def test_attach_says_at_once_that_it_waits_for_the_server(tmp_path, model, caplo
         ema_client.attach(net, optimizer, server.url(model), timeout_s=6)
     said = caplog.records[0]
     assert said.levelno == logging.WARNING
-    assert said.created - begin < 3
+    assert said.created - begin < 5
     assert f"server {server.address}: " in said.getMessage()
     assert "attach() tries to reach the server for 6 s (timeout_s)" in said.getMessage()
 

@@ -11,6 +11,9 @@ import pytest
 from commanded import check_average, do_all, end_all, logged, running
 from server_process import ServerProcess
 
+# Short, since the others wait so long for a rank that is dead.
+SESSION_TIMEOUT_S = 2
+
 
 @pytest.mark.slow
 def test_an_old_trainer_that_wakes_up_cannot_push(server, client, model, tmp_path):

@@ -5,9 +5,7 @@ joins later."""
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +14,7 @@ import ema_client
 import pytest
 import torch
 from ema_client._trainer import joining
-from server_process import ServerProcess
+from server_process import ServerProcess, free_port
 from testing import assert_same_bits, exit_codes, started, step_until, wait_for
 
 
@@ -28,12 +26,8 @@ def short_wait(monkeypatch):
 @pytest.fixture
 def later(tmp_path):
     """A server that is not started yet, and the port that it will have."""
-    with socket.socket() as free:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     server = ServerProcess(tmp_path / "server", data_dir=tmp_path / "data")
-    server.port = port
+    server.port = free_port()
     yield server
     server.stop()
 
@@ -203,13 +197,13 @@ def test_a_server_that_hangs_is_joined_when_it_answers(later, model, caplog):
     start(later)
     net, optimizer = trainer_of()
     step = stepper(net, optimizer)
-    os.kill(later.pid, signal.SIGSTOP)
+    later.send_signal(signal.SIGSTOP)
     try:
         ema = ema_client.attach(net, optimizer, later.url(model), on_error="skip")
         step()
         assert ema.stats.skipped == 1
     finally:
-        os.kill(later.pid, signal.SIGCONT)
+        later.send_signal(signal.SIGCONT)
     step_until(lambda: ema.stats.pushes > 0, lambda: (step(), ema.wait_pushed()))
     ema.close()
 
