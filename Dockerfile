@@ -76,7 +76,7 @@ FROM runtime AS cuda
 # The container runtime provides the driver, and nothing for graphics.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /image/ /
-# If a library is missing, the build of the image fails.
+# If a library is missing to which they are linked, the build of the image fails.
 RUN ["/usr/local/bin/ema-server", "--version"]
 RUN ["/usr/local/bin/emactl", "--help"]
 

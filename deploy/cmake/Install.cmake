@@ -26,13 +26,13 @@ if(EMA_BUILD_SERVER)
   install(
     IMPORTED_RUNTIME_ARTIFACTS ema::dep_curl RUNTIME_DEPENDENCY_SET ema_programs
     LIBRARY DESTINATION ${ema_library_dir} COMPONENT server)
-  # That was the link libcurl-gnutls.so.4.
+  # What was just installed is a symbolic link; this is the file that it names.
   file(REAL_PATH ${EMA_CURL} curl_file)
   install(FILES ${curl_file} DESTINATION ${ema_library_dir} COMPONENT server)
   install(
     RUNTIME_DEPENDENCY_SET ema_programs
     # The libraries of glibc and of the compiler belong to the system.
-    PRE_EXCLUDE_REGEXES "^(ld-linux-|libc\\.so|libm\\.so|libdl\\.so|librt\\.so|libutil\\.so|libpthread\\.so)"
+    PRE_EXCLUDE_REGEXES "^(ld-linux-|libc\\.so|libm\\.so|libdl\\.so|librt\\.so|libutil\\.so|libpthread\\.so|libresolv\\.so)"
                         "^(libgcc_s|libstdc\\+\\+)\\.so"
     DESTINATION ${ema_library_dir} COMPONENT server)
   install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT server)

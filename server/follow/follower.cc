@@ -181,7 +181,7 @@ absl::Status Follower::Copy(const ModelInfo& info) {
   if (must_copy) {
     EMA_ASSIGN_OR_RETURN(const SnapshotRef copy, BuildSnapshot(*version));
     {
-      // Before a reader can have the version: then the health checks succeed.
+      // First, so that a reader of the first version never finds the server unhealthy.
       absl::MutexLock lock(&mu_);
       has_version_ = true;
     }

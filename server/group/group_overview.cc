@@ -235,7 +235,7 @@ void GroupOverview::DescribeActive(const Member& self, const ModelRecord& record
         v1::GROUP_MODEL_STATE_DEGRADED,
         absl::StrCat("the process of partition ", i, ", member ", Quoted(partition.member),
                      ", is missing; when it is back, the model continues from its "
-                     "newest checkpoint"),
+                     "newest checkpoint or copy"),
         std::max(absl::Now() - since, noticed), model);
   }
 }

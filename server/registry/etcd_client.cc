@@ -125,9 +125,8 @@ absl::StatusCode CodeOf(const grpc::Status& status) {
   return static_cast<absl::StatusCode>(status.error_code());  // Their numbers are equal.
 }
 
-// A token expires, and changes of users make older ones invalid.
-// etcd rejects the user. This is no contact with the registry: a server that cannot use it must
-// notice that.
+// True if etcd rejects the user. This is no contact with the registry: a server that cannot use it
+// must notice that.
 bool IsRejected(const grpc::Status& status) {
   return status.error_code() == grpc::StatusCode::PERMISSION_DENIED ||
          status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
@@ -135,6 +134,7 @@ bool IsRejected(const grpc::Status& status) {
          absl::StrContains(status.error_message(), "user name is empty");
 }
 
+// A token expires, and changes of users make older ones invalid.
 bool IsStaleToken(const grpc::Status& status) {
   return status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
          absl::StrContains(status.error_message(), "revision of auth store is old");
@@ -238,7 +238,7 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
         is_last ? deadline : std::min(deadline, After(start, options_.call_timeout / 2));
     const grpc::Status status = CallOnce(*connection, end, attempt);
     const bool is_miss = IsMiss(status);
-    const bool is_rejected = IsRejected(status);
+    const bool is_rejected = !is_miss && IsRejected(status);
     if (!is_miss && !is_rejected) NoteAnswer(Since(start));
     if (status.ok()) return absl::OkStatus();
 

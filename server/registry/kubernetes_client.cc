@@ -254,10 +254,10 @@ absl::StatusOr<KubernetesClient::Change> KubernetesClient::Finish(const std::str
   Change change{.may_be_ours = answer.is_repeated};
   EMA_ASSIGN_OR_RETURN(change.object, Get(object.kind, object.entry.key, deadline));
   const int64_t found = change.object.has_value() ? change.object->entry.revision : 0;
-  // The API server also answers 409 if a quota was updated meanwhile. With this reason, the object
-  // was there, and has been deleted since.
-  const bool was_there = ParseFailure(response.body).reason == "AlreadyExists";
-  if (found == object.entry.revision && !was_there) {
+  // AlreadyExists: the object existed, and was deleted before it was read. Any other 409 with the
+  // expected revision is temporary, such as that of a quota which was updated meanwhile.
+  const bool has_existed = ParseFailure(response.body).reason == "AlreadyExists";
+  if (found == object.entry.revision && !has_existed) {
     return absl::UnavailableError(ToStatus(operation, response).message());
   }
   return change;

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
+#include "server/base/quoted.h"
 #include "server/registry/kubernetes_client.h"
 #include "server/registry/kubernetes_membership.h"
 #include "server/registry/kubernetes_watch.h"
@@ -62,6 +64,10 @@ absl::StatusOr<int64_t> KubernetesRegistry::CompareAndPut(std::string_view key, 
   const int64_t found = RevisionOf(change);
   if (change.is_made) return found;
   if (change.may_be_ours && found > revision && change.object->entry.value == value) return found;
+  if (found == revision) {
+    return absl::UnavailableError(
+        absl::StrCat("key ", Quoted(key), " was deleted while it was to be created"));
+  }
   return ConflictError(key, revision, found);
 }
 

@@ -41,9 +41,11 @@ absl::StatusOr<LibCurl> LoadFunctions() {
   load("curl_multi_wakeup", curl.multi_wakeup);
   if (!has_all) {
     return absl::FailedPreconditionError(
-        absl::StrCat("libcurl cannot be loaded (Debian: libcurl3-gnutls): ", dlerror()));
+        absl::StrCat(EMA_LIBCURL, " cannot be loaded: ", dlerror()));
   }
-  curl.global_init(CURL_GLOBAL_DEFAULT);
+  if (const CURLcode code = curl.global_init(CURL_GLOBAL_DEFAULT); code != CURLE_OK) {
+    return absl::FailedPreconditionError(absl::StrCat(EMA_LIBCURL, ": ", curl.easy_strerror(code)));
+  }
   return curl;
 }
 

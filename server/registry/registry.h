@@ -107,8 +107,9 @@ class Registry {
   virtual std::unique_ptr<RegistryWatch> Watch(
       std::string_view prefix, std::function<void(const RegistryUpdate&)> on_update) = 0;
 
-  // When the registry last answered anything, renewals included, except that this server has no
-  // permission; before that the time of creation.
+  // When the registry last carried out a call of this server, renewals included. A call that was
+  // rejected because of the user or the token does not count. Before the first call: the time of
+  // creation.
   virtual SteadyTime last_contact() const = 0;
   // Memberships call the registry three times in their TTL, so `error` is not older than that.
   virtual RegistryHealth health() const = 0;
