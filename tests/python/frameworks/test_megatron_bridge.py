@@ -80,6 +80,7 @@ class Training:
         self.callback.on_train_end(self.context())
 
 
+@pytest.mark.one_server("a group does not list the versions of before a resume")
 def test_a_training_resumes_with_its_average(server, client, model, tmp_path, caplog):
     first = Training(EmaCallback(server.url(model), half_life="3ba", evaluate_with_average=True))
     first.start()
