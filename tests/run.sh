@@ -6,10 +6,10 @@
 #
 # Usage: tests/run.sh [--all | --campaign [fuzz [MINUTES]]]
 #   --all       also the tests labelled slow, framework, container and sanitizer; the Python tests
-#               that share a server again, with a group of three; the benchmarks, to see that they
-#               run; the unit and integration tests with AddressSanitizer, and those of threads with
-#               ThreadSanitizer; clang's thread-safety analysis, clang-tidy, shellcheck, and the
-#               checks of format and types
+#               that use a shared server a second time, with a group of three servers; a short run
+#               of the benchmarks; the unit and integration tests with AddressSanitizer, and those
+#               of threads with ThreadSanitizer; clang's thread-safety analysis, clang-tidy,
+#               shellcheck, and the checks of format and types
 #   --campaign  only the tests labelled campaign, with all of their cases: every system call that
 #               fails, ten thousand losses of power, 200 kills. Without it, these tests
 #               try a sample; TEST_SEED=N chooses which
@@ -133,7 +133,7 @@ fi
 
 ctest_report cpp release
 pytest_report python -m 'not container' "${side_by_side[@]}"
-# Those of clients again, with a group of servers in place of one.
+# Tests that use the fixture `server`, again: now it is a group of three servers.
 EMA_TEST_GROUP=3 pytest_report group -m 'not (slow or framework or container)' "${side_by_side[@]}"
 # They build images and measure how long a container takes to start: with the machine to themselves.
 pytest_report containers -m container

@@ -284,7 +284,7 @@ absl::Status PartCopies::LoadOrFetch(const std::string& model, const ModelRecord
                                          "\": ", fetched.message());
     const bool is_lost =
         absl::IsDataLoss(own) && (absl::IsNotFound(fetched) || absl::IsDataLoss(fetched));
-    // That member may still have it.
+    // A member that has not answered may still have the part.
     const bool has_answered = GetErrorReason(fetched) != ErrorReason::kGroupDegraded;
     if (is_lost || (has_checkpoint && has_answered)) {
       return LostCopyError(absl::DataLossError(why));

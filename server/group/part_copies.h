@@ -61,8 +61,8 @@ class PartCopies {
   // Both functions use this member's own files. If these cannot be read, they are fetched from the
   // member of the next partition, and replaced. DATA_LOSS: that member does not have them either,
   // so the copy is lost; or they cannot be used here, and the model has a checkpoint. UNAVAILABLE:
-  // that member does not answer, or is not in the registry. Waits for it. Calls `rest` as
-  // VerifyCheckpoint() does. REQUIRES: record.BeginsWithCopy().
+  // that member does not answer, or is not in the registry. They block while they wait for it, and
+  // call `rest` as VerifyCheckpoint() does. REQUIRES: record.BeginsWithCopy().
   //
   // The manifest of the model, without weights.
   absl::StatusOr<CheckpointManifest> LoadManifest(const std::string& model,

@@ -23,7 +23,7 @@ constexpr absl::Duration kConnectTimeout = absl::Seconds(4);
 // Of a stream without data, so that the loss of the network is noticed.
 constexpr long kProbeAfterSeconds = 10;
 constexpr long kProbeIntervalSeconds = 5;
-// Of a stream: then the server hangs.
+// If a stream is silent for longer, its server hangs, and the stream has broken.
 constexpr long kLongestSilenceSeconds = 180;
 
 long ToMilliseconds(absl::Duration duration) {

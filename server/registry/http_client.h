@@ -62,7 +62,7 @@ class HttpClient {
  private:
   friend class HttpStreams;
   class Transfer;
-  // Of libcurl, with its open connections.
+  // A handle of libcurl, which keeps its connections open.
   using Handle = std::unique_ptr<void, void (*)(void*)>;
 
   // A transfer that Send() or HttpStreams runs. UNAVAILABLE: the token cannot be read.

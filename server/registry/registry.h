@@ -32,7 +32,8 @@ struct RegistryEntry {
 struct RegistryHealth {
   std::vector<std::string> endpoints;  // URLs, in the order of the configuration.
   absl::Duration latency;              // The last answered call's; zero: none was answered yet.
-  absl::Status error;                  // Why the last call got no answer; OK: it was answered.
+  // Why the last call got no answer, or was rejected because of the user or the token. OK: neither.
+  absl::Status error;
 };
 
 // A report of a watch.

@@ -35,7 +35,8 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-// Of calls that fail: they are retried until then, and one attempt at least must be answered.
+// The timeout of calls that are to fail. The client retries them until then, and returns the error
+// of an attempt that was answered.
 constexpr absl::Duration kTimeout = absl::Seconds(5);
 
 class GroupCheckpointTest : public testing::Test {

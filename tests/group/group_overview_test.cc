@@ -122,7 +122,7 @@ TEST_F(GroupOverviewTest, AMissingMemberDegradesItsModels) {
   GroupServer& home = ServerOf(model, 0);
   GroupServer& other = ServerOf(model, 1);
   other.Stop();
-  // That the member does not answer is known before the home has seen that its key is gone.
+  // The home learns that the member does not answer before it learns that its key is gone.
   const v1::GetGroupResponse response =
       AwaitGroup(home.address(), [](const v1::GetGroupResponse& answer) {
         const bool is_missing =

@@ -86,7 +86,7 @@ class GroupRebalanceTest : public testing::Test {
   }
 
   std::string directory_;
-  EventCounter events_;  // Of a group that is given its sink.
+  EventCounter events_;  // Of the servers that log to its sink.
   std::optional<TrainedGroup> group_;
 };
 

@@ -136,7 +136,7 @@ TEST_F(SeveralConnectionsTest, APushThatGetsFewerPlacesGoesByOne) {
   EMA_ASSERT_OK_AND_ASSIGN(server_,
                            ServerProcess::Start(EMA_SERVER_BINARY, {"--max-push-streams", "1"}));
   int64_t step = 0;
-  int64_t tried_streams = 0;  // Of the push that tries two connections.
+  int64_t tried_streams = 0;  // Streams of the push that tries two connections.
   for (int run = 0; tried_streams != 2 && run < kMaxRuns; ++run) {
     ASSERT_NO_FATAL_FAILURE(Open(server_->address(), 2));
     for (int64_t i = 1; i <= kPushesByOne + 2; ++i) {

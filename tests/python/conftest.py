@@ -17,8 +17,8 @@ from server_group import ServerGroup
 from server_process import ServerProcess
 from testing import EMACTL
 
-# Of the server of a module that has no SESSION_TIMEOUT_S of its own. Ranks that are processes of their own push a step
-# within this time of each other, also on a busy machine.
+# --session-timeout of the fixture `server`, unless the test's module sets another SESSION_TIMEOUT_S. It is long enough
+# for ranks in several processes to push the same step, also on a busy machine.
 SESSION_TIMEOUT_S = 10
 
 # How many servers hold the models together. 0: one server without a group.

@@ -26,7 +26,7 @@ std::vector<int> FindFreePorts(int count) {
     const auto* const name = reinterpret_cast<const sockaddr*>(&address);
     if (bind(sockets.back(), name, sizeof(address)) == 0) ports.push_back(port);
   }
-  // Those that are bound cannot be found twice.
+  // A port that is still bound cannot be chosen twice.
   for (const int fd : sockets) close(fd);
   return ports;
 }
