@@ -104,6 +104,17 @@ def test_prometheus_scrapes_the_servers(file, configuration):
     assert static["targets"] == [f"{name}:8080" for name in SERVERS[file]]
 
 
+def test_a_replica_follows_the_servers(file):
+    variables = {"COMPOSE_PROFILES": "replica"}
+    replica = read_configuration(f"deploy/{file}", **variables)["services"]["replica"]
+    addresses = ",".join(f"{name}:50051" for name in SERVERS[file])
+    printed = print_config({"EMA_DATA_DIR": "/data"} | replica["environment"])
+    assert f'follow = "ema://{addresses}/digits"' in printed
+    assert 'data-dir = ""' in printed and "volumes" not in replica
+    assert replica["read_only"] and replica["cap_drop"] == ["ALL"]
+    assert all(port["host_ip"] == "127.0.0.1" for port in replica["ports"])
+
+
 def test_the_servers_of_the_group_are_its_members():
     services = read_configuration("deploy/compose.group.yaml")["services"]
     etcd = services["etcd"]["command"]
