@@ -170,15 +170,13 @@ absl::Status ServerGroup::Join(int port) {
   if (absl::EndsWith(address, ":0")) {
     address = absl::StrCat(address.substr(0, address.size() - 1), port);
   }
-  const MemoryBudget& budget = store_->budget();
   group::Member::Options member;
   member.group = options_.group;
   member.name = options_.member;
   member.record.boot = RandomHex(4);
   member.record.address = address;
   member.record.device = std::string(store_->device().name());
-  member.record.memory_budget_bytes = budget.total_bytes();
-  member.record.free_memory_bytes = budget.total_bytes() - budget.reserved_bytes();
+  member.record.memory_budget_bytes = store_->budget().total_bytes();
   member.record.program_version = std::string(ServerVersion());
   member.record.protocol = kProtocol;
   member.registry = registry_.get();

@@ -18,6 +18,7 @@
 #include "server/group/next_incarnation.h"
 #include "server/group/part_files.h"
 #include "server/group/partition_config.h"
+#include "server/group/placement.h"
 #include "server/group/rebalance.h"
 #include "server/group/synthesis_order.h"
 #include "server/rpc/convert_core.h"
@@ -184,14 +185,17 @@ std::vector<std::string> GroupModels::ModelNames() const {
 void GroupModels::DescribeWhole(bool in_a_list, v1::Model& model) const {
   const absl::StatusOr<Member*> member = hosted_.GetMember();
   if (!member.ok()) return;
+  const std::optional<ModelRecord> record = (*member)->model(model.name());
   const auto hosted = hosted_.Find(model.name());
   if (hosted == nullptr) {
-    const std::optional<ModelRecord> record = (*member)->model(model.name());
     if (record.has_value()) Describe(record->partitions, record->incarnation, model);
     return;
   }
   Describe(hosted->partition->partitions(), hosted->partition->id().incarnation, model);
-  model.set_reserved_bytes(hosted->reserved_bytes);
+  // The record also counts the tracks that were changed after loading.
+  const bool is_same = record.has_value() && record->incarnation == model.incarnation();
+  model.set_reserved_bytes(
+      TotalMemoryBytes(is_same ? record->partitions : hosted->partition->partitions()));
   model.set_manifest_digest(hosted->config.manifest->digest());
   model.clear_manifest();
   if (!in_a_list) ToProto(*hosted->config.manifest, model.mutable_manifest());
@@ -486,8 +490,17 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
       UpdateGroupTracks(*home, *partition, *placement.config.manifest, request, start, withdraw));
   EMA_ASSIGN_OR_RETURN(const ModelConfig config, CurrentConfig(name));
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
-  hosted_.SetReservedBytes(name, home->incarnation(),
-                           std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0}));
+  const auto set_memory = [&](ModelRecord record) -> absl::StatusOr<ModelRecord> {
+    SetMemoryBytes(tensor_bytes, record.partitions);
+    return record;
+  };
+  const absl::StatusOr<ModelRecord> record = RecordOf(name);
+  const int64_t needed = std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0});
+  if (record.ok() && TotalMemoryBytes(record->partitions) != needed) {
+    // The servers have reserved the memory. The record is for the placement of other models, so its
+    // write may fail; the next change of tracks corrects it.
+    ChangeRecord(name, home->incarnation(), set_memory).IgnoreError();
+  }
   return absl::OkStatus();
 }
 

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/group/hosted_models.h"
 
-#include <numeric>
-#include <vector>
-
 #include "absl/strings/str_cat.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -54,22 +51,12 @@ absl::Status HostedModels::StartCalls(absl::FunctionRef<void(Peers&)> call) cons
   return absl::OkStatus();
 }
 
-void HostedModels::SetReservedBytes(const std::string& model, int64_t incarnation, int64_t bytes) {
-  absl::MutexLock lock(&mu_);
-  const auto found = models_.find(model);
-  if (found == models_.end() || found->second->partition->id().incarnation != incarnation) return;
-  HostedModel changed = *found->second;
-  changed.reserved_bytes = bytes;
-  found->second = std::make_shared<const HostedModel>(std::move(changed));
-}
-
 absl::StatusOr<std::shared_ptr<HostedPartition>> HostedModels::Add(const Member& member,
                                                                    const ModelRecord& record,
                                                                    int64_t index,
                                                                    ModelConfig config) {
   const std::string name = config.name;
   const Partition& place = record.partitions[static_cast<size_t>(index)];
-  EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
   EMA_ASSIGN_OR_RETURN(ModelConfig part, PartitionConfig(config, place));
   auto partition = std::make_shared<HostedPartition>(HostedPartition::Options{
       .model = name,
@@ -85,9 +72,7 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> HostedModels::Add(const Member&
                        store_.CreatePartition(std::move(part), record.incarnation, partition));
   // An earlier model of that name may have had other checkpoints.
   if (options_.checkpoints != nullptr) options_.checkpoints->FolderOf(name).Refresh();
-  const auto hosted = std::make_shared<const HostedModel>(
-      HostedModel{partition, std::move(config),
-                  std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0})});
+  const auto hosted = std::make_shared<const HostedModel>(partition, std::move(config));
   {
     absl::MutexLock lock(&mu_);
     models_[name] = hosted;

@@ -31,8 +31,7 @@ namespace ema::group {
 // A model of which this server has a partition. Constant.
 struct HostedModel {
   std::shared_ptr<HostedPartition> partition;
-  ModelConfig config;          // The whole model's.
-  int64_t reserved_bytes = 0;  // The whole model's.
+  ModelConfig config;  // The whole model's.
 };
 
 // The table of the models of which this server has a partition. Each of them is also a Model in the
@@ -83,9 +82,6 @@ class HostedModels {
                                                        const ModelRecord& record, int64_t index,
                                                        ModelConfig config) ABSL_LOCKS_EXCLUDED(mu_)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu_);
-  // Replaces HostedModel::reserved_bytes, if that incarnation is here.
-  void SetReservedBytes(const std::string& model, int64_t incarnation, int64_t bytes)
-      ABSL_LOCKS_EXCLUDED(mu_);
   // Drops the partition of that incarnation, if it is here. `why_deleted` empty: the model has a
   // newer incarnation.
   void Drop(const std::string& model, int64_t incarnation, const std::string& why_deleted)

@@ -57,7 +57,9 @@ absl::StatusOr<ModelRecord> ModelLifecycle::CreateNew(Member& member,
   if (checkpoints_ != nullptr) EMA_RETURN_IF_ERROR(CheckHasNoCheckpoints(*checkpoints_, name));
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
   ModelRecord record;
-  EMA_ASSIGN_OR_RETURN(record.partitions, PlaceTensors(name, tensor_bytes, member.members()));
+  EMA_ASSIGN_OR_RETURN(
+      record.partitions,
+      PlaceTensors(name, tensor_bytes, CandidatesFor(name, member.members(), member.models())));
   EMA_ASSIGN_OR_RETURN(const int64_t stored_incarnation,
                        NewestStoredIncarnation(checkpoints_, name));
   EMA_ASSIGN_OR_RETURN(record.incarnation,
@@ -83,15 +85,13 @@ absl::StatusOr<ModelRecord> ModelLifecycle::CreateNew(Member& member,
     hosted_.Drop(name, record.incarnation, "was not created");
     return status;
   }
-  int64_t reserved_bytes = 0;
-  for (const int64_t bytes : tensor_bytes) reserved_bytes += bytes;
   LogTo(log_, LogLevel::kInfo, "model created",
         {{"model", name},
          {"tensors", config.manifest->tensor_count()},
          {"tracks", config.tracks.size()},
          {"partitions", record.partitions.size()},
          {"home", record.partitions[0].member},
-         {"reserved_bytes", reserved_bytes}});
+         {"reserved_bytes", TotalMemoryBytes(record.partitions)}});
   return record;
 }
 

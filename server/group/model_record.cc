@@ -44,12 +44,14 @@ std::string ReadJson(const ParsedJson& json, State& state) {
   return ReadName(json, {State::kCreating, State::kActive, State::kDeleting}, state);
 }
 
+// Above the memory of any machine, and small enough that the sum of a model fits into int64_t.
+constexpr int64_t kMaxPartitionBytes = int64_t{1} << 48;
+
 void VisitFields(auto& io, MaybeConst<MemberRecord> auto& member) {
   io("boot", member.boot);
   io("address", member.address);
   io("device", member.device);
   io("memory_budget_bytes", member.memory_budget_bytes);
-  io("free_memory_bytes", member.free_memory_bytes);
   io("program_version", member.program_version);
   io("protocol", member.protocol, 1);
 }
@@ -59,6 +61,7 @@ void VisitFields(auto& io, MaybeConst<Partition> auto& partition) {
   io("boot", partition.boot);
   io("first_tensor", partition.first_tensor);
   io("tensor_count", partition.tensor_count);
+  io("memory_bytes", partition.memory_bytes, 0, kMaxPartitionBytes);
 }
 
 void VisitFields(auto& io, MaybeConst<GroupCheckpoint> auto& checkpoint) {
@@ -348,6 +351,12 @@ absl::StatusOr<std::string> FormatModelRecord(std::string_view key, const ModelR
 
 absl::StatusOr<ModelRecord> ParseModelRecord(std::string_view key, std::string_view text) {
   return Parse<ModelRecord>(key, text);
+}
+
+int64_t TotalMemoryBytes(const std::vector<Partition>& partitions) {
+  int64_t bytes = 0;
+  for (const Partition& partition : partitions) bytes += partition.memory_bytes;
+  return bytes;
 }
 
 const GroupCheckpoint* ModelRecord::Find(const VersionId& id) const {

@@ -32,7 +32,6 @@ struct MemberRecord {
   std::string address;  // HOST:PORT, for clients and the other members.
   std::string device;   // Such as "cuda:0".
   int64_t memory_budget_bytes = 0;
-  int64_t free_memory_bytes = 0;  // The free part of the budget at the time of joining.
   std::string program_version;
   int64_t protocol = 0;  // The version of the messages between members.
 
@@ -48,9 +47,12 @@ struct Partition {
   std::string boot;          // The boot of the process that has joined, or must join.
   int64_t first_tensor = 0;  // An index in the manifest.
   int64_t tensor_count = 0;
+  int64_t memory_bytes = 0;  // The part of the member's memory budget that its tracks need.
 
   friend bool operator==(const Partition&, const Partition&) = default;
 };
+
+int64_t TotalMemoryBytes(const std::vector<Partition>& partitions);
 
 // A version that all partitions have on the disk.
 struct GroupCheckpoint {

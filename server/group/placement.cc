@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
+#include <numeric>
 #include <span>
 
 #include "absl/status/status.h"
@@ -88,44 +89,70 @@ std::vector<size_t> CutEvenly(const Offsets& offsets, int64_t run_bytes, size_t 
 
 }  // namespace
 
-absl::StatusOr<std::vector<Partition>> PlaceTensors(
-    std::string_view model, absl::Span<const int64_t> tensor_bytes,
-    const std::map<std::string, MemberRecord>& members) {
-  if (members.empty()) {
+Candidates CandidatesFor(std::string_view model, const std::map<std::string, MemberRecord>& members,
+                         const std::map<std::string, ModelRecord>& models) {
+  Candidates candidates;
+  for (const auto& [name, member] : members) {
+    candidates[name] = {member.boot, member.memory_budget_bytes, member.memory_budget_bytes};
+  }
+  for (const auto& [name, record] : models) {
+    if (name == model) continue;
+    for (const Partition& partition : record.partitions) {
+      const auto found = candidates.find(partition.member);
+      if (found == candidates.end()) continue;
+      int64_t& free = found->second.free_memory_bytes;
+      free -= std::min(free, partition.memory_bytes);
+    }
+  }
+  return candidates;
+}
+
+void SetMemoryBytes(absl::Span<const int64_t> tensor_bytes, std::vector<Partition>& partitions) {
+  for (Partition& partition : partitions) {
+    const auto first = tensor_bytes.begin() + partition.first_tensor;
+    partition.memory_bytes = std::accumulate(first, first + partition.tensor_count, int64_t{0});
+  }
+}
+
+absl::StatusOr<std::vector<Partition>> PlaceTensors(std::string_view model,
+                                                    absl::Span<const int64_t> tensor_bytes,
+                                                    const Candidates& candidates) {
+  if (candidates.empty()) {
     return absl::UnavailableError(
         absl::StrCat("model \"", std::string(model), "\": the group has no members"));
   }
   Offsets offsets = {0};
   for (const int64_t bytes : tensor_bytes) offsets.push_back(offsets.back() + bytes);
-  const size_t run_count = std::min(members.size(), tensor_bytes.size());
+  const size_t run_count = std::min(candidates.size(), tensor_bytes.size());
   const int64_t run_bytes = LargestRunBytes(
       offsets, *std::max_element(tensor_bytes.begin(), tensor_bytes.end()), run_count);
 
-  const uint32_t home = Crc32c(0, std::as_bytes(std::span(model))) % members.size();
-  auto member = std::next(members.begin(), home);
+  const uint32_t home = Crc32c(0, std::as_bytes(std::span(model))) % candidates.size();
+  auto member = std::next(candidates.begin(), home);
   std::vector<Partition> partitions;
   size_t begin = 0;
   for (const size_t end : CutEvenly(offsets, run_bytes, run_count)) {
-    const auto& [name, record] = *member;
+    const auto& [name, candidate] = *member;
     const int64_t needed = offsets[end] - offsets[begin];
-    if (needed > record.free_memory_bytes) {
+    if (needed > candidate.free_memory_bytes) {
       // If the member is large enough, a model may be deleted by then.
       const absl::Duration retry_delay =
-          needed <= record.memory_budget_bytes ? absl::Seconds(10) : absl::ZeroDuration();
+          needed <= candidate.memory_budget_bytes ? absl::Seconds(10) : absl::ZeroDuration();
       return MakeError(
           absl::StatusCode::kResourceExhausted, ErrorReason::kMemoryBudget,
           absl::StrCat("model \"", std::string(model), "\": partition ", partitions.size(),
                        ", tensors ", begin, " to ", end - 1, ", needs ", needed,
-                       " bytes of member \"", name, "\", ", needed - record.free_memory_bytes,
-                       " too many; ", record.free_memory_bytes, " of its ",
-                       record.memory_budget_bytes, " are free"),
+                       " bytes of member \"", name, "\", ", needed - candidate.free_memory_bytes,
+                       " too many; ", candidate.free_memory_bytes, " of its ",
+                       candidate.memory_budget_bytes, " are free"),
           retry_delay);
     }
     partitions.push_back({.member = name,
-                          .boot = record.boot,
+                          .boot = candidate.boot,
                           .first_tensor = static_cast<int64_t>(begin),
-                          .tensor_count = static_cast<int64_t>(end - begin)});
-    if (++member == members.end()) member = members.begin();
+                          .tensor_count = static_cast<int64_t>(end - begin),
+                          .memory_bytes = needed});
+    if (++member == candidates.end()) member = candidates.begin();
     begin = end;
   }
   return partitions;

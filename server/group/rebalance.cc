@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -95,29 +95,12 @@ absl::StatusOr<ModelConfig> StoredConfig(CheckpointStore& checkpoints, const std
   return ConfigOf(manifest);
 }
 
-// The members except those in `without`. INVALID_ARGUMENT: there are none. The memory that the
-// model has on them now counts as free: it is freed before the new part is loaded.
-absl::StatusOr<Members> Candidates(const Members& members, const Names& without,
-                                   const ModelRecord& record,
-                                   const std::vector<int64_t>& tensor_bytes) {
-  Members candidates;
-  for (const auto& [name, member] : members) {
-    if (!Contains(without, name)) candidates.emplace(name, member);
-  }
-  if (candidates.empty()) {
-    return BadRequest(absl::StrCat("without: names all ", members.size(),
-                                   " servers that run; at least one must remain"));
-  }
-  for (const Partition& partition : record.partitions) {
-    const auto found = candidates.find(partition.member);
-    if (found == candidates.end() || found->second.boot != partition.boot) continue;
-    const auto first = tensor_bytes.begin() + partition.first_tensor;
-    MemberRecord& member = found->second;
-    member.free_memory_bytes =
-        std::min(member.memory_budget_bytes,
-                 std::accumulate(first, first + partition.tensor_count, member.free_memory_bytes));
-  }
-  return candidates;
+bool HaveSamePlacement(const std::vector<Partition>& some, const std::vector<Partition>& others) {
+  const auto place = [](const Partition& one) {
+    return std::tie(one.member, one.boot, one.first_tensor, one.tensor_count);
+  };
+  return std::equal(some.begin(), some.end(), others.begin(), others.end(),
+                    [&](const Partition& a, const Partition& b) { return place(a) == place(b); });
 }
 
 v1::RebalanceModelResponse ResponseOf(const ModelRecord& record, bool has_changed) {
@@ -133,14 +116,20 @@ v1::RebalanceModelResponse ResponseOf(const ModelRecord& record, bool has_change
   return response;
 }
 
-// Where the tensors belong. Errors as Candidates() and PlaceTensors().
+// Places the model on all members but those in `without`. INVALID_ARGUMENT: `without` names all
+// members. Errors also as PlaceTensors().
 absl::StatusOr<std::vector<Partition>> PlaceWithout(const Names& without, const Member& member,
                                                     const std::string& model,
-                                                    const ModelRecord& record,
                                                     const ModelConfig& config) {
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
-  EMA_ASSIGN_OR_RETURN(const Members candidates,
-                       Candidates(member.members(), without, record, tensor_bytes));
+  // The model's own memory counts as free: it is freed before the model is loaded again.
+  Candidates candidates = CandidatesFor(model, member.members(), member.models());
+  const size_t running_count = candidates.size();
+  std::erase_if(candidates, [&](const auto& one) { return Contains(without, one.first); });
+  if (candidates.empty()) {
+    return BadRequest(absl::StrCat("without: names all ", running_count,
+                                   " servers that run; at least one must remain"));
+  }
   return PlaceTensors(model, tensor_bytes, candidates);
 }
 
@@ -204,8 +193,10 @@ absl::StatusOr<v1::RebalanceModelResponse> RebalanceModel(GroupModels& models, H
       home != nullptr ? models.CurrentConfig(model) : StoredConfig(*checkpoints, model, before);
   EMA_RETURN_IF_ERROR(config.status());
   EMA_ASSIGN_OR_RETURN(const std::vector<Partition> partitions,
-                       PlaceWithout(request.without(), *member, model, before, *config));
-  if (partitions == before.partitions) return ResponseOf(before, /*has_changed=*/false);
+                       PlaceWithout(request.without(), *member, model, *config));
+  if (HaveSamePlacement(partitions, before.partitions)) {
+    return ResponseOf(before, /*has_changed=*/false);
+  }
 
   if (home != nullptr) EMA_RETURN_IF_ERROR(home->partition->RejectPushesForMove());
   const absl::Cleanup accept_pushes = [&] {
@@ -247,7 +238,7 @@ absl::StatusOr<v1::RebalanceModelResponse> ReplaceMembers(GroupModels& models, H
   }
   EMA_ASSIGN_OR_RETURN(const ModelConfig config, StoredConfig(checkpoints, model, before));
   EMA_ASSIGN_OR_RETURN(const std::vector<Partition> partitions,
-                       PlaceWithout(without, *member, model, before, config));
+                       PlaceWithout(without, *member, model, config));
   return MoveTo(partitions, models, hosted, checkpoints, model, incarnation, log);
 }
 

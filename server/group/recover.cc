@@ -146,7 +146,9 @@ absl::StatusOr<ModelRecord> RecoverRecord(Member& member, CheckpointStore& check
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest newest,
                        ReadNewest(files, record.checkpoints, model));
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(ConfigOf(newest)));
-  EMA_ASSIGN_OR_RETURN(record.partitions, PlaceTensors(model, tensor_bytes, member.members()));
+  EMA_ASSIGN_OR_RETURN(
+      record.partitions,
+      PlaceTensors(model, tensor_bytes, CandidatesFor(model, member.members(), member.models())));
   EMA_ASSIGN_OR_RETURN(
       record.incarnation,
       NextIncarnation(record.incarnation, absl::ToUnixMicros(absl::Now()), newest_incarnation));

@@ -51,7 +51,7 @@ class GroupServer {
     Registry* registry = nullptr;
     std::string name;
     int64_t memory_bytes = int64_t{1} << 28;
-    // The free memory that its record reports; 0: `memory_bytes`.
+    // The memory budget that its record reports; 0: `memory_bytes`.
     int64_t reported_memory_bytes = 0;
     std::string listen_address = "127.0.0.1:0";
     std::string data_dir;  // Empty: no checkpoints.
@@ -105,7 +105,6 @@ class GroupServer {
                                         .address = advertised,
                                         .device = "cpu",
                                         .memory_budget_bytes = memory_bytes,
-                                        .free_memory_bytes = memory_bytes,
                                         .program_version = "test",
                                         .protocol = 1},
                              .registry = options.registry});

@@ -85,6 +85,12 @@ class GroupRebalanceTest : public testing::Test {
     return group_->ServerAt(group_->Describe("m").partitions(partition).address());
   }
 
+  // The memory that model "m" needs on all servers.
+  static int64_t ModelBytes() {
+    const auto bytes = TensorBytes(*ema::FromProto(GroupTrainer::CreateRequest("m", kTensors)));
+    return std::accumulate(bytes->begin(), bytes->end(), int64_t{0});
+  }
+
   std::string directory_;
   EventCounter events_;  // Of the servers that log to its sink.
   std::optional<TrainedGroup> group_;
@@ -266,17 +272,12 @@ TEST_F(GroupRebalanceTest, AnOldRecordIsNotUsedToReplaceAServer) {
 }
 
 TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
-  EMA_ASSERT_OK_AND_ASSIGN(const ModelConfig config,
-                           ema::FromProto(GroupTrainer::CreateRequest("m", kTensors)));
-  EMA_ASSERT_OK_AND_ASSIGN(const std::vector<int64_t> bytes, TensorBytes(config));
   group_.reset();
   // Enough for a third of the model, not for a half.
-  group_.emplace(
-      3, kTensors, directory_,
-      TrainedGroup::Servers{
-          .reported_memory_bytes = std::accumulate(bytes.begin(), bytes.end(), int64_t{0}) * 2 / 5,
-          .replace_after = absl::Seconds(1),
-          .log = events_.sink()});
+  group_.emplace(3, kTensors, directory_,
+                 TrainedGroup::Servers{.reported_memory_bytes = ModelBytes() * 2 / 5,
+                                       .replace_after = absl::Seconds(1),
+                                       .log = events_.sink()});
   const auto run = group_->Open();
   ASSERT_NE(run, nullptr);
   ASSERT_THAT(Push(*run, 1), IsOk());
@@ -293,6 +294,24 @@ TEST_F(GroupRebalanceTest, AServerIsReplacedWhenTheOthersHaveTheMemory) {
   TrainedGroup::Await([&] { return !events_.Find("lost members replaced").empty(); });
   EXPECT_THAT(Push(*run, 2), IsOk());
   EXPECT_THAT(events_.Find(problem), SizeIs(2));  // One of each server.
+}
+
+TEST_F(GroupRebalanceTest, AMoveIsRejectedIfAnotherModelHasTheMemory) {
+  group_.reset();
+  // Enough for a third of each model, not for a half of one and a third of the other.
+  group_.emplace(3, kTensors, directory_,
+                 TrainedGroup::Servers{.reported_memory_bytes = ModelBytes() * 4 / 5});
+  group_->Create("other", 0, kTensors);
+  const auto run = group_->Open();
+  ASSERT_NE(run, nullptr);
+  EMA_ASSERT_OK_AND_ASSIGN(const Version first, Push(*run, 1));
+  EXPECT_THAT(Rebalance({"ema-0"}), ReasonIs(ErrorReason::kMemoryBudget));
+  EMA_ASSERT_OK_AND_ASSIGN(const Version second, Push(*run, 2));
+  EXPECT_EQ(second.incarnation, first.incarnation);
+
+  ASSERT_THAT(group_->client().DeleteModel("other", /*purge=*/false, kPatience), IsOk());
+  TrainedGroup::Await([&] { return Rebalance({"ema-0"}).ok(); });
+  EXPECT_THAT(group_->Describe("m").partitions(), SizeIs(2));
 }
 
 TEST_F(GroupRebalanceTest, AServerThatCannotLoadItsTensorsIsLeftOutAgain) {
@@ -326,7 +345,10 @@ TEST_F(GroupRebalanceTest, AChangeOfTracksThatIsNotSavedIsNotLost) {
   ASSERT_THAT(Push(*run, 1), IsOk());
   ASSERT_THAT(group_->client().CreateCheckpoint("m", kPatience), IsOk());
   const TrackConfig late{.name = "late", .schedule = *Schedule::Parse("copy")};
+  const int64_t memory_bytes = TotalMemoryBytes(ServerOf(0).member().model("m")->partitions);
+  EXPECT_EQ(memory_bytes, ModelBytes());
   ASSERT_THAT(group_->client().UpdateModel("m", {.put = {late}}, kPatience), IsOk());
+  EXPECT_GT(TotalMemoryBytes(ServerOf(0).member().model("m")->partitions), memory_bytes);
   EXPECT_THAT(Rebalance({"ema-1"}),
               StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("tracks or attached")));
   ASSERT_THAT(Push(*run, 2), IsOk());

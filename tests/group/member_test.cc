@@ -34,7 +34,6 @@ MemberRecord RecordOf(const std::string& boot) {
           .address = "host-of-" + boot + ":50051",
           .device = "cpu",
           .memory_budget_bytes = 1000,
-          .free_memory_bytes = 900,
           .program_version = "1",
           .protocol = 1};
 }

@@ -32,7 +32,9 @@ ModelRecord SomeRecord() {
   return {.state = State::kActive,
           .incarnation = kIncarnation,
           .base = VersionId{5, 7},
-          .partitions = {{"ema-1", "b1", 0, 4}, {"ema-2", "b2", 4, 1}, {"ema-0", "b0", 5, 3}},
+          .partitions = {{"ema-1", "b1", 0, 4, 40},
+                         {"ema-2", "b2", 4, 1, 10},
+                         {"ema-0", "b0", 5, 3, 30}},
           .checkpoints = {CheckpointOf(4, 7), CheckpointOf(5, 7), CheckpointOf(6, 7)}};
 }
 
@@ -41,7 +43,6 @@ MemberRecord SomeMember() {
           .address = "ema-0.ema-group:50051",
           .device = "cuda:0",
           .memory_budget_bytes = int64_t{1} << 40,
-          .free_memory_bytes = 12,
           .program_version = "0.1.0",
           .protocol = 1};
 }

@@ -20,8 +20,8 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kFree = int64_t{1} << 50;
 
-std::map<std::string, MemberRecord> Members(size_t count, int64_t free_bytes = kFree) {
-  std::map<std::string, MemberRecord> members;
+Candidates Members(size_t count, int64_t free_bytes = kFree) {
+  Candidates members;
   for (size_t i = 0; i < count; ++i) {
     members[absl::StrCat("ema-", i)] = {.boot = absl::StrCat("boot-", i),
                                         .memory_budget_bytes = kFree,
@@ -188,9 +188,9 @@ TEST(PlacementTest, NameOfTheModelChoosesTheHome) {
   // The CRC32C of "123456789" is 0xe3069283, which is 3 modulo 4.
   const auto partitions = PlaceTensors("123456789", {1, 1, 1}, Members(4));
   ASSERT_THAT(partitions, IsOk());
-  EXPECT_THAT(*partitions,
-              ElementsAre(Partition{"ema-3", "boot-3", 0, 1}, Partition{"ema-0", "boot-0", 1, 1},
-                          Partition{"ema-1", "boot-1", 2, 1}));
+  EXPECT_THAT(*partitions, ElementsAre(Partition{"ema-3", "boot-3", 0, 1, 1},
+                                       Partition{"ema-0", "boot-0", 1, 1, 1},
+                                       Partition{"ema-1", "boot-1", 2, 1, 1}));
 
   std::map<std::string, int> homes;
   for (int i = 0; i < 400; ++i) {
@@ -204,7 +204,7 @@ TEST(PlacementTest, NameOfTheModelChoosesTheHome) {
 
 TEST(PlacementTest, MemberWithoutEnoughMemoryIsNamed) {
   const std::vector<int64_t> tensor_bytes = {100, 200, 100, 200, 100, 200, 100, 200};
-  std::map<std::string, MemberRecord> members = Members(4, /*free_bytes=*/300);
+  Candidates members = Members(4, /*free_bytes=*/300);
   ASSERT_THAT(PlaceTensors("123456789", tensor_bytes, members), IsOk());
   members["ema-0"].free_memory_bytes = 299;
   members["ema-0"].memory_budget_bytes = 400;
@@ -214,6 +214,30 @@ TEST(PlacementTest, MemberWithoutEnoughMemoryIsNamed) {
                      "model \"123456789\": partition 1, tensors 2 to 3, needs 300 bytes of member "
                      "\"ema-0\", 1 too many; 299 of its 400 are free"),
             ReasonIs(ErrorReason::kMemoryBudget)));
+}
+
+TEST(PlacementTest, PlacedModelsReduceFreeMemory) {
+  const auto member = [](const std::string& boot) {
+    return MemberRecord{.boot = boot, .memory_budget_bytes = 100};
+  };
+  ModelRecord first{.partitions = {{"a", "a1", 0, 1}, {"b", "b1", 1, 2}}};
+  SetMemoryBytes({10, 20, 30}, first.partitions);
+  EXPECT_EQ(TotalMemoryBytes(first.partitions), 60);
+  // Counted also after a restart of the process. Members that have left are ignored.
+  ModelRecord second{.partitions = {{"b", "b0", 0, 1}, {"gone", "g", 1, 1}}};
+  SetMemoryBytes({70, 1}, second.partitions);
+  const Candidates candidates =
+      CandidatesFor("new", {{"a", member("a1")}, {"b", member("b1")}, {"c", member("c1")}},
+                    {{"first", first}, {"second", second}});
+  ASSERT_EQ(candidates.size(), 3);
+  EXPECT_EQ(candidates.at("a").free_memory_bytes, 90);
+  EXPECT_EQ(candidates.at("b").free_memory_bytes, 0);  // The models need 120 bytes.
+  EXPECT_EQ(candidates.at("c").free_memory_bytes, 100);
+  const Candidates for_second =
+      CandidatesFor("second", {{"b", member("b1")}}, {{"first", first}, {"second", second}});
+  EXPECT_EQ(for_second.at("b").free_memory_bytes, 50);
+  EXPECT_EQ(candidates.at("b").boot, "b1");
+  EXPECT_EQ(candidates.at("b").memory_budget_bytes, 100);
 }
 
 TEST(PlacementTest, GroupWithoutMembersIsUnavailable) {
