@@ -148,7 +148,7 @@ std::string ModelTable(const GroupInfo& info) {
 
 std::string DescribeRegistry(const GroupInfo::Registry& registry) {
   return absl::StrCat("registry ", absl::StrJoin(registry.endpoints, ", "),
-                      registry.error.empty() ? " answers" : " DOES NOT ANSWER", ": last contact ",
+                      registry.error.empty() ? " answers" : " UNUSABLE", ": last contact ",
                       DurationText(registry.since_contact), " ago, last answer within ",
                       absl::FormatDuration(absl::Trunc(registry.latency, absl::Microseconds(10))),
                       "\n",

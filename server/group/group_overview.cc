@@ -60,7 +60,7 @@ void AddRegistry(const Member& self, v1::GetGroupResponse& response) {
   registry.set_error(std::string(health.error.message()));
   if (!health.error.ok()) {
     response.add_problems(absl::StrCat(
-        "the registry has not answered for ", Seconds(Since(self.last_contact())),
+        "the registry has been unusable for ", Seconds(Since(self.last_contact())),
         ", so members and models are as it last reported them: ", health.error.message()));
   } else if (const absl::Status key = self.key_status(); absl::IsAlreadyExists(key)) {
     response.add_problems(absl::StrCat("another process has joined as member ", Quoted(self.name()),

@@ -467,10 +467,11 @@ void AddGroup(Table& table, ServerOptions& o) {
   table.Text("kubernetes-ca", o.kubernetes_ca, "FILE",
              "PEM file with the CA of the API server's certificate. Empty: that of the pod; with "
              "--kubernetes-api: the system's CAs");
-  table.Duration("max-registry-outage", o.max_registry_outage, absl::Seconds(10),
-                 "While the registry, which is etcd or the Kubernetes API, does not answer, keep "
-                 "committing steps for this long. Afterwards reject "
-                 "them, because another server may have replaced this one");
+  table.Duration(
+      "max-registry-outage", o.max_registry_outage, absl::Seconds(10),
+      "While the registry, which is etcd or the Kubernetes API, does not answer or rejects "
+      "this server, keep committing steps for this long. Afterwards reject them, because "
+      "another server may have replaced this one");
   table.Duration("replace-after", o.replace_after, absl::ZeroDuration(),
                  "Move the tensors of a server of the group to the others when it has been missing "
                  "for this long. All steps after the newest checkpoint are lost. 0: never");

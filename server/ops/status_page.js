@@ -202,7 +202,7 @@ function groupSection(status) {
   const made = element("section", "", element("h2", "", `Group ${group.name}`));
   const registry = group.registry_problem === ""
       ? element("span", "good", "answers")
-      : element("span", "bad", `has not answered for ${duration(group.registry_seconds)}: ${group.registry_problem}`);
+      : element("span", "bad", `unusable for ${duration(group.registry_seconds)}: ${group.registry_problem}`);
   made.append(element("dl", "facts", fact("this server", group.member), fact("registry", registry)));
   for (const problem of group.problems) made.append(element("p", "bad", problem));
   if (group.last_incident !== "") {

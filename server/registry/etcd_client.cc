@@ -116,22 +116,25 @@ bool IsMiss(const grpc::Status& status) {
   }
 }
 
-// The code of an error that is not a miss.
-absl::StatusCode CodeOf(const grpc::Status& status) {
-  // "too many requests", or the database is full, until an operator has compacted it.
-  if (status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED) {
-    return absl::StatusCode::kUnavailable;
-  }
-  return static_cast<absl::StatusCode>(status.error_code());  // Their numbers are equal.
-}
-
-// True if etcd rejects the user. This is no contact with the registry: a server that cannot use it
-// must notice that.
+// True if etcd rejects the user.
 bool IsRejected(const grpc::Status& status) {
   return status.error_code() == grpc::StatusCode::PERMISSION_DENIED ||
          status.error_code() == grpc::StatusCode::UNAUTHENTICATED ||
          absl::StrContains(status.error_message(), "authentication failed") ||
          absl::StrContains(status.error_message(), "user name is empty");
+}
+
+// The code of an error that is not a miss.
+absl::StatusCode CodeOf(const grpc::Status& status) {
+  // etcd returns INVALID_ARGUMENT for some rejected users.
+  if (IsRejected(status) && status.error_code() != grpc::StatusCode::PERMISSION_DENIED) {
+    return absl::StatusCode::kUnauthenticated;
+  }
+  // "too many requests", or the database is full, until an operator has compacted it.
+  if (status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED) {
+    return absl::StatusCode::kUnavailable;
+  }
+  return static_cast<absl::StatusCode>(status.error_code());  // Their numbers are equal.
 }
 
 // A token expires, and changes of users make older ones invalid.
@@ -197,10 +200,9 @@ void EtcdClient::EndStreams(const Connection& missed) {
   });
 }
 
-void EtcdClient::NoteAnswer(absl::Duration latency) {
-  NoteContact();
+void EtcdClient::NoteContact() {
+  last_contact_ = SteadyNow();
   absl::MutexLock lock(&mu_);
-  latency_ = latency;
   error_ = absl::OkStatus();
 }
 
@@ -237,10 +239,11 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
     const SteadyTime end =
         is_last ? deadline : std::min(deadline, After(start, options_.call_timeout / 2));
     const grpc::Status status = CallOnce(*connection, end, attempt);
-    const bool is_miss = IsMiss(status);
-    const bool is_rejected = !is_miss && IsRejected(status);
-    if (!is_miss && !is_rejected) NoteAnswer(Since(start));
-    if (status.ok()) return absl::OkStatus();
+    if (status.ok()) {
+      absl::MutexLock lock(&mu_);
+      latency_ = Since(start);
+      return absl::OkStatus();
+    }
 
     const absl::Duration limit =
         absl::Floor(absl::FromChrono(end - start) + kTimeUnit / 2, kTimeUnit);
@@ -249,8 +252,7 @@ absl::Status EtcdClient::CallFrom(std::shared_ptr<Connection> first, const std::
                                  : status.error_message();
     absl::StrAppend(&misses, misses.empty() ? "" : "; ", connection->endpoint, ": ", text);
     const std::string message = absl::StrCat("etcd cannot ", operation, ": ", misses);
-    if (is_rejected) return NoteError(absl::Status(CodeOf(status), message));
-    if (!is_miss) return absl::Status(CodeOf(status), message);
+    if (!IsMiss(status)) return NoteError(absl::Status(CodeOf(status), message));
     Abandon(*connection);
     if (ends_streams) EndStreams(*connection);
     if (is_last || SteadyNow() >= deadline) return NoteError(absl::UnavailableError(message));
@@ -307,6 +309,7 @@ absl::StatusOr<etcdserverpb::RangeResponse> EtcdClient::Range(std::string_view k
                            [&](Connection& connection, grpc::ClientContext& context) {
                              return connection.kv.Range(&context, request, &response);
                            }));
+  NoteContact();
   return response;
 }
 
@@ -336,6 +339,7 @@ absl::StatusOr<EtcdClient::Change> EtcdClient::CompareAndSet(std::string_view ke
                              if (IsMiss(status)) may_be_made_before = true;
                              return status;
                            }));
+  NoteContact();
   Change result{.is_made = response.succeeded(), .revision = response.header().revision()};
   if (!result.is_made) {
     result.may_be_ours = may_be_made_before;

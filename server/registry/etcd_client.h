@@ -93,7 +93,6 @@ class EtcdClient {
   };
   absl::StatusOr<Stream> OpenStream() ABSL_LOCKS_EXCLUDED(mu_);
 
-  void NoteContact() { last_contact_ = SteadyNow(); }
   SteadyTime last_contact() const { return last_contact_; }
   RegistryHealth health() const ABSL_LOCKS_EXCLUDED(mu_);
   const LogSink& log() const { return options_.log; }
@@ -118,8 +117,9 @@ class EtcdClient {
   // Abandons `missed`, so the next call uses the next endpoint. No effect if abandoned before.
   void Abandon(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
   void EndStreams(const Connection& missed) ABSL_LOCKS_EXCLUDED(mu_);
-  // Record for health() how a call has ended.
-  void NoteAnswer(absl::Duration latency) ABSL_LOCKS_EXCLUDED(mu_);
+  // To be called when etcd has read or written a key for this user. Only this is contact with the
+  // registry: etcd grants and renews leases even for a user without permission to read or write.
+  void NoteContact() ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status NoteError(absl::Status error) ABSL_LOCKS_EXCLUDED(mu_);
   // Runs `attempt` once, or twice if etcd rejects the token.
   grpc::Status CallOnce(Connection& connection, SteadyTime deadline, Attempt attempt)

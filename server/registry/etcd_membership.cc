@@ -41,6 +41,11 @@ absl::Status EtcdMembership::Leave() {
 absl::Status EtcdMembership::Renew(SteadyTime deadline) {
   if (lease_ != 0) EMA_RETURN_IF_ERROR(KeepLease(deadline));
   if (lease_ == 0) EMA_RETURN_IF_ERROR(GrantLease(deadline));
+  // The key may have been deleted, or the user may have lost its role, and etcd renews the lease
+  // all the same.
+  if (has_key_) {
+    EMA_ASSIGN_OR_RETURN(has_key_, IsKeyThere());
+  }
   return has_key_ ? absl::OkStatus() : PutKey(deadline);
 }
 
@@ -93,6 +98,11 @@ absl::Status EtcdMembership::RevokeLease(SteadyTime deadline) {
                     });
   // It has expired, or a first attempt, whose answer was lost, has revoked it.
   return absl::IsNotFound(status) ? absl::OkStatus() : status;
+}
+
+absl::StatusOr<bool> EtcdMembership::IsKeyThere() {
+  EMA_ASSIGN_OR_RETURN(const etcdserverpb::RangeResponse found, client_->Range(key_, ""));
+  return found.kvs_size() > 0 && found.kvs(0).lease() == lease_;
 }
 
 absl::Status EtcdMembership::PutKey(SteadyTime deadline) {

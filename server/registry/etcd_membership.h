@@ -15,7 +15,7 @@
 namespace ema {
 
 // A key under a lease of etcd, which a thread renews three times in its TTL. When etcd has ended
-// the lease, the thread puts the key again under a new one.
+// the lease, or the key was deleted, the thread puts the key again.
 class EtcdMembership final : public Membership {
  public:
   // As Registry::Join().
@@ -37,6 +37,8 @@ class EtcdMembership final : public Membership {
   absl::Status GrantLease(SteadyTime deadline);
   absl::Status KeepLease(SteadyTime deadline);
   absl::Status RevokeLease(SteadyTime deadline);
+  // Whether the key is there, under the lease.
+  absl::StatusOr<bool> IsKeyThere();
   absl::Status PutKey(SteadyTime deadline);
 
   const std::shared_ptr<EtcdClient> client_;

@@ -92,7 +92,6 @@ absl::Status EtcdWatch::FollowChanges(int64_t start_revision) {
   std::string reason;
   bool is_open = call->Write(request);
   while (is_open && call->Read(&response)) {
-    client_->NoteContact();
     if (response.events_size() > 0) on_update_(ToUpdate(response));
     if (response.canceled()) {
       reason = response.compact_revision() != 0

@@ -76,7 +76,7 @@ class RegistryWatch {
 // Every call blocks, but never for longer than the implementation's limit. Errors of all calls:
 // UNAVAILABLE: the registry did not answer in time, a change may have been made or not, and the
 // same call may succeed later; codes of the registry, such as PERMISSION_DENIED or
-// INVALID_ARGUMENT, which need another configuration. Messages name the key and the server.
+// UNAUTHENTICATED, which need another configuration. Messages name the key and the server.
 class Registry {
  public:
   virtual ~Registry() = default;
@@ -108,9 +108,9 @@ class Registry {
   virtual std::unique_ptr<RegistryWatch> Watch(
       std::string_view prefix, std::function<void(const RegistryUpdate&)> on_update) = 0;
 
-  // When the registry last carried out a call of this server, renewals included. A call that was
-  // rejected because of the user or the token does not count. Before the first call: the time of
-  // creation.
+  // When the registry last read or wrote a key for this server; each membership causes that three
+  // times in its TTL. A call that was rejected because of the user or the token does not count.
+  // Before the first call: the time of creation.
   virtual SteadyTime last_contact() const = 0;
   // Memberships call the registry three times in their TTL, so `error` is not older than that.
   virtual RegistryHealth health() const = 0;

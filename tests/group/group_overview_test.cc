@@ -109,7 +109,7 @@ TEST_F(GroupOverviewTest, AnUnavailableRegistryIsAProblem) {
       });
   EXPECT_THAT(response.registry().error(), HasSubstr("unavailable"));
   ASSERT_EQ(response.problems_size(), 1);
-  EXPECT_THAT(response.problems(0), HasSubstr("the registry has not answered for"));
+  EXPECT_THAT(response.problems(0), HasSubstr("the registry has been unusable for"));
   EXPECT_EQ(response.members_size(), 2);
   EXPECT_EQ(response.models_size(), 1);
   registry_.SetUnavailable(false);

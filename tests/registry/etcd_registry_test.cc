@@ -12,9 +12,11 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "tests/registry/watched_keys.h"
 #include "tests/testutil/etcd_cluster.h"
@@ -215,7 +217,7 @@ TEST_F(EtcdTest, UserNeedsItsPasswordAndAnExpiredTokenIsRenewed) {
     ASSERT_THAT(cluster_->Etcdctl(command), IsOk());
   }
   EXPECT_THAT(registry_->Read("/m/a"),
-              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("user name is empty")));
+              StatusIs(absl::StatusCode::kUnauthenticated, HasSubstr("user name is empty")));
   EtcdOptions options = {.endpoints = cluster_->endpoints(),
                          .user = "ema",
                          .password = "wrong",
@@ -223,7 +225,7 @@ TEST_F(EtcdTest, UserNeedsItsPasswordAndAnExpiredTokenIsRenewed) {
   EMA_ASSERT_OK_AND_ASSIGN(const auto rejected, EtcdRegistry::Create(options));
   const SteadyTime created = rejected->last_contact();
   EXPECT_THAT(rejected->Read("/m/a"),
-              StatusIs(absl::StatusCode::kInvalidArgument,
+              StatusIs(absl::StatusCode::kUnauthenticated,
                        AllOf(HasSubstr(absl::StrCat("etcd cannot read \"/m/a\": ", cluster_->url(0),
                                                     ": user \"ema\": ")),
                              HasSubstr("authentication failed"))));
@@ -246,6 +248,19 @@ TEST_F(EtcdTest, UserNeedsItsPasswordAndAnExpiredTokenIsRenewed) {
   const WatchedKeys::Values expected = {{"/m/s/a", "boot-1"}, {"/m/s/b", "x"}};
   EXPECT_EQ(keys.Await(expected), expected);
   EXPECT_TRUE(Await([&] { return member->status().ok(); }));
+
+  // etcd still grants the member a new lease, but the member cannot put its key.
+  ASSERT_THAT(cluster_->Etcdctl("--user=root:secret user revoke-role ema member"), IsOk());
+  EMA_ASSERT_OK_AND_ASSIGN(const std::string leases,
+                           cluster_->Etcdctl("--user=root:secret lease list"));
+  const std::vector<std::string> lines = absl::StrSplit(leases, '\n', absl::SkipEmpty());
+  ASSERT_EQ(lines.size(), 2) << leases;  // A heading and the member's lease.
+  ASSERT_THAT(cluster_->Etcdctl(absl::StrCat("--user=root:secret lease revoke ", lines[1])),
+              IsOk());
+  EXPECT_TRUE(Await([&] { return absl::IsPermissionDenied(member->status()); }));
+  const SteadyTime contact = registry->last_contact();
+  absl::SleepFor(2 * kTtl);
+  EXPECT_EQ(registry->last_contact(), contact);
 }
 
 class EtcdTlsTest : public testing::Test {

@@ -106,7 +106,7 @@ def test_the_table_follows_from_the_formulas():
             r * p,
             r * min(8, p) / p,
             2 * (p - 1),
-            p * 0.3,
+            p * 0.6,
             4 * 4 * parameters / p,
         ]
         for cell, value in zip(cells, expected, strict=True):

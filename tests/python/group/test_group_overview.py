@@ -123,13 +123,13 @@ def test_etcd_is_unavailable(running, servers, client):
     etcd.stop()
     for server in servers:
         # The tables are still there, and pushes continue.
-        wait_until(server, "DOES NOT ANSWER", etcd.url, "ema-2", "serving", "step 7", code=1)
+        wait_until(server, "UNUSABLE", etcd.url, "ema-2", "serving", "step 7", code=1)
     with client.open_run("m", timeout_s=60) as run:
         run.push(step=8, weights=WEIGHTS)
     shown = described(servers[0])
     assert shown["models"][0]["progress"]["step"] == 8
     assert (
-        shown["registry"]["error"] and "the registry has not answered for" in shown["problems"][0]
+        shown["registry"]["error"] and "the registry has been unusable for" in shown["problems"][0]
     )
     assert value(scrape(servers[0]), "ema_group_registry_contact_age_seconds") > 0
     etcd.start()
