@@ -217,7 +217,14 @@ absl::Status Client::Impl::TryAtHome(SteadyTime deadline, Interrupt* interrupt,
   const std::string address = GetGroupHint(status).home;
   if (GetErrorReason(status) != ErrorReason::kNotHome || address.empty()) return status;
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Impl> home, ClientOfMember(address));
-  return home->Try(deadline, interrupt, attempt);
+  status = home->Try(deadline, interrupt, attempt);
+  // A home names itself if the call is for all partitions.
+  if (GetErrorReason(status) != ErrorReason::kNotHome || GetGroupHint(status).home == address) {
+    return status;
+  }
+  return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kNotHome,
+                   absl::StrCat(std::string(status.message()), "; another server has named ",
+                                address, ": the model moves"));
 }
 
 absl::Status Client::Impl::Retry(SteadyTime deadline, Interrupt* interrupt,

@@ -124,7 +124,7 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
 
   // Makes one call. If the server answers NOT_HOME, repeats it once, on the server that the answer
-  // names.
+  // names. UNAVAILABLE, NOT_HOME: that one names another server, so one of the two has old records.
   absl::Status TryAtHome(SteadyTime deadline, Interrupt* interrupt,
                          absl::FunctionRef<absl::Status(Call&)> attempt);
   // Repeats TryAtHome() while its error is transient and the deadline allows. Returns the last

@@ -19,6 +19,7 @@
 namespace ema {
 namespace {
 
+using ::testing::_;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -117,7 +118,7 @@ TEST_F(ClientTest, UsesTheFirstServerOfAListThatCanBeReached) {
                        AllOf(HasSubstr("127.0.0.1:1"), HasSubstr(second.address()))));
 }
 
-TEST_F(ClientTest, ACallIsRepeatedOnceAtTheHome) {
+TEST_F(ClientTest, ACallIsRepeatedAtTheHome) {
   FakeServer home(OneTensor());
   home.edit_model = [](v1::Model& model) { model.set_run_epoch(7); };
   absl::Status not_home =
@@ -127,12 +128,25 @@ TEST_F(ClientTest, ACallIsRepeatedOnceAtTheHome) {
   EMA_ASSERT_OK_AND_ASSIGN(const ModelInfo info, client_->GetModel("m"));
   EXPECT_EQ(info.run_epoch, 7);
 
-  // A home that says that it is none is not followed for ever.
-  home.unary_errors = {absl::OkStatus(), not_home, absl::OkStatus()};
-  EXPECT_THAT(client_->GetModel("m"), ReasonIs(ErrorReason::kNotHome));
+  // While a model moves, the server that was named may not know yet that it is the home.
+  absl::Status moved =
+      MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome, "it was elsewhere");
+  SetGroupHint(moved, {.home = server_.address()});
+  home.unary_errors = {absl::OkStatus(), moved, absl::OkStatus()};
+  EXPECT_THAT(client_->GetModel("m"), IsOk());
+  server_.unary_errors.assign(100, not_home);
+  home.unary_errors.assign(100, moved);
+  EXPECT_THAT(client_->GetModel("m", absl::Milliseconds(300)),
+              AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("the model moves")),
+                    ReasonIs(ErrorReason::kNotHome)));
+  // A home that names itself is not asked again.
+  home.unary_errors.assign(100, not_home);
+  const size_t count = home.unary_count();
+  EXPECT_THAT(client_->GetModel("m"), StatusIs(absl::StatusCode::kFailedPrecondition, _));
+  EXPECT_EQ(home.unary_count(), count + 1);
 
   SetGroupHint(not_home, {.home = "not an address"});
-  server_.unary_errors.back() = not_home;
+  server_.unary_errors.assign(100, not_home);
   EXPECT_THAT(client_->GetModel("m"),
               StatusIs(absl::StatusCode::kInternal, HasSubstr("not an address")));
 }
