@@ -7,6 +7,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -48,14 +49,19 @@ struct Pulled {
   bool is_mixed = false;  // Some of the bytes may be of a newer version.
 
   absl::StatusOr<std::span<std::byte>> Allocate(const PullInfo& coming) {
-    // As much as SIMD code likes to have tensors aligned.
-    constexpr size_t kAlignment = 64;
+    constexpr size_t kHugePage = size_t{2} << 20;
+    constexpr size_t kCacheLine = 64;  // For SIMD loads.
     const auto size = static_cast<size_t>(coming.total_bytes);
-    const size_t whole = (size + kAlignment) / kAlignment * kAlignment;
-    memory.reset(static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole)));
+    const bool is_large = size >= 8 * kHugePage;
+    const size_t alignment = is_large ? kHugePage : kCacheLine;
+    const size_t whole = (size / alignment + 1) * alignment;
+    memory.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, whole)));
     if (memory == nullptr) {
       return absl::ResourceExhaustedError(absl::StrCat("no memory for ", size, " bytes"));
     }
+    // Without huge pages, the page faults of writing take as long as the copy. Failure costs only
+    // speed.
+    if (is_large) madvise(memory.get(), size / kHugePage * kHugePage, MADV_HUGEPAGE);
     return std::span<std::byte>(memory.get(), size);
   }
 
