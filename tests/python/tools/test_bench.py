@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+from group_network import why_not
 from server_process import ROOT, server_binary
 
 FOLDER = ROOT / "tests/bench"
@@ -30,6 +31,15 @@ def test_health_bench_runs() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert result.returncode == 0, result.stderr
     assert "| start to SERVING |" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_replica_bench_runs() -> None:
+    command = [sys.executable, FOLDER / "replica_bench.py", "--quick"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "median of the ratios" in result.stdout
 
 
 @pytest.mark.slow
