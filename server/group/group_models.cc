@@ -490,17 +490,15 @@ absl::Status GroupModels::UpdateTracks(const v1::UpdateModelRequest& request) {
       UpdateGroupTracks(*home, *partition, *placement.config.manifest, request, start, withdraw));
   EMA_ASSIGN_OR_RETURN(const ModelConfig config, CurrentConfig(name));
   EMA_ASSIGN_OR_RETURN(const std::vector<int64_t> tensor_bytes, TensorBytes(config));
-  const auto set_memory = [&](ModelRecord record) -> absl::StatusOr<ModelRecord> {
-    SetMemoryBytes(tensor_bytes, record.partitions);
-    return record;
-  };
   const absl::StatusOr<ModelRecord> record = RecordOf(name);
   const int64_t needed = std::accumulate(tensor_bytes.begin(), tensor_bytes.end(), int64_t{0});
-  if (record.ok() && TotalMemoryBytes(record->partitions) != needed) {
-    // The servers have reserved the memory. The record is for the placement of other models, so its
-    // write may fail; the next change of tracks corrects it.
-    ChangeRecord(name, home->incarnation(), set_memory).IgnoreError();
-  }
+  if (!record.ok() || TotalMemoryBytes(record->partitions) == needed) return absl::OkStatus();
+  // For the placement of other models. If it fails, the next change of tracks corrects it.
+  const auto set_memory = [&](ModelRecord changed) -> absl::StatusOr<ModelRecord> {
+    SetMemoryBytes(tensor_bytes, changed.partitions);
+    return changed;
+  };
+  ChangeRecord(name, home->incarnation(), set_memory).IgnoreError();
   return absl::OkStatus();
 }
 

@@ -87,7 +87,7 @@ class Member {
   // ABORTED: the record was changed since it had `revision`.
   absl::Status Erase(std::string_view model, int64_t revision);
 
-  // As Registry::last_contact().
+  // When the registry last read or wrote a key for this process.
   SteadyTime last_contact() const { return options_.registry->last_contact(); }
   RegistryHealth registry_health() const { return options_.registry->health(); }
   // As Membership::status(), of the member's key.

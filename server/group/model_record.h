@@ -52,6 +52,7 @@ struct Partition {
   friend bool operator==(const Partition&, const Partition&) = default;
 };
 
+// The sum of Partition::memory_bytes.
 int64_t TotalMemoryBytes(const std::vector<Partition>& partitions);
 
 // A version that all partitions have on the disk.

@@ -136,8 +136,8 @@ absl::Status RunCore::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
   Backoff backoff;
   if (group_.home != nullptr) EMA_RETURN_IF_ERROR(group_.home->WaitReady(deadline, interrupt));
   const int64_t home_epoch = group_.home != nullptr ? group_.home->run_epoch() : 0;
-  std::vector<int64_t> missing_ranks;  // As of `last_answered`, the start of an answered call.
-  SteadyTime last_answered;
+  std::vector<int64_t> missing_ranks;  // From the answer to the newest call that was answered.
+  SteadyTime last_answered;            // When that call began.
   while (true) {
     {
       absl::MutexLock lock(&mu_);

@@ -59,8 +59,7 @@ struct Pulled {
     if (memory == nullptr) {
       return absl::ResourceExhaustedError(absl::StrCat("no memory for ", size, " bytes"));
     }
-    // Without huge pages, the page faults of writing take as long as the copy. Failure costs only
-    // speed.
+    // Without huge pages, the page faults take longer than the copy. Failure costs only speed.
     if (is_large) madvise(memory.get(), size / kHugePage * kHugePage, MADV_HUGEPAGE);
     return std::span<std::byte>(memory.get(), size);
   }
