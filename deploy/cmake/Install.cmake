@@ -19,7 +19,8 @@ install(
   FILES_MATCHING PATTERN "*.h" PATTERN internal EXCLUDE)
 # Of the internal headers only those that ema/torch.h includes.
 install(
-  FILES include/ema/internal/status_macros.h include/ema/internal/torch_writes.h
+  FILES include/ema/internal/pull_memory.h include/ema/internal/status_macros.h
+        include/ema/internal/torch_writes.h
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ema/internal COMPONENT client)
 
 if(EMA_BUILD_SERVER)

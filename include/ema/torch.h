@@ -34,6 +34,7 @@
 #include "absl/types/span.h"
 #include "ema/client.h"
 #include "ema/error_reason.h"
+#include "ema/internal/pull_memory.h"
 #include "ema/internal/status_macros.h"
 #include "ema/internal/torch_writes.h"
 #include "ema/manifest.h"
@@ -445,15 +446,19 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
   EMA_ASSIGN_OR_RETURN(const NamedTensors own, NamedTensors::Of(module));
   try {
     const c10::NoGradGuard no_grad;
-    at::Tensor bytes;
+    PullMemory bytes;
     std::vector<std::pair<size_t, size_t>> pairs;
     const auto target = [&](const PullInfo& info) -> absl::StatusOr<std::span<std::byte>> {
       EMA_ASSIGN_OR_RETURN(
           pairs, torch_internal::Match(absl::StrCat("model \"", std::string(model), "\", track \"",
                                                     options.track, "\""),
                                        own, info.tensors, options.strict));
-      bytes = at::empty({info.total_bytes}, at::kByte);
-      return std::span(static_cast<std::byte*>(bytes.data_ptr()), bytes.nbytes());
+      bytes = AllocatePullMemory(info.total_bytes);
+      if (bytes == nullptr) {
+        return absl::ResourceExhaustedError(
+            absl::StrCat("no memory for ", info.total_bytes, " bytes"));
+      }
+      return std::span(bytes.get(), static_cast<size_t>(info.total_bytes));
     };
     Client::PullOptions pull_options;
     pull_options.version = options.version;
@@ -466,9 +471,8 @@ inline absl::StatusOr<Version> PullInto(Client& client, std::string_view model,
     std::vector<at::Tensor> values;
     for (const auto& [from, to] : pairs) {
       const PulledTensor& pulled = info.tensors[from];
-      const at::Tensor source =
-          at::from_blob(static_cast<std::byte*>(bytes.data_ptr()) + pulled.offset,
-                        pulled.spec.shape, TorchDtypeOf(pulled.spec.dtype));
+      const at::Tensor source = at::from_blob(bytes.get() + pulled.offset, pulled.spec.shape,
+                                              TorchDtypeOf(pulled.spec.dtype));
       EMA_ASSIGN_OR_RETURN(at::Tensor value,
                            torch_internal::Cast(pulled.spec.name, source,
                                                 own.tensors[to].scalar_type(), options.overflow));

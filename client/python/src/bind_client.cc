@@ -7,10 +7,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <new>
@@ -26,6 +24,7 @@
 #include "client/python/src/python_error.h"
 #include "client/python/src/python_values.h"
 #include "ema/error_reason.h"
+#include "ema/internal/pull_memory.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT: the only way to "name"_a.
@@ -42,26 +41,16 @@ struct Pulled {
   std::string track;
   Selection selection;
   PullInfo info;
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<std::byte[], Free> memory;
+  PullMemory memory;
   bool is_mixed = false;  // Some of the bytes may be of a newer version.
 
   absl::StatusOr<std::span<std::byte>> Allocate(const PullInfo& coming) {
-    constexpr size_t kHugePage = size_t{2} << 20;
-    constexpr size_t kCacheLine = 64;  // For SIMD loads.
-    const auto size = static_cast<size_t>(coming.total_bytes);
-    const bool is_large = size >= 8 * kHugePage;
-    const size_t alignment = is_large ? kHugePage : kCacheLine;
-    const size_t whole = (size / alignment + 1) * alignment;
-    memory.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, whole)));
+    memory = AllocatePullMemory(coming.total_bytes);
     if (memory == nullptr) {
-      return absl::ResourceExhaustedError(absl::StrCat("no memory for ", size, " bytes"));
+      return absl::ResourceExhaustedError(
+          absl::StrCat("no memory for ", coming.total_bytes, " bytes"));
     }
-    // Without huge pages, the page faults take longer than the copy. Failure costs only speed.
-    if (is_large) madvise(memory.get(), size / kHugePage * kHugePage, MADV_HUGEPAGE);
-    return std::span<std::byte>(memory.get(), size);
+    return std::span<std::byte>(memory.get(), static_cast<size_t>(coming.total_bytes));
   }
 
   // For a pull of the same into the same memory.
