@@ -62,7 +62,7 @@ LABEL org.opencontainers.image.title="EMA Server" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-RUN install --directory --owner=65532 --group=65532 /data
+RUN install --directory --owner=65532 --group=65532 /data /run/ema
 ENV EMA_LISTEN=0.0.0.0:50051 EMA_HTTP_LISTEN=0.0.0.0:8080 EMA_DATA_DIR=/data
 USER 65532:65532
 VOLUME /data

@@ -107,6 +107,7 @@ RpcServer::Options Server::RpcOptions(const Hooks& hooks) {
   rpc.tls = {options_.tls_cert, options_.tls_key, options_.tls_client_ca};
   rpc.thread_count = static_cast<int>(options_.thread_count);
   rpc.same_host_lane = options_.same_host_lane == "on";
+  rpc.lane_socket = options_.lane_socket;
   rpc.max_window_bytes = MaxWindowBytes(options_);
   rpc.authenticator = tokens_.get();
   rpc.log = Sink();

@@ -8,6 +8,8 @@
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -122,6 +124,51 @@ absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_v
                     : ntohs(reinterpret_cast<sockaddr_in*>(&bound)->sin_port);
   result.text = absl::StrCat(address.substr(0, colon), ":", result.port);
   return result;
+}
+
+absl::StatusOr<int> ListenUnix(const std::string& path, std::string_view address) {
+  const std::string failed = absl::StrCat("cannot listen on ", address, ": ");
+  sockaddr_un name{};
+  if (!path.starts_with('/') || path.size() >= sizeof(name.sun_path)) {
+    return absl::InvalidArgumentError(absl::StrCat(failed, "expected an absolute path of at most ",
+                                                   sizeof(name.sun_path) - 1,
+                                                   " bytes, such as /run/ema/server.sock"));
+  }
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, path.data(), path.size());
+  const auto* const as_any = reinterpret_cast<const sockaddr*>(&name);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
+  absl::Cleanup close_fd = [fd] { close(fd); };
+  // bind() makes the file with this mode, less the process's umask, which must not decide who may
+  // connect.
+  if (fchmod(fd, S_IRUSR | S_IWUSR) != 0) {
+    return absl::InternalError(absl::StrCat("fchmod: ", std::strerror(errno)));
+  }
+  int bound = bind(fd, as_any, sizeof(name));
+  if (bound != 0 && errno == EADDRINUSE) {
+    // connect() would be refused for any other file, too. A symbolic link is not ours to remove
+    // either.
+    struct stat there {};
+    if (lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
+      return absl::AlreadyExistsError(absl::StrCat(failed, "the path exists and is not a socket"));
+    }
+    // A server that was killed leaves its file behind, which refuses connections.
+    const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (probe < 0) return absl::InternalError(absl::StrCat(failed, std::strerror(errno)));
+    const bool is_left = connect(probe, as_any, sizeof(name)) != 0 && errno == ECONNREFUSED;
+    close(probe);
+    if (!is_left) {
+      return absl::AlreadyExistsError(absl::StrCat(failed, "another server listens on it"));
+    }
+    unlink(path.c_str());
+    bound = bind(fd, as_any, sizeof(name));
+  }
+  if (bound != 0 || listen(fd, SOMAXCONN) != 0) {
+    return absl::InternalError(absl::StrCat(failed, std::strerror(errno)));
+  }
+  std::move(close_fd).Cancel();
+  return fd;
 }
 
 }  // namespace ema

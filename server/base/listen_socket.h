@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Listening TCP sockets.
+// Listening sockets.
 #ifndef EMA_SERVER_BASE_LISTEN_SOCKET_H_
 #define EMA_SERVER_BASE_LISTEN_SOCKET_H_
 
@@ -22,6 +22,14 @@ struct ListenSocket {
 // `option` is the flag that error messages name. INVALID_ARGUMENT: malformed address.
 // ALREADY_EXISTS: the port is in use. NOT_FOUND: unknown host. INTERNAL: another system error.
 absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_view option);
+
+// Listens on the socket file `path`, which is made for the process's own user; a file that a killed
+// server has left there is replaced. Returns the descriptor: the caller's, non-blocking,
+// close-on-exec. The caller removes the file before it closes the descriptor, since then the next
+// server may use the path. `address` is what error messages name. INVALID_ARGUMENT: not an absolute
+// path, or too long. ALREADY_EXISTS: another server listens there, or the path is that of a file
+// other than a socket, which stays. INTERNAL: another system error.
+absl::StatusOr<int> ListenUnix(const std::string& path, std::string_view address);
 
 // Creates an eventfd, which is readable once 8 bytes have been written to it. The caller closes it.
 absl::StatusOr<int> NewEvent();

@@ -186,6 +186,9 @@ std::vector<OptionConflict> OptionConflicts(const ServerOptions& options) {
     problems.push_back({"block-bytes", absl::StrCat(options.block_bytes, " is not a multiple of ",
                                                     kBlockGranule)});
   }
+  if (!options.lane_socket.empty() && options.same_host_lane == "off") {
+    problems.push_back({"lane-socket", "given with --same-host-lane off"});
+  }
   AddGroupConflicts(options, problems);
   AddFollowConflicts(options, problems);
   if (HasAuthentication(options) || options.allow_unauthenticated) return problems;

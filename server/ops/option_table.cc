@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/ops/option_table.h"
 
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -103,6 +104,13 @@ absl::Status CheckAdvertise(const std::string& text) {
     return absl::OkStatus();
   }
   return Bad(text, "is not host:port of this server, such as ema-0.example:50051");
+}
+
+absl::Status CheckSocketPath(const std::string& text) {
+  constexpr size_t kMaxBytes = sizeof(sockaddr_un::sun_path) - 1;
+  if (text.empty() || (text.starts_with('/') && text.size() <= kMaxBytes)) return absl::OkStatus();
+  return Bad(text, absl::StrCat("is not an absolute path of at most ", kMaxBytes,
+                                " bytes, such as /run/ema/lane.sock"));
 }
 
 absl::Status CheckName(const std::string& text) {
@@ -288,6 +296,11 @@ void AddAddresses(Table& table, ServerOptions& o) {
              "Let clients on this host that run as the same user push and pull through "
              "shared memory",
              OneOf({"on", "off"}));
+  table.Text("lane-socket", o.lane_socket, "PATH",
+             "Open the same-host lane through this socket file, for clients in containers with "
+             "a network of their own: share its folder with them, at the same path. Empty: through "
+             "a socket that only clients in the server's network namespace can reach",
+             CheckSocketPath);
 }
 
 void AddSecurity(Table& table, ServerOptions& o) {

@@ -52,6 +52,9 @@ struct ServerOptions {
   std::string auth_tokens;  // Empty: no authentication by tokens.
   bool allow_unauthenticated = false;
   std::string same_host_lane = "on";  // "on" or "off": shared memory for clients of this host.
+  // Path of the socket file through which they open it. Empty: an abstract socket, which only
+  // clients in the server's network namespace can reach.
+  std::string lane_socket;
   // Of all windows together (SharedMemory::CreateWindow()); 0: 1/16 of the host's memory.
   int64_t max_window_bytes = 0;
   // Name of the group of servers that keep models together. Empty: no group, and `member` to

@@ -7,6 +7,7 @@
 
 #include <system_error>
 
+#include "absl/strings/str_cat.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/random_hex.h"
 #include "server/rpc/lane_connection.h"
@@ -21,11 +22,15 @@ constexpr int kPollMs = 100;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<LaneServer>> LaneServer::Start(RpcContext* rpc,
-                                                              const Limits& limits) {
-  std::string name = "ema-lane-" + RandomHex(4);
-  EMA_ASSIGN_OR_RETURN(const int fd, ListenForLanes(name));
-  std::unique_ptr<LaneServer> server(new LaneServer(rpc, limits, std::move(name), fd));
+absl::StatusOr<std::unique_ptr<LaneServer>> LaneServer::Start(RpcContext* rpc, const Limits& limits,
+                                                              const std::string& socket_file) {
+  const std::string name =
+      socket_file.empty() ? absl::StrCat("ema-lane-", RandomHex(4)) : socket_file;
+  EMA_ASSIGN_OR_RETURN(const int fd,
+                       socket_file.empty()
+                           ? ListenForLanes(name)
+                           : ListenUnix(socket_file, absl::StrCat("--lane-socket ", socket_file)));
+  std::unique_ptr<LaneServer> server(new LaneServer(rpc, limits, name, fd));
   server->accepting_ = std::thread([server = server.get()] { server->Accept(); });
   return server;
 }
@@ -34,6 +39,7 @@ void LaneServer::Stop() {
   if (is_stopping_.exchange(true)) return;
   accepting_.join();
   for (Lane& lane : lanes_) lane.thread.join();
+  if (socket_name_.starts_with('/')) unlink(socket_name_.c_str());
   close(fd_);
 }
 

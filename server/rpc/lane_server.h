@@ -26,21 +26,24 @@ class LaneServer {
     int64_t max_lanes = 0;         // Further lanes are closed, and their clients use gRPC.
     int64_t max_window_bytes = 0;  // Of all lanes. Further windows are not mapped.
   };
-  // Listens on a socket with a random name. `rpc` outlives it. UNAVAILABLE: the system refuses.
-  static absl::StatusOr<std::unique_ptr<LaneServer>> Start(RpcContext* rpc, const Limits& limits);
+  // Listens on the socket file `socket_file`, or, if that is empty, on an abstract socket with a
+  // random name. `rpc` outlives it. UNAVAILABLE: the system refuses. Other errors: ListenUnix()'s.
+  static absl::StatusOr<std::unique_ptr<LaneServer>> Start(RpcContext* rpc, const Limits& limits,
+                                                           const std::string& socket_file);
   ~LaneServer() { Stop(); }
 
+  // For LanePipe::Connect().
   const std::string& socket_name() const { return socket_name_; }
 
-  // Ends all lanes, even during a call.
+  // Ends all lanes, even during a call, and removes the socket file.
   void Stop();
 
  private:
-  LaneServer(RpcContext* rpc, const Limits& limits, std::string socket_name, int fd)
+  LaneServer(RpcContext* rpc, const Limits& limits, const std::string& socket_name, int fd)
       : rpc_(rpc),
         max_lanes_(limits.max_lanes),
         windows_(limits.max_window_bytes),
-        socket_name_(std::move(socket_name)),
+        socket_name_(socket_name),
         fd_(fd),
         acceptor_(fd, kReservedFiles) {}
 

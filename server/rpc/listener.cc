@@ -6,14 +6,10 @@
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
-#include <cstring>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -56,50 +52,9 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::Bind(const std::string& addr
 }
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::BindUnix(const std::string& path) {
-  sockaddr_un address{};
-  if (!path.starts_with('/') || path.size() >= sizeof(address.sun_path)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("listen address \"unix:", path, "\": expected an absolute path of at most ",
-                     sizeof(address.sun_path) - 1, " bytes, such as unix:/run/ema/server.sock"));
-  }
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, path.data(), path.size());
-  const auto* const as_any = reinterpret_cast<const sockaddr*>(&address);
   EMA_ASSIGN_OR_RETURN(const int stop_fd, NewEvent());
   absl::Cleanup close_stop_fd = [stop_fd] { close(stop_fd); };
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return absl::InternalError(absl::StrCat("socket: ", std::strerror(errno)));
-  absl::Cleanup close_fd = [fd] { close(fd); };
-  // bind() makes the file with this mode, less the process's umask, which must not decide who may
-  // connect.
-  if (fchmod(fd, S_IRUSR | S_IWUSR) != 0) {
-    return absl::InternalError(absl::StrCat("fchmod: ", std::strerror(errno)));
-  }
-  int bound = bind(fd, as_any, sizeof(address));
-  if (bound != 0 && errno == EADDRINUSE) {
-    // connect() would be refused for any other file, too. A symbolic link is not ours to remove
-    // either.
-    struct stat there {};
-    if (lstat(path.c_str(), &there) == 0 && !S_ISSOCK(there.st_mode)) {
-      return absl::AlreadyExistsError(
-          absl::StrCat("cannot listen on unix:", path, ": the path exists and is not a socket"));
-    }
-    // A server that was killed leaves its file behind, which refuses connections.
-    const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    const bool is_left = connect(probe, as_any, sizeof(address)) != 0 && errno == ECONNREFUSED;
-    close(probe);
-    if (!is_left) {
-      return absl::AlreadyExistsError(
-          absl::StrCat("cannot listen on unix:", path, ": another server listens on it"));
-    }
-    unlink(path.c_str());
-    bound = bind(fd, as_any, sizeof(address));
-  }
-  if (bound != 0 || listen(fd, SOMAXCONN) != 0) {
-    return absl::InternalError(
-        absl::StrCat("cannot listen on unix:", path, ": ", std::strerror(errno)));
-  }
-  std::move(close_fd).Cancel();
+  EMA_ASSIGN_OR_RETURN(const int fd, ListenUnix(path, absl::StrCat("unix:", path)));
   std::move(close_stop_fd).Cancel();
   return std::unique_ptr<Listener>(new Listener(fd, stop_fd, /*port=*/0, path));
 }

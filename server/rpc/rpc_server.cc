@@ -82,11 +82,12 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(std::shared_ptr<Mode
     EMA_ASSIGN_OR_RETURN(server->listeners_.emplace_back(), Listener::Bind(address));
   }
   if (options.same_host_lane) {
-    EMA_ASSIGN_OR_RETURN(
-        server->lanes_,
-        LaneServer::Start(&server->context_, {.max_lanes = options.limits.max_push_streams +
-                                                           options.limits.max_pull_streams,
-                                              .max_window_bytes = options.max_window_bytes}));
+    EMA_ASSIGN_OR_RETURN(server->lanes_,
+                         LaneServer::Start(&server->context_,
+                                           {.max_lanes = options.limits.max_push_streams +
+                                                         options.limits.max_pull_streams,
+                                            .max_window_bytes = options.max_window_bytes},
+                                           options.lane_socket));
     server->models_.OfferLane(server->lanes_->socket_name());
   }
 

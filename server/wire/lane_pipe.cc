@@ -36,13 +36,15 @@ absl::Status ProtocolViolation() {
 
 absl::Status WaitEnded() { return absl::CancelledError("same-host lane: the wait was ended"); }
 
-// The address of an abstract socket, and its length.
-std::pair<sockaddr_un, socklen_t> AbstractAddress(const std::string& name) {
+// The address, and its length.
+std::pair<sockaddr_un, socklen_t> SocketAddress(const std::string& name) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  const size_t size = std::min(name.size(), sizeof(address.sun_path) - 1);
-  std::memcpy(address.sun_path + 1, name.data(), size);
-  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size)};
+  // The name of an abstract socket follows a zero byte.
+  const size_t begin = name.starts_with('/') ? 0 : 1;
+  const size_t size = std::min(name.size(), sizeof(address.sun_path) - begin);
+  std::memcpy(address.sun_path + begin, name.data(), size);
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + begin + size)};
 }
 
 // `flags`: 0 or SOCK_NONBLOCK.
@@ -117,7 +119,7 @@ absl::StatusOr<std::vector<int>> ReceiveDescriptors(int socket, const LanePipe::
 // Connects `fd` and passes memory that both will share, and the window if there is one.
 absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::string& socket_name,
                                                           const SharedMemory* window) {
-  const auto [address, size] = AbstractAddress(socket_name);
+  const auto [address, size] = SocketAddress(socket_name);
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
     return LaneError("connect");
   }
@@ -165,7 +167,7 @@ std::string HostId() {
 
 absl::StatusOr<int> ListenForLanes(const std::string& socket_name) {
   EMA_ASSIGN_OR_RETURN(const int fd, NewSocket(0));
-  const auto [address, size] = AbstractAddress(socket_name);
+  const auto [address, size] = SocketAddress(socket_name);
   if (bind(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0 || listen(fd, 64) != 0) {
     absl::Status status = LaneError("listen");
     close(fd);

@@ -22,8 +22,9 @@ namespace ema {
 // Identifies this boot of this machine, alike in all its containers. Empty: unknown.
 std::string HostId();
 
-// Opens a listening socket, for lanes to connect to, in the abstract namespace: it has no file, and
-// ends with its process. Returns its descriptor. UNAVAILABLE: the system refuses.
+// Opens a listening socket, for lanes to connect to, in the abstract namespace: it has no file, is
+// seen only in its network namespace, and ends with its process. Returns its descriptor.
+// UNAVAILABLE: the system refuses.
 absl::StatusOr<int> ListenForLanes(const std::string& socket_name);
 
 // One end of a lane. A chunk is in a slot of the lane's own memory, or in a window: memory of the
@@ -36,8 +37,9 @@ class LanePipe {
  public:
   using Stop = std::function<bool()>;
 
-  // The client's end. FAILED_PRECONDITION: another user runs the server. UNAVAILABLE: there is no
-  // such socket here (it may be in another container). `window`: made by
+  // The client's end. `socket_name`: the absolute path of a socket file, or a name in the abstract
+  // namespace. FAILED_PRECONDITION: another user runs the server. UNAVAILABLE: there is no such
+  // socket here (it may be in another container). `window`: made by
   // SharedMemory::CreateWindow(); null: the lane has none. It must outlive the SendWindowChunk()
   // calls.
   static absl::StatusOr<std::unique_ptr<LanePipe>> Connect(const std::string& socket_name,

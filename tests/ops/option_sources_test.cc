@@ -99,14 +99,15 @@ std::vector<std::string> TwoValues(DeclaredOptions& declared, CLI::Option& optio
   return values;
 }
 
-// By the values' number. The options of a follower and of Kubernetes, which exclude some others,
-// keep their defaults.
+// By the values' number. The options of a follower and of Kubernetes and the socket of lanes, which
+// exclude values of some others, keep their defaults.
 std::vector<Values> AllValues() {
   DeclaredOptions declared;
   std::vector<Values> all(2);
   for (CLI::Option* const option : declared.app.get_options({})) {
     const std::string& name = option->get_single_name();
-    const bool is_exclusive = name.starts_with("follow") || name.starts_with("kubernetes");
+    const bool is_exclusive =
+        name.starts_with("follow") || name.starts_with("kubernetes") || name == "lane-socket";
     const std::vector<std::string> values =
         is_exclusive ? std::vector<std::string>(2, DeclaredOptions::Get(*option))
                      : TwoValues(declared, *option);
