@@ -79,9 +79,9 @@ class Client {
     // it. Checksums are then not verified, and chunks have at most 256 KiB. gRPC carries all other
     // calls, and takes over if the shared memory fails.
     bool same_host_lane = true;
-    // The maximum number of connections of one push, up to 16. 0: half of this machine's
-    // processors, at most 8. A run starts with one, tries more for some large pushes, and keeps
-    // them if these are faster.
+    // The maximum number of connections, or of lanes in shared memory, of one push, up to 16. 0:
+    // half of this machine's processors, at most 8. A run starts with one, tries more for some
+    // large pushes, and keeps them if these are faster.
     int64_t max_connections = 0;
     Tls tls = {};
     // A bearer token for a server that requires one: the token itself, or a file that contains it

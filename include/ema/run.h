@@ -224,7 +224,7 @@ class PendingPush {
     int64_t total_bytes = 0;       // Bytes that this rank pushes; 0 until the run is ready.
     int64_t sent_bytes = 0;        // Passed to the transport, including resends.
     int64_t stream_count = 0;      // 1 if nothing broke.
-    int64_t connection_count = 0;  // Used by the last try over gRPC.
+    int64_t connection_count = 0;  // Connections or same-host lanes of the last try.
     // From the start until the last byte left; for weights on a GPU, until the last copy started.
     absl::Duration send_time;
     Lane lane = Lane::kGrpc;  // Transport of the last stream.

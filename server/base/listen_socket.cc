@@ -126,7 +126,7 @@ absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_v
   return result;
 }
 
-absl::StatusOr<int> ListenUnix(const std::string& path, std::string_view address) {
+absl::StatusOr<int> ListenUnix(const std::string& path, const std::string& address) {
   const std::string failed = absl::StrCat("cannot listen on ", address, ": ");
   sockaddr_un name{};
   if (!path.starts_with('/') || path.size() >= sizeof(name.sun_path)) {

@@ -29,7 +29,7 @@ absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_v
 // server may use the path. `address` is what error messages name. INVALID_ARGUMENT: not an absolute
 // path, or too long. ALREADY_EXISTS: another server listens there, or the path is that of a file
 // other than a socket, which stays. INTERNAL: another system error.
-absl::StatusOr<int> ListenUnix(const std::string& path, std::string_view address);
+absl::StatusOr<int> ListenUnix(const std::string& path, const std::string& address);
 
 // Creates an eventfd, which is readable once 8 bytes have been written to it. The caller closes it.
 absl::StatusOr<int> NewEvent();

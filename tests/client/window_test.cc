@@ -65,7 +65,9 @@ class WindowTest : public testing::Test {
 
   void StartServer(std::vector<std::string> options = {}) {
     EMA_ASSERT_OK_AND_ASSIGN(server_, ServerProcess::Start(EMA_SERVER_BINARY, std::move(options)));
-    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_->address()));
+    Client::Options by_lane;
+    by_lane.max_connections = max_lanes_;
+    EMA_ASSERT_OK_AND_ASSIGN(client_, Client::Create(server_->address(), by_lane));
     Client::Options by_grpc;
     by_grpc.same_host_lane = false;
     EMA_ASSERT_OK_AND_ASSIGN(host_client_, Client::Create(server_->address(), by_grpc));
@@ -130,6 +132,7 @@ class WindowTest : public testing::Test {
     ASSERT_THAT(push->Wait(), IsOk());
     EXPECT_EQ(push->stats().stream_count, 1);
     EXPECT_EQ(push->stats().lane, lane_);
+    lane_count_ = push->stats().connection_count;
   }
   void QueueOverwrite() {
     first_->Queue([this] { std::fill(FirstTensor().begin(), FirstTensor().end(), -1.0f); });
@@ -139,17 +142,17 @@ class WindowTest : public testing::Test {
     first_->Await();
     second_->Await();
   }
-  // The same as TrainStep(), but the server ends the lane when the first tensor has been sent,
+  // The same as TrainStep(), but the server ends the lanes when the first tensor has been sent,
   // because the second GPU is slow. The trainer has gone on by then, so the missing bytes are only
   // in the window. Needs a short --stream-timeout.
-  void PushOverBrokenLane(int64_t step) {
+  void PushOverBrokenLanes(int64_t step, int64_t lane_count = 1) {
     Fill(step);
     ASSERT_THAT(PushToHost(step), IsOk());
     BlockedStream blocked(*second_);
     EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<PendingPush> push, StartPush(step));
     ASSERT_TRUE(push->WaitReleased(kPatience));
     QueueOverwrite();
-    ASSERT_TRUE(AwaitMappedWindows(1));
+    ASSERT_TRUE(AwaitMappedWindows(lane_count));
     ASSERT_TRUE(AwaitMappedWindows(0));
     blocked.Unblock();
     ASSERT_THAT(push->Wait(), IsOk());
@@ -191,7 +194,9 @@ class WindowTest : public testing::Test {
   }
 
   std::vector<int64_t> counts_ = {500'000, 400'001};
+  int64_t max_lanes_ = 1;
   Lane lane_ = Lane::kSharedWindow;  // Of the pushes of TrainStep().
+  int64_t lane_count_ = 0;           // Of the last TrainStep().
   std::unique_ptr<ServerProcess> server_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<Client> host_client_;
@@ -224,6 +229,21 @@ TEST_F(LargeWindowTest, BuffersAreUsedAgainForWeightsThatAreLargerThanTheRing) {
   for (int64_t step = 1; step <= 2; ++step) TrainStep(step);
   EXPECT_EQ(server_->CountMappings(kWindow), 1);
   EXPECT_EQ(ema_fake_cuda_registered_bytes(), 64 << 20);
+  ExpectSameAverages();
+}
+
+TEST_F(LargeWindowTest, SeveralLanesReadFromTheWindow) {
+  max_lanes_ = 2;
+  Start({"--stream-timeout", "300ms"});
+  int64_t step = 0;
+  // The first pushes measure the speed of one lane.
+  while (lane_count_ < 2 && step < 10) TrainStep(++step);
+  EXPECT_EQ(lane_count_, 2);
+  EXPECT_EQ(server_->CountMappings(kWindow), 2);
+  ExpectSameAverages();
+  PushOverBrokenLanes(++step, 2);
+  ExpectSameAverages();
+  TrainStep(++step);
   ExpectSameAverages();
 }
 
@@ -271,16 +291,16 @@ TEST_F(WindowTest, WeightsThatAreRoundedForTheWireAreCopied) {
 
 TEST_F(WindowTest, ABrokenLaneIsReplacedAfterTheRelease) {
   Start({"--stream-timeout", "300ms"});
-  PushOverBrokenLane(1);
-  PushOverBrokenLane(2);
+  PushOverBrokenLanes(1);
+  PushOverBrokenLanes(2);
   ExpectSameAverages();
 }
 
 // Here the buffers of the first tensor have been used again.
 TEST_F(LargeWindowTest, ABrokenLaneIsReplacedAfterTheRelease) {
   Start({"--stream-timeout", "300ms"});
-  PushOverBrokenLane(1);
-  PushOverBrokenLane(2);
+  PushOverBrokenLanes(1);
+  PushOverBrokenLanes(2);
   ExpectSameAverages();
 }
 

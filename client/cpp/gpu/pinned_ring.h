@@ -30,7 +30,7 @@ namespace ema::client_internal {
 class PinnedRing {
  public:
   static constexpr int64_t kMinRingBytes = int64_t{64} << 20;
-  // The fewest buffers for which a window is worth its memory.
+  // Buffers that each lane with the window needs, so the fewest that a window has.
   static constexpr int64_t kMinWindowSlots = 8;
 
   // INVALID_ARGUMENT: `max_staging_bytes` is less than kMinRingBytes.

@@ -9,20 +9,27 @@
 #include <functional>
 #include <optional>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "client/cpp/push/chunk_plan.h"
 #include "client/cpp/push/weights_gate.h"
 #include "client/cpp/transport/interrupt.h"
+#include "ema/run.h"
 #include "ema/v1/ema_service.pb.h"
 #include "server/base/steady_wait.h"
 
 namespace ema::client_internal {
 
+// A chunk cannot be read, because the weights were released, or their GPU has failed.
+inline absl::Status UnreadableError() {
+  return absl::CancelledError("the weights were released, or cannot be read");
+}
+
 // A header, chunks, and a commit. All pointers outlive it.
 struct PushMessages {
-  // Returns the header. To be called once, when a stream to the server is open: afterwards the
+  // Returns the header. To be called once, when streams of that kind are open: afterwards the
   // server may know the step.
-  std::function<v1::PushHeader()> begin;
+  std::function<v1::PushHeader(Lane)> begin;
   absl::Span<const int64_t> chunks;  // Indices in `plan`, in the order of sending.
   const ChunkPlan* plan = nullptr;
   ChunkWriter* writer = nullptr;

@@ -1,46 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One Push call, as a stream of raw messages.
+// A stream that carries a push, or a part of its chunks.
 #ifndef EMA_CLIENT_CPP_PUSH_PUSH_STREAM_H_
 #define EMA_CLIENT_CPP_PUSH_PUSH_STREAM_H_
 
-#include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/grpcpp.h>
+#include <cstdint>
 
-#include <memory>
-
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "client/cpp/transport/connection.h"
 #include "ema/v1/ema_service.pb.h"
 
 namespace ema::client_internal {
 
-// Writes one message at a time. Each Write() waits for the previous one, so the work between two
-// Write() calls overlaps with sending. For one thread; `queue` belongs to this object and is empty
-// between calls.
+// A Push call over gRPC or through a same-host lane: SendHeader(), any number of SendChunk(),
+// Commit(). An error says why the stream has ended; then nothing else may be called. CANCELLED: the
+// interrupt fired, Cancel() was called, or the chunk cannot be read, because the weights were
+// released or their GPU has failed. DEADLINE_EXCEEDED. Other errors with a reason are the server's;
+// one without a reason means that the stream broke. For one thread, except Cancel(). The destructor
+// ends the call.
 class PushStream {
  public:
-  PushStream(Call* call, grpc::CompletionQueue* queue);
+  virtual ~PushStream() = default;
 
-  // False: the stream has broken; Finish() says why.
-  bool Write(const grpc::ByteBuffer& message);
-  bool Write(const v1::PushRequest& message);
-  // Writes `commit` as the last message, unless the stream has broken, and waits for the reply. The
-  // last call must be this one or Cancel(), once.
-  absl::StatusOr<v1::PushResponse> Finish(const v1::PushRequest& commit);
-  // Ends the call without a commit. Returns the call's error.
-  absl::Status Cancel();
+  virtual absl::Status SendHeader(const v1::PushHeader& header) = 0;
+  // `chunk`: its index in the push's ChunkPlan.
+  virtual absl::Status SendChunk(int64_t chunk) = 0;
+  // Sends the commit and waits for the reply, which has a version.
+  virtual absl::StatusOr<v1::PushResponse> Commit(const v1::PushCommit& commit) = 0;
 
- private:
-  // Waits for the end of the operation that was started last. False: it failed.
-  bool Wait();
-  absl::Status WaitStatus();
-
-  Call* const call_;
-  grpc::CompletionQueue* const queue_;
-  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
-  bool is_pending_ = false;  // An operation has been started, and Wait() has not seen its end.
-  bool is_broken_ = false;
+  // Makes the running function, and each later one, fail soon. From any thread.
+  virtual void Cancel() = 0;
 };
 
 }  // namespace ema::client_internal

@@ -272,18 +272,30 @@ absl::Status RunCore::AllocateRing(Gpu& gpu) {
   return ring_.Allocate(gpu, slot_bytes, max_slots, is_shared);
 }
 
-RunCore::PushLane RunCore::TakeLane(bool is_staged, SteadyTime deadline, Interrupt* interrupt) {
+std::vector<RunCore::PushLane> RunCore::TakeLanes(int64_t count, bool is_staged,
+                                                  SteadyTime deadline, Interrupt* interrupt) {
+  std::vector<PushLane> lanes;
+  const auto take = [&](int64_t most, bool has_window) {
+    while (std::ssize(lanes) < most) {
+      std::unique_ptr<LanePipe> pipe =
+          has_window ? TakeWindowLane(deadline, interrupt) : client_->TakeLane(deadline, interrupt);
+      if (pipe == nullptr) return;
+      lanes.push_back({.pipe = std::move(pipe), .has_window = has_window});
+    }
+  };
   if (is_staged && ring_.window() != nullptr) {
-    std::unique_ptr<LanePipe> pipe = TakeWindowLane(deadline, interrupt);
-    if (pipe != nullptr) return {.pipe = std::move(pipe), .has_window = true};
+    take(std::min(count, ring_.slot_count() / PinnedRing::kMinWindowSlots), /*has_window=*/true);
   }
-  return {.pipe = client_->TakeLane(deadline, interrupt)};
+  if (lanes.empty()) take(count, /*has_window=*/false);
+  return lanes;
 }
 
 void RunCore::ReturnLane(PushLane lane) {
   if (!lane.has_window) return client_->ReturnLane(std::move(lane.pipe));
   absl::MutexLock lock(&mu_);
-  window_lane_ = std::move(lane.pipe);
+  if (std::ssize(window_lanes_) < connection_count_.get()) {
+    window_lanes_.push_back(std::move(lane.pipe));
+  }
 }
 
 std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt* interrupt) {
@@ -291,7 +303,10 @@ std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt
   {
     absl::MutexLock lock(&mu_);
     if (SteadyNow() < next_window_try_) return nullptr;
-    idle = std::move(window_lane_);
+    if (!window_lanes_.empty()) {
+      idle = std::move(window_lanes_.back());
+      window_lanes_.pop_back();
+    }
   }
   // The server may have ended it meanwhile.
   if (idle != nullptr && !idle->HasIncoming()) return idle;

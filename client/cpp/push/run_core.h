@@ -104,16 +104,17 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
 
   // A same-host lane for one push.
   struct PushLane {
-    std::unique_ptr<LanePipe> pipe;  // Null: there is none; use gRPC.
-    bool has_window = false;         // The server has mapped the window of ring().
+    std::unique_ptr<LanePipe> pipe;
+    bool has_window = false;  // The server has mapped the window of ring().
   };
-  // `is_staged`: the chunks are in ring(), so a lane with its window is preferred.
-  PushLane TakeLane(bool is_staged, SteadyTime deadline, Interrupt* interrupt)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  // Up to `count` lanes, all of which have the window, or none. `is_staged`: the chunks are in
+  // ring(), so lanes with its window are preferred.
+  std::vector<PushLane> TakeLanes(int64_t count, bool is_staged, SteadyTime deadline,
+                                  Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
   // To be called after a successful push. After a failed one drop the lane instead.
   void ReturnLane(PushLane lane) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The number of connections that the next push over gRPC should use. After the push, NoteSpeed()
+  // The number of connections or lanes that the next push should use. After the push, NoteSpeed()
   // records its speed, or NoteFewerConnections() that not all of them could be opened.
   int64_t connection_count() const ABSL_LOCKS_EXCLUDED(mu_);
   void NoteSpeed(double bytes_per_second) ABSL_LOCKS_EXCLUDED(mu_);
@@ -157,7 +158,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   std::optional<Version> latest_ ABSL_GUARDED_BY(mu_);
   RunPlan plan_ ABSL_GUARDED_BY(mu_);
   ConnectionCount connection_count_ ABSL_GUARDED_BY(mu_);
-  std::unique_ptr<LanePipe> window_lane_ ABSL_GUARDED_BY(mu_);  // Null: none is idle.
+  std::vector<std::unique_ptr<LanePipe>> window_lanes_ ABSL_GUARDED_BY(mu_);  // The idle ones.
   // The server had no memory for the window; it is asked again at this time.
   SteadyTime next_window_try_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
 };

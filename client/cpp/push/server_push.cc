@@ -2,7 +2,6 @@
 #include "client/cpp/push/server_push.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -10,7 +9,6 @@
 #include "absl/time/clock.h"
 #include "client/cpp/push/await_push.h"
 #include "client/cpp/push/drop_step.h"
-#include "client/cpp/push/lane_sender.h"
 #include "client/cpp/push/push_messages.h"
 #include "client/cpp/transport/convert_replies.h"
 #include "client/cpp/transport/grpc_time.h"
@@ -74,7 +72,7 @@ ServerPush::ServerPush(std::shared_ptr<RunCore> run, PushArguments arguments,
       gpus_(std::move(gpus)),
       part_(part != nullptr ? std::optional(*part) : std::nullopt),
       start_(SteadyNow()),
-      sender_(run_.get()) {}
+      sender_(run_.get(), &cut_off_clock_) {}
 
 ServerPush::~ServerPush() {
   if (thread_.joinable()) thread_.join();
@@ -319,16 +317,7 @@ absl::StatusOr<std::optional<ServerPush::Committed>> ServerPush::QueryMissingChu
 }
 
 absl::StatusOr<ServerPush::Committed> ServerPush::Send(SendSlot& slot) {
-  RunCore::PushLane lane;
-  if (!avoids_lanes_ && run_->chunks().max_chunk_bytes() <= LanePipe::kMaxChunkBytes &&
-      run_->client().HasLane(deadline_, &interrupt_)) {
-    const CutOffClock::Pause pause(cut_off_clock_);  // The server may have to map the window.
-    lane = run_->TakeLane(staged_.has_value(), deadline_, &interrupt_);
-  }
-  const bool is_by_lane = lane.pipe != nullptr;
-  Lane kind = Lane::kGrpc;
-  if (is_by_lane) kind = lane.has_window ? Lane::kSharedWindow : Lane::kSharedMemory;
-  const PushMessages messages = {.begin = [&] { return BeginStream(kind); },
+  const PushMessages messages = {.begin = [this](Lane lane) { return BeginStream(lane); },
                                  .chunks = chunks_to_send_,
                                  .plan = &run_->chunks(),
                                  .writer = &*writer_,
@@ -342,24 +331,10 @@ absl::StatusOr<ServerPush::Committed> ServerPush::Send(SendSlot& slot) {
                                  .sent_bytes = &sent_bytes_,
                                  .deadline = deadline_,
                                  .interrupt = &interrupt_};
-  absl::StatusOr<v1::PushResponse> response;
-  if (is_by_lane) {
-    response =
-        SendByLane(messages, run_->client(), *lane.pipe, lane.has_window ? &*staged_ : nullptr);
-    if (response.ok()) run_->ReturnLane(std::move(lane));
-    // A broken lane is not tried again; an error with a reason is the server's.
-    avoids_lanes_ = !response.ok() && !absl::IsCancelled(response.status()) &&
-                    !absl::IsDeadlineExceeded(response.status()) &&
-                    GetErrorReason(response.status()) == ErrorReason::kUnspecified;
-  } else {
-    response = sender_.Send(
-        messages, {.max_connections = staged_.has_value() ? staged_->max_senders()
-                                                          : std::numeric_limits<int64_t>::max(),
-                   .is_first_try = !has_begun_,
-                   .is_staged = staged_.has_value()});
-  }
-  EMA_RETURN_IF_ERROR(response.status());
-  return FromResponse(*response);
+  EMA_ASSIGN_OR_RETURN(const v1::PushResponse response,
+                       sender_.Send(messages, staged_.has_value() ? &*staged_ : nullptr,
+                                    /*is_first_try=*/!has_begun_));
+  return FromResponse(response);
 }
 
 v1::PushHeader ServerPush::BeginStream(Lane lane) {

@@ -24,8 +24,8 @@
 #include "client/cpp/push/chunk_plan.h"
 #include "client/cpp/push/cut_off_clock.h"
 #include "client/cpp/push/group_part.h"
-#include "client/cpp/push/grpc_sender.h"
 #include "client/cpp/push/opened_run.h"
+#include "client/cpp/push/push_sender.h"
 #include "client/cpp/push/run_core.h"
 #include "client/cpp/push/running_push.h"
 #include "client/cpp/push/staged_chunks.h"
@@ -116,9 +116,7 @@ class ServerPush final : public RunningPush {
   bool HasFrozen() const;
   // The digest of all sent bytes. Absent: unknown, or `was_written_`.
   std::optional<uint32_t> CheckedDigest();
-  // Sends header, `chunks_to_send_` and commit: through a same-host lane if there is one, else by
-  // gRPC.
-  // Frees the slot after the last chunk.
+  // Sends header, `chunks_to_send_` and commit. Frees the slot after the last chunk.
   absl::StatusOr<Committed> Send(SendSlot& slot);
   // Records that a stream begins. Returns its first message.
   v1::PushHeader BeginStream(Lane lane);
@@ -176,13 +174,12 @@ class ServerPush final : public RunningPush {
   std::vector<uint32_t> expected_crc32c_;  // By chunk; empty: not checked. Set before Start().
   bool was_written_ = false;               // Sent bytes differ from the expected ones.
   grpc::CompletionQueue queue_;
-  GrpcSender sender_;
+  PushSender sender_;
   std::vector<int64_t> chunks_to_send_;
   bool has_begun_ = false;   // A stream was opened, so the server may know the step.
   int64_t begun_epoch_ = 0;  // The run epoch of the last stream.
   int64_t begun_round_ = 0;  // The round of the last stream; also read when the push has ended.
   bool has_rejoined_ = false;
-  bool avoids_lanes_ = false;  // A lane has broken.
   int unexpected_failure_count_ = 0;
 
   mutable absl::Mutex mu_;

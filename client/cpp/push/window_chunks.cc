@@ -4,6 +4,7 @@
 #include <iterator>
 #include <optional>
 
+#include "client/cpp/push/push_messages.h"
 #include "ema/internal/status_macros.h"
 #include "server/base/steady_wait.h"
 
@@ -25,14 +26,12 @@ WindowChunks::~WindowChunks() {
 }
 
 absl::Status WindowChunks::Send(int64_t chunk, const LanePipe::Stop& stop) {
-  // The ring has at least twice as many buffers as the lane has places for chunks, so if there is a
-  // place, there is a buffer.
+  // The ring has twice as many buffers as its lanes have places for chunks, so if there is a place,
+  // there is a buffer.
   EMA_RETURN_IF_ERROR(lane_->AwaitPlace(stop));
   EndLoans(lane_->unread_frame_count(), /*is_read=*/true);
   const std::optional<ChunkWriter::Loan> loan = writer_->Borrow(chunk);
-  if (!loan.has_value()) {
-    return absl::CancelledError("the weights were released, or cannot be read");
-  }
+  if (!loan.has_value()) return UnreadableError();
   sent_.push_back({.chunk = chunk, .slot = loan->slot});
   lane_->SendWindowChunk(plan_->offset(chunk), loan->bytes, loan->crc32c);
   return absl::OkStatus();

@@ -57,8 +57,9 @@ class Client:
             the server's disk, 60 for others.
         same_host_lane: push and pull through shared memory if the server is on this host, runs as the same
             user and offers it. Otherwise through gRPC.
-        max_connections: the most that one push may use; 0: half of the machine's processors, at most 8. A
-            run starts with one, and keeps more if they make its large pushes faster.
+        max_connections: the most connections, or lanes in shared memory, that one push may use; 0: half of
+            the machine's processors, at most 8. A run starts with one, and keeps more if they make its large
+            pushes faster.
         tls: PEM files for an `emas://` address; None: those that the environment names, see `Tls`.
         token: a bearer token, if the server requires one. It is sent as plain text: over a network, use TLS.
             "": the value of EMA_TOKEN, unless a file is named.

@@ -446,7 +446,7 @@ class PushStats:
         total_bytes: bytes that this rank pushes; 0 until the run is ready.
         sent_bytes: handed to the network, resends included.
         stream_count: 1 if no connection broke.
-        connection_count: connections that the last try over gRPC used.
+        connection_count: connections, or same-host lanes, that the last try used.
         send_seconds: from the start until the last byte left; for weights on a GPU, until the last
             copy started.
         lane: transport of the last stream: "grpc", "shared memory", or "shared window" (the server
