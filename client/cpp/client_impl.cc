@@ -164,33 +164,34 @@ int64_t Client::Impl::max_connections() const {
   return std::clamp<int64_t>(processors / 2, 1, kMost);
 }
 
-bool Client::Impl::HasLane(SteadyTime deadline, Interrupt* interrupt) {
-  if (!options_.same_host_lane) return false;
-  const absl::StatusOr<std::shared_ptr<Connection>> connection = Connect(deadline, interrupt);
-  if (!connection.ok()) return false;
+absl::Status Client::Impl::FindLane(SteadyTime deadline, Interrupt* interrupt) {
+  if (!options_.same_host_lane) {
+    return absl::UnavailableError("the client's option same_host_lane is false");
+  }
+  EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Connection> connection, Connect(deadline, interrupt));
   {
     absl::MutexLock lock(&mu_);
-    if (lanes_of_.lock() == *connection) return lanes_.has_offer();
-    if (SteadyNow() < no_lane_until_) return false;
+    if (lanes_of_.lock() == connection || SteadyNow() < no_lane_until_) return lanes_.status();
   }
-  Call call(*connection, std::min(deadline, After(SteadyNow(), kMaxLaneWait)), interrupt);
+  Call call(connection, std::min(deadline, After(SteadyNow(), kMaxLaneWait)), interrupt);
   const absl::StatusOr<v1::GetLaneResponse> offer =
       UnaryOn(call, &client_internal::Stub::PrepareAsyncGetLane, v1::GetLaneRequest());
   // An old server does not know the call; one that does not answer is asked again.
-  if (!offer.ok() && !absl::IsUnimplemented(offer.status())) return false;
+  if (!offer.ok() && !absl::IsUnimplemented(offer.status())) return offer.status();
   lanes_.SetOffer(offer.value_or(v1::GetLaneResponse()));
   absl::MutexLock lock(&mu_);
-  lanes_of_ = *connection;
-  return lanes_.has_offer();
+  lanes_of_ = connection;
+  return lanes_.status();
 }
 
-std::unique_ptr<LanePipe> Client::Impl::TakeLane(SteadyTime deadline, Interrupt* interrupt) {
+absl::StatusOr<std::unique_ptr<LanePipe>> Client::Impl::TakeLane(SteadyTime deadline,
+                                                                 Interrupt* interrupt) {
   constexpr absl::Duration kPause = absl::Seconds(1);
   constexpr absl::Duration kMaxPause = absl::Minutes(1);
-  if (!HasLane(deadline, interrupt)) return nullptr;
-  std::unique_ptr<LanePipe> lane = lanes_.Take();
+  EMA_RETURN_IF_ERROR(FindLane(deadline, interrupt));
+  absl::StatusOr<std::unique_ptr<LanePipe>> lane = lanes_.Take();
   absl::MutexLock lock(&mu_);
-  if (lane != nullptr) {
+  if (lane.ok()) {
     lane_pause_ = kPause;
     return lane;
   }
@@ -199,13 +200,13 @@ std::unique_ptr<LanePipe> Client::Impl::TakeLane(SteadyTime deadline, Interrupt*
   lanes_of_.reset();
   no_lane_until_ = After(SteadyNow(), lane_pause_);
   lane_pause_ = std::min(2 * lane_pause_, kMaxPause);
-  return nullptr;
+  return lane;
 }
 
 absl::StatusOr<std::unique_ptr<LanePipe>> Client::Impl::OpenWindowLane(const SharedMemory& window,
                                                                        SteadyTime deadline,
                                                                        Interrupt* interrupt) {
-  if (!HasLane(deadline, interrupt)) return absl::UnavailableError("no same-host lane is offered");
+  EMA_RETURN_IF_ERROR(FindLane(deadline, interrupt));
   const SteadyTime wait_end = std::min(deadline, After(SteadyNow(), kMaxLaneWait));
   return lanes_.OpenWithWindow(window,
                                [&] { return interrupt->fired() || SteadyNow() >= wait_end; });

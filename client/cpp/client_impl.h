@@ -101,8 +101,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   int64_t max_connections() const;
 
   // A same-host lane to the server for one call; return it by ReturnLane() if the call succeeds.
-  // Null: there is none, or it cannot be found in time; use gRPC.
-  std::unique_ptr<LanePipe> TakeLane(SteadyTime deadline, Interrupt* interrupt)
+  // Errors as FindLane(); use gRPC then.
+  absl::StatusOr<std::unique_ptr<LanePipe>> TakeLane(SteadyTime deadline, Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   // LanePool::OpenWithWindow(), if the server offers lanes to this host.
   absl::StatusOr<std::unique_ptr<LanePipe>> OpenWindowLane(const SharedMemory& window,
@@ -110,8 +110,9 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
                                                            Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   void ReturnLane(std::unique_ptr<LanePipe> lane) { lanes_.Return(std::move(lane)); }
-  // True if the server offers lanes to this host.
-  bool HasLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  // OK if the server offers lanes to this host. Otherwise why there is none, or why it is not known
+  // in time.
+  absl::Status FindLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes one call without retries. Returns the result of `attempt`, a Status or StatusOr. Does not
   // follow NOT_HOME.

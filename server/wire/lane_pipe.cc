@@ -121,7 +121,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> OfferMemory(int fd, const std::str
                                                           const SharedMemory* window) {
   const auto [address, size] = SocketAddress(socket_name);
   if (connect(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0) {
-    return LaneError("connect");
+    return LaneError(absl::StrCat("connect to ", socket_name).c_str());
   }
   if (!IsOwnUser(fd)) {
     return absl::FailedPreconditionError("same-host lane: the server runs as another user");

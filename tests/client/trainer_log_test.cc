@@ -26,8 +26,10 @@ absl::Status NonFinite() {
 class TrainerLogTest : public testing::Test {
  protected:
   std::vector<std::string> warnings_;
+  std::vector<std::string> infos_;
   TrainerLog log_{"m", /*warns_of_all=*/false, [this](LogLevel level, const std::string& text) {
                     if (level == LogLevel::kWarning) warnings_.push_back(text);
+                    if (level == LogLevel::kInfo) infos_.push_back(text);
                   }};
 };
 
@@ -54,6 +56,20 @@ TEST_F(TrainerLogTest, SuccessfulPushEndsACauseOfOtherRanksOnly) {
 TEST_F(TrainerLogTest, EveryOutageIsWarnedOf) {
   for (int i = 0; i < 3; ++i) log_.SkippedStep(i, absl::UnavailableError("away"));
   EXPECT_THAT(warnings_, SizeIs(3));
+}
+
+TEST_F(TrainerLogTest, TheLaneIsNamedWhenItChanges) {
+  PendingPush::Stats stats = {.lane_reason = "the server is not on this host"};
+  log_.LaneUsed(stats);  // Nothing was sent.
+  EXPECT_THAT(infos_, IsEmpty());
+  stats.stream_count = 1;
+  for (int i = 0; i < 2; ++i) log_.LaneUsed(stats);
+  stats.lane = Lane::kSharedMemory;
+  stats.lane_reason.clear();
+  for (int i = 0; i < 2; ++i) log_.LaneUsed(stats);
+  EXPECT_THAT(infos_,
+              ElementsAre("model \"m\": transport of pushes: grpc (the server is not on this host)",
+                          "model \"m\": transport of pushes: shared memory"));
 }
 
 TEST_F(TrainerLogTest, StalledScheduleIsWarnedOfOnce) {

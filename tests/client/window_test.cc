@@ -28,6 +28,9 @@
 namespace ema {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
 constexpr absl::Duration kPatience = absl::Seconds(60);
 constexpr char kWindow[] = "ema-window";  // As /proc shows it.
 
@@ -133,6 +136,7 @@ class WindowTest : public testing::Test {
     EXPECT_EQ(push->stats().stream_count, 1);
     EXPECT_EQ(push->stats().lane, lane_);
     lane_count_ = push->stats().connection_count;
+    lane_reason_ = push->stats().lane_reason;
   }
   void QueueOverwrite() {
     first_->Queue([this] { std::fill(FirstTensor().begin(), FirstTensor().end(), -1.0f); });
@@ -196,7 +200,9 @@ class WindowTest : public testing::Test {
   std::vector<int64_t> counts_ = {500'000, 400'001};
   int64_t max_lanes_ = 1;
   Lane lane_ = Lane::kSharedWindow;  // Of the pushes of TrainStep().
-  int64_t lane_count_ = 0;           // Of the last TrainStep().
+  // Of the last TrainStep().
+  int64_t lane_count_ = 0;
+  std::string lane_reason_;
   std::unique_ptr<ServerProcess> server_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<Client> host_client_;
@@ -219,6 +225,7 @@ TEST_F(WindowTest, AveragesAreThoseOfWeightsInHostMemory) {
   EXPECT_EQ(server_->CountMappings(kWindow), 1);
   EXPECT_GT(ema_fake_cuda_registered_bytes(), 3'600'000);
   EXPECT_EQ(ema_fake_cuda_registered_bytes(), ema_fake_cuda_pinned_bytes());
+  EXPECT_EQ(lane_reason_, "");
   ExpectSameAverages();
   run_.reset();
   EXPECT_TRUE(AwaitMappedWindows(0));
@@ -257,6 +264,7 @@ TEST_F(WindowTest, WhereMemoryCannotBeRegisteredPinnedMemoryIsUsed) {
     ema_fake_cuda_refuse_registration(result);
     OpenRuns();
     for (int i = 0; i < 2; ++i) TrainStep(step++);
+    EXPECT_THAT(lane_reason_, AllOf(HasSubstr("cannot pin"), HasSubstr(absl::StrCat(result))));
     EXPECT_EQ(ema_fake_cuda_registered_bytes(), 0);
     EXPECT_GT(ema_fake_cuda_pinned_bytes(), 3'600'000);
     EXPECT_EQ(server_->CountMappings(kWindow), 0);
@@ -267,7 +275,10 @@ TEST_F(WindowTest, WhereMemoryCannotBeRegisteredPinnedMemoryIsUsed) {
 TEST_F(WindowTest, AServerWithoutMemoryForWindowsTakesCopies) {
   lane_ = Lane::kSharedMemory;
   Start({"--max-window-bytes", "1M"});
-  for (int64_t step = 1; step <= 3; ++step) TrainStep(step);
+  for (int64_t step = 1; step <= 3; ++step) {
+    TrainStep(step);
+    EXPECT_THAT(lane_reason_, HasSubstr("--max-window-bytes"));
+  }
   EXPECT_EQ(server_->CountMappings(kWindow), 0);
   ExpectSameAverages();
 }
@@ -276,6 +287,7 @@ TEST_F(WindowTest, AServerWithoutLanesGetsTheWeightsOverGrpc) {
   lane_ = Lane::kGrpc;
   Start({"--same-host-lane", "off"});
   for (int64_t step = 1; step <= 3; ++step) TrainStep(step);
+  EXPECT_EQ(lane_reason_, "the server offers no same-host lanes");
   EXPECT_EQ(ema_fake_cuda_registered_bytes(), 0);
   ExpectSameAverages();
 }
@@ -285,6 +297,7 @@ TEST_F(WindowTest, WeightsThatAreRoundedForTheWireAreCopied) {
   StartServer();
   OpenRuns({.wire_dtype = WireDtype::kBFloat16});
   for (int64_t step = 1; step <= 3; ++step) TrainStep(step);
+  EXPECT_EQ(lane_reason_, "the weights are rounded for the wire");
   EXPECT_EQ(ema_fake_cuda_registered_bytes(), 0);
   ExpectSameAverages();
 }

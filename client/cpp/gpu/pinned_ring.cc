@@ -70,7 +70,11 @@ absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slot
   owner_ = &gpu;
   slot_bytes_ = slot_bytes;
   int64_t count = std::min(max_bytes_ / slot_bytes, max_slots);
-  if (is_shared && count >= kMinWindowSlots) AllocateWindow(count * slot_bytes);
+  if (is_shared) {
+    window_status_ = count >= kMinWindowSlots
+                         ? AllocateWindow(count * slot_bytes)
+                         : absl::UnavailableError("the weights are too small for a window");
+  }
   if (window_ == nullptr) {
     absl::StatusOr<std::byte*> memory = gpu.AllocatePinned(count * slot_bytes);
     while (absl::IsResourceExhausted(memory.status()) && count > kMinRingBytes / slot_bytes) {
@@ -87,14 +91,16 @@ absl::Status PinnedRing::Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slot
   return absl::OkStatus();
 }
 
-void PinnedRing::AllocateWindow(int64_t size_bytes) {
+absl::Status PinnedRing::AllocateWindow(int64_t size_bytes) {
   // The driver pins whole pages.
   const int64_t page_bytes = sysconf(_SC_PAGESIZE);
   const int64_t window_bytes = (size_bytes + page_bytes - 1) / page_bytes * page_bytes;
-  absl::StatusOr<std::unique_ptr<SharedMemory>> window = SharedMemory::CreateWindow(window_bytes);
-  if (!window.ok() || !owner_->RegisterPinned((*window)->data(), window_bytes).ok()) return;
-  window_ = *std::move(window);
+  EMA_ASSIGN_OR_RETURN(std::unique_ptr<SharedMemory> window,
+                       SharedMemory::CreateWindow(window_bytes));
+  EMA_RETURN_IF_ERROR(owner_->RegisterPinned(window->data(), window_bytes));
+  window_ = std::move(window);
   memory_ = window_->data();
+  return absl::OkStatus();
 }
 
 void PinnedRing::Free() {

@@ -59,8 +59,9 @@ class PinnedRing {
   // except after DiscardWindow(). REQUIRES: 0 < slot_bytes <= kMinRingBytes, max_slots > 0. Errors
   // as Gpu::AllocatePinned(); after an error the caller may try again.
   absl::Status Allocate(Gpu& gpu, int64_t slot_bytes, int64_t max_slots, bool is_shared = false);
-  // Null: the buffers are not in a window.
+  // Null: the buffers are not in a window; window_status() says why.
   const SharedMemory* window() const { return window_.get(); }
+  const absl::Status& window_status() const { return window_status_; }
   // Lets the next Allocate() replace the window, because a server that hangs may still read from
   // it. Its buffers that a server may be reading must not be given back.
   void DiscardWindow() { is_discarded_ = true; }
@@ -93,7 +94,7 @@ class PinnedRing {
     int index;
   };
   static void DropSlice(void* slot);
-  void AllocateWindow(int64_t size_bytes);
+  absl::Status AllocateWindow(int64_t size_bytes);
   void Free() ABSL_LOCKS_EXCLUDED(mu_);
   void ReturnLocked(int slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -104,6 +105,8 @@ class PinnedRing {
   // Set by Allocate().
   Gpu* owner_ = nullptr;
   std::unique_ptr<SharedMemory> window_;
+  absl::Status window_status_ =
+      absl::UnavailableError("there was no same-host lane when the run was opened");
   std::byte* memory_ = nullptr;
   int64_t slot_bytes_ = 0;
   std::vector<Slot> slots_;

@@ -371,6 +371,7 @@ PendingPush::Stats GroupPush::stats() const {
     total.connection_count += stats.connection_count;
     total.send_time = std::max(total.send_time, stats.send_time);
     total.lane = stats.lane;
+    total.lane_reason = stats.lane_reason;
     if (!stats.server_time.has_value()) continue;
     if (!total.server_time.has_value()) total.server_time.emplace();
     total.server_time->receive = std::max(total.server_time->receive, stats.server_time->receive);

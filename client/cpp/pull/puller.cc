@@ -30,7 +30,9 @@ absl::Status DataLoss(ErrorReason reason, std::string_view message) {
 
 absl::Status Puller::Run(Client::Impl& server, SteadyTime deadline, Interrupt* interrupt) {
   std::unique_ptr<LanePipe> lane;
-  if (std::exchange(may_use_lane_, false)) lane = server.TakeLane(deadline, interrupt);
+  if (std::exchange(may_use_lane_, false)) {
+    lane = server.TakeLane(deadline, interrupt).value_or(nullptr);
+  }
   if (lane != nullptr) {
     const absl::Status attempt = AttemptByLane(*lane, server.token().Authorization(), [&] {
       return interrupt->fired() || SteadyNow() >= deadline;

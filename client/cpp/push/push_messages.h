@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -28,8 +29,8 @@ inline absl::Status UnreadableError() {
 // A header, chunks, and a commit. All pointers outlive it.
 struct PushMessages {
   // Returns the header. To be called once, when streams of that kind are open: afterwards the
-  // server may know the step.
-  std::function<v1::PushHeader(Lane)> begin;
+  // server may know the step. `why_no_better`: why they are not of a better kind; may be empty.
+  std::function<v1::PushHeader(Lane kind, const std::string& why_no_better)> begin;
   absl::Span<const int64_t> chunks;  // Indices in `plan`, in the order of sending.
   const ChunkPlan* plan = nullptr;
   ChunkWriter* writer = nullptr;

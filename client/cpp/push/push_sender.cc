@@ -2,6 +2,7 @@
 #include "client/cpp/push/push_sender.h"
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -40,10 +41,10 @@ bool IsBroken(const absl::Status& error) {
 class PushSender::Sending {
  public:
   Sending(const PushMessages* messages, Streams* streams)
-      : messages_(*messages), streams_(*streams), parts_(streams->size()) {}
+      : messages_(*messages), streams_(streams->list), parts_(streams_.size()) {}
 
-  // Sends everything. If the system has too few threads, drops some of the streams.
-  absl::StatusOr<v1::PushResponse> Run(Lane kind);
+  // Sends everything, after `header`. If the system has too few threads, drops some of the streams.
+  absl::StatusOr<v1::PushResponse> Run(const std::function<v1::PushHeader()>& header);
   // When the last chunk had been sent.
   SteadyTime sent_time() const { return sent_time_; }
 
@@ -62,7 +63,7 @@ class PushSender::Sending {
   void Fail(size_t index, const absl::Status& error);
 
   const PushMessages& messages_;
-  Streams& streams_;
+  std::vector<std::unique_ptr<PushStream>>& streams_;
   std::vector<Part> parts_;  // By stream.
   v1::PushHeader header_;
   std::optional<uint32_t> digest_;  // Absent: the push must stop.
@@ -108,7 +109,8 @@ void PushSender::Sending::Commit(size_t index) {
   if (!part.response.ok()) Fail(index, part.response.status());
 }
 
-absl::StatusOr<v1::PushResponse> PushSender::Sending::Run(Lane kind) {
+absl::StatusOr<v1::PushResponse> PushSender::Sending::Run(
+    const std::function<v1::PushHeader()>& header) {
   absl::Notification begin;
   absl::Notification all_sent;
   std::optional<absl::BlockingCounter> sending_streams;
@@ -131,7 +133,7 @@ absl::StatusOr<v1::PushResponse> PushSender::Sending::Run(Lane kind) {
     // The system has no more threads: the existing ones must suffice.
     streams_.resize(threads.size() + 1);
   }
-  header_ = messages_.begin(kind);
+  header_ = header();
   header_.set_stream_count(std::ssize(streams_));
   sending_streams.emplace(static_cast<int>(streams_.size()));
   begin.Notify();
@@ -154,31 +156,29 @@ void PushSender::BreakConnections() {
   DropConnections();
 }
 
-PushSender::Streams PushSender::OpenLanes(const PushMessages& messages, StagedChunks* staged,
-                                          int64_t count, Lane* kind) {
-  if (avoids_lanes_ || messages.plan->max_chunk_bytes() > LanePipe::kMaxChunkBytes ||
-      !run_->client().HasLane(messages.deadline, messages.interrupt)) {
-    return Streams();
-  }
-  const CutOffClock::Pause pause(*clock_);  // The server may have to map the window.
+absl::StatusOr<PushSender::Streams> PushSender::Open(const PushMessages& messages,
+                                                     StagedChunks* staged, int64_t count) {
   Streams streams;
-  for (RunCore::PushLane& lane :
-       run_->TakeLanes(count, staged != nullptr, messages.deadline, messages.interrupt)) {
-    *kind = lane.has_window ? Lane::kSharedWindow : Lane::kSharedMemory;
-    streams.push_back(std::make_unique<LanePushStream>(run_, std::move(lane), &messages, staged));
+  RunCore::PushLanes taken = {.lanes = {}, .problem = broken_lane_};
+  if (taken.problem.ok()) taken.problem = run_->FindLane(messages.deadline, messages.interrupt);
+  if (taken.problem.ok()) {
+    const CutOffClock::Pause pause(*clock_);  // The server may have to map the window.
+    taken = run_->TakeLanes(count, staged != nullptr, messages.deadline, messages.interrupt);
   }
-  return streams;
-}
+  streams.why_no_better = std::string(taken.problem.message());
+  for (RunCore::PushLane& lane : taken.lanes) {
+    streams.kind = lane.has_window ? Lane::kSharedWindow : Lane::kSharedMemory;
+    streams.list.push_back(
+        std::make_unique<LanePushStream>(run_, std::move(lane), &messages, staged));
+  }
+  if (!streams.list.empty()) return streams;
 
-absl::StatusOr<PushSender::Streams> PushSender::Connect(const PushMessages& messages,
-                                                        int64_t count) {
   EMA_ASSIGN_OR_RETURN(std::shared_ptr<Connection> connection,
                        run_->client().Connect(messages.deadline, messages.interrupt));
   connections_ = {std::move(connection)};
   if (count > 1) run_->client().ConnectMore(count, messages.interrupt, &connections_);
-  Streams streams;
   for (const std::shared_ptr<Connection>& opened : connections_) {
-    streams.push_back(std::make_unique<GrpcPushStream>(opened, &messages));
+    streams.list.push_back(std::make_unique<GrpcPushStream>(opened, &messages));
   }
   return streams;
 }
@@ -190,17 +190,14 @@ absl::StatusOr<v1::PushResponse> PushSender::Send(const PushMessages& messages,
   int64_t wanted = is_large ? run_->connection_count() : 1;
   if (staged != nullptr) wanted = std::min<int64_t>(wanted, staged->max_senders());
 
-  Lane kind = Lane::kGrpc;
-  Streams streams = OpenLanes(messages, staged, wanted, &kind);
-  if (streams.empty()) {
-    EMA_ASSIGN_OR_RETURN(streams, Connect(messages, wanted));
-  }
+  EMA_ASSIGN_OR_RETURN(Streams streams, Open(messages, staged, wanted));
   Sending sending(&messages, &streams);
   const SteadyTime start = SteadyNow();
-  absl::StatusOr<v1::PushResponse> response = sending.Run(kind);
-  const auto count = std::ssize(streams);
+  absl::StatusOr<v1::PushResponse> response =
+      sending.Run([&] { return messages.begin(streams.kind, streams.why_no_better); });
+  const auto count = std::ssize(streams.list);
   connection_count_.store(count, std::memory_order_relaxed);
-  if (kind != Lane::kGrpc && IsBroken(response.status())) avoids_lanes_ = true;
+  if (streams.kind != Lane::kGrpc && IsBroken(response.status())) broken_lane_ = response.status();
   if (wanted > 1 && (IsRefused(response.status()) || count < wanted)) {
     run_->NoteFewerConnections();
   }

@@ -7,8 +7,10 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/push/cut_off_clock.h"
 #include "client/cpp/push/push_messages.h"
@@ -43,18 +45,20 @@ class PushSender {
   int64_t connection_count() const { return connection_count_.load(std::memory_order_relaxed); }
 
  private:
-  using Streams = std::vector<std::unique_ptr<PushStream>>;
+  struct Streams {
+    std::vector<std::unique_ptr<PushStream>> list;
+    Lane kind = Lane::kGrpc;
+    std::string why_no_better;  // Why they are not of a better kind; empty: there is none.
+  };
   class Sending;
 
-  // Opens up to `count` lanes, all of the same kind, and sets `kind`. None: use gRPC.
-  Streams OpenLanes(const PushMessages& messages, StagedChunks* staged, int64_t count, Lane* kind);
-  // Opens at least one connection, and up to `count`.
-  absl::StatusOr<Streams> Connect(const PushMessages& messages, int64_t count);
+  // Opens at least one stream, and up to `count`. Errors as Client::Impl::Connect().
+  absl::StatusOr<Streams> Open(const PushMessages& messages, StagedChunks* staged, int64_t count);
 
   RunCore* const run_;
   CutOffClock* const clock_;
   std::vector<std::shared_ptr<Connection>> connections_;
-  bool avoids_lanes_ = false;                  // A lane has broken.
+  absl::Status broken_lane_;                   // Not OK: a lane has broken, so they are avoided.
   std::atomic<int64_t> connection_count_ = 0;  // Relaxed: for statistics.
 };
 

@@ -51,19 +51,18 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Create(std::shared_ptr<Client:
   int64_t chunk_bytes = client->options().chunk_bytes;
   // Chunks have the same bounds over a lane and over gRPC. An offered lane may be out of reach, in
   // another container of this host.
-  std::unique_ptr<LanePipe> lane = client->TakeLane(deadline, interrupt);
-  const bool has_lane = lane != nullptr;
-  if (has_lane) {
+  absl::StatusOr<std::unique_ptr<LanePipe>> lane = client->TakeLane(deadline, interrupt);
+  if (lane.ok()) {
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
-    client->ReturnLane(std::move(lane));
+    client->ReturnLane(*std::move(lane));
   }
-  return std::shared_ptr<RunCore>(
-      new RunCore(std::move(client), std::move(info), std::move(options),
-                  group != nullptr ? *group : Group(), std::move(layout), chunk_bytes, has_lane));
+  return std::shared_ptr<RunCore>(new RunCore(
+      std::move(client), std::move(info), std::move(options), group != nullptr ? *group : Group(),
+      std::move(layout), chunk_bytes, lane.status()));
 }
 
 RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-                 Group group, RankLayout layout, int64_t chunk_bytes, bool has_lane)
+                 Group group, RankLayout layout, int64_t chunk_bytes, absl::Status lane_status)
     : client_(std::move(client)),
       info_(std::move(info)),
       options_(std::move(options)),
@@ -71,7 +70,7 @@ RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::R
       layout_(std::move(layout)),
       chunks_(layout_, chunk_bytes),
       ring_(options_.max_staging_bytes),
-      has_lane_(has_lane),
+      lane_status_(std::move(lane_status)),
       connection_count_(
           std::min(client_->max_connections(), layout_.total_bytes() / kMinBytesOfConnection)) {}
 
@@ -268,26 +267,38 @@ absl::Status RunCore::AllocateRing(Gpu& gpu) {
       std::max(chunks_.ChunksBefore(layout_.trained_bytes()),
                std::min(chunks_.chunk_count(), PinnedRing::kMinRingBytes / slot_bytes));
   // The server reads the window as it is, so the GPU must have written the bytes that are sent.
-  const bool is_shared = has_lane_ && layout_.wire_dtype() == WireDtype::kAsPushed;
+  const bool is_shared = lane_status_.ok() && layout_.wire_dtype() == WireDtype::kAsPushed;
   return ring_.Allocate(gpu, slot_bytes, max_slots, is_shared);
 }
 
-std::vector<RunCore::PushLane> RunCore::TakeLanes(int64_t count, bool is_staged,
-                                                  SteadyTime deadline, Interrupt* interrupt) {
-  std::vector<PushLane> lanes;
+absl::Status RunCore::FindLane(SteadyTime deadline, Interrupt* interrupt) {
+  if (chunks_.max_chunk_bytes() > LanePipe::kMaxChunkBytes) return lane_status_;
+  return client_->FindLane(deadline, interrupt);
+}
+
+RunCore::PushLanes RunCore::TakeLanes(int64_t count, bool is_staged, SteadyTime deadline,
+                                      Interrupt* interrupt) {
+  PushLanes taken;
   const auto take = [&](int64_t most, bool has_window) {
-    while (std::ssize(lanes) < most) {
-      std::unique_ptr<LanePipe> pipe =
+    while (std::ssize(taken.lanes) < most) {
+      absl::StatusOr<std::unique_ptr<LanePipe>> pipe =
           has_window ? TakeWindowLane(deadline, interrupt) : client_->TakeLane(deadline, interrupt);
-      if (pipe == nullptr) return;
-      lanes.push_back({.pipe = std::move(pipe), .has_window = has_window});
+      if (!pipe.ok()) {
+        if (taken.lanes.empty()) taken.problem = pipe.status();
+        return;
+      }
+      taken.lanes.push_back({.pipe = *std::move(pipe), .has_window = has_window});
     }
   };
   if (is_staged && ring_.window() != nullptr) {
     take(std::min(count, ring_.slot_count() / PinnedRing::kMinWindowSlots), /*has_window=*/true);
+  } else if (is_staged) {
+    taken.problem = layout_.wire_dtype() == WireDtype::kAsPushed
+                        ? ring_.window_status()
+                        : absl::UnavailableError("the weights are rounded for the wire");
   }
-  if (lanes.empty()) take(count, /*has_window=*/false);
-  return lanes;
+  if (taken.lanes.empty()) take(count, /*has_window=*/false);
+  return taken;
 }
 
 void RunCore::ReturnLane(PushLane lane) {
@@ -298,11 +309,12 @@ void RunCore::ReturnLane(PushLane lane) {
   }
 }
 
-std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt* interrupt) {
+absl::StatusOr<std::unique_ptr<LanePipe>> RunCore::TakeWindowLane(SteadyTime deadline,
+                                                                  Interrupt* interrupt) {
   std::unique_ptr<LanePipe> idle;
   {
     absl::MutexLock lock(&mu_);
-    if (SteadyNow() < next_window_try_) return nullptr;
+    if (SteadyNow() < next_window_try_) return window_refusal_;
     if (!window_lanes_.empty()) {
       idle = std::move(window_lanes_.back());
       window_lanes_.pop_back();
@@ -312,12 +324,11 @@ std::unique_ptr<LanePipe> RunCore::TakeWindowLane(SteadyTime deadline, Interrupt
   if (idle != nullptr && !idle->HasIncoming()) return idle;
   absl::StatusOr<std::unique_ptr<LanePipe>> lane =
       client_->OpenWindowLane(*ring_.window(), deadline, interrupt);
-  if (lane.ok()) return *std::move(lane);
+  if (!absl::IsResourceExhausted(lane.status())) return lane;
   absl::MutexLock lock(&mu_);
-  if (absl::IsResourceExhausted(lane.status())) {
-    next_window_try_ = After(SteadyNow(), kWindowRetryInterval);
-  }
-  return nullptr;
+  window_refusal_ = lane.status();
+  next_window_try_ = After(SteadyNow(), kWindowRetryInterval);
+  return lane;
 }
 
 int64_t RunCore::connection_count() const {

@@ -102,15 +102,21 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
     if (group_.round != nullptr) group_.round->Note(round);
   }
 
+  // OK: pushes can use same-host lanes. Otherwise why they cannot.
+  absl::Status FindLane(SteadyTime deadline, Interrupt* interrupt);
   // A same-host lane for one push.
   struct PushLane {
     std::unique_ptr<LanePipe> pipe;
     bool has_window = false;  // The server has mapped the window of ring().
   };
-  // Up to `count` lanes, all of which have the window, or none. `is_staged`: the chunks are in
-  // ring(), so lanes with its window are preferred.
-  std::vector<PushLane> TakeLanes(int64_t count, bool is_staged, SteadyTime deadline,
-                                  Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
+  struct PushLanes {
+    std::vector<PushLane> lanes;  // All of them have the window, or none. Empty: use gRPC.
+    absl::Status problem;         // Not OK: why there are no lanes, or no lanes with the window.
+  };
+  // Takes up to `count` lanes. REQUIRES: FindLane() is OK. `is_staged`: the chunks are in ring(),
+  // so lanes with its window are preferred.
+  PushLanes TakeLanes(int64_t count, bool is_staged, SteadyTime deadline, Interrupt* interrupt)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // To be called after a successful push. After a failed one drop the lane instead.
   void ReturnLane(PushLane lane) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -126,13 +132,14 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
 
  private:
   RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
-          Group group, RankLayout layout, int64_t chunk_bytes, bool has_lane);
+          Group group, RankLayout layout, int64_t chunk_bytes, absl::Status lane_status);
 
   v1::QueryPushRequest MakeQuery(int64_t step, bool abandon_if_unfinished) const;
   absl::StatusOr<PushProgress> FromResponse(const v1::QueryPushResponse& response);
   bool HasBeenReady() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Null: the server does not map the window.
-  std::unique_ptr<LanePipe> TakeWindowLane(SteadyTime deadline, Interrupt* interrupt)
+  // Errors as Client::Impl::OpenWindowLane().
+  absl::StatusOr<std::unique_ptr<LanePipe>> TakeWindowLane(SteadyTime deadline,
+                                                           Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
   // Adopts the content of a reply, unless a newer one has been adopted: one with a later version,
   // or with the same version and a later plan revision.
@@ -145,7 +152,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   const RankLayout layout_;
   const ChunkPlan chunks_;
   PinnedRing ring_;
-  const bool has_lane_;  // When the run was opened, the server had a same-host lane.
+  // OK: when the run was opened, there was a same-host lane. Otherwise why there was none.
+  const absl::Status lane_status_;
 
   mutable absl::Mutex mu_;
   int64_t run_epoch_ ABSL_GUARDED_BY(mu_) = 0;
@@ -159,8 +167,10 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
   RunPlan plan_ ABSL_GUARDED_BY(mu_);
   ConnectionCount connection_count_ ABSL_GUARDED_BY(mu_);
   std::vector<std::unique_ptr<LanePipe>> window_lanes_ ABSL_GUARDED_BY(mu_);  // The idle ones.
-  // The server had no memory for the window; it is asked again at this time.
+  // The server had no memory for the window, for the reason in `window_refusal_`; it is asked again
+  // at this time.
   SteadyTime next_window_try_ ABSL_GUARDED_BY(mu_) = SteadyTime::min();
+  absl::Status window_refusal_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace ema::client_internal

@@ -317,7 +317,10 @@ absl::StatusOr<std::optional<ServerPush::Committed>> ServerPush::QueryMissingChu
 }
 
 absl::StatusOr<ServerPush::Committed> ServerPush::Send(SendSlot& slot) {
-  const PushMessages messages = {.begin = [this](Lane lane) { return BeginStream(lane); },
+  const PushMessages messages = {.begin =
+                                     [this](Lane lane, const std::string& why_no_better) {
+                                       return BeginStream(lane, why_no_better);
+                                     },
                                  .chunks = chunks_to_send_,
                                  .plan = &run_->chunks(),
                                  .writer = &*writer_,
@@ -337,12 +340,16 @@ absl::StatusOr<ServerPush::Committed> ServerPush::Send(SendSlot& slot) {
   return FromResponse(response);
 }
 
-v1::PushHeader ServerPush::BeginStream(Lane lane) {
+v1::PushHeader ServerPush::BeginStream(Lane lane, const std::string& why_no_better) {
   has_begun_ = true;
   begun_epoch_ = run_->run_epoch();
   cut_off_clock_.SetCutOff(false);
   stream_count_.fetch_add(1, std::memory_order_relaxed);
-  lane_.store(lane, std::memory_order_relaxed);
+  {
+    absl::MutexLock lock(&mu_);
+    lane_ = lane;
+    lane_reason_ = why_no_better;
+  }
   v1::PushHeader header;
   header.set_model(run_->model());
   header.set_run_epoch(begun_epoch_);
@@ -545,7 +552,8 @@ PendingPush::Stats ServerPush::stats() const {
           .stream_count = stream_count_.load(std::memory_order_relaxed),
           .connection_count = sender_.connection_count(),
           .send_time = absl::FromChrono(std::min(left, SteadyNow()) - start_),
-          .lane = lane_.load(std::memory_order_relaxed),
+          .lane = lane_,
+          .lane_reason = lane_reason_,
           .server_time = server_time_};
 }
 

@@ -119,7 +119,7 @@ class ServerPush final : public RunningPush {
   // Sends header, `chunks_to_send_` and commit. Frees the slot after the last chunk.
   absl::StatusOr<Committed> Send(SendSlot& slot);
   // Records that a stream begins. Returns its first message.
-  v1::PushHeader BeginStream(Lane lane);
+  v1::PushHeader BeginStream(Lane lane, const std::string& why_no_better) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Committed> FromResponse(const v1::PushResponse& response) ABSL_LOCKS_EXCLUDED(mu_);
   // True: a retry after `error` may succeed.
   bool MayRetry(const absl::Status& error);
@@ -165,7 +165,6 @@ class ServerPush final : public RunningPush {
   std::atomic<int64_t> total_bytes_ = 0;
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> stream_count_ = 0;
-  std::atomic<Lane> lane_ = Lane::kGrpc;
 
   // Used only by the thread.
   bool omits_frozen_ = false;
@@ -186,6 +185,8 @@ class ServerPush final : public RunningPush {
   mutable SteadyWait wait_;  // Woken when there is a result.
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
   std::optional<PendingPush::ServerTime> server_time_ ABSL_GUARDED_BY(mu_);
+  Lane lane_ ABSL_GUARDED_BY(mu_) = Lane::kGrpc;  // Of the last stream.
+  std::string lane_reason_ ABSL_GUARDED_BY(mu_);
 
   std::thread thread_;
 };

@@ -291,7 +291,7 @@ void PushEngine::CollectResult(bool leaves_failure, const absl::Status& because)
   if (push_ == nullptr || !push_->done()) return;
   absl::StatusOr<Version> version = push_->Wait();
   if (!version.ok() && leaves_failure) return;
-  TakePush().reset();
+  log_->LaneUsed(TakePush()->stats());
   owners_.clear();
   if (!version.ok()) {
     absl::Status error = because.ok() ? version.status() : because;

@@ -68,6 +68,15 @@ void TrainerLog::PushSucceeded() {
                 [this](const auto& entry) { return lasting_causes_.count(entry.first) == 0; });
 }
 
+void TrainerLog::LaneUsed(const PendingPush::Stats& stats) {
+  if (stats.stream_count == 0) return;  // Nothing was sent.
+  std::string text = absl::StrCat("transport of pushes: ", std::string(LaneName(stats.lane)));
+  if (!stats.lane_reason.empty()) absl::StrAppend(&text, " (", stats.lane_reason, ")");
+  if (text == lane_) return;
+  lane_ = text;
+  Write(LogLevel::kInfo, text);
+}
+
 void TrainerLog::WarnOfStalledTracks(const Version& version) {
   const auto check = [this](const std::string& track, const std::string& pattern,
                             const TrackVersion& record) {

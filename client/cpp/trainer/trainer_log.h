@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "ema/error_reason.h"
+#include "ema/run.h"
 #include "ema/version.h"
 #include "server/base/log_event.h"
 
@@ -48,6 +49,8 @@ class TrainerLog {
   void SkippedStep(int64_t step, const absl::Status& error);
   // To be called when a push has succeeded: restarts the counts of causes that are over.
   void PushSucceeded();
+  // Says which transport the pushes use, and why not a better one, if that has changed.
+  void LaneUsed(const PendingPush::Stats& stats);
   // Warns once of each schedule whose updates are too small for the track's dtype.
   void WarnOfStalledTracks(const Version& version);
 
@@ -60,6 +63,7 @@ class TrainerLog {
   std::map<Cause, int64_t> skip_counts_;
   // Causes that persist after a successful push, such as weights that are not finite.
   std::set<Cause> lasting_causes_;
+  std::string lane_;  // What LaneUsed() has said last.
   // Schedules already warned about: track, pattern of the rule, schedule.
   std::set<std::tuple<std::string, std::string, std::string>> stalled_;
 };

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/transport/convert_replies.h"
 #include "ema/error_reason.h"
 #include "ema/internal/status_macros.h"
@@ -12,28 +13,40 @@ namespace {
 
 constexpr int64_t kProtocol = 3;
 
+absl::Status CheckOffer(const v1::GetLaneResponse& offer) {
+  const std::string host_id = HostId();
+  if (offer.host_id().empty()) {
+    return absl::UnavailableError("the server offers no same-host lanes");
+  }
+  if (host_id.empty() || offer.host_id() != host_id) {
+    return absl::UnavailableError("the server is not on this host");
+  }
+  if (offer.protocol() == kProtocol) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("the server's same-host lanes have protocol ",
+                                             offer.protocol(), ", this client's ", kProtocol));
+}
+
 }  // namespace
 
 void LanePool::SetOffer(const v1::GetLaneResponse& offer) {
-  const std::string host_id = HostId();
-  const bool is_here =
-      !host_id.empty() && offer.host_id() == host_id && offer.protocol() == kProtocol;
+  absl::Status status = CheckOffer(offer);
   std::vector<std::unique_ptr<LanePipe>> before;  // Destroyed without the lock.
   absl::MutexLock lock(&mu_);
-  socket_name_ = is_here ? offer.socket_name() : "";
+  status_ = std::move(status);
+  socket_name_ = offer.socket_name();
   before.swap(idle_);
 }
 
-bool LanePool::has_offer() const {
+absl::Status LanePool::status() const {
   absl::MutexLock lock(&mu_);
-  return !socket_name_.empty();
+  return status_;
 }
 
-std::unique_ptr<LanePipe> LanePool::Take() {
+absl::StatusOr<std::unique_ptr<LanePipe>> LanePool::Take() {
   std::string socket_name;
   {
     absl::MutexLock lock(&mu_);
-    if (socket_name_.empty()) return nullptr;
+    EMA_RETURN_IF_ERROR(status_);
     if (!idle_.empty()) {
       std::unique_ptr<LanePipe> lane = std::move(idle_.back());
       idle_.pop_back();
@@ -43,11 +56,12 @@ std::unique_ptr<LanePipe> LanePool::Take() {
     socket_name = socket_name_;
   }
   absl::StatusOr<std::unique_ptr<LanePipe>> lane = LanePipe::Connect(socket_name);
-  if (lane.ok()) return *std::move(lane);
+  if (lane.ok()) return lane;
   // In another container, of another user, or the server has been restarted.
+  const absl::Status status = absl::UnavailableError(lane.status().message());
   absl::MutexLock lock(&mu_);
-  if (socket_name_ == socket_name) socket_name_.clear();
-  return nullptr;
+  if (socket_name_ == socket_name) status_ = status;
+  return status;
 }
 
 absl::StatusOr<std::unique_ptr<LanePipe>> LanePool::OpenWithWindow(const SharedMemory& window,
@@ -55,20 +69,21 @@ absl::StatusOr<std::unique_ptr<LanePipe>> LanePool::OpenWithWindow(const SharedM
   std::string socket_name;
   {
     absl::MutexLock lock(&mu_);
+    EMA_RETURN_IF_ERROR(status_);
     socket_name = socket_name_;
   }
-  if (socket_name.empty()) return absl::UnavailableError("the server offers no same-host lane");
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<LanePipe> lane, LanePipe::Connect(socket_name, &window));
   const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);
   if (!frame.ok()) return absl::UnavailableError(frame.status().message());
   EMA_ASSIGN_OR_RETURN(const v1::LaneResponse response, ParseResponse(*frame));
   if (response.window().is_mapped()) return lane;
-  return absl::ResourceExhaustedError("the server's memory for windows is used up");
+  return absl::ResourceExhaustedError(
+      "the server's memory for windows is used up (--max-window-bytes)");
 }
 
 void LanePool::Return(std::unique_ptr<LanePipe> lane) {
   absl::MutexLock lock(&mu_);
-  if (!socket_name_.empty()) idle_.push_back(std::move(lane));
+  if (status_.ok()) idle_.push_back(std::move(lane));
 }
 
 absl::Status SendRequest(LanePipe& lane, const v1::LaneRequest& request,

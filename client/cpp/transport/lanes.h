@@ -24,8 +24,8 @@ class LanePool {
   // Sets the server's offer; lanes of earlier offers are dropped.
   void SetOffer(const v1::GetLaneResponse& offer) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A lane for one call. Null: there is none; use gRPC.
-  std::unique_ptr<LanePipe> Take() ABSL_LOCKS_EXCLUDED(mu_);
+  // A lane for one call. UNAVAILABLE: why there is none; use gRPC.
+  absl::StatusOr<std::unique_ptr<LanePipe>> Take() ABSL_LOCKS_EXCLUDED(mu_);
   // Opens a lane for which the server maps `window`. RESOURCE_EXHAUSTED: the server has no memory
   // for it. UNAVAILABLE: there is no lane, or the server does not answer until `stop` returns true.
   absl::StatusOr<std::unique_ptr<LanePipe>> OpenWithWindow(const SharedMemory& window,
@@ -33,12 +33,15 @@ class LanePool {
       ABSL_LOCKS_EXCLUDED(mu_);
   // To be called after a successful call. After a failed call drop the lane instead.
   void Return(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
-  // False: as far as is known, the server offers no lane to this host.
-  bool has_offer() const ABSL_LOCKS_EXCLUDED(mu_);
+  // OK: as far as is known, the server offers lanes that this process can open. UNAVAILABLE: why it
+  // cannot.
+  absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   mutable absl::Mutex mu_;
-  std::string socket_name_ ABSL_GUARDED_BY(mu_);  // Empty: no lanes are offered.
+  absl::Status status_ ABSL_GUARDED_BY(mu_) =
+      absl::UnavailableError("the server has not said whether it offers same-host lanes");
+  std::string socket_name_ ABSL_GUARDED_BY(mu_);  // If `status_` is OK.
   std::vector<std::unique_ptr<LanePipe>> idle_ ABSL_GUARDED_BY(mu_);
 };
 

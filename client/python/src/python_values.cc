@@ -159,7 +159,8 @@ nb::object ToRecord(const PendingPush::Stats& stats) {
   }
   return RecordClass("PushStats")(stats.total_bytes, stats.sent_bytes, stats.stream_count,
                                   stats.connection_count, absl::ToDoubleSeconds(stats.send_time),
-                                  FromText(LaneName(stats.lane)), server_seconds);
+                                  FromText(LaneName(stats.lane)), FromText(stats.lane_reason),
+                                  server_seconds);
 }
 
 NonFinitePolicy ToNonFinite(const std::string& name) {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -24,7 +25,7 @@ with ema_client.Client(sys.argv[1], timeout_s=60) as client:
         pending.wait()
     pulled = client.pull(sys.argv[2], track="raw", framework="numpy")
     assert (pulled["w"] == weights["w"]).all()
-    print(f"{pending.stats.lane}, {pulled.lane}", end="")
+    print(f"{pending.stats.lane}, {pulled.lane}. {pending.stats.lane_reason}", end="")
 """
 
 
@@ -35,7 +36,7 @@ def need_namespaces():
 
 
 def lanes_of_a_container(address: str, model: str) -> str:
-    """The lane of a push and that of a pull."""
+    """The lanes of a push and of a pull, and why the push had no better one."""
     command = [*CONTAINER, sys.executable, "-c", CLIENT, address, model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -47,15 +48,16 @@ def test_containers_with_the_socket_file_share_memory_with_the_server(tmp_path, 
     address = f"unix:{tmp_path}/ema.sock"
     lane_socket = tmp_path / "lane.sock"
     with ServerProcess(tmp_path, "--listen", address):
-        assert lanes_of_a_container(address, model) == "grpc, grpc"
+        lanes = lanes_of_a_container(address, model)
+        assert re.fullmatch("grpc, grpc. same-host lane: connect to .*: Connection refused", lanes)
     with_socket = ("--listen", address, "--lane-socket", str(lane_socket))
     with ServerProcess(tmp_path, *with_socket) as server:
-        assert lanes_of_a_container(address, model) == "shared memory, shared memory"
+        assert lanes_of_a_container(address, model) == "shared memory, shared memory. "
         server.kill()
     # The next server replaces what a killed one leaves, and removes its own file.
     assert lane_socket.is_socket()
     with ServerProcess(tmp_path, *with_socket):
-        assert lanes_of_a_container(address, model) == "shared memory, shared memory"
+        assert lanes_of_a_container(address, model) == "shared memory, shared memory. "
     assert not lane_socket.exists()
 
 

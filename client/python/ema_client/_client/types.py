@@ -451,6 +451,8 @@ class PushStats:
             copy started.
         lane: transport of the last stream: "grpc", "shared memory", or "shared window" (the server
             read the weights of a GPU without a copy).
+        lane_reason: why there was no better one, such as "the server is not on this host"; "" if there
+            is none.
         server_seconds: after the reply: how long the server spent in each phase: "receive" (waiting
             for bytes), "fold", "wait" (for its device and other ranks), "commit". None if the reply
             was lost.
@@ -462,6 +464,7 @@ class PushStats:
     connection_count: int
     send_seconds: float
     lane: str
+    lane_reason: str
     server_seconds: dict[str, float] | None = None
 
 
