@@ -38,7 +38,7 @@ class ServerGroup {
   ~ServerGroup() { Stop(); }
 
   // Before the data directory is opened, which changes it: checks that it is that of the other
-  // members. FAILED_PRECONDITION: it is not, or only one of the two sides has one. Blocks on the
+  // members. FAILED_PRECONDITION: it is not, or only one of the two sides has one. Waits for the
   // registry and the disk.
   absl::Status CheckDirectory();
 

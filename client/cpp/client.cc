@@ -173,12 +173,14 @@ absl::StatusOr<std::vector<Client::ListedVersion>> Client::ListVersions(std::str
                                                                         int64_t after_version,
                                                                         absl::Duration timeout) {
   auto request = MakeRequest<v1::ListVersionsRequest>(model);
+  client_internal::Interrupt interrupt(&impl_->options().is_interrupted);
+  const SteadyTime deadline = impl_->Deadline(timeout);
   std::vector<ListedVersion> versions;
   while (true) {
     request.set_after_version(after_version);
     EMA_ASSIGN_OR_RETURN(
         const v1::ListVersionsResponse response,
-        impl_->UnaryWithRetries(&Stub::PrepareAsyncListVersions, request, timeout));
+        impl_->UnaryWithRetries(&Stub::PrepareAsyncListVersions, request, deadline, &interrupt));
     if (response.versions().empty() ||
         response.versions().rbegin()->version().version() <= after_version) {
       return versions;

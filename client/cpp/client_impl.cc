@@ -103,7 +103,7 @@ absl::StatusOr<std::shared_ptr<Client::Impl::Connection>> Client::Impl::Connect(
       dialing_wait_.AwaitUntil(
           mu_, std::min(deadline, After(SteadyNow(), Interrupt::kPollInterval)), is_free);
     }
-    if (connection_ != nullptr && connection_->alive()) return connection_;
+    if (connection_ != nullptr && connection_->is_alive()) return connection_;
     dead = std::exchange(connection_, nullptr);
     is_dialing_ = true;
   }
@@ -131,7 +131,7 @@ void Client::Impl::ConnectMore(int64_t count, Interrupt* interrupt,
   {
     absl::MutexLock lock(&mu_);
     const auto lost = std::partition(more_connections_.begin(), more_connections_.end(),
-                                     [](const auto& one) { return one->alive(); });
+                                     [](const auto& one) { return one->is_alive(); });
     dead.assign(lost, more_connections_.end());
     more_connections_.erase(lost, more_connections_.end());
     for (const auto& one : more_connections_) {

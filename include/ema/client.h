@@ -94,7 +94,8 @@ class Client {
     // Null: calls are not interrupted.
     std::function<bool()> is_interrupted = nullptr;
     // Called once when a call has been retried for two seconds, with its last error, by the thread
-    // that waits; retries continue until the call's timeout. May be null. Not called for pushes.
+    // that waits; retries continue until the call's timeout. May be null. Not called for pushes,
+    // nor for the requests of one call to several servers of a group.
     std::function<void(const absl::Status& error)> on_wait = nullptr;
   };
 
@@ -152,7 +153,7 @@ class Client {
     std::string now;
   };
   // Sets which events the server logs: "debug", "info", "warn" or "error"; empty: no change.
-  // INVALID_ARGUMENT, BAD_REQUEST.
+  // INVALID_ARGUMENT, BAD_REQUEST: there is no such level.
   absl::StatusOr<LogLevels> SetLogLevel(std::string_view level,
                                         absl::Duration timeout = absl::ZeroDuration());
 
@@ -170,7 +171,9 @@ class Client {
     bool created = false;
   };
   struct ModelOptions {
-    int64_t max_pinned_versions = 0;  // 0: the server's default.
+    // How many versions readers may hold in the server's memory at once, besides the newest. 0: the
+    // server's default.
+    int64_t max_pinned_versions = 0;
     NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   };
   // Creates a model and reserves its memory. Repeating the call is OK and changes nothing.
@@ -195,7 +198,9 @@ class Client {
   };
   // Changes the tracks while training runs: all changes or none. They take effect at the next
   // commit or when the next run opens, or at once if no run is open or every track is paused.
-  // Averages are kept. INVALID_ARGUMENT. NOT_FOUND. RESOURCE_EXHAUSTED.
+  // Averages are kept. INVALID_ARGUMENT: a bad track, a change of which tensors a track has or how
+  // it stores them, or, BAD_TIME, a unit of time that the trainer does not count. NOT_FOUND: the
+  // model or a track. RESOURCE_EXHAUSTED: no memory for a new track.
   absl::StatusOr<ModelInfo> UpdateModel(std::string_view model, const ModelChanges& changes,
                                         absl::Duration timeout = absl::ZeroDuration());
   // Describes one model. NOT_FOUND: MODEL_NOT_FOUND, or ALL_CHECKPOINTS_CORRUPT.
@@ -231,12 +236,14 @@ class Client {
   // For a group of servers: spreads the tensors of a model evenly over the servers that run now,
   // but those in `without`. The newest version is saved first, and trainers skip some steps. If a
   // server in `without` has a part of the model and does not run, the model returns to its newest
-  // checkpoint instead. After an error other than REGISTRY_UNAVAILABLE nothing has moved.
-  // FAILED_PRECONDITION: another server that has a part does not run. RESOURCE_EXHAUSTED,
-  // MEMORY_BUDGET: the model does not fit.
+  // checkpoint instead. FAILED_PRECONDITION: another server that has a part does not run.
+  // RESOURCE_EXHAUSTED, MEMORY_BUDGET: the model does not fit. Never retried: after
+  // DEADLINE_EXCEEDED, CANCELLED, REGISTRY_UNAVAILABLE or a broken connection the tensors may have
+  // moved, or may still move; GetModel() shows where they are. After other errors nothing has
+  // moved.
   absl::StatusOr<RebalancedModel> RebalanceModel(std::string_view model,
                                                  const std::vector<std::string>& without = {},
-                                                 absl::Duration timeout = absl::ZeroDuration());
+                                                 absl::Duration timeout = absl::Minutes(10));
 
   // Attaches a small file, such as config.json, to the model: from the next checkpoint on, each
   // track's folder has a copy. Replaces a file of the same name. At most 64 MiB per file, and 64
@@ -254,7 +261,7 @@ class Client {
 
   struct ListedVersion {
     Version version;
-    bool available = false;
+    bool available = false;  // Its weights can be pulled.
   };
   // The commit records after `after_version` that the server still has, oldest first. NOT_FOUND,
   // MODEL_NOT_FOUND.
@@ -324,12 +331,13 @@ class Client {
   absl::Status DeleteCheckpoint(std::string_view model, std::string_view checkpoint,
                                 absl::Duration timeout = absl::ZeroDuration());
 
-  // Rolls a model back: creates and returns a new version with the content of the given one
-  // (incarnation 0: the newest of that number). Ends the run; its pushes fail with ABORTED, FENCED,
-  // from then on. NOT_FOUND, LABEL_NOT_FOUND. OUT_OF_RANGE, VERSION_NOT_KEPT: the message lists the
-  // versions. FAILED_PRECONDITION, PARTIAL_CHECKPOINT. DATA_LOSS, CHECKPOINT_CORRUPT. Never
-  // retried: after UNAVAILABLE or DEADLINE_EXCEEDED the model may have been rolled back, and a
-  // retry would create one more version.
+  // Rolls a model back to the given version (incarnation 0: the newest of that number). One server
+  // creates and returns a new version with its content. In a group of servers the given version
+  // itself becomes the newest again, and is returned, without `restored_from`. Ends the run; its
+  // pushes fail with ABORTED, FENCED, from then on. NOT_FOUND, LABEL_NOT_FOUND. OUT_OF_RANGE,
+  // VERSION_NOT_KEPT: the message lists the versions. FAILED_PRECONDITION, PARTIAL_CHECKPOINT.
+  // DATA_LOSS, CHECKPOINT_CORRUPT. Never retried: after UNAVAILABLE or DEADLINE_EXCEEDED the model
+  // may have been rolled back, and a retry would create one more version.
   absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, const VersionId& id,
                                             absl::Duration timeout = absl::Minutes(10));
   absl::StatusOr<Version> RestoreCheckpoint(std::string_view model, std::string_view label,
@@ -373,8 +381,8 @@ class Client {
                                        absl::Duration timeout = absl::Minutes(10));
 
   struct RunOptions {
-    // New for each start of the trainer, the same on all ranks. Empty: a random one, which is right
-    // only for a single rank.
+    // New for each start of the trainer, the same on all ranks. Empty: a random one, if
+    // `world_size` is 1; with more ranks, INVALID_ARGUMENT.
     std::string launch_id;
     int64_t rank = 0;
     int64_t world_size = 1;
@@ -387,10 +395,10 @@ class Client {
     // kBFloat16: float32 weights are rounded to bfloat16 before they are sent, which halves the
     // bytes; the average is of the rounded values. The same on all ranks.
     WireDtype wire_dtype = WireDtype::kAsPushed;
-    // What a push does that the server fences. True: it rejoins the run, once, because the server
-    // may have forgotten the run at a restart, and waits until the other ranks have rejoined, too.
-    // False: it fails with ABORTED, FENCED. StepPusher and attach() set false, because a training
-    // step must not wait for other ranks.
+    // True: a push that the server rejects with FENCED rejoins the run, once, because the server
+    // may have restarted and forgotten the run; then it waits until the other ranks have rejoined,
+    // too. False: the push fails with ABORTED, FENCED. StepPusher and attach() set false, because a
+    // training step must not wait for other ranks.
     //
     // With true and a group of servers, the push sends the whole step again. If WaitReleased() was
     // called before, it cannot: it fails with ABORTED, STEP_ABANDONED, and the next push uses the
@@ -425,6 +433,7 @@ class Client {
   absl::StatusOr<std::unique_ptr<Run>> OpenRun(std::string_view model, const RunOptions& options,
                                                absl::Duration timeout = absl::ZeroDuration());
 
+  // At most one of `version`, `label`, `step` and `if_newer_than` may be set.
   struct PullOptions {
     int64_t version = 0;      // 0: the newest.
     int64_t incarnation = 0;  // The incarnation of `version`; 0: any that is kept.
@@ -448,9 +457,11 @@ class Client {
   using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
   // Reads one track of one version, or a part of it. If the connection breaks, the pull continues
   // where it stopped. Checksums of chunks and streams are verified (not through shared memory).
-  // After an error the contents of the memory are undefined. INVALID_ARGUMENT: the selection does
-  // not fit the track. DATA_LOSS: bytes were damaged in transit. `on_progress`, which may be null,
-  // receives the number of bytes pulled so far.
+  // After an error the contents of the memory are undefined. The calling thread calls `target` and
+  // `on_progress`, which may be null, and receives the number of bytes pulled so far; it begins
+  // again at 0 if the pull starts over. Errors as of Pull in ema_service.proto; also
+  // INVALID_ARGUMENT: the target does not return `total_bytes` of memory; DATA_LOSS: bytes were
+  // damaged in transit.
   absl::StatusOr<PullInfo> Pull(std::string_view model, std::string_view track,
                                 const PullOptions& options, const PullTarget& target,
                                 absl::Duration timeout,
@@ -471,10 +482,10 @@ class Client {
   std::shared_ptr<Impl> impl_;
 };
 
-// Returns the commits of a model, one at a time. For one thread at a time. Keeps its client's
-// connection alive, not the client. A slow reader gets them later, as long as the server keeps
-// their records. If Next() is not called for about a minute, the connection may break; the next
-// call reconnects and continues after the last returned commit.
+// Returns the commits of a model, one at a time. For one thread at a time. May outlive its Client;
+// until it is destroyed, it may call the functions in Client::Options. A slow reader gets them
+// later, as long as the server keeps their records. If Next() is not called for about a minute, the
+// connection may break; the next call reconnects and continues after the last returned commit.
 class VersionWatch {
  public:
   ~VersionWatch();  // Ends the watch; does nothing in a forked child.

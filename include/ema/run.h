@@ -95,16 +95,18 @@ struct PushOptions {
   // while it is sent, one chunk at a time. Its span begins at its first element and has the size of
   // a contiguous shard.
   std::vector<Strides> strides;
-  // If all weights are in host memory, StartPush() computes their checksums before it returns. If
-  // the weights are then written before they have been sent, the push commits nothing, even if the
-  // old values were written back later: DATA_LOSS, DIGEST_MISMATCH.
+  // If all weights are in host memory, StartPush() computes their checksums before it returns;
+  // otherwise this option has no effect. If the weights are then written before they have been
+  // sent, the push commits nothing, even if the old values were written back later: DATA_LOSS,
+  // DIGEST_MISMATCH.
   bool check = false;
 };
 
 class PendingPush;
 
 // One rank of one run. Thread-safe; one push at a time: the next may start when the previous one
-// has ended. Keeps its client's connection alive, not the client.
+// has ended. May outlive its Client; until it is destroyed, it may call the functions in
+// Client::Options.
 class Run {
  public:
   ~Run();  // Ends a running push, as PendingPush::Abandon() does.
@@ -113,6 +115,7 @@ class Run {
 
   const Manifest& manifest() const;
   const RankLayout& layout() const;
+  // The number of this run; later runs of the model have greater ones.
   int64_t run_epoch() const;
   int64_t rank() const;
   // The newest version known to this rank: from joining, or from its last push.
@@ -124,8 +127,9 @@ class Run {
   // replies to pushes. Errors as OpenRun().
   absl::Status RefreshPlan(absl::Duration timeout = absl::ZeroDuration());
 
-  // True if a push at `now` would update at least one track. Does not call the server; the same on
-  // all ranks. INVALID_ARGUMENT, BAD_TIME: `now` lacks a unit that a track needs.
+  // True if a push at `now` would update at least one track, by plan(). Does not call the server.
+  // The same on all ranks only if each has had the reply to its last push. INVALID_ARGUMENT,
+  // BAD_TIME: `now` lacks a unit that a track needs.
   absl::StatusOr<bool> IsDue(const TrainingTime& now) const;
 
   // Waits until all ranks have joined, at most for `timeout`; zero: Client::Options::timeout.

@@ -66,7 +66,7 @@ class StepPusher {
     kContinue,  // The old average continues with the weights of this training.
   };
   struct Options {
-    std::vector<TrackConfig> tracks;  // Tensors that all tracks ignore are not sent.
+    std::vector<TrackConfig> tracks;  // At least one. Tensors that all tracks ignore are not sent.
     Client::ModelOptions model;
     // Set these if several ranks hold the same parameters (data parallel); see Client::RunOptions.
     // Each rank sends an even share of the bytes; rank 0 sends all buffers, which count in its
@@ -91,10 +91,12 @@ class StepPusher {
     absl::Duration max_wait = absl::Seconds(30);
     absl::Duration timeout = absl::Seconds(60);  // For a push, and each call in Create().
     // Absent: as kSkip, but Create() fails if the server is unreachable. With kSkip, Create() waits
-    // for at most kStartWait (or `timeout`, if that is shorter), calls on_warning, and starts the
-    // training without its average: a thread joins the run when it can, and until then due steps
-    // are skipped and counted. If `existing` is kContinue, this needs start_step or `resume`,
-    // because only the server knows the model's newest step.
+    // for the server for at most kStartWait (or `timeout`, if that is shorter), and then for at
+    // most `timeout` for each call, of which the last waits for the other ranks. If the server or a
+    // rank is missing, it calls on_warning, and starts the training without its average: a thread
+    // joins the run when it can, and until then due steps are skipped and counted. If `existing` is
+    // kContinue, this needs start_step or `resume`, because only the server knows the model's
+    // newest step.
     std::optional<OnError> on_error;
     absl::Duration max_outage = absl::Minutes(2);  // For kWait.
     // Called by the training thread when a push fails, and for the first step that is skipped

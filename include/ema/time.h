@@ -38,7 +38,7 @@ constexpr bool IsCounted(TimeUnit unit) {
 
 // A length of training in one unit.
 struct TrainingDuration {
-  double value = 0;  // Finite, 0 or more.
+  double value = 0;  // 0 or more. Finite, except as HalfLifeRule::half_life.
   TimeUnit unit = TimeUnit::kBatch;
 
   // Reads "200ba", "2ep", "5000sp", "3e9tok", "7iter", "0.1dur", "30sec", or hours, minutes and

@@ -216,7 +216,7 @@ class Attachment {
         frozen_(std::move(frozen)),
         pusher_(std::move(pusher)) {}
 
-  // The frozen tensors that a track has. Without tracks (the model has its own): all.
+  // The frozen tensors that a track has.
   static std::set<int64_t> SentFrozen(const Manifest& manifest, absl::Span<const bool> frozen,
                                       absl::Span<const TrackConfig> tracks) {
     std::set<int64_t> sent;
@@ -225,7 +225,6 @@ class Attachment {
         if (frozen[i] && is_sent(i)) sent.insert(static_cast<int64_t>(i));
       }
     };
-    if (tracks.empty()) add([](size_t) { return true; });
     for (const TrackConfig& track : tracks) {
       const std::vector<TensorAction> actions = ActionsOf(track, manifest);
       add([&](size_t i) { return actions[i] != TensorAction::kIgnore; });
@@ -283,7 +282,7 @@ class Attachment {
     EMA_ASSIGN_OR_RETURN(const Manifest now, Manifest::Create(own.specs));
     return MakeError(
         absl::StatusCode::kInvalidArgument, ErrorReason::kBadLayout,
-        absl::StrCat("the module is not as it was attached (here: now, there: at attach): ",
+        absl::StrCat("the module has changed since it was attached (here: now, there: before): ",
                      now.DifferenceFrom(manifest_)));
   }
 

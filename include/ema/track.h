@@ -38,7 +38,7 @@ struct TrackConfig {
   // The dtype in which averages are kept and computed: kFloat32, or kFloat64, which does not round
   // small updates away, but takes twice the memory.
   Dtype dtype = Dtype::kFloat32;
-  // Pushes do not change it.
+  // True: pushes do not update the track.
   bool paused = false;
   // Only for a power function: for each such length of training the server keeps a version on its
   // disk, from which it can later build averages of other lengths.

@@ -29,7 +29,8 @@ bool HasRightsOf(Role role, Role needed);
 // Returns "trainer" and so on.
 std::string_view RoleName(Role role);
 
-// The rights of one caller.
+// The rights of one caller. The default is all rights: every caller's, if there is no
+// authenticator.
 struct Access {
   Role role = Role::kAdmin;
   // Names of models, or prefixes that end in '*'. Empty: all models.

@@ -43,7 +43,7 @@ class ConnectionAcceptor {
  public:
   enum class Outcome {
     kAccepted,
-    kNone,       // The peer has disconnected.
+    kNone,       // No connection was waiting, or its peer has disconnected.
     kRefused,    // Closed, since only reserved descriptors are left.
     kExhausted,  // The system has no resources: wait briefly; the socket stays readable.
   };

@@ -30,7 +30,8 @@ struct RpcLimits {
   // A step's session ends when nothing has arrived for this time, which must exceed the ranks'
   // differences in speed.
   absl::Duration session_timeout = absl::Seconds(30);
-  // A stream ends when its peer has sent or accepted nothing for this time.
+  // A push or a pull ends when its peer has sent or accepted nothing for this time. A watch does
+  // not: it may be idle for as long as its connection lives.
   absl::Duration stream_timeout = absl::Seconds(30);
   // A pull that is slower than this over a third of stream_timeout may be ended when another reader
   // needs a pin. 0: never.

@@ -48,8 +48,9 @@ absl::StatusOr<CheckpointFolder::SaveResult> CheckpointFolder::Save(Model& model
   saving_count_.fetch_add(1, std::memory_order_relaxed);
   const absl::Cleanup ended = [this] { saving_count_.fetch_sub(1, std::memory_order_relaxed); };
   absl::MutexLock lock(&mu_);
-  // DeleteAll() may have set all checkpoints aside before this: a deleted model is not saved again.
-  if (const absl::Status closed = model.closed(); absl::IsNotFound(closed)) return closed;
+  // SetAsideAll() may have set all checkpoints aside before this: a deleted model is not saved
+  // again.
+  if (const absl::Status closed = model.CheckOpen(); absl::IsNotFound(closed)) return closed;
   absl::StatusOr<SaveResult> result = SaveLocked(model, *snapshot, options);
   // There may be checkpoints to remove that were held or labelled at the last save. Unless
   // `is_durable_`, it is unknown which ones retention keeps.
@@ -443,7 +444,7 @@ absl::Status CheckpointFolder::UpdateLatestBeforeRemovalLocked(const CheckpointE
   return latest == CheckpointId{} ? files_.RemoveLatest() : files_.WriteLatest(latest);
 }
 
-absl::Status CheckpointFolder::DeleteAll() {
+absl::Status CheckpointFolder::SetAsideAll() {
   absl::MutexLock lock(&mu_);
   must_delete_ = true;
   return data_.AsSaveError(DeleteAllLocked());

@@ -140,7 +140,7 @@ class CheckpointFolder {
   // Sets all checkpoints aside. To be called when the model has been deleted, before a model of
   // that name is created again. OK if there are none. After an error the next Save() tries again;
   // until that has succeeded, a restart would load them.
-  absl::Status DeleteAll() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status SetAsideAll() ABSL_LOCKS_EXCLUDED(mu_);
   // Sets a checkpoint aside because of `problem`; OK if it is not there. True: it was the newest,
   // so a restart would load an older one. Unless `waits`, it does nothing while another change,
   // such as a Save(), is running; the next reader then finds the same problem.
@@ -154,7 +154,7 @@ class CheckpointFolder {
 
   // --- Readers ---
 
-  // Checkpoints that neither Save() nor Delete() removes while this lives; DeleteAll() and
+  // Checkpoints that neither Save() nor Delete() removes while this lives; SetAsideAll() and
   // SetAside() still rename them. Thread-safe; the folder outlives it.
   class Held {
    public:
@@ -294,7 +294,7 @@ class CheckpointFolder {
   absl::Mutex mu_;  // Serializes changes of the folder: held while waiting for the disk.
   // The folder and its parents are there, durably, and latest_ is known.
   bool is_durable_ ABSL_GUARDED_BY(mu_) = false;
-  bool must_delete_ ABSL_GUARDED_BY(mu_) = false;  // DeleteAll() has failed.
+  bool must_delete_ ABSL_GUARDED_BY(mu_) = false;  // SetAsideAll() has failed.
   // The checkpoint that a restart would load; all zero: none.
   CheckpointId latest_ ABSL_GUARDED_BY(mu_);
   int64_t latest_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // 0: unknown.

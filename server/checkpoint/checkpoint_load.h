@@ -70,7 +70,7 @@ struct LoadReport {
 // A corrupt checkpoint is not an error of this call; any other failure to read one is, so that no
 // model silently starts from scratch. The message names model and checkpoint. FAILED_PRECONDITION:
 // written by a newer server. RESOURCE_EXHAUSTED: the model does not fit. UNAVAILABLE: the disk
-// failed. Blocks on the disk.
+// failed. Waits for the disk.
 absl::Status LoadModel(DataDirectory& data, CheckpointFolder& folder, ModelStore& models,
                        LoadReport& report);
 

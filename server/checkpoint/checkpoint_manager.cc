@@ -180,7 +180,7 @@ std::map<std::string, CheckpointCounts> CheckpointManager::CountAll() {
 }
 
 absl::Status CheckpointManager::Delete(Model& model, std::string_view name) {
-  EMA_RETURN_IF_ERROR(model.closed());
+  EMA_RETURN_IF_ERROR(model.CheckOpen());
   const ModelContext context = ContextOf(model);
   EMA_RETURN_IF_ERROR(context.folder.Delete(name, &model));
   context.Log(LogLevel::kInfo, "checkpoint deleted", {{"checkpoint", name}});

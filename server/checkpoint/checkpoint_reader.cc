@@ -28,7 +28,7 @@ struct ReadJob {
   const std::string& path;
   const CheckpointManifest& checkpoint;
   Model& model;
-  const PauseHook& rest;
+  const PauseHook& pause;
 };
 
 // Whoever restores has nothing else to do, and fresh memory costs more than the disk.
@@ -47,7 +47,7 @@ absl::StatusOr<Blocks> RestoreBlocks(const ReadJob& job, const Track& track,
     return writer->InPlace(track.layout().entry(index).offset + offset, length_bytes);
   };
   const auto write = [&](int64_t index, int64_t offset, std::span<const std::byte> bytes) {
-    if (job.rest) EMA_RETURN_IF_ERROR(job.rest());
+    if (job.pause) EMA_RETURN_IF_ERROR(job.pause());
     return writer->Write(track.layout().entry(index).offset + offset, bytes);
   };
   EMA_RETURN_IF_ERROR(reader->ReadAll(place, write, MaxThreads()));
@@ -223,7 +223,7 @@ absl::Status LocateError(const absl::Status& status, std::string_view model,
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
-                                                         Model& model, const PauseHook& rest) {
+                                                         Model& model, const PauseHook& pause) {
   if (std::string difference = checkpoint.manifest.DifferenceFrom(model.manifest());
       !difference.empty()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kModelDiffers,
@@ -233,7 +233,7 @@ absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system
   }
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->record = checkpoint.record;
-  const ReadJob job{file_system, path, checkpoint, model, rest};
+  const ReadJob job{file_system, path, checkpoint, model, pause};
   for (const TrackRef& track : model.Describe().tracks) {
     const CheckpointTrack* const saved = checkpoint.Find(track->name());
     if (saved == nullptr || !saved->weights.has_value() ||

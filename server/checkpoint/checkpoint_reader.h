@@ -30,19 +30,19 @@ absl::Status LocateError(const absl::Status& status, std::string_view model,
 // (Track::HasFormOf()). Every byte of their files is verified. DATA_LOSS, CHECKPOINT_CORRUPT: a
 // byte is wrong or missing; the message names track and tensor. FAILED_PRECONDITION, MODEL_DIFFERS:
 // other tensors. RESOURCE_EXHAUSTED: no memory. UNAVAILABLE: the disk failed. INTERNAL, DEVICE.
-// Calls `rest`, if given, like VerifyCheckpoint(), but from several threads. Nothing stays
-// allocated after an error. Blocks on the disk.
+// Calls `pause`, if given, like VerifyCheckpoint(), but from several threads. Nothing stays
+// allocated after an error. Waits for the disk.
 absl::StatusOr<std::shared_ptr<Snapshot>> ReadCheckpoint(FileSystem& file_system,
                                                          const std::string& path,
                                                          const CheckpointManifest& checkpoint,
                                                          Model& model,
-                                                         const PauseHook& rest = nullptr);
+                                                         const PauseHook& pause = nullptr);
 
 // Opens one track's weights. Every byte that Read() returns is verified: for a long tensor the
 // pieces that the range touches, for a short tensor all of it. Holds the files open, so removing
 // the checkpoint does not affect it, and up to 8 pieces in memory. `layout`: of the track in that
 // checkpoint. NOT_FOUND, TRACK_NOT_FOUND: the checkpoint does not have it. DATA_LOSS,
-// CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed. Blocks on the disk.
+// CHECKPOINT_CORRUPT. UNAVAILABLE: the disk failed. Waits for the disk.
 absl::StatusOr<std::shared_ptr<StoredTrack>> OpenStoredTrack(
     FileSystem& file_system, const std::string& path, const CheckpointManifest& checkpoint,
     std::string_view track_name, const StorageLayout& layout,

@@ -80,7 +80,8 @@ void CheckpointScrubber::ScrubCheckpoint(const ModelContext& context, const std:
   if (*held == nullptr) return;  // It has been removed.
   const absl::Status status = CatchExceptions([&] { return Read(context, name); });
   // Deleting a model removes its files, which is no corruption.
-  if (absl::IsCancelled(status) || absl::IsNotFound(status) || !context.model.closed().ok()) return;
+  if (absl::IsCancelled(status) || absl::IsNotFound(status) || !context.model.CheckOpen().ok())
+    return;
   const StoredVersions versions(context);
   if (status.ok()) {
     context.folder.NoteRead(name, status).status().IgnoreError();

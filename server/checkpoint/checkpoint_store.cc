@@ -47,7 +47,7 @@ absl::Status CheckpointStore::CheckMayCreate(std::string_view model_name) const 
 }
 
 absl::Status CheckpointStore::DeleteModel(std::string_view model_name) {
-  EMA_RETURN_IF_ERROR(FolderOf(model_name).DeleteAll());
+  EMA_RETURN_IF_ERROR(FolderOf(model_name).SetAsideAll());
   absl::MutexLock lock(&mu_);
   if (const auto it = creation_errors_.find(model_name); it != creation_errors_.end()) {
     creation_errors_.erase(it);

@@ -50,7 +50,7 @@ class CheckpointStore {
   // one. Never blocks. FAILED_PRECONDITION, ALL_CHECKPOINTS_CORRUPT: LoadAll() found checkpoints of
   // the model and no good one, and DeleteModel() has not succeeded since.
   absl::Status CheckMayCreate(std::string_view model_name) const ABSL_LOCKS_EXCLUDED(mu_);
-  // CheckpointFolder::DeleteAll(); if it succeeds, the name may be used again.
+  // CheckpointFolder::SetAsideAll(); if it succeeds, the name may be used again.
   absl::Status DeleteModel(std::string_view model_name) ABSL_LOCKS_EXCLUDED(mu_);
 
   // How many checkpoints of each kind each model has; without models that have none. Never blocks.

@@ -50,7 +50,7 @@ int64_t CheckpointDataBytes(const Model& model, const Snapshot& snapshot,
 
 // Makes the directory `path` and everything in it, the model's attached files included, synced. The
 // directory's entry in its parent is not synced, and nothing is read back (see VerifyCheckpoint()).
-// Weights go from the snapshot's blocks to the file without a copy. Blocks on the disk, and rests
+// Weights go from the snapshot's blocks to the file without a copy. Waits for the disk, and rests
 // while `model` is being pushed (pacer.h).
 // ALREADY_EXISTS: `path` exists. NOT_FOUND, TRACK_NOT_FOUND: the model, or the snapshot, has no
 // such track. FAILED_PRECONDITION: the format cannot hold the tensors' names. Other errors of

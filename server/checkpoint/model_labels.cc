@@ -32,7 +32,7 @@ absl::StatusOr<CheckpointLabel> ModelLabels::PlaceLocked(CheckpointLabel label,
     EMA_RETURN_IF_ERROR(saver_.SaveSnapshot(*pinned, {.label = label}).status());
     return label;
   }
-  EMA_RETURN_IF_ERROR(context_.model.closed());
+  EMA_RETURN_IF_ERROR(context_.model.CheckOpen());
   EMA_ASSIGN_OR_RETURN(const auto stored, versions_.Find(id));
   if (!stored.has_value()) {
     if (GetErrorReason(pinned.status()) != ErrorReason::kVersionNotKept) return pinned.status();
@@ -54,7 +54,7 @@ absl::StatusOr<CheckpointLabel> ModelLabels::Set(const std::string& label, const
 
 absl::Status ModelLabels::Remove(const std::string& label) {
   EMA_RETURN_IF_ERROR(ValidateName("label", label));
-  EMA_RETURN_IF_ERROR(context_.model.closed());
+  EMA_RETURN_IF_ERROR(context_.model.CheckOpen());
   absl::MutexLock lock(&mu_);
   EMA_RETURN_IF_ERROR(context_.folder.RemoveLabel(label));
   context_.Log(LogLevel::kInfo, "label removed", {{"label", label}});
@@ -80,7 +80,7 @@ absl::Status ModelLabels::BadScore(const CheckpointLabel& score, const std::stri
 
 absl::StatusOr<MetricResult> ModelLabels::Report(const CheckpointLabel& score) {
   EMA_RETURN_IF_ERROR(versions_.CheckLabel(score.name));
-  EMA_RETURN_IF_ERROR(context_.model.closed());
+  EMA_RETURN_IF_ERROR(context_.model.CheckOpen());
   const double value = score.metric.value_or(std::numeric_limits<double>::quiet_NaN());
   if (!std::isfinite(value)) {
     return BadScore(score, absl::StrCat("value: ", value, " given, expected a finite number"));

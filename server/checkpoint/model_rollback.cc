@@ -34,7 +34,7 @@ absl::StatusOr<Version> ModelRollback::RollBack(const VersionId& id) const {
     newest = model.RollBack((*pinned)->record.id(),
                             [&] { return std::make_shared<Snapshot>(**pinned); });
   } else {
-    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_RETURN_IF_ERROR(model.CheckOpen());
     EMA_ASSIGN_OR_RETURN(const auto stored, versions_.Find(id));
     if (!stored.has_value()) {
       EMA_RETURN_IF_ERROR(versions_.CheckNotPartial(id));
@@ -87,7 +87,7 @@ PauseHook ModelRollback::StopHook() const {
 }
 
 absl::StatusOr<Version> ModelRollback::RollBackPartitions(const VersionId& id) const {
-  EMA_RETURN_IF_ERROR(context_.model.closed());
+  EMA_RETURN_IF_ERROR(context_.model.CheckOpen());
   // An earlier call has restored it, and nothing has been committed since.
   const std::optional<Version> latest = context_.model.history().latest();
   if (latest.has_value() && id.Matches(latest->id()) &&

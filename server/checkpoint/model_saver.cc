@@ -93,7 +93,7 @@ absl::StatusOr<ModelSaver::Saved> ModelSaver::Save(const Checkpoints::SaveReques
 
 absl::StatusOr<ModelSaver::Saved> ModelSaver::FindSaved(const Checkpoints::SaveRequest& request,
                                                         const absl::Status& not_pinned) const {
-  EMA_RETURN_IF_ERROR(context_.model.closed());
+  EMA_RETURN_IF_ERROR(context_.model.CheckOpen());
   EMA_ASSIGN_OR_RETURN(const auto stored, versions_.Find(request.id));
   if (!stored.has_value()) return NotPinnedError(request.id, not_pinned);
   if (!request.tracks.empty()) return not_pinned;

@@ -84,8 +84,8 @@ class ModelSaver : public std::enable_shared_from_this<ModelSaver> {
   // Makes a queued save and puts its labels.
   void SaveQueued(const std::string& name, SnapshotRef snapshot,
                   const std::vector<std::string>& tracks) ABSL_LOCKS_EXCLUDED(mu_);
-  // Records `status`, the result of a save that a client requested. True: it is an error, and not
-  // that of the last such save.
+  // Records `status`, the result of a save that a client requested. True: log it, because it is an
+  // error of another kind than that of the last such save, or the server is stopping.
   bool IsNewFailure(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void NoteEndLocked(const std::string& name, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -27,9 +27,9 @@ class Pacer {
 
   // To be called after every few MiB: while pushes arrive, waits twice as long as has been worked
   // since the last call. Not OK: the model is a partition that has been dropped, and the next
-  // incarnation needs its memory: Model::closed().
+  // incarnation needs its memory: Model::CheckOpen().
   absl::Status Pause() {
-    if (model_.is_partition()) EMA_RETURN_IF_ERROR(model_.closed());
+    if (model_.is_partition()) EMA_RETURN_IF_ERROR(model_.CheckOpen());
     const absl::Duration worked = absl::FromChrono(SteadyNow() - rested_at_);
     if (worked < kLeast) return absl::OkStatus();
     model_.AwaitNoPush(kRestPerWork * worked);

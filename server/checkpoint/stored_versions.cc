@@ -219,7 +219,7 @@ absl::Status StoredVersions::HandleReadError(const std::string& name,
   // Deleting a model removes its files, which is no corruption. The caller must not wait for a
   // save, as calls of other models wait behind it. Only the home changes the checkpoints of a model
   // on several servers.
-  if (absl::IsDataLoss(status) && context_.model.closed().ok() && context_.model.is_home()) {
+  if (absl::IsDataLoss(status) && context_.model.CheckOpen().ok() && context_.model.is_home()) {
     SetAside(name, status, /*waits=*/false);
   }
   return LocateError(status, context_.name(), name);

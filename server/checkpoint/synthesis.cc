@@ -147,7 +147,7 @@ absl::StatusOr<std::vector<StoredCheckpoint>> ReadManifests(
     }
     BranchWalk with_it = walk;
     if (!with_it.AdvanceIfOnBranch(known.id, known.step, std::nullopt)) continue;
-    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_RETURN_IF_ERROR(model.CheckOpen());
     absl::StatusOr<CheckpointManifest> manifest =
         ReadCheckpointManifest(folder.file_system(), folder.Path(CheckpointName(id)));
     if (!manifest.ok()) return on_error(CheckpointName(id), manifest.status());
@@ -171,7 +171,7 @@ absl::Status FoldSource(FileSystem& file_system, const std::string& path, const 
   const auto fold = [&](int64_t i, int64_t offset,
                         std::span<const std::byte> bytes) -> absl::Status {
     // A server that stops does not wait for this.
-    EMA_RETURN_IF_ERROR(model.closed());
+    EMA_RETURN_IF_ERROR(model.CheckOpen());
     if (track.action(i) != TensorAction::kAverage) {
       return gives_rest ? mixer.Copy(i, offset, bytes) : absl::OkStatus();
     }
@@ -248,7 +248,7 @@ absl::Status Build(const CheckpointFolder& folder, Model& model, const Synthesis
 absl::StatusOr<Synthesis> SynthesizeOpen(CheckpointFolder& folder, Model& model,
                                          const SynthesisRequest& request,
                                          ReadErrorHandler on_error) {
-  EMA_RETURN_IF_ERROR(model.closed());
+  EMA_RETURN_IF_ERROR(model.CheckOpen());
   EMA_RETURN_IF_ERROR(ValidateName("name", request.name));
   const std::optional<Version> latest = model.history().latest();
   if (!latest.has_value()) {
@@ -307,7 +307,7 @@ class PartSources {
     for (const StoredCheckpoint& known : checkpoints_) {
       if (known.id == id) return &known;
     }
-    EMA_RETURN_IF_ERROR(partition_.closed());
+    EMA_RETURN_IF_ERROR(partition_.CheckOpen());
     const std::string name = CheckpointName(id);
     const absl::StatusOr<CheckpointManifest> whole =
         ReadCheckpointManifest(folder_.file_system(), folder_.Path(name));
@@ -330,7 +330,7 @@ absl::StatusOr<Synthesis> Synthesize(CheckpointFolder& folder, Model& model,
   absl::StatusOr<Synthesis> result = SynthesizeOpen(folder, model, request, on_error);
   if (result.ok()) return result;
   // Of a deleted model the files go, which is no fault of theirs.
-  EMA_RETURN_IF_ERROR(model.closed());
+  EMA_RETURN_IF_ERROR(model.CheckOpen());
   return result;
 }
 
@@ -346,7 +346,7 @@ absl::Status SynthesizePart(CheckpointFolder& folder, Model& partition, int64_t 
     return LocateError(status, folder.model_name(), checkpoint);
   };
   const absl::Status status = Build(folder, partition, plan, on_error);
-  if (!status.ok()) EMA_RETURN_IF_ERROR(partition.closed());
+  if (!status.ok()) EMA_RETURN_IF_ERROR(partition.CheckOpen());
   return status;
 }
 

@@ -24,7 +24,7 @@ using ReadErrorHandler =
 // Handles Synthesize of ema_service.proto: reads and verifies each checkpoint that has a weight,
 // once, and adds the result by model.tracks().AddSynthesized(). The result is float32, whatever the
 // sources' dtype. Averaged buffers and copied tensors come from the newest source. Thread-safe.
-// Blocks on the disk until they are read, but holds no lock of the store meanwhile, so saves and
+// Waits for the disk until they are read, but holds no lock of the store meanwhile, so saves and
 // DeleteModel() continue. When the model is closed, fails soon with its error. Takes the memory of
 // three results, plus a few MiB and the checkpoints' manifests. Of a model on several servers,
 // plans here and makes each of them build its tensors, by folder.partitions().

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Chooses the snapshots from which a synthesized average is built, and their weights. Reads
+// Chooses the checkpoints from which a synthesized average is built, and their weights. Reads
 // manifests only.
 #ifndef EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_
 #define EMA_SERVER_CHECKPOINT_SYNTHESIS_PLAN_H_

@@ -9,7 +9,7 @@
 namespace ema {
 
 struct CheckpointCounts {
-  int64_t complete = 0;    // Partial ones included.
+  int64_t complete = 0;    // With all their files; also those that have only some tracks.
   int64_t unreadable = 0;  // Complete, but the disk failed when it was last read.
   int64_t failed = 0;      // The save or its label failed, and has not succeeded since.
   // Set aside because bytes are wrong or missing, label files included; also the newest one if its

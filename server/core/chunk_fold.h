@@ -33,7 +33,7 @@ class ChunkFold {
     std::vector<NonFiniteElement> non_finite;  // At most one per tensor.
   };
 
-  // Both outlive the folder.
+  // Both outlive this object.
   ChunkFold(const NextSnapshot& next, DeviceStream& device_stream);
 
   // Folds the bytes `range` of a rank with `layout`; `pieces` are these bytes, end to end.

@@ -41,12 +41,12 @@ class Coverage {
 
   int64_t total_bytes() const { return total_bytes_; }
   int64_t covered_bytes() const { return covered_bytes_; }
-  bool complete() const { return covered_bytes_ == total_bytes_; }
+  bool is_complete() const { return covered_bytes_ == total_bytes_; }
 
   // Ranges that are not covered, in order, at most `limit`.
   std::vector<Range> Missing(int64_t limit) const;
 
-  // CRC32C of all bytes in order. REQUIRES: complete().
+  // CRC32C of all bytes in order. REQUIRES: is_complete().
   uint32_t Digest() const { return digest_; }
 
  private:

@@ -42,7 +42,7 @@ class DurableState {
   void SetKeptTime(const TrainingTime& time) ABSL_LOCKS_EXCLUDED(mu_);
 
   // A rollback has made the version of `record`: steps on the disk after its step, and kept times
-  // after its time, belong to an abandoned branch.
+  // after its time, do not belong to the current branch any more.
   void RollBackTo(const Version& record) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

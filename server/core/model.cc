@@ -103,7 +103,8 @@ Model::Description Model::Describe() const {
                   .session = open_step_.session(),
                   .run = {}};
   if (const TrainerRun* const run = runs_.run().get(); run != nullptr) {
-    now.run = {run->epoch(), run->world_size(), run->MissingRanks(kDescribedRanks), run->ready()};
+    now.run = {run->epoch(), run->world_size(), run->MissingRanks(kDescribedRanks),
+               run->is_ready()};
   }
   return now;
 }
@@ -120,7 +121,7 @@ absl::Status Model::UpdateTracks(const TrackChanges& changes) {
   TrackTable::Replaced replaced;
   TrackTable::Replaced applied;
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(history_.closed());
+  EMA_RETURN_IF_ERROR(history_.CheckOpen());
   EMA_ASSIGN_OR_RETURN(replaced, tracks_.Change(changes, put, history_.newest().get()));
   // Without a run, or an active track, there may never be a next commit.
   if (runs_.run() == nullptr || tracks_.AreAllPaused()) applied = tracks_.ApplyPending();
@@ -132,7 +133,7 @@ absl::Status Model::ProposeTracks(const TrackChanges& changes, int64_t number, i
                        MakeTracks(changes.put, manifest(), *host_budget_));
   TrackTable::Replaced replaced;  // Dropped without the lock, as what is not used of `put`.
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(history_.closed());
+  EMA_RETURN_IF_ERROR(history_.CheckOpen());
   EMA_ASSIGN_OR_RETURN(replaced,
                        tracks_.Propose(changes, put, history_.newest().get(), number, accepted));
   return absl::OkStatus();
@@ -215,7 +216,7 @@ absl::StatusOr<Model::JoinResult> Model::JoinRun(const Launch& launch, int64_t r
       is_new = true;
     }
     result.run_epoch = runs_.epoch();
-    result.ready = runs_.run()->ready();
+    result.ready = runs_.run()->is_ready();
     result.missing_ranks = runs_.run()->MissingRanks(kNamedRanks);
     if (newest_version != nullptr) result.latest = newest_version->record;
     result.plan = tracks_.Plan(newest_version.get(), runs_);
@@ -274,7 +275,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
   {
     absl::MutexLock lock(&mu_);
     const SnapshotRef newest = history_.newest();
-    EMA_RETURN_IF_ERROR(history_.closed());
+    EMA_RETURN_IF_ERROR(history_.CheckOpen());
     EMA_RETURN_IF_ERROR(runs_.CheckMayPush(start, newest.get()));
     EMA_RETURN_IF_ERROR(ValidateStart(start));
     EMA_ASSIGN_OR_RETURN(const std::optional<uint32_t> committed_digest,
@@ -282,7 +283,7 @@ absl::StatusOr<Model::StepSession> Model::GetSession(const PushStart& start) {
     if (committed_digest.has_value()) {
       return StepSession{
           .already_committed = RankPush::Committed{
-              .result = {newest->record, /*duplicate=*/true, tracks_.Plan(newest.get(), runs_)},
+              .result = {newest->record, /*is_duplicate=*/true, tracks_.Plan(newest.get(), runs_)},
               .digest = *committed_digest}};
     }
     if (is_partition()) EMA_RETURN_IF_ERROR(options_.gate->CheckPush(start));
@@ -411,7 +412,7 @@ void Model::FinishPublishing(PublishedStep published) {
   OpenStep::Prepared& step = published.step;
   const std::shared_ptr<const Snapshot> version = step.version.snapshot;
   step.version = {};
-  step.session->End(PushResult{version->record, /*duplicate=*/false, std::move(published.plan),
+  step.session->End(PushResult{version->record, /*is_duplicate=*/false, std::move(published.plan),
                                absl::Now() - step.begin});
   // After the ranks have their replies: freeing a thousand blocks takes longer than the rest of a
   // commit.
@@ -475,7 +476,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
   {
     absl::MutexLock lock(&mu_);
     const SnapshotRef newest = history_.newest();
-    EMA_RETURN_IF_ERROR(history_.closed());
+    EMA_RETURN_IF_ERROR(history_.CheckOpen());
     EMA_RETURN_IF_ERROR(runs_.CheckRank(run_epoch, rank, newest.get()));
     history_.VisitRecords([&](const Version& record) {
       if (record.step == step && record.run_epoch == run_epoch) result.record = record;
@@ -520,7 +521,7 @@ absl::StatusOr<Model::PushState> Model::QueryPush(int64_t run_epoch, int64_t ste
     return result;
   }
   result.state = PushState::State::kOpen;
-  result.rank_committed = session->RankCommitted(rank);
+  result.rank_committed = session->HasRankCommitted(rank);
   result.missing_ranks = session->MissingRanks(kNamedRanks);
   const RankLayout& layout = *session->run().layout(rank);
   for (const Coverage::Range& range : session->Missing(rank, kNamedRanges)) {
@@ -591,7 +592,7 @@ void Model::Close(const absl::Status& status) {
   watchers_.CallAll();
 }
 
-absl::Status Model::closed() const { return history_.closed(); }
+absl::Status Model::CheckOpen() const { return history_.CheckOpen(); }
 
 void Model::Restore(std::shared_ptr<const Snapshot> snapshot, int64_t fenced_run_epoch) {
   absl::MutexLock lock(&mu_);

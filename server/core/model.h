@@ -257,13 +257,13 @@ class Model : public std::enable_shared_from_this<Model> {
   // StopAcceptingWork(), waits until `deadline` for the open session to end, then ends it, unless
   // it is prepared. Readers continue.
   void Drain(const absl::Status& status, SteadyTime deadline) ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until no step has been open for 100 ms, but at most for `timeout`.
+  // Returns once no step has been open during the last 100 ms, or after `timeout`.
   void AwaitNoPush(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mu_);
   // Rejects readers, then new runs and sessions; ends the open session without waiting, and calls
   // the watchers. Versions that are pinned stay until they are released.
   void Close(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // OK, or the status given to Close().
-  absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status CheckOpen() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Makes a version from a checkpoint the newest one. Incarnation and run epoch continue above the
   // record's. Launches that report an earlier run epoch than the record's are fenced, and so are

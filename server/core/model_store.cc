@@ -147,7 +147,8 @@ bool ModelStore::Drop(std::string_view name, const absl::Status& status) {
   return true;
 }
 
-absl::Status ModelStore::Delete(std::string_view name, absl::FunctionRef<absl::Status()> forget) {
+absl::Status ModelStore::DeleteAndForget(std::string_view name,
+                                         absl::FunctionRef<absl::Status()> forget) {
   {
     absl::MutexLock lock(&mu_);
     deleting_.emplace(name);

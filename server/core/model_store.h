@@ -71,11 +71,11 @@ class ModelStore {
   // Closes and removes the model. Its memory is freed when the last reader releases it. False:
   // there was no such model.
   bool Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same, but its readers and writers get `status`: the model continues in another object.
+  // As Delete(), but its readers and writers get `status`: the model continues in another object.
   bool Drop(std::string_view name, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same; then, even if there was no such model, runs `forget`, which may block. Until that
+  // Calls Delete(), and then `forget`, which may block, also if there was no such model. Until that
   // returns, no model of that name can be created. Returns the status of `forget`.
-  absl::Status Delete(std::string_view name, absl::FunctionRef<absl::Status()> forget)
+  absl::Status DeleteAndForget(std::string_view name, absl::FunctionRef<absl::Status()> forget)
       ABSL_LOCKS_EXCLUDED(mu_);
 
   // Expires the sessions of all models. Called every second or so.

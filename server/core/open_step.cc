@@ -75,7 +75,7 @@ absl::StatusOr<std::shared_ptr<PushSession>> OpenStep::JoinSession(const PushSta
   }
   if (start.step > plan.step) {
     EMA_RETURN_IF_ERROR(CheckNotPrepared());
-    if (!session_->RankCommitted(start.rank)) return nullptr;
+    if (!session_->HasRankCommitted(start.rank)) return nullptr;
     return MakeError(
         absl::StatusCode::kUnavailable, ErrorReason::kModelBusy,
         absl::StrCat("step ", start.step, ": step ", plan.step, " still waits for ranks ",

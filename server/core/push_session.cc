@@ -337,7 +337,7 @@ absl::StatusOr<bool> PushSession::CheckCommit(int64_t rank, int64_t stream, uint
   }
   state.group_digest = digest;
   if (--state.uncommitted_streams > 0) return false;
-  if (!state.coverage.complete()) {
+  if (!state.coverage.is_complete()) {
     const Coverage::Range missing = state.coverage.Missing(1).front();
     const RankLayout& layout = *run_->layout(rank);
     const int64_t tensor = layout.shards()[layout.FindShard(missing.offset)].tensor_index;
@@ -399,7 +399,7 @@ absl::Status PushSession::CheckFiniteLocked(int64_t rank) {
   return ApplyNonFinitePolicyLocked(rank, elements);
 }
 
-bool PushSession::RankCommitted(int64_t rank) const {
+bool PushSession::HasRankCommitted(int64_t rank) const {
   absl::MutexLock lock(&mu_);
   return ranks_[rank].digest.has_value();
 }

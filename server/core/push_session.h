@@ -51,9 +51,9 @@ struct PushPlan {
 // How a push ended, the same for all ranks.
 struct PushResult {
   Version record;
-  bool duplicate = false;
+  bool is_duplicate = false;
   PushPlan plan;
-  absl::Duration commit_time;  // Duration of publishing the version.
+  absl::Duration publish_duration;
 };
 // Called once, from any thread. It may take locks of its own, but not call its model.
 using PushCallback = std::function<void(const absl::StatusOr<PushResult>&)>;
@@ -143,7 +143,7 @@ class PushSession {
   absl::StatusOr<bool> CommitRank(int64_t rank, int64_t stream, uint32_t digest)
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  bool RankCommitted(int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
+  bool HasRankCommitted(int64_t rank) const ABSL_LOCKS_EXCLUDED(mu_);
   // Ranks that have not committed, at most `limit`.
   std::vector<int64_t> MissingRanks(int64_t limit) const ABSL_LOCKS_EXCLUDED(mu_);
   // At most `limit` ranges of `rank`'s bytes that are not covered.

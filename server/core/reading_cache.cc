@@ -48,7 +48,7 @@ absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Open(std::string_view tra
 
 absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::OpenStored(SnapshotRef snapshot,
                                                                   const Selection& selection) {
-  EMA_RETURN_IF_ERROR(history_->closed());
+  EMA_RETURN_IF_ERROR(history_->CheckOpen());
   const TrackSnapshot& only = snapshot->tracks[0];
   return Share(WithOwner(std::move(snapshot), keep_alive_()), only, selection);
 }
@@ -71,7 +71,7 @@ absl::StatusOr<std::shared_ptr<Reading>> ReadingCache::Share(SnapshotRef snapsho
 
 std::shared_ptr<Reading> ReadingCache::FindStored(const VersionId& id, std::string_view track,
                                                   const Selection& selection) {
-  if (!history_->closed().ok()) return nullptr;
+  if (!history_->CheckOpen().ok()) return nullptr;
   return Find(selection, IsStoredAs(id, track));
 }
 
@@ -95,7 +95,7 @@ std::shared_ptr<Reading> ReadingCache::Find(const Selection& selection,
 absl::StatusOr<std::optional<Version>> ReadingCache::NewestOf(std::string_view track) {
   if (tracks_->FindSynthesized(track) != nullptr) return std::nullopt;
   EMA_RETURN_IF_ERROR(tracks_->CheckTrack(track));
-  EMA_RETURN_IF_ERROR(history_->closed());
+  EMA_RETURN_IF_ERROR(history_->CheckOpen());
   return history_->latest();
 }
 

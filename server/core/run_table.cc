@@ -105,7 +105,7 @@ absl::Status RunTable::CheckMayPush(const PushStart& start, const Snapshot* newe
   EMA_RETURN_IF_ERROR(CheckNotRollingBack());
   EMA_RETURN_IF_ERROR(CheckRank(start.run_epoch, start.rank, newest));
   EMA_RETURN_IF_ERROR(run_->failure());
-  if (!run_->ready()) {
+  if (!run_->is_ready()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kRunIncomplete,
                      absl::StrCat("ranks ", absl::StrJoin(run_->MissingRanks(kNamedRanks), ", "),
                                   " of ", run_->world_size(), " have not opened the run"),

@@ -95,11 +95,10 @@ class RunTable {
   std::shared_ptr<TrainerRun> run_;
   bool is_rolling_back_ = false;
   std::vector<std::string> fenced_launches_;
-  // Fences launches that have had a run before (last_run_epoch is not 0), other than the open run's
-  // launch: those whose last_run_epoch is below this epoch, or equals it while a run is open.
-  // While a run is open, it is the highest last_run_epoch that the ranks of its launch have
-  // reported, or the epoch of the run if the launch had none before. Otherwise it comes from the
-  // last rollback or from Restore().
+  // A launch other than the open run's is fenced if its last_run_epoch is not 0 (it has had a run)
+  // and is below this epoch, or equals it while a run is open. While a run is open, this is the
+  // highest last_run_epoch that the ranks of its launch have reported, or the run's epoch if that
+  // is 0. Otherwise it comes from the last rollback or from Restore().
   int64_t fence_epoch_ = 0;
   bool requires_frozen_ = false;
 };

@@ -42,7 +42,7 @@ class StoredTrack {
   virtual ~StoredTrack() = default;
 
   // The bytes [offset, offset + length_bytes) of the track as its StorageLayout places them, in
-  // order and verified; bytes between tensors are zero. Blocks on the disk. REQUIRES: the range is
+  // order and verified; bytes between tensors are zero. Waits for the disk. REQUIRES: the range is
   // inside the layout. DATA_LOSS, CHECKPOINT_CORRUPT: names the tensor. UNAVAILABLE: the disk
   // failed.
   virtual absl::StatusOr<std::vector<HostPiece>> Read(int64_t offset, int64_t length_bytes) = 0;

@@ -86,7 +86,7 @@ absl::Status CheckUnits(const TrackConfig& config, int64_t track_id, const Snaps
 bool MayOmitFrozen(const std::vector<TrackRef>& tracks, const Snapshot* newest,
                    const RunTable& runs) {
   const TrainerRun* const run = runs.run().get();
-  if (newest == nullptr || run == nullptr || !run->ready() || !run->has_frozen()) return false;
+  if (newest == nullptr || run == nullptr || !run->is_ready() || !run->has_frozen()) return false;
   if (newest->record.run_epoch != run->epoch() || newest->frozen_digest == 0) return false;
   if (runs.requires_frozen()) return false;
   return std::all_of(tracks.begin(), tracks.end(), [&](const TrackRef& track) {
@@ -488,7 +488,7 @@ absl::StatusOr<TrackRef> TrackTable::MakeSynthesizedTrack(const TrackConfig& con
                        MakeTracks({config}, *options_.manifest, *options_.host_budget));
   const std::shared_ptr<Track>& track = made[0];
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(history_->closed());
+  EMA_RETURN_IF_ERROR(history_->CheckOpen());
   EMA_RETURN_IF_ERROR(CheckNameIsFreeLocked(config.name));
   EMA_ASSIGN_OR_RETURN(auto reservation,
                        options_.memory.Reserve(absl::StrCat("model \"", options_.model_name,
@@ -501,7 +501,7 @@ absl::StatusOr<TrackRef> TrackTable::MakeSynthesizedTrack(const TrackConfig& con
 absl::Status TrackTable::AddSynthesized(SnapshotRef snapshot) {
   SnapshotRef dropped;  // Freed after the lock is released.
   absl::MutexLock lock(&mu_);
-  EMA_RETURN_IF_ERROR(history_->closed());
+  EMA_RETURN_IF_ERROR(history_->CheckOpen());
   const std::string& name = snapshot->tracks[0].track->name();
   EMA_RETURN_IF_ERROR(CheckNameIsFreeLocked(name));
   auto it = FindNamed(synthesized_, name);

@@ -67,7 +67,7 @@ class TrackTable {
     std::vector<TrackRef> tracks;
     std::vector<TrackRef> pending_tracks;  // After the next commit; empty: no change.
     int64_t plan_revision = 0;
-    int64_t revision = 0;  // Grows with each change of the tracks after the next commit.
+    int64_t revision = 0;  // Grows whenever after_next_commit() changes.
     // The number of the newest change that was accepted, and of the newest that was proposed or
     // withdrawn.
     int64_t accepted_change = 0;

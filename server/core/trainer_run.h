@@ -45,14 +45,14 @@ class TrainerRun {
   const std::string& launch_id() const { return launch_id_; }
   int64_t epoch() const { return epoch_; }
   int64_t world_size() const { return static_cast<int64_t>(layouts_.size()); }
-  bool ready() const { return joined_count_ == world_size(); }
+  bool is_ready() const { return joined_count_ == world_size(); }
   // Why a rank could not join. OK: none failed, or it has joined since.
   const absl::Status& failure() const { return failure_; }
   // Ranks that have not joined, at most `limit`.
   std::vector<int64_t> MissingRanks(int64_t limit) const;
   // Null before the rank has joined.
   const RankLayout* layout(int64_t rank) const { return layouts_[rank].get(); }
-  // Tensors that change seldom or never while the run lasts. REQUIRES: ready().
+  // Tensors that change seldom or never while the run lasts. REQUIRES: is_ready().
   bool has_frozen() const { return !frozen_.empty(); }
   bool is_frozen(int64_t tensor_index) const { return has_frozen() && frozen_[tensor_index]; }
   // Identifies the set of frozen tensors and the dtype in which they are pushed.

@@ -150,7 +150,7 @@ SnapshotRef VersionHistory::PinRestored(const SnapshotRef& restored) {
   return PinLocked(restored, options_.has_data_dir ? &Pins::save_count : &Pins::reader_count);
 }
 
-absl::Status VersionHistory::closed() const {
+absl::Status VersionHistory::CheckOpen() const {
   absl::MutexLock lock(&mu_);
   return closed_;
 }

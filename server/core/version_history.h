@@ -81,10 +81,10 @@ class VersionHistory {
   // --- Queries ---
 
   // OK, or the status given to Close().
-  absl::Status closed() const ABSL_LOCKS_EXCLUDED(mu_);
-  // The newest version without a pin; null: there is none. REQUIRES: no commit can happen while the
-  // result is held, as it might reuse the version's memory: the caller holds the model's lock, or
-  // has drained the model.
+  absl::Status CheckOpen() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The newest version, as a reference that does not pin it; null: there is none. REQUIRES: no
+  // commit can happen while the result is held, as it might reuse the version's memory: the caller
+  // holds the model's lock, or has drained the model.
   SnapshotRef newest() const ABSL_LOCKS_EXCLUDED(mu_);
   // The record of the newest version, with its statistics.
   std::optional<Version> latest() const ABSL_LOCKS_EXCLUDED(mu_);

@@ -23,7 +23,8 @@
 namespace ema {
 
 // A reference-counted piece of device memory, 64-byte aligned. Whoever holds a reference may read
-// it from any thread; only the session that allocated it writes it, before it is published.
+// it from any thread. Only the code that has allocated it (the session of a step, a load, a
+// synthesis) writes it, and only before it is published.
 // Dropping the last reference is cheap: it gives the memory back to its device's pool.
 class Block {
  public:

@@ -154,7 +154,7 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes) {
     tile = {.source = device_ + lane_0,
             .target_offset = *shift - phase,
             .first_target = shared_.first_target,
-            .run = static_cast<int32_t>(note_count()),
+            .note = static_cast<int32_t>(note_count()),
             .begin = static_cast<uint16_t>(phase),
             .target_count = static_cast<uint8_t>(
                 std::count_if(op.targets.begin(), op.targets.end(),
@@ -163,7 +163,7 @@ int64_t FoldBatch::Add(const FoldOp& op, int64_t first, int64_t limit_bytes) {
             .element_bytes = static_cast<uint8_t>(element_bytes),
             .is_aligned = shared_.is_aligned};
   }
-  runs_.push_back({tile.run, op.source_dtype, op.rounds_to_float32(), host_ + source, count,
+  runs_.push_back({tile.note, op.source_dtype, op.rounds_to_float32(), host_ + source, count,
                    op.source_id, op.first_element + first});
   ForEachFoldTile(tile, tiled, [this](const FoldTile& of) { tiles_.push_back(of); });
   used_bytes_ = source + count * element_bytes;

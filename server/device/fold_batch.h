@@ -54,7 +54,7 @@ class FoldBatch {
     int64_t first_element = 0;
   };
 
-  int64_t note_count() const { return tiles_.empty() ? 0 : tiles_.back().run + 1; }
+  int64_t note_count() const { return tiles_.empty() ? 0 : tiles_.back().note + 1; }
   // Size of the table with one more run of `target_count` targets and `tile_count` tiles.
   int64_t TableBytes(int64_t target_count, int64_t tile_count) const;
   // The targets of the last run that did not share those of an earlier one.

@@ -152,16 +152,16 @@ absl::Status CheckTrackFolder(FileSystem& file_system, const std::string& path,
 
 absl::Status VerifyWeights(FileSystem& file_system, const std::string& path,
                            const CheckpointManifest& checkpoint, const CheckpointTrack& track,
-                           const PauseHook& rest) {
+                           const PauseHook& pause) {
   const StorageLayout layout = LayoutOf(track, checkpoint.manifest);
   for (const TensorFiles* const files : track.all_files()) {
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<TensorReader> reader,
                          TensorReader::Open(file_system, TrackPath(path, track.config.name), *files,
                                             checkpoint.manifest, layout));
-    const auto pause = [&rest](int64_t, int64_t, std::span<const std::byte>) {
-      return rest != nullptr ? rest() : absl::OkStatus();
+    const auto after_read = [&pause](int64_t, int64_t, std::span<const std::byte>) {
+      return pause != nullptr ? pause() : absl::OkStatus();
     };
-    EMA_RETURN_IF_ERROR(reader->ReadAll(pause));
+    EMA_RETURN_IF_ERROR(reader->ReadAll(after_read));
   }
   return absl::OkStatus();
 }
@@ -298,19 +298,19 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track,
-                                                    const PauseHook& rest) {
+                                                    const PauseHook& pause) {
   return Verify(file_system, path, on_track,
                 [&](const CheckpointManifest& checkpoint, const CheckpointTrack& track) {
-                  return VerifyWeights(file_system, path, checkpoint, track, rest);
+                  return VerifyWeights(file_system, path, checkpoint, track, pause);
                 });
 }
 
 absl::Status VerifyPart(FileSystem& file_system, const std::string& path,
-                        const CheckpointManifest& part, const PauseHook& rest) {
+                        const CheckpointManifest& part, const PauseHook& pause) {
   for (const CheckpointTrack& track : part.tracks) {
     if (!track.weights.has_value()) continue;
     absl::Status status = VerifyTrackFolder(file_system, path, part, track);
-    if (status.ok()) status = VerifyWeights(file_system, path, part, track, rest);
+    if (status.ok()) status = VerifyWeights(file_system, path, part, track, pause);
     if (!status.ok()) return WithPrefix(status, InTrack(track.config.name));
   }
   return absl::OkStatus();

@@ -20,7 +20,7 @@ namespace ema {
 
 // Reads manifest.json of the checkpoint at `path`, and checks that its parts fit each other.
 // DATA_LOSS, CHECKPOINT_CORRUPT: missing, changed, or not a regular file. FAILED_PRECONDITION:
-// written by a newer server. UNAVAILABLE: the disk failed. Blocks on the disk.
+// written by a newer server. UNAVAILABLE: the disk failed. Waits for the disk.
 absl::StatusOr<CheckpointManifest> ReadCheckpointManifest(FileSystem& file_system,
                                                           const std::string& path);
 
@@ -39,12 +39,12 @@ absl::Status CheckIdentity(const CheckpointManifest& checkpoint, std::string_vie
 ModelConfig ConfigOf(const CheckpointManifest& checkpoint);
 
 // The attached files, from the folder of the first track that has weights; empty: no track has.
-// Errors as ReadCheckpointManifest(). Blocks on the disk.
+// Errors as ReadCheckpointManifest(). Waits for the disk.
 absl::StatusOr<std::vector<AttachedFile>> ReadAttachedFiles(FileSystem& file_system,
                                                             const std::string& path,
                                                             const CheckpointManifest& checkpoint);
 
-// Checks a track's index and attached files. Errors as ReadCheckpointManifest(). Blocks on the
+// Checks a track's index and attached files. Errors as ReadCheckpointManifest(). Waits for the
 // disk.
 absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
                               const CheckpointManifest& checkpoint, const CheckpointTrack& track);
@@ -53,6 +53,7 @@ absl::Status VerifySmallFiles(FileSystem& file_system, const std::string& path,
 using TrackVerdict = std::function<void(const CheckpointManifest& checkpoint,
                                         const CheckpointTrack& track, const absl::Status& status)>;
 
+// Called between reads. It may sleep, to leave the disk to others; an error ends the reading.
 using PauseHook = std::function<absl::Status()>;
 
 // Reads every byte of the checkpoint at `path`, where possible from the disk and not from the
@@ -61,25 +62,25 @@ using PauseHook = std::function<absl::Status()>;
 // checkpoint; the message names track, and file or tensor. FAILED_PRECONDITION: written by a newer
 // server. NOT_FOUND: there is nothing at `path`. UNAVAILABLE: the disk failed. Of several problems,
 // returns the first; with `on_track`, which may be empty, the later tracks are still read. Calls
-// `rest`, if given, after every few MiB; its error ends the reading and is returned. Blocks on the
-// disk until everything has been read.
+// `pause`, if given, after every few MiB, and returns its error. Waits for the disk until
+// everything has been read.
 absl::StatusOr<CheckpointManifest> VerifyCheckpoint(FileSystem& file_system,
                                                     const std::string& path,
                                                     const TrackVerdict& on_track = nullptr,
-                                                    const PauseHook& rest = nullptr);
+                                                    const PauseHook& pause = nullptr);
 
 // --- The two halves of VerifyCheckpoint(), for a checkpoint that several servers write ---
 
 // Reads the weights of `part`, one part of the checkpoint at `path`. Does not need manifest.json.
 absl::Status VerifyPart(FileSystem& file_system, const std::string& path,
-                        const CheckpointManifest& part, const PauseHook& rest);
+                        const CheckpointManifest& part, const PauseHook& pause);
 // Everything else: the weights' files must exist, but are not read.
 absl::StatusOr<CheckpointManifest> VerifyAllButWeights(FileSystem& file_system,
                                                        const std::string& path);
 
 // FAILED_PRECONDITION: the folders of `checkpoint` contain a file that is not part of it, which
 // VerifyCheckpoint() ignores; the message names it. Other errors as ReadCheckpointManifest().
-// Blocks on the disk.
+// Waits for the disk.
 absl::Status CheckNoUnknownFiles(FileSystem& file_system, const std::string& path,
                                  const CheckpointManifest& checkpoint);
 

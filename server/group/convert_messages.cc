@@ -110,10 +110,10 @@ v1::SyncRequest ToProto(const std::string& model, const Sync& sync) {
 Sync FromProto(const v1::SyncRequest& proto) {
   return {.from = FromProto(proto.from()),
           .round = proto.round(),
+          .step = proto.step(),
           .received_bytes = proto.received_bytes(),
           .missing_ranks = {proto.missing_ranks().begin(), proto.missing_ranks().end()},
-          .loading = proto.loading(),
-          .step = proto.step()};
+          .loading = proto.loading()};
 }
 
 v1::GroupState ToProto(const GroupState& state) {

@@ -21,7 +21,7 @@ constexpr absl::Duration kCopyTimeout = absl::Hours(1);
 bool HasVersionToCopy(const Model& home, const ModelRecord& record) {
   const std::optional<Version> latest = home.history().latest();
   if (!latest.has_value()) return false;
-  const GroupCheckpoint* const durable = record.durable();
+  const GroupCheckpoint* const durable = record.NewestCheckpoint();
   return (durable == nullptr || durable->id < latest->id()) &&
          (!record.copy.has_value() || record.copy->id < latest->id());
 }
@@ -40,15 +40,15 @@ void CopyMaker::Stop() {
   thread_.join();
 }
 
-bool CopyMaker::AwaitUntil(SteadyTime time) {
+bool CopyMaker::MustStopBefore(SteadyTime time) {
   absl::MutexLock lock(&mu_);
-  return !wait_.AwaitUntil(mu_, time,
-                           [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopped_; });
+  return wait_.AwaitUntil(mu_, time,
+                          [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return is_stopped_; });
 }
 
 void CopyMaker::Run() {
   SteadyTime next = After(SteadyNow(), options_.interval);
-  while (AwaitUntil(next)) {
+  while (!MustStopBefore(next)) {
     // Copies that take longer than the interval follow each other without a pause.
     next = After(SteadyNow(), options_.interval);
     CopyAll();
@@ -59,7 +59,7 @@ void CopyMaker::CopyAll() {
   for (const auto& [name, hosted] : hosted_.All()) {
     if (!hosted->partition->is_home() || hosted->partition->partitions().size() < 2) continue;
     const absl::Status status = CatchExceptions([&, &name = name] { return Copy(name); });
-    if (!AwaitUntil(SteadyNow())) return;  // It may have failed for that reason.
+    if (MustStopBefore(SteadyNow())) return;  // It may have failed for that reason.
     ReportResult(name, status);
   }
 }
@@ -155,7 +155,7 @@ absl::StatusOr<std::vector<Response>> CopyMaker::Await(FanOut<Response>& calls) 
   constexpr absl::Duration kPoll = absl::Milliseconds(100);  // For Stop().
   const SteadyTime deadline = After(SteadyNow(), kCopyTimeout);
   while (!calls.AwaitEnd(After(SteadyNow(), kPoll)) && SteadyNow() < deadline) {
-    if (!AwaitUntil(SteadyNow())) return absl::CancelledError("this server stops");
+    if (MustStopBefore(SteadyNow())) return absl::CancelledError("this server stops");
   }
   return calls.Wait(SteadyNow());
 }

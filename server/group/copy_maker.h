@@ -30,10 +30,10 @@ namespace ema::group {
 
 class GroupModels;
 
-// At an interval, for each of these models that has a version newer than its newest checkpoint and
-// copy: makes all partitions write copies of the version, then makes each fetch that of the one
-// before it, and then records the version in the registry. After an error the earlier copy remains;
-// the log has an error of another kind than the last one.
+// At an interval, for each model whose home this server is and whose newest version is in no
+// checkpoint and no copy: makes all partitions write copies of the version, then makes each fetch
+// that of the one before it, and then records the version in the registry. After an error the
+// earlier copy remains. An error is logged unless the model's previous one was of the same kind.
 //
 // Works on a thread of its own. Thread-safe.
 class CopyMaker {
@@ -61,8 +61,8 @@ class CopyMaker {
 
  private:
   void Run() ABSL_LOCKS_EXCLUDED(mu_);
-  // Waits until that time. False: Stop() has been called.
-  bool AwaitUntil(SteadyTime time) ABSL_LOCKS_EXCLUDED(mu_);
+  // Waits until that time, or for Stop(): then true.
+  bool MustStopBefore(SteadyTime time) ABSL_LOCKS_EXCLUDED(mu_);
   void CopyAll();
   // OK also if there is nothing to copy now.
   absl::Status Copy(const std::string& name);

@@ -23,10 +23,11 @@
 
 namespace ema::group {
 
-// Collects the results of the calls. The object may be destroyed before the last call has ended.
+// Collects the results of calls to partitions. It may be destroyed before the last call has ended.
 template <typename Response>
 class FanOut {
  public:
+  // `partitions` outlives this object, but need not outlive the calls.
   explicit FanOut(const std::vector<Partition>& partitions)
       : partitions_(partitions), shared_(std::make_shared<Shared>(partitions.size())) {}
 
@@ -51,12 +52,9 @@ class FanOut {
   // first error, which then names the member. UNAVAILABLE, GROUP_DEGRADED: a call has not ended by
   // then, and its result is ignored. Call once.
   absl::StatusOr<std::vector<Response>> Wait(SteadyTime deadline = SteadyTime::max()) {
+    AwaitEnd(deadline);
     Shared& shared = *shared_;
     absl::MutexLock lock(&shared.mu);
-    const auto have_ended = [&]() ABSL_SHARED_LOCKS_REQUIRED(shared.mu) {
-      return shared.missing_count == 0;
-    };
-    shared.wait.AwaitUntil(shared.mu, deadline, have_ended);
     std::vector<Response> responses;
     for (size_t i = 0; i < partitions_.size(); ++i) {
       std::optional<absl::StatusOr<Response>>& result = shared.results[i];

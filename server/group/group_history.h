@@ -40,8 +40,9 @@ class GroupHistory {
   // Nullopt: the process of the partition is not missing.
   std::optional<absl::Time> MissingSince(const Partition& partition) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // How many incarnations the model has begun after its first one, except those that began less
-  // than a minute after the previous one. Remains when the model is deleted.
+  // How many times this server has seen the model begin another incarnation: it returned to a
+  // checkpoint or a copy, perhaps because its tensors were moved. Incarnations that began less than
+  // a minute after the previous one are not counted. Remains when the model is deleted.
   int64_t CheckpointReturnCount(std::string_view model) const ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Incident {

@@ -178,7 +178,7 @@ void GroupOverview::DescribeModel(const Member& self, const std::string& name,
   model.set_name(name);
   model.set_incarnation(record.incarnation);
   for (const Partition& partition : record.partitions) model.add_members(partition.member);
-  if (const GroupCheckpoint* const checkpoint = record.durable()) {
+  if (const GroupCheckpoint* const checkpoint = record.NewestCheckpoint()) {
     model.mutable_checkpoint()->set_version(checkpoint->id.version);
     model.mutable_checkpoint()->set_incarnation(checkpoint->id.incarnation);
     model.set_checkpoint_step(checkpoint->step);

@@ -392,7 +392,7 @@ void HostedPartition::Execute(const Participant::Action& action, int64_t round,
                               const GroupState& state) {
   const std::shared_ptr<Model> model = this->model();
   // A model that is closed has dropped its step.
-  if (model == nullptr || !model->closed().ok()) return;
+  if (model == nullptr || !model->CheckOpen().ok()) return;
   switch (action.kind) {
     case Participant::Action::Kind::kNothing:
     case Participant::Action::Kind::kReadRegistry:  // The watch of the registry reports the record.

@@ -173,8 +173,8 @@ class HostedPartition final : public CommitGate,
   GroupState state_ ABSL_GUARDED_BY(mu_);               // The newest one.
   std::map<int64_t, Reply> held_ ABSL_GUARDED_BY(mu_);  // By partition: calls of OnVote().
   bool is_active_ ABSL_GUARDED_BY(mu_) = false;
-  std::string loading_ ABSL_GUARDED_BY(mu_);  // Sync::loading.
-  bool is_holding_ ABSL_GUARDED_BY(mu_) = true;
+  std::string loading_ ABSL_GUARDED_BY(mu_);     // Sync::loading.
+  bool is_holding_ ABSL_GUARDED_BY(mu_) = true;  // False: votes are answered at once.
   bool is_stopped_ ABSL_GUARDED_BY(mu_) = false;
   bool is_sync_requested_ ABSL_GUARDED_BY(mu_) = false;
   bool is_sync_running_ ABSL_GUARDED_BY(mu_) = false;

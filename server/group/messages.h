@@ -29,7 +29,7 @@ inline constexpr absl::Duration kVoteInterval = absl::Seconds(10);
 // A partition sends its Sync at this interval, and at once when a push needs a newer state.
 inline constexpr absl::Duration kSyncInterval = absl::Seconds(1);
 
-// The sender of a partition's messages.
+// One partition in one incarnation, on one process.
 struct PartitionId {
   int64_t incarnation = 0;
   int64_t partition = 0;
@@ -61,14 +61,13 @@ struct Vote {
 struct Sync {
   PartitionId from;
   int64_t round = 0;
-  // The next two fields describe the step that the partition is receiving.
+  int64_t step = 0;  // The step that the partition is receiving; 0: none. The next two are its.
   int64_t received_bytes = 0;
   std::vector<int64_t> missing_ranks;
   // If not empty, the partition cannot join yet, because it has not loaded the version that
   // the incarnation begins with. The text is the end of an error message: "is loading", and why the
   // last attempt failed.
   std::string loading;
-  int64_t step = 0;  // The step that the partition is receiving; 0: none.
 };
 
 // The commit that every partition publishes at the end of a round.

@@ -293,7 +293,7 @@ bool ShouldBeginWithCopy(const ModelRecord& record, const IncarnationRequest& re
   if (!record.copy.has_value() || request.base.has_value() || request.lost == record.copy->id) {
     return false;
   }
-  const GroupCheckpoint* const durable = record.durable();
+  const GroupCheckpoint* const durable = record.NewestCheckpoint();
   return (durable == nullptr || durable->id < record.copy->id) &&
          HaveSamePlaces(record.partitions, request.partitions);
 }
@@ -302,7 +302,7 @@ bool ShouldBeginWithCopy(const ModelRecord& record, const IncarnationRequest& re
 absl::StatusOr<std::optional<VersionId>> ChooseBase(const ModelRecord& record,
                                                     const IncarnationRequest& request) {
   if (ShouldBeginWithCopy(record, request)) return record.copy->id;
-  const GroupCheckpoint* const durable = record.durable();
+  const GroupCheckpoint* const durable = record.NewestCheckpoint();
   if (!request.base.has_value() && durable == nullptr && !request.lost.has_value()) {
     return std::nullopt;
   }
@@ -365,7 +365,7 @@ const GroupCheckpoint* ModelRecord::Find(const VersionId& id) const {
   return it != checkpoints.end() ? &*it : nullptr;
 }
 
-const GroupCheckpoint* ModelRecord::durable() const { return FindNewest(*this); }
+const GroupCheckpoint* ModelRecord::NewestCheckpoint() const { return FindNewest(*this); }
 
 bool ModelRecord::BeginsWithCopy() const {
   return base.has_value() && copy.has_value() && copy->id == *base && Find(*base) == nullptr;
@@ -482,7 +482,7 @@ absl::StatusOr<ModelRecord> SetCopy(ModelRecord record, const GroupCopy& copy) {
 
 absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id) {
   EMA_RETURN_IF_ERROR(CheckState(record, State::kActive));
-  const GroupCheckpoint* const durable = record.durable();
+  const GroupCheckpoint* const durable = record.NewestCheckpoint();
   if (durable != nullptr && durable->id == id) {
     return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kCheckpointInUse,
                      absl::StrCat("checkpoint: ", NameOf(id),

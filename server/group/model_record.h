@@ -109,16 +109,16 @@ struct ModelRecord {
 
   // The checkpoint of that version; null: there is none.
   const GroupCheckpoint* Find(const VersionId& id) const;
-  // The newest checkpoint of the current history. Checkpoints that a rollback has discarded may be
-  // newer, but are of earlier incarnations. Null: there is none.
-  const GroupCheckpoint* durable() const;
+  // The newest checkpoint of the current branch, see History(). Checkpoints that a rollback has
+  // discarded may be newer, but are of earlier incarnations. Null: there is none.
+  const GroupCheckpoint* NewestCheckpoint() const;
   // Whether the base is `copy`, and not a checkpoint.
   bool BeginsWithCopy() const;
   // Whether a crash takes the model back to a checkpoint or a copy. False: it is lost.
-  bool SurvivesCrash() const { return copy.has_value() || durable() != nullptr; }
-  // The current history, as the last version in it of each incarnation, newest incarnation first.
-  // Later versions of an earlier incarnation have been discarded: by a rollback, or because a crash
-  // came before they were saved.
+  bool SurvivesCrash() const { return copy.has_value() || NewestCheckpoint() != nullptr; }
+  // The current branch, the versions that led to the newest one: the last of them in each
+  // incarnation, newest incarnation first. Later versions of an earlier incarnation have been
+  // discarded: by a rollback, or because a crash came before they were saved.
   std::vector<VersionId> History() const;
   // The partition of that process; nullopt: it has none. A process of another boot, which may be an
   // earlier process of the same member, has none.
@@ -160,8 +160,8 @@ struct IncarnationRequest {
   int64_t now_micros = 0;
   int64_t newest_stored_incarnation = 0;
   std::vector<Partition> partitions;
-  // A checkpoint of the record. Nullopt: the copy if it is newer than durable(), and every
-  // partition stays at its member; else durable().
+  // A checkpoint of the record. Nullopt: the copy if it is newer than NewestCheckpoint(), and every
+  // partition stays at its member; else NewestCheckpoint().
   std::optional<VersionId> base;
   // A checkpoint, or the copy, that cannot be read. It is removed from the record; if it would be
   // the base, the newest other checkpoint of the current history is.
@@ -185,7 +185,7 @@ absl::StatusOr<ModelRecord> AddCheckpoint(ModelRecord record, int64_t incarnatio
 // record's copy, unless that is newer.
 absl::StatusOr<ModelRecord> SetCopy(ModelRecord record, const GroupCopy& copy);
 // OK if there is none. After this change its files can be removed. FAILED_PRECONDITION,
-// CHECKPOINT_IN_USE: it is durable().
+// CHECKPOINT_IN_USE: it is NewestCheckpoint().
 absl::StatusOr<ModelRecord> RemoveCheckpoint(ModelRecord record, const VersionId& id);
 
 }  // namespace ema::group

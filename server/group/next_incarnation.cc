@@ -93,7 +93,7 @@ absl::Status BeginIncarnationWithoutBase(Member& member, CheckpointStore& checkp
   if (!stored.has_value() || stored->record != record) return absl::OkStatus();
   const bool is_copy = record.BeginsWithCopy();
   const GroupCheckpoint* const checkpoint = record.Find(*record.base);
-  if (is_copy && record.durable() == nullptr) {
+  if (is_copy && record.NewestCheckpoint() == nullptr) {
     return EraseLost(
         member, model, stored->revision,
         absl::StrCat("it had no checkpoint, and its copy cannot be loaded: ", problem.message()),

@@ -42,13 +42,13 @@ absl::Status BeginIncarnationWithoutBase(Member& member, CheckpointStore& checkp
                                          const absl::Status& problem, const LogSink& log);
 
 // For NextIncarnation(): the newest incarnation among the model's checkpoints on the disk; 0: there
-// are none. `checkpoints`: as above. Blocks on the disk.
+// are none. `checkpoints`: as above. Waits for the disk.
 absl::StatusOr<int64_t> NewestStoredIncarnation(CheckpointStore* checkpoints,
                                                 const std::string& model);
 
 // The name of the checkpoint that the folder's LATEST names, if it is on the disk and `record` does
 // not have it. A save adds a checkpoint to the record before it changes LATEST, so such a record
-// comes from an old backup. Nullopt: the record has it. Blocks on the disk.
+// comes from an old backup. Nullopt: the record has it. Waits for the disk.
 absl::StatusOr<std::optional<std::string>> FindUnrecordedLatest(CheckpointStore& checkpoints,
                                                                 const std::string& model,
                                                                 const ModelRecord& record);

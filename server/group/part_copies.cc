@@ -82,9 +82,9 @@ absl::StatusOr<CopyDirectory*> PartCopies::GetDirectory() const {
   return absl::FailedPreconditionError("the server was started without --copy-dir");
 }
 
-absl::Status PartCopies::CheckMayContinue(const PauseHook& rest) const {
+absl::Status PartCopies::CheckMayContinue(const PauseHook& pause) const {
   if (is_stopping_.load(std::memory_order_relaxed)) return DrainingError();
-  return rest();
+  return pause();
 }
 
 // --- Making a copy ---
@@ -126,14 +126,14 @@ absl::Status PartCopies::Fetch(Model& model, const HostedPartition& partition,
   const auto count = static_cast<int64_t>(all.size());
   const int64_t before = (partition.id().partition + count - 1) % count;
   const CopyId copy = CopyOf(request, request.step());
-  const PauseHook rest = Pacer::Hook(model);
+  const PauseHook pause = Pacer::Hook(model);
   if (!partition.is_home()) {
-    EMA_RETURN_IF_ERROR(FetchManifest(hosted_.AddressOf(all[0]), copy, rest));
+    EMA_RETURN_IF_ERROR(FetchManifest(hosted_.AddressOf(all[0]), copy, pause));
   }
   EMA_RETURN_IF_ERROR(
-      FetchPart(hosted_.AddressOf(all[static_cast<size_t>(before)]), copy, before, rest));
+      FetchPart(hosted_.AddressOf(all[static_cast<size_t>(before)]), copy, before, pause));
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest part, directory->ReadPart(copy, before));
-  return VerifyPart(directory->file_system(), directory->PartPath(copy, before), part, rest);
+  return VerifyPart(directory->file_system(), directory->PartPath(copy, before), part, pause);
 }
 
 absl::StatusOr<v1::ReadCopyResponse> PartCopies::Read(const v1::ReadCopyRequest& request) const {
@@ -159,7 +159,7 @@ absl::StatusOr<v1::ReadCopyResponse> PartCopies::Read(const v1::ReadCopyRequest&
 
 absl::Status PartCopies::ReadFrom(const std::string& address, const CopyFile& file,
                                   absl::FunctionRef<absl::Status(std::string_view)> sink,
-                                  const PauseHook& rest) {
+                                  const PauseHook& pause) {
   if (address.empty()) {
     return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
                      "the member that has the copy is not in the registry", absl::Seconds(1));
@@ -193,13 +193,13 @@ absl::Status PartCopies::ReadFrom(const std::string& address, const CopyFile& fi
     }
     done += bytes;
     EMA_RETURN_IF_ERROR(sink(response.data()));
-    EMA_RETURN_IF_ERROR(CheckMayContinue(rest));
+    EMA_RETURN_IF_ERROR(CheckMayContinue(pause));
   }
   return absl::OkStatus();
 }
 
 absl::StatusOr<std::string> PartCopies::ReadTextFrom(const std::string& address,
-                                                     const CopyFile& file, const PauseHook& rest) {
+                                                     const CopyFile& file, const PauseHook& pause) {
   std::string text;
   EMA_RETURN_IF_ERROR(ReadFrom(
       address, file,
@@ -209,12 +209,12 @@ absl::StatusOr<std::string> PartCopies::ReadTextFrom(const std::string& address,
                    ? absl::OkStatus()
                    : CorruptCheckpoint("manifest.json is too long");
       },
-      rest));
+      pause));
   return text;
 }
 
 absl::Status PartCopies::FetchFile(const std::string& address, const CopyFile& file,
-                                   int64_t file_bytes, const PauseHook& rest) {
+                                   int64_t file_bytes, const PauseHook& pause) {
   EMA_ASSIGN_OR_RETURN(const std::string path, directory_->PathOf(file));
   EMA_ASSIGN_OR_RETURN(const std::unique_ptr<WritableFile> written,
                        directory_->file_system().NewWritableFile(path));
@@ -226,21 +226,21 @@ absl::Status PartCopies::FetchFile(const std::string& address, const CopyFile& f
         if (written_bytes > file_bytes) return CorruptCheckpoint("a file of the copy is too long");
         return written->Append(std::as_bytes(std::span(piece)));
       },
-      rest));
+      pause));
   return written->Close();
 }
 
 absl::Status PartCopies::FetchManifest(const std::string& address, const CopyId& copy,
-                                       const PauseHook& rest) {
+                                       const PauseHook& pause) {
   const CopyFile file{.copy = copy};
-  EMA_ASSIGN_OR_RETURN(const std::string text, ReadTextFrom(address, file, rest));
+  EMA_ASSIGN_OR_RETURN(const std::string text, ReadTextFrom(address, file, pause));
   return directory_->WriteText(file, text);
 }
 
 absl::Status PartCopies::FetchPart(const std::string& address, const CopyId& copy,
-                                   int64_t partition, const PauseHook& rest) {
+                                   int64_t partition, const PauseHook& pause) {
   const CopyFile manifest{.copy = copy, .partition = partition};
-  EMA_ASSIGN_OR_RETURN(const std::string text, ReadTextFrom(address, manifest, rest));
+  EMA_ASSIGN_OR_RETURN(const std::string text, ReadTextFrom(address, manifest, pause));
   EMA_ASSIGN_OR_RETURN(const CheckpointManifest part, ParsePartManifest(text));
   EMA_RETURN_IF_ERROR(directory_->MakePartFolders(copy, partition, part));
   for (const CheckpointTrack& track : part.tracks) {
@@ -249,12 +249,12 @@ absl::Status PartCopies::FetchPart(const std::string& address, const CopyId& cop
     for (const TensorFiles* const files : track.all_files()) {
       for (const TensorFile& one : files->files) {
         file.name = one.name;
-        EMA_RETURN_IF_ERROR(FetchFile(address, file, one.file_bytes, rest));
+        EMA_RETURN_IF_ERROR(FetchFile(address, file, one.file_bytes, pause));
       }
     }
     for (const SmallFile& one : part.attached_files) {
       file.name = one.name;
-      EMA_RETURN_IF_ERROR(FetchFile(address, file, one.file_bytes, rest));
+      EMA_RETURN_IF_ERROR(FetchFile(address, file, one.file_bytes, pause));
     }
   }
   // Last: without it, a part that was fetched in part counts as missing.
@@ -266,20 +266,20 @@ absl::Status PartCopies::FetchPart(const std::string& address, const CopyId& cop
 absl::Status PartCopies::LoadOrFetch(const std::string& model, const ModelRecord& record,
                                      size_t partition, absl::FunctionRef<absl::Status()> load,
                                      absl::FunctionRef<absl::Status(const std::string&)> fetch,
-                                     const PauseHook& rest) {
+                                     const PauseHook& pause) {
   // Without a checkpoint to return to, the model waits until a person has mended this server.
-  const bool has_checkpoint = record.durable() != nullptr;
+  const bool has_checkpoint = record.NewestCheckpoint() != nullptr;
   if (directory_ == nullptr) {
     const absl::Status none = GetDirectory().status();
     return has_checkpoint ? LostCopyError(none) : none;
   }
   const absl::Status own = load();
   if (own.ok()) return own;
-  EMA_RETURN_IF_ERROR(CheckMayContinue(rest));
+  EMA_RETURN_IF_ERROR(CheckMayContinue(pause));
   const Partition& next = record.partitions[(partition + 1) % record.partitions.size()];
   const absl::Status fetched = fetch(hosted_.AddressOf(next));
   if (!fetched.ok()) {
-    EMA_RETURN_IF_ERROR(CheckMayContinue(rest));
+    EMA_RETURN_IF_ERROR(CheckMayContinue(pause));
     const std::string why = absl::StrCat("here: ", own.message(), "; at member \"", next.member,
                                          "\": ", fetched.message());
     const bool is_lost =
@@ -304,7 +304,7 @@ absl::Status PartCopies::LoadOrFetch(const std::string& model, const ModelRecord
 absl::StatusOr<CheckpointManifest> PartCopies::LoadManifest(const std::string& model,
                                                             const ModelRecord& record,
                                                             size_t partition,
-                                                            const PauseHook& rest) {
+                                                            const PauseHook& pause) {
   const CopyId copy = CopyOf(model, *record.copy);
   absl::StatusOr<CheckpointManifest> whole;
   EMA_RETURN_IF_ERROR(LoadOrFetch(
@@ -313,12 +313,12 @@ absl::StatusOr<CheckpointManifest> PartCopies::LoadManifest(const std::string& m
         whole = directory_->ReadManifest(copy);
         return whole.status();
       },
-      [&](const std::string& address) { return FetchManifest(address, copy, rest); }, rest));
+      [&](const std::string& address) { return FetchManifest(address, copy, pause); }, pause));
   return whole;
 }
 
 absl::Status PartCopies::LoadPart(const ModelRecord& record, size_t partition, Model& model,
-                                  const PauseHook& rest) {
+                                  const PauseHook& pause) {
   const std::string& name = model.config().name;
   const CopyId copy = CopyOf(name, *record.copy);
   const auto index = static_cast<int64_t>(partition);
@@ -327,17 +327,17 @@ absl::Status PartCopies::LoadPart(const ModelRecord& record, size_t partition, M
     FileSystem& file_system = directory_->file_system();
     const std::string path = directory_->PartPath(copy, index);
     EMA_ASSIGN_OR_RETURN(const CheckpointManifest part, directory_->ReadPart(copy, index));
-    EMA_ASSIGN_OR_RETURN(snapshot, ReadCheckpoint(file_system, path, part, model, rest));
+    EMA_ASSIGN_OR_RETURN(snapshot, ReadCheckpoint(file_system, path, part, model, pause));
     return model.is_home() ? LoadAttachedFiles(file_system, path, part, model) : absl::OkStatus();
   };
   const auto fetch = [&](const std::string& address) {
     snapshot = nullptr;  // Its memory is needed.
-    return FetchPart(address, copy, index, rest);
+    return FetchPart(address, copy, index, pause);
   };
-  EMA_RETURN_IF_ERROR(LoadOrFetch(name, record, partition, load, fetch, rest));
+  EMA_RETURN_IF_ERROR(LoadOrFetch(name, record, partition, load, fetch, pause));
   model.Restore(std::move(snapshot), record.fenced_run_epoch);
   // The copy is not on the disk.
-  if (const GroupCheckpoint* const durable = record.durable(); durable != nullptr) {
+  if (const GroupCheckpoint* const durable = record.NewestCheckpoint(); durable != nullptr) {
     model.durable().SetVersion(durable->id, durable->step, /*settings_revision=*/std::nullopt);
   }
   return absl::OkStatus();

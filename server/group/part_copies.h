@@ -62,16 +62,16 @@ class PartCopies {
   // member of the next partition, and replaced. DATA_LOSS: that member does not have them either,
   // so the copy is lost; or they cannot be used here, and the model has a checkpoint. UNAVAILABLE:
   // that member does not answer, or is not in the registry. They block while they wait for it, and
-  // call `rest` as VerifyCheckpoint() does. REQUIRES: record.BeginsWithCopy().
+  // call `pause` as VerifyCheckpoint() does. REQUIRES: record.BeginsWithCopy().
   //
   // The manifest of the model, without weights.
   absl::StatusOr<CheckpointManifest> LoadManifest(const std::string& model,
                                                   const ModelRecord& record, size_t partition,
-                                                  const PauseHook& rest);
+                                                  const PauseHook& pause);
   // Makes the tensors of the partition the newest version of `model`. REQUIRES: nothing has been
   // committed.
   absl::Status LoadPart(const ModelRecord& record, size_t partition, Model& model,
-                        const PauseHook& rest);
+                        const PauseHook& pause);
 
   // Removes the copies that no record of `models`, the cache of the registry, needs.
   absl::Status RemoveUnneeded(const std::map<std::string, ModelRecord>& models);
@@ -79,25 +79,26 @@ class PartCopies {
  private:
   absl::StatusOr<CopyDirectory*> GetDirectory() const;
   // OK, or an error that ends an exchange of files.
-  absl::Status CheckMayContinue(const PauseHook& rest) const;
+  absl::Status CheckMayContinue(const PauseHook& pause) const;
   // Reads a file of another member, and passes its bytes to `sink` in order.
   absl::Status ReadFrom(const std::string& address, const CopyFile& file,
                         absl::FunctionRef<absl::Status(std::string_view)> sink,
-                        const PauseHook& rest);
+                        const PauseHook& pause);
   absl::StatusOr<std::string> ReadTextFrom(const std::string& address, const CopyFile& file,
-                                           const PauseHook& rest);
+                                           const PauseHook& pause);
   // Copies a file of another member, which must have that size.
   absl::Status FetchFile(const std::string& address, const CopyFile& file, int64_t file_bytes,
-                         const PauseHook& rest);
-  absl::Status FetchManifest(const std::string& address, const CopyId& copy, const PauseHook& rest);
+                         const PauseHook& pause);
+  absl::Status FetchManifest(const std::string& address, const CopyId& copy,
+                             const PauseHook& pause);
   absl::Status FetchPart(const std::string& address, const CopyId& copy, int64_t partition,
-                         const PauseHook& rest);
+                         const PauseHook& pause);
   // Runs `load`; after an error runs `fetch` with the address of the member that also has the files
   // of `partition`, and `load` again.
   absl::Status LoadOrFetch(const std::string& model, const ModelRecord& record, size_t partition,
                            absl::FunctionRef<absl::Status()> load,
                            absl::FunctionRef<absl::Status(const std::string&)> fetch,
-                           const PauseHook& rest);
+                           const PauseHook& pause);
 
   HostedModels& hosted_;
   CopyDirectory* const directory_;

@@ -32,7 +32,7 @@ absl::StatusOr<CheckpointManifest> WriteVerifiedPart(DataDirectory& data, const 
                                                      const WriteOptions& options);
 
 // Reads the manifest of a group's checkpoint of a model. DATA_LOSS, CHECKPOINT_CORRUPT; NOT_FOUND:
-// it is not on the disk. Blocks on the disk, like LoadPart().
+// it is not on the disk. Waits for the disk, like LoadPart().
 absl::StatusOr<CheckpointManifest> ReadGroupCheckpoint(CheckpointStore& store,
                                                        const std::string& model,
                                                        const GroupCheckpoint& checkpoint);

@@ -83,7 +83,7 @@ absl::StatusOr<bool> AllRun(const std::string& model, const ModelRecord& record,
 // The configuration of the whole model, from the checkpoint to which it returns.
 absl::StatusOr<ModelConfig> StoredConfig(CheckpointStore& checkpoints, const std::string& model,
                                          const ModelRecord& record) {
-  const GroupCheckpoint* const durable = record.durable();
+  const GroupCheckpoint* const durable = record.NewestCheckpoint();
   if (durable == nullptr) {
     return MakeError(absl::StatusCode::kNotFound, ErrorReason::kCheckpointNotFound,
                      absl::StrCat("model \"", model,
@@ -107,7 +107,7 @@ v1::RebalanceModelResponse ResponseOf(const ModelRecord& record, bool has_change
   v1::RebalanceModelResponse response;
   response.set_has_changed(has_changed);
   response.set_incarnation(record.incarnation);
-  if (const GroupCheckpoint* const base = record.durable(); base != nullptr) {
+  if (const GroupCheckpoint* const base = record.NewestCheckpoint(); base != nullptr) {
     response.mutable_base()->set_version(base->id.version);
     response.mutable_base()->set_incarnation(base->id.incarnation);
     response.set_step(base->step);

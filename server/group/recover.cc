@@ -90,7 +90,7 @@ absl::Status CheckIsOutdated(const std::string& model, const ModelRecord& record
   if (record.state != ModelRecord::State::kActive) {
     return ModelBusyError(model, "is being created or deleted");
   }
-  const GroupCheckpoint* const durable = record.durable();
+  const GroupCheckpoint* const durable = record.NewestCheckpoint();
   const bool has_durable = durable != nullptr && std::any_of(stored.begin(), stored.end(),
                                                              [&](const GroupCheckpoint& one) {
                                                                return one.id == durable->id;

@@ -17,7 +17,7 @@ namespace ema::group {
 
 // OK: the folder of a model that the registry does not have has no checkpoint with all tracks.
 // FAILED_PRECONDITION: it has one. A new model would begin a new average there, and retention would
-// remove the old ones. The message names the newest and the ways out. Blocks on the disk.
+// remove the old ones. The message names the newest and the ways out. Waits for the disk.
 absl::Status CheckHasNoCheckpoints(CheckpointStore& checkpoints, const std::string& model);
 
 // Rebuilds the record of a model from the checkpoints in its folder: the next incarnation, on the

@@ -103,7 +103,7 @@ absl::Status RegistryFollower::FollowRecord(Member& member, const std::string& m
   } else if (record->state == ModelRecord::State::kActive) {
     // LoadPartition() activates one that has a base.
     if (!record->base.has_value()) partition.Activate();
-    const GroupCheckpoint* const durable = record->durable();
+    const GroupCheckpoint* const durable = record->NewestCheckpoint();
     if (durable == nullptr || !partition.is_active() || partition.is_home()) {
       return absl::OkStatus();
     }
@@ -202,7 +202,7 @@ absl::Status RegistryFollower::LoadPartition(Member& member, const std::string& 
   const absl::Time begin = absl::Now();
   const PauseHook rest = [this, &here] {
     if (is_stopping_.load(std::memory_order_relaxed)) return DrainingError();
-    return here->closed();  // A newer incarnation has begun.
+    return here->CheckOpen();  // A newer incarnation has begun.
   };
   if (record.BeginsWithCopy()) {
     EMA_RETURN_IF_ERROR(copies_.LoadPart(record, index, *here, rest));
@@ -227,7 +227,7 @@ absl::StatusOr<CheckpointManifest> RegistryFollower::ReadBase(const std::string&
                                                               const ModelRecord& record,
                                                               size_t partition) {
   if (record.BeginsWithCopy()) {
-    return copies_.LoadManifest(model, record, partition, /*rest=*/[this] {
+    return copies_.LoadManifest(model, record, partition, /*pause=*/[this] {
       return is_stopping_.load(std::memory_order_relaxed) ? DrainingError() : absl::OkStatus();
     });
   }
@@ -242,7 +242,7 @@ absl::StatusOr<CheckpointManifest> RegistryFollower::ReadBase(const std::string&
 
 void RegistryFollower::BeginIncarnation(const std::string& model, const ModelRecord& record) {
   std::optional<CheckpointId> newest;
-  if (const GroupCheckpoint* const durable = record.durable(); durable != nullptr) {
+  if (const GroupCheckpoint* const durable = record.NewestCheckpoint(); durable != nullptr) {
     newest = {durable->id.incarnation, durable->id.version, durable->step};
   }
   std::vector<VersionId> recorded;

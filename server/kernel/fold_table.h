@@ -49,7 +49,8 @@ struct alignas(16) FoldTile {
   const std::byte* source = nullptr;  // Of lane 0.
   int64_t target_offset = 0;          // Of lane 0: elements behind the targets' addresses.
   int32_t first_target = 0;
-  int32_t run = 0;  // Which of FoldTable::non_finite.
+  // Index in FoldTable::non_finite. Runs of elements that are neighbours share one.
+  int32_t note = 0;
   uint16_t begin = 0;
   uint16_t end = 0;
   uint8_t target_count = 0;
@@ -147,7 +148,7 @@ EMA_HOST_DEVICE inline Float ValueOf(SourceFormat format, const Bits& bits) {
 }
 
 EMA_HOST_DEVICE inline void NoteNonFinite(const FoldTable& table, const FoldTile& tile) {
-  if (table.non_finite != nullptr) table.non_finite[tile.run] = 1;
+  if (table.non_finite != nullptr) table.non_finite[tile.note] = 1;
 }
 
 // Hides the lanes from the compiler. Otherwise it would move conversions that only some rounds of a

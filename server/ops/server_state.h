@@ -36,7 +36,7 @@ struct MemoryFormula {
   int64_t stream_bytes = 0;   // Of all together: receive windows, requests, buffers for sending.
   int64_t waiting_bytes = 0;  // Requests that wait for a worker.
   int64_t record_bytes = 0;   // Of all models together, beside what they reserve.
-  int64_t kept_bytes = 0;     // Freed buffers.
+  int64_t kept_bytes = 0;     // Freed heap memory, and pinned memory that streams share.
   int64_t process_bytes = 0;  // Resident memory at the start.
   // ModelStore::Options::host_memory_bytes, for attached files and for bytes that are read, cast or
   // cut out for readers: 0 where models are in the host's memory.

@@ -21,13 +21,13 @@ std::string_view ShortName(std::string_view method);
 // is no rule, so no role may call it.
 std::optional<Role> RoleFor(std::string_view method);
 
-// True for calls that start work that may take long. A draining server still accepts the others:
-// they finish work that has begun, or only read.
+// True for calls that a draining server rejects: those that may take long, such as pulls, watches,
+// saves and restores. Short calls are accepted, also those that change something, such as SetLabel.
+// ModelStore::Drain() rejects new models, runs and steps.
 bool IsRejectedWhileDraining(std::string_view method);
 
-// True for calls that a server which follows another one refuses: those that need more than the
-// role evaluator or change a model. Calls that concern the server itself, such as Drain, are
-// accepted.
+// True for calls that a read replica refuses: those that change a model, and those that need more
+// rights than an evaluator has, unless they concern the server itself, such as Drain.
 bool IsRefusedByFollower(std::string_view method);
 
 // What the caller of `method` may do. `authorization` is the value of that header; `model` is the

@@ -104,7 +104,7 @@ class GroupCalls {
   virtual absl::StatusOr<v1::WriteCopyResponse> WriteCopy(const v1::WriteCopyRequest& request) = 0;
   // Blocks on another server, which sends a partition.
   virtual absl::StatusOr<v1::FetchCopyResponse> FetchCopy(const v1::FetchCopyRequest& request) = 0;
-  // Blocks on the disk.
+  // Waits for the disk.
   virtual absl::StatusOr<v1::ReadCopyResponse> ReadCopy(const v1::ReadCopyRequest& request) = 0;
   // The first part of SaveNow(): ends the open round of the model, and permits no pushes until the
   // sender has left, or for 20 minutes. Blocks until everything that has been committed is

@@ -185,7 +185,7 @@ absl::Status LaneConnection::ServePush(const v1::PushHeader& header) {
   }
   EMA_RETURN_IF_ERROR(result->status());
   const PushResult& pushed = **result;
-  if (timing.has_value() && !pushed.duplicate) phases = PhasesOf(*timing, pushed);
+  if (timing.has_value() && !pushed.is_duplicate) phases = PhasesOf(*timing, pushed);
   std::move(report).Invoke();
   v1::LaneResponse response;
   *response.mutable_pushed() = handler.Response(pushed, phases);

@@ -101,7 +101,8 @@ void Listener::Accept() {
   while (true) {
     poll(polled, 2, -1);
     if (polled[1].revents != 0) return;
-    const auto [outcome, fd, refused_peer] = tcp_acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
+    const auto [outcome, fd, refused_peer] =
+        connection_acceptor_.Accept(SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (outcome == Outcome::kExhausted) poll(nullptr, 0, kBackoffMs);
     if (outcome == Outcome::kRefused) {
       rlimit files{};

@@ -50,7 +50,7 @@ class Listener {
   Listener(int fd, int stop_fd, int port, std::string path)
       : fd_(fd),
         stop_fd_(stop_fd),
-        tcp_acceptor_(fd, kReservedFiles),
+        connection_acceptor_(fd, kReservedFiles),
         port_(port),
         path_(std::move(path)) {}
 
@@ -59,8 +59,8 @@ class Listener {
   void Accept();
 
   int fd_;
-  const int stop_fd_;                // Readable: stop.
-  ConnectionAcceptor tcp_acceptor_;  // Used only by the thread, like grpc_acceptor_.
+  const int stop_fd_;                       // Readable: stop.
+  ConnectionAcceptor connection_acceptor_;  // Used only by the thread, like grpc_acceptor_.
   const int port_;
   const std::string path_;  // The unix socket's; empty: TCP.
   // Constant after Start(), like the next three.

@@ -255,7 +255,7 @@ absl::StatusOr<v1::Empty> ModelService::DeleteModel(const v1::DeleteModelRequest
       store_->Get(request.model()).ok() || !checkpoints_.CheckMayCreate(request.model()).ok();
   // Even if it is not: an earlier call may have failed at its checkpoints.
   bool is_forgotten = false;
-  const absl::Status status = store_->Delete(request.model(), [&]() -> absl::Status {
+  const absl::Status status = store_->DeleteAndForget(request.model(), [&]() -> absl::Status {
     EMA_RETURN_IF_ERROR(checkpoints_.SetAsideAll(request.model()));
     is_forgotten = true;
     return request.purge() ? checkpoints_.Purge(request.model()) : absl::OkStatus();

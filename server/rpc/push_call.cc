@@ -167,7 +167,7 @@ void PushCall::Finish(const absl::StatusOr<PushResult>& result) {
     // Before another thread sees is_finishing_ and drops its reference.
     tag = finished_.Arm(shared_from_this());
     if (timing_.has_value()) {
-      if (result.ok() && !result->duplicate) phases = PhasesOf(*timing_, *result);
+      if (result.ok() && !result->is_duplicate) phases = PhasesOf(*timing_, *result);
       rpc_->observer->OnPushEnded({handler_.model_name(), handler_.received_bytes(), phases});
     }
   }

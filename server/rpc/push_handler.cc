@@ -16,8 +16,8 @@ PushPhases PhasesOf(const PushTiming& timing, const PushResult& result) {
   const absl::Duration rest = absl::FromChrono(SteadyNow() - timing.commit_arrival);
   return {.receive = timing.receive,
           .fold = timing.fold,
-          .wait = std::max(rest - result.commit_time, absl::ZeroDuration()),
-          .commit = result.commit_time};
+          .wait = std::max(rest - result.publish_duration, absl::ZeroDuration()),
+          .commit = result.publish_duration};
 }
 
 absl::Status PushHandler::OnHeader(const v1::PushHeader& header, PushCallback on_end) {
@@ -60,7 +60,7 @@ v1::PushResponse PushHandler::Response(const PushResult& result,
   *response.mutable_version() = ToProto(result.record);
   response.set_applied_step(result.record.step);
   response.set_durable_step(model_->durable().step());
-  response.set_duplicate(result.duplicate);
+  response.set_duplicate(result.is_duplicate);
   response.set_round(model_->round());
   *response.mutable_plan() = ToProto(result.plan, plan_revision_);
   if (phases.has_value()) {

@@ -30,7 +30,8 @@ struct PushTiming {
 // The phases of a push that has just ended with `result`.
 PushPhases PhasesOf(const PushTiming& timing, const PushResult& result);
 
-// One push of one rank. An error from any function ends the push. For one thread at a time.
+// One stream of one rank's push. An error from any function ends the stream. For one thread at a
+// time.
 class PushHandler {
  public:
   // `store` outlives it.

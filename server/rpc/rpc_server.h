@@ -105,9 +105,9 @@ class RpcServer {
   void SetServing(bool serving) { is_serving_.store(serving, std::memory_order_relaxed); }
   // From now on calls that start work are rejected: see IsRejectedWhileDraining().
   void StartDraining() { context_.admission.StartDraining(); }
-  // The answer to health checks: OK, or why the server does not serve: it is draining, it follows
-  // another server and has copied no version yet, its device is broken, or a thread is stuck. Never
-  // blocks.
+  // The answer to health checks: OK, or why the server does not serve: it is draining, or has not
+  // joined its group yet (UNAVAILABLE, DRAINING, in both cases); it is a replica without a version;
+  // its device is broken; or a thread is stuck. Never blocks.
   absl::Status health() const;
   // The same for checkpoints: the error of health(), of the checkpoint store, or a stuck disk
   // thread. NOT_FOUND, NO_DATA_DIR: there are none.
@@ -160,8 +160,8 @@ class RpcServer {
   SteadyWait stop_wait_;                           // Woken when `is_stopping_` changes.
 
   // Last: calls that wait there refer to the members above. Requests that create or change a model
-  // have a manifest, those that restore the layout of a rank, and pulls may have a long list of
-  // tensors. All others are short.
+  // may have a manifest, those that restore a model may have the layout of a rank, and pulls may
+  // have a long list of tensors. All others are short.
   static constexpr int64_t kShortBytes = int64_t{4} << 20;
   static constexpr int64_t kLongBytes = int64_t{64} << 20;
   static_assert(13 * kShortBytes / 4 + 4 * kLongBytes == kWaitingBytes);
@@ -174,6 +174,7 @@ class RpcServer {
   Worker copying_parts_{"copying-parts", kMaxWaitingCalls, kShortBytes / 8};
   Worker reading_copies_{"reading-copies", kMaxWaitingCalls, kShortBytes / 8};
   Worker moving_calls_{"moving-calls", kMaxWaitingCalls, kShortBytes / 4};
+  // Always started.
   Worker creating_calls_{"creating-calls", kMaxWaitingCalls, kLongBytes};
   Worker restoring_calls_{"restoring-calls", kMaxWaitingCalls, kLongBytes};
   // Started in a group only.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Caps the concurrent pushes, pulls and watches, and ends those that stall or may not continue.
+// Caps the concurrent pushes, pulls and watches, ends pushes and pulls that stall, and all that may
+// not continue.
 #ifndef EMA_SERVER_RPC_STREAM_SLOTS_H_
 #define EMA_SERVER_RPC_STREAM_SLOTS_H_
 
@@ -29,8 +30,9 @@ enum class StreamEnd {
   kOverFairShare,
   kRevoked,  // Its token is no longer valid for the call.
 };
-// RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverFairShare gives a caller. `kind` as in
-// StreamSlots::Options.
+// RESOURCE_EXHAUSTED, TOO_MANY_STREAMS: the error that kOverFairShare gives a push over gRPC, or a
+// watch that is not writing. Other calls over gRPC are cancelled; calls over a lane get ABORTED,
+// STALLED. `kind` as in StreamSlots::Options.
 absl::Status FairShareError(const std::string& kind);
 // UNAUTHENTICATED, BAD_TOKEN: the error that kRevoked gives a caller.
 absl::Status RevokedError();

@@ -88,7 +88,7 @@ void WatchCall::Advance() {
 absl::Status WatchCall::SendNextLocked() {
   const std::vector<VersionHistory::RecordEntry> next =
       model_->history().RecordsAfter(last_version_, last_incarnation_, 1);
-  if (next.empty()) return model_->closed();
+  if (next.empty()) return model_->CheckOpen();
   const Version& record = next.front().record;
   v1::WatchResponse response;
   *response.mutable_version() = ToProto(record);

@@ -40,7 +40,7 @@ class WatchCall final : public StreamCall, public std::enable_shared_from_this<W
   // Sends the next record if there is one and nothing is being sent; ends the call if its model is
   // closed. From any thread.
   void Advance() ABSL_LOCKS_EXCLUDED(mu_);
-  // Sends the next record if there is one. Errors as Model::closed().
+  // Sends the next record if there is one. Errors as Model::CheckOpen().
   absl::Status SendNextLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

@@ -216,7 +216,7 @@ bool LanePipe::IsPeerClosed() const {
 }
 
 absl::Status LanePipe::CheckPeer(const Stop& stop) const {
-  if (out_.broken() || in_.broken() || IsPeerClosed()) {
+  if (out_.is_broken() || in_.is_broken() || IsPeerClosed()) {
     return absl::UnavailableError("same-host lane: the peer has closed its end");
   }
   if (stop && stop()) return WaitEnded();
@@ -347,7 +347,7 @@ absl::StatusOr<LanePipe::Frame> LanePipe::Receive(const Stop& stop) {
 
 bool LanePipe::HasIncoming() {
   ReleaseIncoming();
-  return in_.WaitForFilled(absl::ZeroDuration()).has_value() || in_.broken() || IsPeerClosed();
+  return in_.WaitForFilled(absl::ZeroDuration()).has_value() || in_.is_broken() || IsPeerClosed();
 }
 
 }  // namespace ema

@@ -148,7 +148,7 @@ TEST(CoveragePropertyTest, ClaimsInFlightAgreeWithABitmap) {
       }
       const int64_t covered_bytes = std::count(bytes.begin(), bytes.end(), State::kCovered);
       ASSERT_EQ(coverage.covered_bytes(), covered_bytes);
-      ASSERT_EQ(coverage.complete(), covered_bytes == total);
+      ASSERT_EQ(coverage.is_complete(), covered_bytes == total);
       std::vector<bool> is_missing(total);
       for (const Coverage::Range& gap : coverage.Missing(total)) {
         std::fill_n(is_missing.begin() + gap.offset, gap.length_bytes, true);
@@ -207,8 +207,8 @@ TEST(LayoutPropertyTest, ARunIsReadyExactlyWhenEachElementIsInOneShard) {
         ASSERT_THAT(join, IsOk());
       }
     }
-    ASSERT_EQ(run->ready(), !is_refused);
-    if (run->ready()) ++ready_count;
+    ASSERT_EQ(run->is_ready(), !is_refused);
+    if (run->is_ready()) ++ready_count;
   }
   EXPECT_GT(ready_count, 100);
   EXPECT_GT(overlap_count, 50);
@@ -264,7 +264,7 @@ struct PropertyRank {
     committed = false;
   }
   int64_t element_count() const { return static_cast<int64_t>(starts.size()) - 1; }
-  bool complete() const {
+  bool is_complete() const {
     return std::find(arrived.begin(), arrived.end(), false) == arrived.end();
   }
 
@@ -379,7 +379,7 @@ class SessionPropertyTest : public testing::Test {
     const bool wrong_digest = OneIn(random_, 8);
     const absl::Status status =
         rank.push->Commit({rank.stream_chunks, rank.stream_bytes, digest ^ (wrong_digest ? 1 : 0)});
-    if (!rank.complete()) {
+    if (!rank.is_complete()) {
       ASSERT_THAT(status, ReasonIs(ErrorReason::kPushIncomplete));
     } else if (wrong_digest) {
       ASSERT_THAT(status, ReasonIs(ErrorReason::kDigestMismatch));
@@ -407,10 +407,10 @@ class SessionPropertyTest : public testing::Test {
     for (const auto& rank : ranks_) open.push_back(rank.get());
     while (!open.empty()) {
       // The last to commit never does.
-      if (gives_up && open.size() == 1 && open[0]->complete()) return;
+      if (gives_up && open.size() == 1 && open[0]->is_complete()) return;
       const auto it = open.begin() + Below(random_, static_cast<int64_t>(open.size()));
       PropertyRank& rank = **it;
-      if ((!rank.complete() || OneIn(random_, 4)) && !OneIn(random_, 12)) {
+      if ((!rank.is_complete() || OneIn(random_, 4)) && !OneIn(random_, 12)) {
         ASSERT_NO_FATAL_FAILURE(SendRandomChunk(rank, step));
         if (rank.element_count() > 0) continue;
       }
@@ -422,7 +422,7 @@ class SessionPropertyTest : public testing::Test {
       ASSERT_EQ(rank->outcome->calls, 1);
       ASSERT_THAT(rank->outcome->result, IsOk());
       ASSERT_EQ(rank->outcome->result->record.number, before + 1);
-      ASSERT_FALSE(rank->outcome->result->duplicate);
+      ASSERT_FALSE(rank->outcome->result->is_duplicate);
     }
     Apply(values);
     CheckWeights();

@@ -15,7 +15,7 @@ constexpr int64_t kMany = 1000;  // Ranges, as many as a test has.
 
 TEST(CoverageTest, EmptyTotalIsCompleteFromTheStart) {
   const Coverage coverage(0, kMany);
-  EXPECT_TRUE(coverage.complete());
+  EXPECT_TRUE(coverage.is_complete());
   EXPECT_EQ(coverage.Digest(), 0u);
   EXPECT_TRUE(coverage.Missing(10).empty());
 }
@@ -117,7 +117,7 @@ TEST(CoverageTest, AgreesWithABitmapOnRandomRanges) {
         covered[k] = true;
       }
     }
-    ASSERT_TRUE(coverage.complete());
+    ASSERT_TRUE(coverage.is_complete());
     ASSERT_EQ(coverage.Digest(), Crc32c(0, content));
   }
 }

@@ -158,7 +158,7 @@ TEST_F(ManyRanksTest, AStepOf256RanksBecomesOneVersion) {
       ASSERT_EQ(stream.outcome->calls, 1);
       ASSERT_THAT(stream.outcome->result, IsOk());
       EXPECT_EQ(stream.outcome->result->record.number, step);
-      EXPECT_FALSE(stream.outcome->result->duplicate);
+      EXPECT_FALSE(stream.outcome->result->is_duplicate);
     }
     EXPECT_EQ(commit_count, step);
     average = step == 1 ? value : average + (value - average) / 2;

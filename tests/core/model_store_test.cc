@@ -158,16 +158,17 @@ TEST_F(ModelStoreTest, ANameIsFreeAgainWhenWhatElseThereWasIsForgotten) {
     if (exists) {
       ASSERT_THAT(store_.Create(Config("m")), IsOk());
     }
-    EXPECT_THAT(store_.Delete("m",
-                              [&] {
-                                EXPECT_THAT(store_.Get("m"), ReasonIs(ErrorReason::kModelNotFound));
-                                EXPECT_THAT(store_.Create(Config("m")),
-                                            AllOf(StatusIs(absl::StatusCode::kUnavailable,
-                                                           HasSubstr("is being deleted")),
-                                                  ReasonIs(ErrorReason::kModelBusy)));
-                                EXPECT_THAT(store_.Create(Config("other")), IsOk());
-                                return absl::InternalError("no");
-                              }),
+    EXPECT_THAT(store_.DeleteAndForget("m",
+                                       [&] {
+                                         EXPECT_THAT(store_.Get("m"),
+                                                     ReasonIs(ErrorReason::kModelNotFound));
+                                         EXPECT_THAT(store_.Create(Config("m")),
+                                                     AllOf(StatusIs(absl::StatusCode::kUnavailable,
+                                                                    HasSubstr("is being deleted")),
+                                                           ReasonIs(ErrorReason::kModelBusy)));
+                                         EXPECT_THAT(store_.Create(Config("other")), IsOk());
+                                         return absl::InternalError("no");
+                                       }),
                 StatusIs(absl::StatusCode::kInternal, "no"));
     EXPECT_THAT(store_.Create(Config("m")), IsOk());
     EXPECT_TRUE(store_.Delete("m"));

@@ -60,7 +60,7 @@ TEST_F(ModelTest, FirstPushInitializesEveryTrack) {
   EXPECT_EQ(result.record.number, 1);
   EXPECT_EQ(result.record.incarnation, 7);
   EXPECT_EQ(result.record.step, 1);
-  EXPECT_FALSE(result.duplicate);
+  EXPECT_FALSE(result.is_duplicate);
   for (const TrackVersion& track : result.record.tracks) {
     EXPECT_TRUE(track.updated);
     EXPECT_EQ(track.update_weight, 1.0f);
@@ -211,7 +211,7 @@ TEST_F(ModelTest, ACommittedStepPushedAgainIsADuplicateOnlyWithTheSameContent) {
   ASSERT_THAT(rank.Join(), IsOk());
   ASSERT_THAT(rank.Push(1, BytesOf(Values(1))), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, rank.Push(1, BytesOf(Values(1)), 444));
-  EXPECT_TRUE(again.duplicate);
+  EXPECT_TRUE(again.is_duplicate);
   EXPECT_EQ(again.record.number, 1);
   EXPECT_THAT(rank.Push(1, BytesOf(Values(2))), ReasonIs(ErrorReason::kStaleStep));
   EXPECT_EQ(model_->history().latest()->number, 1);

@@ -81,7 +81,7 @@ TEST_F(PushStreamsTest, StreamsOfOneGroupPushSideBySide) {
   // Sent again, each stream learns that the step is committed.
   EMA_ASSERT_OK_AND_ASSIGN(auto again, rank.Open(1, outcome));
   ASSERT_THAT(again->Commit({0, 0, digest}), IsOk());
-  EXPECT_TRUE(outcome->result->duplicate);
+  EXPECT_TRUE(outcome->result->is_duplicate);
 }
 
 TEST_F(PushStreamsTest, AStreamOfAnotherGroupFencesAllOfTheOneBefore) {

@@ -349,7 +349,7 @@ TEST_F(RollbackTest, TheNextRunLearnsWhereItStandsAndGoesOnFromThere) {
             Model::PushState::State::kUnknown);
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult pushed, next->Push(3, Weights(3)));
   EXPECT_EQ(pushed.record.number, 6);
-  EXPECT_FALSE(pushed.duplicate);
+  EXPECT_FALSE(pushed.is_duplicate);
 }
 
 TEST_F(RollbackTest, NobodyGetsInWhileItLoadsButReadersDo) {

@@ -330,7 +330,7 @@ TEST_F(SharingTest, ACommittedStepIsNotTakenForTheSameWithoutThem) {
   OpenRun("launch");
   ASSERT_THAT(Push(1, 2, 7), IsOk());
   EMA_ASSERT_OK_AND_ASSIGN(const PushResult again, Push(1, 2, 7));
-  EXPECT_TRUE(again.duplicate);
+  EXPECT_TRUE(again.is_duplicate);
   EXPECT_THAT(Push(1, 2),
               StatusIs(absl::StatusCode::kFailedPrecondition,
                        HasSubstr("step 1 is committed already, with the frozen tensors")));

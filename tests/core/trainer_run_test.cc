@@ -28,10 +28,10 @@ class RunTest : public testing::Test {
 TEST_F(RunTest, IsReadyWhenAllRanksCoverTheManifestOnce) {
   EMA_ASSERT_OK_AND_ASSIGN(auto run, TrainerRun::Create(manifest_.get(), "launch", 1, 2));
   EXPECT_THAT(run->Join(1, 2, Rows(2, 2)), IsOk());
-  EXPECT_FALSE(run->ready());
+  EXPECT_FALSE(run->is_ready());
   EXPECT_THAT(run->MissingRanks(16), ElementsAre(0));
   EXPECT_THAT(run->Join(0, 2, Rows(0, 2)), IsOk());
-  EXPECT_TRUE(run->ready());
+  EXPECT_TRUE(run->is_ready());
 }
 
 TEST_F(RunTest, JoiningAgainWithTheSameLayoutIsOk) {
@@ -39,7 +39,7 @@ TEST_F(RunTest, JoiningAgainWithTheSameLayoutIsOk) {
   EXPECT_THAT(run->Join(0, 2, Rows(0, 2)), IsOk());
   EXPECT_THAT(run->Join(0, 2, Rows(0, 2)), IsOk());
   EXPECT_THAT(run->Join(0, 2, Rows(0, 1)), ReasonIs(ErrorReason::kBadLayout));
-  EXPECT_FALSE(run->ready());
+  EXPECT_FALSE(run->is_ready());
 }
 
 TEST_F(RunTest, RankAndWorldSizeOutOfRangeAreRefused) {
@@ -65,14 +65,14 @@ absl::Status JoinAll(TrainerRun& run, const Manifest& manifest,
   for (int64_t rank = 0; rank + 1 < world_size; ++rank) {
     EXPECT_THAT(run.Join(rank, world_size, *RankLayout::Create(manifest, ranks[rank])), IsOk());
   }
-  EXPECT_FALSE(run.ready());
+  EXPECT_FALSE(run.is_ready());
   return run.Join(world_size - 1, world_size, *RankLayout::Create(manifest, ranks.back()));
 }
 
 absl::Status JoinAll(const Manifest& manifest, const std::vector<std::vector<Shard>>& ranks) {
   const auto run = *TrainerRun::Create(&manifest, "launch", 1, static_cast<int64_t>(ranks.size()));
   const absl::Status status = JoinAll(*run, manifest, ranks);
-  EXPECT_EQ(run->ready(), status.ok());
+  EXPECT_EQ(run->is_ready(), status.ok());
   return status;
 }
 
@@ -131,7 +131,7 @@ TEST(RunLayoutsTest, ARefusalNamesTensorAndRanksAndJoinsNothing) {
   EXPECT_THAT(hole, ReasonIs(ErrorReason::kLayoutHole));
   EXPECT_EQ(join(0, first), hole);
   EXPECT_THAT(join(1, {a, {1, {0, 3}, {4, 3}}}), IsOk());
-  EXPECT_TRUE(run->ready());
+  EXPECT_TRUE(run->is_ready());
   EXPECT_THAT(join(0, first), IsOk());
 }
 

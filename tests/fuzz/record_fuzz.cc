@@ -57,7 +57,7 @@ void CheckModelRecord(std::string_view text) {
   if (!record.ok()) return;
   const absl::StatusOr<std::string> written = group::FormatModelRecord("models/a", *record);
   EMA_FUZZ_CHECK(written.ok() && group::ParseModelRecord("models/a", *written) == record);
-  if (const group::GroupCheckpoint* const durable = record->durable()) {
+  if (const group::GroupCheckpoint* const durable = record->NewestCheckpoint()) {
     EMA_FUZZ_CHECK(record->Find(durable->id) == durable);
   }
 }

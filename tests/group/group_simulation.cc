@@ -371,7 +371,9 @@ void GroupSimulation::SendSync(Process& process) {
 void GroupSimulation::DeliverSync(Process& home, const Message& message) {
   const Process& from = processes_[message.from];
   const int64_t round = home.rounds->state().round;
-  const Sync sync{{message.incarnation, from.partition, from.boot}, message.round, message.value};
+  const Sync sync{.from = {message.incarnation, from.partition, from.boot},
+                  .round = message.round,
+                  .received_bytes = message.value};
   Reply(home, message, home.rounds->OnSync(sync, now_), round, false);
 }
 

@@ -257,7 +257,7 @@ TEST(GroupTrainingTest, AStepThatARankBeginsBeforeTheOthersEndTheLastOneIsCommit
       const auto lost, first->StartPush(1, TrainingTime::AtBatch(1), weights.shards(), kPatience));
   const auto has_received = [](const std::unique_ptr<GroupServer>& server) {
     const auto session = (*server->store().Get("m"))->Describe().session;
-    return session != nullptr && session->RankCommitted(0);
+    return session != nullptr && session->HasRankCommitted(0);
   };
   // It has no tensors of the third server.
   group.Await([&] { return std::ranges::count_if(group.servers_, has_received) == 2; });

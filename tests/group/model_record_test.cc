@@ -368,15 +368,15 @@ TEST(CopyTest, TheNewestCheckpointRemainsDurableWhileTheBaseIsACopy) {
     EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.now_micros = kIncarnation + crash,
                                                                .partitions = record.partitions}));
     EXPECT_TRUE(record.BeginsWithCopy());
-    ASSERT_NE(record.durable(), nullptr);
-    EXPECT_EQ(record.durable()->id, (VersionId{5, 7}));  // Version 6 of it was discarded.
+    ASSERT_NE(record.NewestCheckpoint(), nullptr);
+    EXPECT_EQ(record.NewestCheckpoint()->id, (VersionId{5, 7}));  // Version 6 of it was discarded.
     EXPECT_THAT(RemoveCheckpoint(record, {5, 7}), ReasonIs(ErrorReason::kCheckpointInUse));
   }
   // The copied version is saved, and later a newer one is copied.
   EMA_ASSERT_OK_AND_ASSIGN(
       record, AddCheckpoint(record, record.incarnation, CheckpointOf(6, kIncarnation)));
   EXPECT_FALSE(record.BeginsWithCopy());
-  EXPECT_EQ(record.durable()->id, (VersionId{6, kIncarnation}));
+  EXPECT_EQ(record.NewestCheckpoint()->id, (VersionId{6, kIncarnation}));
   EMA_ASSERT_OK_AND_ASSIGN(record, SetCopy(record, CopyOf(7, record.incarnation)));
   EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
   EXPECT_EQ(BaseAfterCrash(record), (VersionId{7, kIncarnation + 2}));
@@ -387,7 +387,7 @@ TEST(CopyTest, ACopyMayReplaceTheCopyThatWasTheBase) {
   EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.partitions = record.partitions}));
   EMA_ASSERT_OK_AND_ASSIGN(record, SetCopy(record, CopyOf(7, record.incarnation)));
   EXPECT_THAT(ParseModelRecord(kKey, TextOf(record)), IsOkAndHolds(record));
-  EXPECT_EQ(record.durable()->id, (VersionId{5, 7}));
+  EXPECT_EQ(record.NewestCheckpoint()->id, (VersionId{5, 7}));
   EXPECT_EQ(BaseAfterCrash(record), (VersionId{7, kIncarnation + 1}));
 }
 
@@ -432,7 +432,7 @@ TEST(CopyTest, AModelWithOnlyACopySurvivesACrash) {
   EXPECT_TRUE(record.SurvivesCrash());
   EMA_ASSERT_OK_AND_ASSIGN(record, BeginIncarnation(record, {.partitions = record.partitions}));
   EXPECT_EQ(record.base, (VersionId{1, kIncarnation}));
-  EXPECT_EQ(record.durable(), nullptr);
+  EXPECT_EQ(record.NewestCheckpoint(), nullptr);
   EXPECT_THAT(BeginIncarnation(record, {.partitions = record.partitions, .lost = record.base}),
               ReasonIs(ErrorReason::kCheckpointNotFound));
 }

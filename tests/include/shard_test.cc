@@ -273,7 +273,7 @@ TEST(RankLayoutTest, SixtyThousandShardsAreQuick) {
     ASSERT_THAT(run->Join(i, kCount + 1, *RankLayout::Create(manifest, {rows[i]})), IsOk());
   }
   EXPECT_THAT(run->Join(kCount, kCount + 1, by_column), IsOk());
-  EXPECT_TRUE(run->ready());
+  EXPECT_TRUE(run->is_ready());
 }
 
 struct ShareCase {
@@ -335,7 +335,7 @@ TEST(EvenShareTest, RanksHoldEachElementOnceAndAsEvenlyAsCanBe) {
           EXPECT_LE(std::abs(static_cast<double>(layout.total_bytes()) - rest), 8);
         }
       }
-      ASSERT_TRUE(run->ready());
+      ASSERT_TRUE(run->is_ready());
     }
   }
 }
@@ -413,7 +413,7 @@ TEST(EvenShareTest, FrozenTensorsComeLastAndAreSplitToo) {
         least = std::min(least, layout.total_bytes() - layout.trained_bytes());
         most = std::max(most, layout.total_bytes() - layout.trained_bytes());
       }
-      ASSERT_TRUE(run->ready());
+      ASSERT_TRUE(run->is_ready());
       EXPECT_LE(most - least, 16);
       for (int64_t i = 0; i < c.manifest.tensor_count(); ++i) {
         const bool is_frozen = frozen[i] && !c.rank0_flags[i];

@@ -65,9 +65,9 @@ FoundTile FindTile(const FindKernelMemory& find, const ema::FoldTable& table, in
   }
   if (table.non_finite != nullptr) {
     found.non_finite =
-        FindItems(find, table.non_finite + tile.run, 1, "a note of what is not finite", true);
+        FindItems(find, table.non_finite + tile.note, 1, "a note of what is not finite", true);
   }
-  tile.run = 0;
+  tile.note = 0;
   return found;
 }
 

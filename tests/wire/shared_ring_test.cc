@@ -54,7 +54,7 @@ TEST_F(SharedRingTest, SlotsComeInOrderWithTheirLabels) {
     reader_->Release();
   }
   EXPECT_FALSE(reader_->WaitForFilled(kShort).has_value());
-  EXPECT_FALSE(reader_->broken());
+  EXPECT_FALSE(reader_->is_broken());
 }
 
 TEST_F(SharedRingTest, AWriterWaitsForASlotToBeReleased) {
@@ -126,9 +126,9 @@ TEST_F(SharedRingTest, NonsenseInTheMemoryIsNoticed) {
   // Counters that no right writer can have.
   std::memset(written_->data(), 0xee, 4096);
   EXPECT_FALSE(reader_->WaitForFilled(kShort).has_value());
-  EXPECT_TRUE(reader_->broken());
+  EXPECT_TRUE(reader_->is_broken());
   EXPECT_TRUE(writer_->WaitForFree(kShort).empty());
-  EXPECT_TRUE(writer_->broken());
+  EXPECT_TRUE(writer_->is_broken());
   EXPECT_FALSE(reader_->WaitForFilled(kShort).has_value());
 }
 
@@ -139,7 +139,7 @@ TEST_F(SharedRingTest, ALengthThatIsNoneIsNoticed) {
     *word = -5;
   }
   EXPECT_FALSE(reader_->WaitForFilled(kShort).has_value());
-  EXPECT_TRUE(reader_->broken());
+  EXPECT_TRUE(reader_->is_broken());
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ class GroupRun final : public OpenedRun, public std::enable_shared_from_this<Gro
   absl::Status OpenPart(size_t partition, PartitionMap::RankPart shards, Client::RunOptions options,
                         SteadyTime deadline, Interrupt* interrupt);
   void OrderParts(int64_t world_size);
-  // WaitReady(), also while the incarnation has ended.
+  // Waits until all ranks have joined. Does not check whether the incarnation has ended.
   absl::Status AwaitRanks(SteadyTime deadline, Interrupt* interrupt);
   // Calls `work` for all parts but the home's at once.
   absl::Status ForOthers(Interrupt* interrupt,

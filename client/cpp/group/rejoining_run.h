@@ -53,7 +53,7 @@ class RejoiningRun final : public OpenedRun, public std::enable_shared_from_this
 
  private:
   std::shared_ptr<GroupRun> newest() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Opens the run again, which `fenced` was. Retries until `deadline` while a server does not run.
+  // Opens the run of `fenced` again. Retries until `deadline` while a server does not run.
   absl::StatusOr<std::shared_ptr<GroupRun>> OpenAgain(const GroupRun& fenced, SteadyTime deadline,
                                                       Interrupt* interrupt) const;
   // Returns the run in the newest incarnation, which it opens if that has not been done since

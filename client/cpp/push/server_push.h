@@ -45,8 +45,8 @@ namespace ema::client_internal {
 // it does not drop the step: the push as a whole does.
 class ServerPush final : public RunningPush {
  public:
-  // `gpus`: the result of PinnedRing::Follow() for the weights on GPUs; empty: no shard is on a
-  // GPU. `part`: null, unless it is a part of a push to a group.
+  // `gpus`: the result of PinnedRing::WaitForTrainerStreams() for the weights on GPUs; empty: no
+  // shard is on a GPU. `part`: null, unless it is a part of a push to a group.
   ServerPush(std::shared_ptr<RunCore> run, PushArguments arguments, std::vector<Gpu*> gpus,
              const GroupPart* part);
   ~ServerPush() override;  // REQUIRES: done(), or never started.

@@ -163,15 +163,15 @@ Connection::~Connection() {
   if (fd_ >= 0) close(fd_);
 }
 
-bool Connection::alive() const {
-  if (broken()) return false;
+bool Connection::is_alive() const {
+  if (is_broken()) return false;
   if (fd_ < 0) return channel_->GetState(/*try_to_connect=*/false) == GRPC_CHANNEL_READY;
   // gRPC reports a dead connection only when a call fails, so the kernel is asked.
   pollfd peer = {.fd = fd_, .events = POLLRDHUP, .revents = 0};
   return poll(&peer, 1, 0) == 0;
 }
 
-bool Connection::broken() const {
+bool Connection::is_broken() const {
   absl::MutexLock lock(&mu_);
   return is_broken_;
 }
@@ -275,7 +275,7 @@ absl::Status Call::Result(const grpc::Status& status) {
         absl::StrCat("server ", connection_->address(), ": no answer in time"));
   }
   if (is_cancelled) {
-    if (connection_->broken()) {
+    if (connection_->is_broken()) {
       return absl::UnavailableError(absl::StrCat(message, " (the connection was closed)"));
     }
     if (cancelled_at_.load() == SteadyTime::max()) {

@@ -53,12 +53,12 @@ class Connection {
   grpc::health::v1::Health::Stub& health_stub() { return health_stub_; }
 
   // False: the connection is broken, or closed by the peer.
-  bool alive() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool is_alive() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Ends all its calls, and discards the bytes that gRPC has not sent. Slices are dropped once a
   // thread polls gRPC. Not to be called with a lock held that a slice's destroy callback acquires.
   void Break() ABSL_LOCKS_EXCLUDED(mu_);
-  bool broken() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool is_broken() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   friend class Call;

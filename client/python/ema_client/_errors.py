@@ -34,7 +34,7 @@ class EmaError(Exception):
 
 
 class CancelledError(EmaError):
-    """The call was interrupted before it ended, such as by closing the client."""
+    """The server ended the call, such as a pull whose reader was too slow, or it was interrupted."""
 
     code = "CANCELLED"
 

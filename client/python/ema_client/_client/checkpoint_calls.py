@@ -202,11 +202,12 @@ def restore(
     label: str | None = None,
     timeout_s: float | None = None,
 ) -> Version:
-    """Rolls a model back: makes a new version that equals an earlier one.
+    """Rolls a model back to an earlier version.
 
-    The current run ends, and its trainer is fenced; the next run continues from the new version.
-    The versions in between are kept. Not retried after a broken connection: check the newest
-    version's `restored_from` then.
+    One server makes a new version that equals the earlier one. In a group of servers the earlier
+    version itself becomes the newest again, without `restored_from`. The current run ends, and its
+    trainer is fenced; the next run continues from the new version. The versions in between are kept.
+    Not retried after a broken connection: check the newest version then.
 
     Args:
         name: the model.
@@ -215,7 +216,7 @@ def restore(
         timeout_s: seconds.
 
     Returns:
-        The new version; its `restored_from` is the earlier one.
+        The version that is the newest now.
 
     Raises:
         InvalidArgumentError: both or neither of version and label.

@@ -158,7 +158,9 @@ def pull(
     on_progress: Callable[[int], object] | None = None,
     timeout_s: float | None = None,
 ) -> Weights:
-    """Reads one track of one version, or a part of it, and checks its digest.
+    """Reads one track of one version, or a part of it.
+
+    Over gRPC its checksums are verified; through shared memory, on the server's host, they are not.
 
     Args:
         name: the model.

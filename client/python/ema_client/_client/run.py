@@ -169,7 +169,7 @@ class Run:
         self._get().wait_ready(self._timeout(timeout_s))
 
     def is_due(self, time: TimeLike = None, *, step: int = 0) -> bool:
-        """True if a push at `time` would update a track; the same on all ranks."""
+        """True if a push at `time` would update a track, as far as this rank knows from its last push."""
         return self._get().is_due(time_dict(time, step=step))
 
     def start_push(
@@ -194,9 +194,9 @@ class Run:
             time: training time at the step. None: the step is the batch.
             frozen_changed: the frozen tensors have changed since the run's last push, or may have changed
                 because a push failed. Equal on all ranks.
-            check: reads all arrays in host memory before it returns. If the push then sends other bytes,
+            check: computes the arrays' checksums before it returns. If the push then sends other bytes,
                 because the arrays were written (and perhaps restored) meanwhile, it commits nothing, and
-                `PendingPush.wait` raises DataLossError.
+                `PendingPush.wait` raises DataLossError. Has no effect if an array is on a GPU.
             timeout_s: seconds for the whole push, waiting for other ranks included. None: the client's, by
                 default 600.
 

@@ -125,14 +125,14 @@ def attach(
             pipeline stages), give `rename`, which then gets names with the module's index in front
             ("1.weight"). Ranks that hold the same parameter, or the same piece, must have equal values.
         optimizer: the optimizer that changes the parameters, or all such optimizers (a GAN's two; one for
-            each parameter, in backward hooks). The first step is complete when each has stepped, and each
-            later step when the last of these has stepped again. If optimizers contain others, a step ends
-            with the outermost `step()`, whichever of them is given. The wrappers of accelerate and Lightning
-            are unwrapped. Steps that a grad scaler skips do not count, nor those of an optimizer that is
+            each parameter, in backward hooks). The first step is complete when each has stepped, and a
+            later step when the optimizer that was the last then has stepped again. If optimizers contain
+            others, a step ends with the outermost `step()`, whichever of them is given. The wrappers of
+            accelerate and Lightning are unwrapped. Steps that a grad scaler skips do not count, nor those of an optimizer that is
             created later, nor those by which torch.distributed.checkpoint initializes an optimizer's state.
-            The optimizers, or those that they contain, must hold parameters of the model; those that none
-            of them holds are copied, or the step waits. None, on all ranks: call the attachment's
-            `after_step()` after each step. Give None if your optimizer trains copies of the
+            The optimizers, or those that they contain, must hold parameters of the model. Parameters that
+            none of them holds are copied for each push; if they are too large, the step waits. None, on all
+            ranks: call the attachment's `after_step()` after each step. Give None if your optimizer trains copies of the
             parameters. Megatron-core's optimizer (a MegatronOptimizer) counts the steps that it has made.
             If `model` is DeepSpeed's engine, its steps count, and this argument is ignored: give None, or any
             of its optimizers. Steps that it skips, because gradients are not finite, do not count.
@@ -201,7 +201,8 @@ def attach(
             starts the training without the average: a warning says so, and the ranks join when they can
             (with `existing` "continue" this needs `start_step` or `resume`). Default: as "skip", but an
             unreachable server raises after `timeout_s`, as with "raise" and "wait".
-        timeout_s: seconds for a push, other ranks' included, and for each call of the set-up. Default: 60.
+        timeout_s: seconds for a push, with the wait for other ranks, and for each call of the set-up.
+            Default: 60.
             This function waits at most this long until every rank has called it. It is also the limit of
             each pull of the averages, where the default is 600.
         max_wait_s: the most seconds that the hooks delay one step of the training. Does not apply to

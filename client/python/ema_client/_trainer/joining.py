@@ -257,7 +257,7 @@ class Plan:
 
     def warn_of_start_alone(self, outage: str) -> None:
         _logger.warning(
-            'model "%s": the training starts without its average (on_error="skip"), and joins when the '
+            'model "%s": the training starts without its average (on_error="skip"), and joins when '
             "all ranks reach the server; the steps until then are not averaged: %s",
             self.model_name,
             outage,
