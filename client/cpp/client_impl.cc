@@ -219,13 +219,12 @@ absl::Status Client::Impl::TryAtHome(SteadyTime deadline, Interrupt* interrupt,
   if (GetErrorReason(status) != ErrorReason::kNotHome || address.empty()) return status;
   EMA_ASSIGN_OR_RETURN(const std::shared_ptr<Impl> home, ClientOfMember(address));
   status = home->Try(deadline, interrupt, attempt);
-  // A home names itself if the call is for all partitions.
-  if (GetErrorReason(status) != ErrorReason::kNotHome || GetGroupHint(status).home == address) {
-    return status;
-  }
+  if (GetErrorReason(status) != ErrorReason::kNotHome) return status;
+  const std::string next_address = GetGroupHint(status).home;
+  if (next_address.empty() || next_address == address) return status;
   return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kNotHome,
-                   absl::StrCat(std::string(status.message()), "; another server has named ",
-                                address, ": the model moves"));
+                   absl::StrCat(std::string(status.message()), "; ", address, " has named ",
+                                next_address, ": the model moves"));
 }
 
 absl::Status Client::Impl::Retry(SteadyTime deadline, Interrupt* interrupt,

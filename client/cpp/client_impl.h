@@ -125,7 +125,7 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
 
   // Makes one call. If the server answers NOT_HOME, repeats it once, on the server that the answer
-  // names. UNAVAILABLE, NOT_HOME: that one names another server, so one of the two has old records.
+  // names. UNAVAILABLE, NOT_HOME: that one names a third, so the records of one of them are old.
   absl::Status TryAtHome(SteadyTime deadline, Interrupt* interrupt,
                          absl::FunctionRef<absl::Status(Call&)> attempt);
   // Repeats TryAtHome() while its error is transient and the deadline allows. Returns the last

@@ -571,11 +571,15 @@ absl::Status HostedPartition::StoppingError(int64_t partition) const {
 }
 
 absl::Status HostedPartition::NotHomeErrorLocked() const {
-  absl::Status error =
-      MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
-                absl::StrCat(Name(), ": only the home, member \"", options_.partitions[0].member,
-                             "\", answers this call"));
-  SetGroupHint(error, {.home = AddressLocked(0).value_or("")});
+  const std::string why = absl::StrCat(Name(), ": only the home, member \"",
+                                       options_.partitions[0].member, "\", answers this call");
+  const std::optional<std::string> address = AddressLocked(0);
+  if (!address.has_value()) {
+    return MakeError(absl::StatusCode::kUnavailable, ErrorReason::kGroupDegraded,
+                     absl::StrCat(why, ", and its address is not known now"), absl::Seconds(1));
+  }
+  absl::Status error = MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome, why);
+  SetGroupHint(error, {.home = *address});
   return error;
 }
 

@@ -139,11 +139,15 @@ TEST_F(ClientTest, ACallIsRepeatedAtTheHome) {
   EXPECT_THAT(client_->GetModel("m", absl::Milliseconds(300)),
               AllOf(StatusIs(absl::StatusCode::kUnavailable, HasSubstr("the model moves")),
                     ReasonIs(ErrorReason::kNotHome)));
-  // A home that names itself is not asked again.
-  home.unary_errors.assign(100, not_home);
-  const size_t count = home.unary_count();
-  EXPECT_THAT(client_->GetModel("m"), StatusIs(absl::StatusCode::kFailedPrecondition, _));
-  EXPECT_EQ(home.unary_count(), count + 1);
+  // A home that names itself or no server is not asked again.
+  const absl::Status for_all_partitions =
+      MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome, "partition_only");
+  for (const absl::Status& last : {not_home, for_all_partitions}) {
+    home.unary_errors.assign(100, last);
+    const size_t count = home.unary_count();
+    EXPECT_THAT(client_->GetModel("m"), StatusIs(absl::StatusCode::kFailedPrecondition, _));
+    EXPECT_EQ(home.unary_count(), count + 1);
+  }
 
   SetGroupHint(not_home, {.home = "not an address"});
   server_.unary_errors.assign(100, not_home);

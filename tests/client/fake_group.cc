@@ -73,10 +73,8 @@ absl::Status FakeGroup::CheckPush(const v1::PushHeader& header) {
 
 absl::Status FakeGroup::CheckPull(size_t partition, const v1::PullRequest& request) {
   if (!request.partition_only()) {
-    absl::Status not_home = MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
-                                      "the model has several partitions");
-    SetGroupHint(not_home, {.home = address()});
-    return not_home;
+    return MakeError(absl::StatusCode::kFailedPrecondition, ErrorReason::kNotHome,
+                     "the model has several partitions");
   }
   absl::MutexLock lock(&mu_);
   if (partition > 0 && pull_counts_[partition]++ < not_yet_count_) {
