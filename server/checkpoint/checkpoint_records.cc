@@ -15,7 +15,7 @@ absl::StatusOr<bool> CheckpointRecords::Has(const VersionId& id) const {
 absl::Status CheckpointRecords::Record(Model& home, const Version& record, int64_t total_bytes,
                                        bool keep, bool was_recorded, StartRemoving remove) {
   if (!is_in_group()) return absl::OkStatus();
-  const absl::Status status = partitions_->Commit(home, record, total_bytes, keep);
+  absl::Status status = partitions_->Commit(home, record, total_bytes, keep);
   const CheckpointId id = IdOf(record);
   if (status.ok()) {
     if (unrecorded_ == id) unrecorded_.reset();
@@ -35,7 +35,7 @@ absl::Status CheckpointRecords::Record(Model& home, const Version& record, int64
 absl::Status CheckpointRecords::RemoveUnrecorded(const std::optional<CheckpointId>& saved,
                                                  StartRemoving remove) {
   if (!unrecorded_.has_value() || unrecorded_ == saved) return absl::OkStatus();
-  const absl::Status status = remove(CheckpointName(*unrecorded_)).status();
+  absl::Status status = remove(CheckpointName(*unrecorded_)).status();
   // In use: the registry has it after all.
   if (!status.ok() && GetErrorReason(status) != ErrorReason::kCheckpointInUse) return status;
   unrecorded_.reset();  // If it is held, retention removes it later.

@@ -345,7 +345,7 @@ absl::Status SynthesizePart(CheckpointFolder& folder, Model& partition, int64_t 
   const auto on_error = [&](const std::string& checkpoint, const absl::Status& status) {
     return LocateError(status, folder.model_name(), checkpoint);
   };
-  const absl::Status status = Build(folder, partition, plan, on_error);
+  absl::Status status = Build(folder, partition, plan, on_error);
   if (!status.ok()) EMA_RETURN_IF_ERROR(partition.CheckOpen());
   return status;
 }

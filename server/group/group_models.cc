@@ -325,7 +325,7 @@ absl::Status GroupModels::ChangeRecord(
     }
     EMA_ASSIGN_OR_RETURN(const ModelRecord next, change(record));
     if (next == record) return absl::OkStatus();
-    const absl::Status written = member->Write(model, next, (*stored)->revision).status();
+    absl::Status written = member->Write(model, next, (*stored)->revision).status();
     if (written.ok()) return written;
     if (!absl::IsAborted(written)) {
       const auto found = member->Read(model);  // The record may have been written all the same.

@@ -72,7 +72,8 @@ absl::StatusOr<std::shared_ptr<HostedPartition>> HostedModels::Add(const Member&
                        store_.CreatePartition(std::move(part), record.incarnation, partition));
   // An earlier model of that name may have had other checkpoints.
   if (options_.checkpoints != nullptr) options_.checkpoints->FolderOf(name).Refresh();
-  const auto hosted = std::make_shared<const HostedModel>(partition, std::move(config));
+  const auto hosted =
+      std::make_shared<const HostedModel>(HostedModel{partition, std::move(config)});
   {
     absl::MutexLock lock(&mu_);
     models_[name] = hosted;

@@ -107,12 +107,12 @@ struct GroupState {
   std::vector<int64_t> home_pinned_versions;
   std::optional<FailedStep> failed_step;  // The highest one of the open run.
 
-  // Why `step`, which was pushed in `round`, is lost. Null: this state does not show that it is
-  // lost. If it has the abort of `round`, that abort was for an earlier step, and `step` may be
-  // pushed again in the current round.
-  const absl::Status* FindLoss(int64_t step, int64_t round) const {
+  // Why `step`, which was pushed in `push_round`, is lost. Null: this state does not show that it
+  // is lost. If it has the abort of `push_round`, that abort was for an earlier step, and `step`
+  // may be pushed again in the current round.
+  const absl::Status* FindLoss(int64_t step, int64_t push_round) const {
     if (failed_step.has_value() && step <= failed_step->step) return &failed_step->why;
-    if (!last_abort.has_value() || last_abort->round != round) return nullptr;
+    if (!last_abort.has_value() || last_abort->round != push_round) return nullptr;
     const bool is_for_failed_step = failed_step.has_value() && failed_step->why == last_abort->why;
     return is_for_failed_step ? nullptr : &last_abort->why;
   }

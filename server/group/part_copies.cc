@@ -273,7 +273,7 @@ absl::Status PartCopies::LoadOrFetch(const std::string& model, const ModelRecord
     const absl::Status none = GetDirectory().status();
     return has_checkpoint ? LostCopyError(none) : none;
   }
-  const absl::Status own = load();
+  absl::Status own = load();
   if (own.ok()) return own;
   EMA_RETURN_IF_ERROR(CheckMayContinue(pause));
   const Partition& next = record.partitions[(partition + 1) % record.partitions.size()];

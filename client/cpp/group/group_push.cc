@@ -131,7 +131,7 @@ absl::Status GroupPush::Push() {
   }
   while (!AwaitDecided(kIncarnationCheckInterval)) {
     if (!IsCutOff()) continue;
-    const absl::Status current =
+    absl::Status current =
         CheckIncarnation(run_->client(), run_->model(), run_->round().incarnation(), &interrupt_);
     // A reply may have come meanwhile.
     if (!current.ok() && !AwaitDecided(absl::ZeroDuration())) return current;

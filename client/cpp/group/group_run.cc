@@ -193,7 +193,7 @@ absl::Status GroupRun::WaitReady(SteadyTime deadline, Interrupt* interrupt) {
   absl::Duration interval = kIncarnationCheckInterval;
   while (true) {
     const SteadyTime check_time = std::min(deadline, After(SteadyNow(), interval));
-    const absl::Status ready = AwaitRanks(check_time, interrupt);
+    absl::Status ready = AwaitRanks(check_time, interrupt);
     const bool is_waiting = absl::IsDeadlineExceeded(ready) || IsRetryable(ready);
     if (!is_waiting || check_time == deadline) return ready;
     // The home is there if it knows which ranks are missing.

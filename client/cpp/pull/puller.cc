@@ -34,7 +34,7 @@ absl::Status Puller::Run(Client::Impl& server, SteadyTime deadline, Interrupt* i
     lane = server.TakeLane(deadline, interrupt).value_or(nullptr);
   }
   if (lane != nullptr) {
-    const absl::Status attempt = AttemptByLane(*lane, server.token().Authorization(), [&] {
+    absl::Status attempt = AttemptByLane(*lane, server.token().Authorization(), [&] {
       return interrupt->fired() || SteadyNow() >= deadline;
     });
     EMA_RETURN_IF_ERROR(target_error_);
@@ -42,8 +42,8 @@ absl::Status Puller::Run(Client::Impl& server, SteadyTime deadline, Interrupt* i
     if (attempt.ok() || is_refused_) return attempt;
     // Otherwise gRPC continues where the lane has ended.
   }
-  const absl::Status status = server.Retry(deadline, interrupt, [this](Call& call) {
-    const absl::Status attempt = Attempt(call);
+  absl::Status status = server.Retry(deadline, interrupt, [this](Call& call) {
+    absl::Status attempt = Attempt(call);
     return target_error_.ok() ? attempt : absl::CancelledError("ended by the target");
   });
   EMA_RETURN_IF_ERROR(target_error_);
