@@ -8,8 +8,8 @@
 #   --all       also the tests labelled slow, framework, container and sanitizer; the Python tests
 #               that use a shared server a second time, with a group of three servers; a short run
 #               of the benchmarks; the unit and integration tests with AddressSanitizer, and those
-#               of threads with ThreadSanitizer; clang's thread-safety analysis, clang-tidy,
-#               shellcheck, and the checks of format and types
+#               of threads with ThreadSanitizer; clang's thread-safety analysis and clang-tidy; the
+#               checks of shell scripts (shellcheck), format and types
 #   --campaign  only the tests labelled campaign, with all of their cases: every system call that
 #               fails, ten thousand losses of power, 200 kills. Without it, these tests
 #               try a sample; TEST_SEED=N chooses which

@@ -19,8 +19,13 @@ from testing import wait_for
 
 pytestmark = pytest.mark.slow
 
-# What deploy/group.sh runs, in another folder than build/group.
-SERVE = "import pathlib, sys, run_group; run_group.serve(2, pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+# What deploy/group.sh runs, in another folder than build/group. SIGINT is ignored where a shell has
+# started the tests in the background.
+SERVE = """
+import pathlib, signal, sys, run_group
+signal.signal(signal.SIGINT, signal.default_int_handler)
+run_group.serve(2, pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+"""
 
 
 def start(command: Sequence[object], log: pathlib.Path) -> subprocess.Popen[bytes]:
