@@ -106,7 +106,9 @@ def test_every_alert_has_a_test_and_a_runbook():
         assert ROOT / file == PROMETHEUS / "runbooks.md" and anchor == name.lower()
         assert rule["labels"]["severity"] in ("page", "ticket")
         page = (
-            runbooks.index("## Page") < runbooks.index(f"### {name}\n") < runbooks.index("## Tic")
+            runbooks.index("## Alerts that page")
+            < runbooks.index(f"### {name}\n")
+            < runbooks.index("## Alerts that open a ticket")
         )
         assert page == (rule["labels"]["severity"] == "page"), name
         for part in ("**What it means.**", "**What to check.**", "**What to do.**"):
