@@ -5,6 +5,8 @@
 #define EMA_CLIENT_CPP_CLIENT_IMPL_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -109,7 +111,11 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
                                                            SteadyTime deadline,
                                                            Interrupt* interrupt)
       ABSL_LOCKS_EXCLUDED(mu_);
-  void ReturnLane(std::unique_ptr<LanePipe> lane) { lanes_.Return(std::move(lane)); }
+  // `max_idle` as for LanePool::Return().
+  void ReturnLane(std::unique_ptr<LanePipe> lane,
+                  int64_t max_idle = std::numeric_limits<int64_t>::max()) {
+    lanes_.Return(std::move(lane), max_idle);
+  }
   // OK if the server offers lanes to this host. Otherwise why there is none, or why it is not known
   // in time.
   absl::Status FindLane(SteadyTime deadline, Interrupt* interrupt) ABSL_LOCKS_EXCLUDED(mu_);
@@ -125,7 +131,8 @@ class Client::Impl : public std::enable_shared_from_this<Client::Impl> {
   }
 
   // Makes one call. If the server answers NOT_HOME, repeats it once, on the server that the answer
-  // names. UNAVAILABLE, NOT_HOME: that one names a third, so the records of one of them are old.
+  // names. UNAVAILABLE, NOT_HOME: that one names a server other than itself, so one of the two has
+  // old records.
   absl::Status TryAtHome(SteadyTime deadline, Interrupt* interrupt,
                          absl::FunctionRef<absl::Status(Call&)> attempt);
   // Repeats TryAtHome() while its error is transient and the deadline allows. Returns the last

@@ -232,7 +232,9 @@ class PendingPush {
     // From the start until the last byte left; for weights on a GPU, until the last copy started.
     absl::Duration send_time;
     Lane lane = Lane::kGrpc;  // Transport of the last stream.
-    std::string lane_reason;  // Why there was no better one; empty: there is none.
+    // Why there was no better one; empty: there is none. Whether there are lanes is found out when
+    // the run is opened.
+    std::string lane_reason;
     // From the reply. Absent before the reply, and if QueryPush reported the commit.
     std::optional<ServerTime> server_time = std::nullopt;
   };

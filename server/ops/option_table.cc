@@ -335,7 +335,7 @@ void AddDevice(Table& table, ServerOptions& o) {
               "that is left after the server's other parts");
   table.Bytes("max-window-bytes", o.max_window_bytes, 0,
               "Limit of the memory that trainers on this host with weights on a GPU share with the "
-              "server, 64 MiB each by default. 0: 1/16 of the host's memory");
+              "server, by default 64 MiB each and for each lane. 0: 1/16 of the host's memory");
   table.Count("threads", o.thread_count, 0,
               "Threads that serve RPCs. 0: half of the processors, at least 1", 1024);
   table.Group("");  // Not in --help.

@@ -89,6 +89,7 @@ class WindowTest : public testing::Test {
     EMA_ASSERT_OK_AND_ASSIGN(run_, client_->OpenRun("gpu", options));
     Client::RunOptions host_options;
     host_options.wire_dtype = options.wire_dtype;
+    host_options.frozen_shard_count = options.frozen_shard_count;
     EMA_ASSERT_OK_AND_ASSIGN(host_run_, host_client_->OpenRun("host", host_options));
   }
   void Start(std::vector<std::string> options = {}) {
@@ -98,7 +99,9 @@ class WindowTest : public testing::Test {
 
   void Fill(int64_t seed) {
     for (size_t i = 0; i < weights_.size(); ++i) {
-      weights_[i] = static_cast<float>(static_cast<int64_t>(i) * 37 % 1001 + seed * 11) / 7;
+      const bool is_fixed = second_is_frozen_ && static_cast<int64_t>(i) >= counts_[0];
+      weights_[i] =
+          static_cast<float>(static_cast<int64_t>(i) * 37 % 1001 + (is_fixed ? 0 : seed) * 11) / 7;
     }
   }
   std::span<float> FirstTensor() { return std::span(weights_).first(counts_[0]); }
@@ -109,7 +112,8 @@ class WindowTest : public testing::Test {
     return run_->StartPush(
         step, TrainingTime::AtBatch(step),
         {std::as_bytes(FirstTensor()), std::as_bytes(SecondTensor())}, timeout,
-        {.gpu_weights = {.devices = {0, 1}, .streams = {first_->on(0), second_->on(1)}}});
+        {.frozen_changed = frozen_changed_,
+         .gpu_weights = {.devices = {0, 1}, .streams = {first_->on(0), second_->on(1)}}});
   }
   absl::StatusOr<Version> Push(int64_t step) {
     EMA_ASSIGN_OR_RETURN(const std::unique_ptr<PendingPush> push, StartPush(step));
@@ -120,7 +124,7 @@ class WindowTest : public testing::Test {
         const std::unique_ptr<PendingPush> push,
         host_run_->StartPush(step, TrainingTime::AtBatch(step),
                              {std::as_bytes(FirstTensor()), std::as_bytes(SecondTensor())},
-                             kPatience));
+                             kPatience, {.frozen_changed = frozen_changed_}));
     return push->Wait().status();
   }
   // Pushes to both models, and overwrites the weights as an optimizer does: its work on the streams
@@ -199,6 +203,8 @@ class WindowTest : public testing::Test {
 
   std::vector<int64_t> counts_ = {500'000, 400'001};
   int64_t max_lanes_ = 1;
+  bool second_is_frozen_ = false;
+  bool frozen_changed_ = false;      // Pushes include the frozen tensor.
   Lane lane_ = Lane::kSharedWindow;  // Of the pushes of TrainStep().
   // Of the last TrainStep().
   int64_t lane_count_ = 0;
@@ -241,7 +247,7 @@ TEST_F(LargeWindowTest, BuffersAreUsedAgainForWeightsThatAreLargerThanTheRing) {
 
 TEST_F(LargeWindowTest, SeveralLanesReadFromTheWindow) {
   max_lanes_ = 2;
-  Start({"--stream-timeout", "300ms"});
+  Start({"--stream-timeout", "2s"});
   int64_t step = 0;
   // The first pushes measure the speed of one lane.
   while (lane_count_ < 2 && step < 10) TrainStep(++step);
@@ -251,6 +257,18 @@ TEST_F(LargeWindowTest, SeveralLanesReadFromTheWindow) {
   PushOverBrokenLanes(++step, 2);
   ExpectSameAverages();
   TrainStep(++step);
+  ExpectSameAverages();
+}
+
+TEST_F(LargeWindowTest, AServerWithMemoryForOneWindowGetsOneLane) {
+  max_lanes_ = 2;
+  Start({"--max-window-bytes", "100M"});
+  // Some of them try two lanes.
+  for (int64_t step = 1; step <= 8; ++step) {
+    TrainStep(step);
+    EXPECT_EQ(lane_count_, 1);
+    EXPECT_EQ(server_->CountMappings(kWindow), 1);
+  }
   ExpectSameAverages();
 }
 
@@ -337,6 +355,52 @@ TEST_F(WindowTest, AKilledServerEndsThePushAndTheNextServerGetsAll) {
 }
 
 // It may read from the old window when it continues.
+TEST_F(LargeWindowTest, AServerThatHangsGetsANewWindowForAllLanes) {
+  max_lanes_ = 2;
+  Start();
+  int64_t step = 0;
+  while (lane_count_ < 2 && step < 10) TrainStep(++step);
+  ASSERT_EQ(lane_count_, 2);
+  Fill(++step);
+  {
+    BlockedStream blocked(*second_);
+    EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<PendingPush> push,
+                             StartPush(step, absl::Seconds(2)));
+    ASSERT_TRUE(push->WaitReleased(kPatience));
+    server_->Signal(SIGSTOP);
+    blocked.Unblock();
+    EXPECT_FALSE(push->Wait().ok());
+  }
+  server_->Signal(SIGCONT);
+  for (int i = 0; i < 3; ++i) TrainStep(++step);
+  EXPECT_EQ(ema_fake_cuda_registered_bytes(), ema_fake_cuda_pinned_bytes());
+  ExpectSameAverages();
+}
+
+// A push without the frozen tensor is small, and uses one of two lanes; the other one is idle.
+TEST_F(WindowTest, AnIdleLaneDoesNotReadADiscardedWindow) {
+  counts_ = {40 << 18, 28 << 18};
+  max_lanes_ = 2;
+  StartServer();
+  second_is_frozen_ = true;
+  OpenRuns({.frozen_shard_count = 1});
+  int64_t step = 0;
+  frozen_changed_ = true;
+  while (lane_count_ < 2 && step < 10) TrainStep(++step);
+  ASSERT_EQ(lane_count_, 2);
+  frozen_changed_ = false;
+  TrainStep(++step);
+  EXPECT_EQ(lane_count_, 1);
+  server_->Signal(SIGSTOP);
+  EMA_ASSERT_OK_AND_ASSIGN(const std::unique_ptr<PendingPush> push,
+                           StartPush(++step, absl::Seconds(2)));
+  EXPECT_FALSE(push->Wait().ok());
+  server_->Signal(SIGCONT);
+  frozen_changed_ = true;
+  for (int i = 0; i < 3; ++i) TrainStep(++step);
+  ExpectSameAverages();
+}
+
 TEST_F(WindowTest, AServerThatHangsGetsANewWindow) {
   Start();
   Fill(1);

@@ -65,6 +65,8 @@ class PinnedRing {
   // Lets the next Allocate() replace the window, because a server that hangs may still read from
   // it. Its buffers that a server may be reading must not be given back.
   void DiscardWindow() { is_discarded_ = true; }
+  // True from DiscardWindow() to the next Allocate().
+  bool is_discarded() const { return is_discarded_; }
   int slot_count() const { return static_cast<int>(slots_.size()); }
   std::byte* slot(int index) const { return memory_ + index * slot_bytes_; }
 

@@ -363,6 +363,7 @@ bool GroupPush::Abandon() {
 PendingPush::Stats GroupPush::stats() const {
   if (const std::shared_ptr<GroupPush> again = repeated()) return again->stats();
   PendingPush::Stats total;
+  total.lane = Lane::kSharedWindow;
   for (const std::shared_ptr<ServerPush>& part : parts_) {
     const PendingPush::Stats stats = part->stats();
     total.total_bytes += stats.total_bytes;
@@ -370,8 +371,11 @@ PendingPush::Stats GroupPush::stats() const {
     total.stream_count = std::max(total.stream_count, stats.stream_count);
     total.connection_count += stats.connection_count;
     total.send_time = std::max(total.send_time, stats.send_time);
-    total.lane = stats.lane;
-    total.lane_reason = stats.lane_reason;
+    // Of the slowest kind that a part has used.
+    if (stats.stream_count > 0 && stats.lane <= total.lane) {
+      total.lane = stats.lane;
+      total.lane_reason = stats.lane_reason;
+    }
     if (!stats.server_time.has_value()) continue;
     if (!total.server_time.has_value()) total.server_time.emplace();
     total.server_time->receive = std::max(total.server_time->receive, stats.server_time->receive);
@@ -379,6 +383,7 @@ PendingPush::Stats GroupPush::stats() const {
     total.server_time->wait = std::max(total.server_time->wait, stats.server_time->wait);
     total.server_time->commit = std::max(total.server_time->commit, stats.server_time->commit);
   }
+  if (total.stream_count == 0) total.lane = Lane::kGrpc;
   return total;
 }
 

@@ -23,7 +23,7 @@ namespace ema::client_internal {
 // from there. The lane goes back to the run after the reply; after an error it is closed.
 class LanePushStream final : public PushStream {
  public:
-  // `lane`: it has a pipe. `staged`: the chunks, if the lane has their window. The pointers outlive
+  // `lane`: it has a pipe. `staged`: ignored unless the lane has their window. The pointers outlive
   // this object.
   LanePushStream(RunCore* run, RunCore::PushLane lane, const PushMessages* messages,
                  StagedChunks* staged);

@@ -22,10 +22,10 @@ namespace {
 // Smaller pushes say little about speed.
 constexpr int64_t kMinNotedBytes = int64_t{64} << 20;
 
-// True: the server had no place for a stream, or closed it.
+// True: the server had no place for a stream, closed it, or gave its place to another caller.
 bool IsRefused(const absl::Status& error) {
   const ErrorReason reason = GetErrorReason(error);
-  return reason == ErrorReason::kTooManyStreams ||
+  return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kStalled ||
          (absl::IsUnavailable(error) && reason == ErrorReason::kUnspecified);
 }
 
@@ -37,13 +37,14 @@ bool IsBroken(const absl::Status& error) {
 
 }  // namespace
 
-// One try, by several streams, each on a thread of its own.
+// One try, by one or more streams: the first on the calling thread, each other one on its own.
 class PushSender::Sending {
  public:
   Sending(const PushMessages* messages, Streams* streams)
       : messages_(*messages), streams_(streams->list), parts_(streams_.size()) {}
 
-  // Sends everything, after `header`. If the system has too few threads, drops some of the streams.
+  // Calls `header` when the threads run, and sends its result and all chunks. If the system has too
+  // few threads, drops some of the streams.
   absl::StatusOr<v1::PushResponse> Run(const std::function<v1::PushHeader()>& header);
   // When the last chunk had been sent.
   SteadyTime sent_time() const { return sent_time_; }
@@ -193,11 +194,14 @@ absl::StatusOr<v1::PushResponse> PushSender::Send(const PushMessages& messages,
   EMA_ASSIGN_OR_RETURN(Streams streams, Open(messages, staged, wanted));
   Sending sending(&messages, &streams);
   const SteadyTime start = SteadyNow();
-  absl::StatusOr<v1::PushResponse> response =
-      sending.Run([&] { return messages.begin(streams.kind, streams.why_no_better); });
+  absl::StatusOr<v1::PushResponse> response = sending.Run([&] {
+    connection_count_.store(std::ssize(streams.list), std::memory_order_relaxed);
+    return messages.begin(streams.kind, streams.why_no_better);
+  });
   const auto count = std::ssize(streams.list);
-  connection_count_.store(count, std::memory_order_relaxed);
-  if (streams.kind != Lane::kGrpc && IsBroken(response.status())) broken_lane_ = response.status();
+  // The server ends lanes that are too many for it; one may still work.
+  const bool is_last_lane = streams.kind != Lane::kGrpc && count == 1;
+  if (is_last_lane && IsBroken(response.status())) broken_lane_ = response.status();
   if (wanted > 1 && (IsRefused(response.status()) || count < wanted)) {
     run_->NoteFewerConnections();
   }

@@ -25,8 +25,8 @@ namespace ema::client_internal {
 
 // Sends the chunks of a push through same-host lanes if there are some, else over gRPC: by one
 // stream, or by several, each with a lane or connection of its own; a stream takes the next chunk
-// when it is free. Keeps the connections of the last try, which may still hold slices of the
-// weights. For one thread, except connection_count().
+// when it is free. Keeps the connections of the last try over gRPC, which may still hold slices of
+// the weights. For one thread, except connection_count().
 class PushSender {
  public:
   // `clock` is paused while lanes are opened. Both outlive this object.
@@ -58,7 +58,7 @@ class PushSender {
   RunCore* const run_;
   CutOffClock* const clock_;
   std::vector<std::shared_ptr<Connection>> connections_;
-  absl::Status broken_lane_;                   // Not OK: a lane has broken, so they are avoided.
+  absl::Status broken_lane_;  // Not OK: a single lane has broken, so lanes are avoided.
   std::atomic<int64_t> connection_count_ = 0;  // Relaxed: for statistics.
 };
 

@@ -52,13 +52,14 @@ absl::StatusOr<std::shared_ptr<RunCore>> RunCore::Create(std::shared_ptr<Client:
   // Chunks have the same bounds over a lane and over gRPC. An offered lane may be out of reach, in
   // another container of this host.
   absl::StatusOr<std::unique_ptr<LanePipe>> lane = client->TakeLane(deadline, interrupt);
+  const absl::Status lane_status = lane.status();
   if (lane.ok()) {
     chunk_bytes = std::min(chunk_bytes, LanePipe::kMaxChunkBytes);
     client->ReturnLane(*std::move(lane));
   }
   return std::shared_ptr<RunCore>(new RunCore(
       std::move(client), std::move(info), std::move(options), group != nullptr ? *group : Group(),
-      std::move(layout), chunk_bytes, lane.status()));
+      std::move(layout), chunk_bytes, lane_status));
 }
 
 RunCore::RunCore(std::shared_ptr<Client::Impl> client, ModelInfo info, Client::RunOptions options,
@@ -261,6 +262,12 @@ absl::StatusOr<std::shared_ptr<ServerPush>> RunCore::MakePush(PushArguments argu
 }
 
 absl::Status RunCore::AllocateRing(Gpu& gpu) {
+  if (ring_.is_discarded()) {
+    // The server reads the old window through them.
+    std::vector<std::unique_ptr<LanePipe>> closed;  // Destroyed without the lock.
+    absl::MutexLock lock(&mu_);
+    closed.swap(window_lanes_);
+  }
   const int64_t slot_bytes = StagedChunks::SlotBytes(layout_, chunks_);
   // Frozen tensors are seldom pushed: more than the minimum is allocated for the others only.
   const int64_t max_slots =
@@ -272,6 +279,7 @@ absl::Status RunCore::AllocateRing(Gpu& gpu) {
 }
 
 absl::Status RunCore::FindLane(SteadyTime deadline, Interrupt* interrupt) {
+  // The chunks were made for gRPC, and are too large for a lane.
   if (chunks_.max_chunk_bytes() > LanePipe::kMaxChunkBytes) return lane_status_;
   return client_->FindLane(deadline, interrupt);
 }
@@ -302,7 +310,7 @@ RunCore::PushLanes RunCore::TakeLanes(int64_t count, bool is_staged, SteadyTime 
 }
 
 void RunCore::ReturnLane(PushLane lane) {
-  if (!lane.has_window) return client_->ReturnLane(std::move(lane.pipe));
+  if (!lane.has_window) return client_->ReturnLane(std::move(lane.pipe), connection_count());
   absl::MutexLock lock(&mu_);
   if (std::ssize(window_lanes_) < connection_count_.get()) {
     window_lanes_.push_back(std::move(lane.pipe));
@@ -314,10 +322,11 @@ absl::StatusOr<std::unique_ptr<LanePipe>> RunCore::TakeWindowLane(SteadyTime dea
   std::unique_ptr<LanePipe> idle;
   {
     absl::MutexLock lock(&mu_);
-    if (SteadyNow() < next_window_try_) return window_refusal_;
     if (!window_lanes_.empty()) {
       idle = std::move(window_lanes_.back());
       window_lanes_.pop_back();
+    } else if (SteadyNow() < next_window_try_) {
+      return window_refusal_;
     }
   }
   // The server may have ended it meanwhile.

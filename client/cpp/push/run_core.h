@@ -102,7 +102,8 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
     if (group_.round != nullptr) group_.round->Note(round);
   }
 
-  // OK: pushes can use same-host lanes. Otherwise why they cannot.
+  // OK: same-host lanes are offered, and take chunks of this size. Otherwise why there are none; if
+  // the chunks are too large, because there were none when the run was opened.
   absl::Status FindLane(SteadyTime deadline, Interrupt* interrupt);
   // A same-host lane for one push.
   struct PushLane {
@@ -110,7 +111,7 @@ class RunCore final : public OpenedRun, public std::enable_shared_from_this<RunC
     bool has_window = false;  // The server has mapped the window of ring().
   };
   struct PushLanes {
-    std::vector<PushLane> lanes;  // All of them have the window, or none. Empty: use gRPC.
+    std::vector<PushLane> lanes;  // Each has the window, or none has. Empty: use gRPC.
     absl::Status problem;         // Not OK: why there are no lanes, or no lanes with the window.
   };
   // Takes up to `count` lanes. REQUIRES: FindLane() is OK. `is_staged`: the chunks are in ring(),

@@ -18,7 +18,8 @@ constexpr absl::Duration kPeerEndGrace = absl::Seconds(1);
 
 WindowChunks::~WindowChunks() {
   if (sent_.empty()) return;
-  if (lane_->AwaitPeerEnd(After(SteadyNow(), kPeerEndGrace))) {
+  // For a server that hangs, only one of the lanes waits.
+  if (!staged_->ring().is_discarded() && lane_->AwaitPeerEnd(After(SteadyNow(), kPeerEndGrace))) {
     EndLoans(0, /*is_read=*/false);
   } else {
     staged_->ring().DiscardWindow();
@@ -26,8 +27,8 @@ WindowChunks::~WindowChunks() {
 }
 
 absl::Status WindowChunks::Send(int64_t chunk, const LanePipe::Stop& stop) {
-  // The ring has twice as many buffers as its lanes have places for chunks, so if there is a place,
-  // there is a buffer.
+  // The ring has at least twice as many buffers as the lanes have places for chunks, so if there is
+  // a place, there is a buffer.
   EMA_RETURN_IF_ERROR(lane_->AwaitPlace(stop));
   EndLoans(lane_->unread_frame_count(), /*is_read=*/true);
   const std::optional<ChunkWriter::Loan> loan = writer_->Borrow(chunk);

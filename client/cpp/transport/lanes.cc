@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cpp/transport/lanes.h"
 
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -74,6 +75,9 @@ absl::StatusOr<std::unique_ptr<LanePipe>> LanePool::OpenWithWindow(const SharedM
   }
   EMA_ASSIGN_OR_RETURN(std::unique_ptr<LanePipe> lane, LanePipe::Connect(socket_name, &window));
   const absl::StatusOr<LanePipe::Frame> frame = lane->Receive(stop);
+  if (absl::IsCancelled(frame.status())) {
+    return absl::UnavailableError("the server did not map the window in time");
+  }
   if (!frame.ok()) return absl::UnavailableError(frame.status().message());
   EMA_ASSIGN_OR_RETURN(const v1::LaneResponse response, ParseResponse(*frame));
   if (response.window().is_mapped()) return lane;
@@ -81,9 +85,9 @@ absl::StatusOr<std::unique_ptr<LanePipe>> LanePool::OpenWithWindow(const SharedM
       "the server's memory for windows is used up (--max-window-bytes)");
 }
 
-void LanePool::Return(std::unique_ptr<LanePipe> lane) {
+void LanePool::Return(std::unique_ptr<LanePipe> lane, int64_t max_idle) {
   absl::MutexLock lock(&mu_);
-  if (status_.ok()) idle_.push_back(std::move(lane));
+  if (status_.ok() && std::ssize(idle_) < max_idle) idle_.push_back(std::move(lane));
 }
 
 absl::Status SendRequest(LanePipe& lane, const v1::LaneRequest& request,

@@ -4,6 +4,8 @@
 #ifndef EMA_CLIENT_CPP_TRANSPORT_LANES_H_
 #define EMA_CLIENT_CPP_TRANSPORT_LANES_H_
 
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,17 +33,19 @@ class LanePool {
   absl::StatusOr<std::unique_ptr<LanePipe>> OpenWithWindow(const SharedMemory& window,
                                                            const LanePipe::Stop& stop)
       ABSL_LOCKS_EXCLUDED(mu_);
-  // To be called after a successful call. After a failed call drop the lane instead.
-  void Return(std::unique_ptr<LanePipe> lane) ABSL_LOCKS_EXCLUDED(mu_);
-  // OK: as far as is known, the server offers lanes that this process can open. UNAVAILABLE: why it
-  // cannot.
+  // To be called after a successful call. After a failed call drop the lane instead. Closes the
+  // lane if there are `max_idle` others that no call uses.
+  void Return(std::unique_ptr<LanePipe> lane,
+              int64_t max_idle = std::numeric_limits<int64_t>::max()) ABSL_LOCKS_EXCLUDED(mu_);
+  // OK: as far as is known, the server offers lanes that this process can open. UNAVAILABLE: why
+  // there are none.
   absl::Status status() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
   mutable absl::Mutex mu_;
   absl::Status status_ ABSL_GUARDED_BY(mu_) =
       absl::UnavailableError("the server has not said whether it offers same-host lanes");
-  std::string socket_name_ ABSL_GUARDED_BY(mu_);  // If `status_` is OK.
+  std::string socket_name_ ABSL_GUARDED_BY(mu_);  // Valid if `status_` is OK.
   std::vector<std::unique_ptr<LanePipe>> idle_ ABSL_GUARDED_BY(mu_);
 };
 
