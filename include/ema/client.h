@@ -171,8 +171,8 @@ class Client {
     bool created = false;
   };
   struct ModelOptions {
-    // How many versions readers may hold in the server's memory at once, besides the newest. 0: the
-    // server's default.
+    // How many different versions readers may hold in the server's memory at once, the newest among
+    // them. 0: the server's default.
     int64_t max_pinned_versions = 0;
     NonFinitePolicy non_finite = NonFinitePolicy::kReject;
   };
@@ -457,9 +457,9 @@ class Client {
   using PullTarget = std::function<absl::StatusOr<std::span<std::byte>>(const PullInfo&)>;
   // Reads one track of one version, or a part of it. If the connection breaks, the pull continues
   // where it stopped. Checksums of chunks and streams are verified (not through shared memory).
-  // After an error the contents of the memory are undefined. The calling thread calls `target` and
-  // `on_progress`, which may be null, and receives the number of bytes pulled so far; it begins
-  // again at 0 if the pull starts over. Errors as of Pull in ema_service.proto; also
+  // After an error the contents of the memory are undefined. Both functions run on the
+  // calling thread. `on_progress` may be null; it receives the number of bytes pulled so far, which
+  // begins again at 0 if the pull starts over. Errors as of Pull in ema_service.proto; also
   // INVALID_ARGUMENT: the target does not return `total_bytes` of memory; DATA_LOSS: bytes were
   // damaged in transit.
   absl::StatusOr<PullInfo> Pull(std::string_view model, std::string_view track,

@@ -232,8 +232,8 @@ class PendingPush {
     // From the start until the last byte left; for weights on a GPU, until the last copy started.
     absl::Duration send_time;
     Lane lane = Lane::kGrpc;  // Transport of the last stream.
-    // Why there was no better one; empty: there is none. Whether there are lanes is found out when
-    // the run is opened.
+    // Why no faster transport was used; empty: this is the fastest, or nothing was sent yet. A run
+    // that had no same-host lane when it was opened usually keeps to gRPC.
     std::string lane_reason;
     // From the reply. Absent before the reply, and if QueryPush reported the commit.
     std::optional<ServerTime> server_time = std::nullopt;

@@ -25,10 +25,10 @@ absl::StatusOr<ListenSocket> ListenTcp(const std::string& address, std::string_v
 
 // Listens on the socket file `path`, which is made for the process's own user; a file that a killed
 // server has left there is replaced. Returns the descriptor: the caller's, non-blocking,
-// close-on-exec. The caller removes the file before it closes the descriptor, since then the next
-// server may use the path. `address` is what error messages name. INVALID_ARGUMENT: not an absolute
-// path, or too long. ALREADY_EXISTS: another server listens there, or the path is that of a file
-// other than a socket, which stays. INTERNAL: another system error.
+// close-on-exec. The caller removes the file before it closes the descriptor: afterwards the file
+// may be that of the next server. `address` is what error messages name. INVALID_ARGUMENT: not an
+// absolute path, or too long. ALREADY_EXISTS: another server listens there, or the path is that of
+// a file other than a socket, which stays. INTERNAL: another system error.
 absl::StatusOr<int> ListenUnix(const std::string& path, const std::string& address);
 
 // Creates an eventfd, which is readable once 8 bytes have been written to it. The caller closes it.

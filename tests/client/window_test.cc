@@ -354,7 +354,7 @@ TEST_F(WindowTest, AKilledServerEndsThePushAndTheNextServerGetsAll) {
   ExpectSameAverages();
 }
 
-// It may read from the old window when it continues.
+// After SIGCONT the server may still read from the old window.
 TEST_F(LargeWindowTest, AServerThatHangsGetsANewWindowForAllLanes) {
   max_lanes_ = 2;
   Start();
@@ -401,6 +401,7 @@ TEST_F(WindowTest, AnIdleLaneDoesNotReadADiscardedWindow) {
   ExpectSameAverages();
 }
 
+// After SIGCONT the server may still read from the old window.
 TEST_F(WindowTest, AServerThatHangsGetsANewWindow) {
   Start();
   Fill(1);

@@ -371,7 +371,7 @@ PendingPush::Stats GroupPush::stats() const {
     total.stream_count = std::max(total.stream_count, stats.stream_count);
     total.connection_count += stats.connection_count;
     total.send_time = std::max(total.send_time, stats.send_time);
-    // Of the slowest kind that a part has used.
+    // The slowest transport that a part has used.
     if (stats.stream_count > 0 && stats.lane <= total.lane) {
       total.lane = stats.lane;
       total.lane_reason = stats.lane_reason;

@@ -42,7 +42,7 @@ class GrpcPushStream final : public PushStream {
   absl::Status End();
 
   const PushMessages* const messages_;
-  grpc::CompletionQueue queue_;  // Empty between calls.
+  grpc::CompletionQueue queue_;  // Has the event of the pending operation, if any.
   Call call_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;  // Null: not started, or ended.
   bool is_pending_ = false;  // An operation has been started, and Wait() has not seen its end.

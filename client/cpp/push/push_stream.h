@@ -13,8 +13,8 @@
 namespace ema::client_internal {
 
 // A Push call over gRPC or through a same-host lane: SendHeader(), any number of SendChunk(),
-// Commit(). An error says why the stream has ended; then nothing else may be called. CANCELLED: the
-// interrupt fired, Cancel() was called, or the chunk cannot be read, because the weights were
+// Commit(). An error says why the stream has ended; then only Cancel() may be called. CANCELLED:
+// the interrupt fired, Cancel() was called, or the chunk cannot be read, because the weights were
 // released or their GPU has failed. DEADLINE_EXCEEDED. Other errors with a reason are the server's;
 // one without a reason means that the stream broke. For one thread, except Cancel(). The destructor
 // ends the call.

@@ -263,7 +263,7 @@ absl::StatusOr<std::shared_ptr<ServerPush>> RunCore::MakePush(PushArguments argu
 
 absl::Status RunCore::AllocateRing(Gpu& gpu) {
   if (ring_.is_discarded()) {
-    // The server reads the old window through them.
+    // Through the idle lanes the server would read the old window.
     std::vector<std::unique_ptr<LanePipe>> closed;  // Destroyed without the lock.
     absl::MutexLock lock(&mu_);
     closed.swap(window_lanes_);

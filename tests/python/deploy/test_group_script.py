@@ -19,8 +19,8 @@ from testing import wait_for
 
 pytestmark = pytest.mark.slow
 
-# What deploy/group.sh runs, in another folder than build/group. SIGINT is ignored where a shell has
-# started the tests in the background.
+# What deploy/group.sh runs, in another folder than build/group. A shell that runs the tests in the background
+# makes them ignore SIGINT, so the handler is set again.
 SERVE = """
 import pathlib, signal, sys, run_group
 signal.signal(signal.SIGINT, signal.default_int_handler)

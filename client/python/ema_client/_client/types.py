@@ -451,8 +451,9 @@ class PushStats:
             copy started.
         lane: transport of the last stream: "grpc", "shared memory", or "shared window" (the server
             read the weights of a GPU without a copy).
-        lane_reason: why there was no better one, such as "the server is not on this host"; "" if there
-            is none. Whether there are lanes is found out when the run is opened.
+        lane_reason: why no faster transport was used, such as "the server is not on this host"; "" if this
+            is the fastest, or nothing was sent yet. A run that had no same-host lane when it was opened usually keeps
+            to gRPC.
         server_seconds: after the reply: how long the server spent in each phase: "receive" (waiting
             for bytes), "fold", "wait" (for its device and other ranks), "commit". None if the reply
             was lost.
