@@ -93,9 +93,9 @@ class Client {
     // WaitReleased() continues as if `max_wait` were over. It lets Ctrl-C end a call, for example.
     // Null: calls are not interrupted.
     std::function<bool()> is_interrupted = nullptr;
-    // Called once when a call has been retried for two seconds, with its last error, by the thread
-    // that waits; retries continue until the call's timeout. May be null. Not called for pushes,
-    // nor for the requests of one call to several servers of a group.
+    // Called once in a call that has been retried for two seconds, on the thread that waits for it,
+    // with the last error; retries continue until the call's timeout. May be null. Not called for
+    // pushes, nor for a call that is made to several servers of a group at once.
     std::function<void(const absl::Status& error)> on_wait = nullptr;
   };
 

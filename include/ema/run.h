@@ -231,7 +231,7 @@ class PendingPush {
     int64_t connection_count = 0;  // Connections or same-host lanes of the last try.
     // From the start until the last byte left; for weights on a GPU, until the last copy started.
     absl::Duration send_time;
-    Lane lane = Lane::kGrpc;  // Transport of the last stream.
+    Lane lane = Lane::kGrpc;  // The transport of the last try.
     // Why no faster transport was used; empty: this is the fastest, or nothing was sent yet. A run
     // that had no same-host lane when it was opened usually keeps to gRPC.
     std::string lane_reason;

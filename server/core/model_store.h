@@ -71,7 +71,8 @@ class ModelStore {
   // Closes and removes the model. Its memory is freed when the last reader releases it. False:
   // there was no such model.
   bool Delete(std::string_view name) ABSL_LOCKS_EXCLUDED(mu_);
-  // As Delete(), but its readers and writers get `status`: the model continues in another object.
+  // As Delete(), but readers and writers of the model get `status` as their error. For a model that
+  // continues in another Model object.
   bool Drop(std::string_view name, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   // Calls Delete(), and then `forget`, which may block, also if there was no such model. Until that
   // returns, no model of that name can be created. Returns the status of `forget`.

@@ -32,8 +32,9 @@ class GroupModels;
 
 // At an interval, for each model whose home this server is and whose newest version is in no
 // checkpoint and no copy: makes all partitions write copies of the version, then makes each fetch
-// that of the one before it, and then records the version in the registry. After an error the
-// earlier copy remains. An error is logged unless the model's previous one was of the same kind.
+// the copy of the partition before it, and then records the version in the registry. After an error
+// the earlier copy remains. An error is logged unless the model's previous one was of the same
+// kind.
 //
 // Works on a thread of its own. Thread-safe.
 class CopyMaker {

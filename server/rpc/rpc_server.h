@@ -53,7 +53,7 @@ class RpcServer {
     int thread_count = 1;
     // Clients of this host and user may push and pull through shared memory.
     bool same_host_lane = true;
-    std::string lane_socket;  // As ServerOptions::lane_socket.
+    std::string lane_socket;  // --lane-socket; may be empty.
     // Limit of the windows (SharedMemory::CreateWindow()) of all these clients together.
     int64_t max_window_bytes = int64_t{1} << 30;
     // Outlives the server. Null: every caller may do everything.

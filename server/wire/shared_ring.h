@@ -18,9 +18,9 @@ namespace ema {
 // one. A waiting end spins for some microseconds, then sleeps; after a sleep that timed out it does
 // not spin again. The scheduler may leave both ends on one processor while others are idle: a woken
 // thread starts where its waker runs, and if the two share a cache, Linux may not look further; for
-// tens of ms at a time a push was half as fast. An end with `may_move` then moves itself. A peer
-// that writes invalid data into the memory is detected (is_broken()) or harms only the bytes that
-// it sends: no checked value is read from the memory a second time.
+// tens of ms at a time a push was half as fast. An end with `may_move` then moves itself. If a peer
+// writes invalid data into the memory, is_broken() becomes true, or only the bytes that it sends
+// are wrong: no checked value is read from the memory a second time.
 class SharedRing {
  public:
   // Four slots of 256 KiB stay in the caches: 17 % faster than eight of 1 MiB.

@@ -206,7 +206,7 @@ class WindowTest : public testing::Test {
   bool second_is_frozen_ = false;
   bool frozen_changed_ = false;      // Pushes include the frozen tensor.
   Lane lane_ = Lane::kSharedWindow;  // Of the pushes of TrainStep().
-  // Of the last TrainStep().
+  // Statistics of the push of the last TrainStep().
   int64_t lane_count_ = 0;
   std::string lane_reason_;
   std::unique_ptr<ServerProcess> server_;

@@ -22,7 +22,7 @@ namespace {
 // Smaller pushes say little about speed.
 constexpr int64_t kMinNotedBytes = int64_t{64} << 20;
 
-// True: the server had no place for a stream, closed it, or gave its place to another caller.
+// True: fewer streams may work. The server had no place for a stream or ended it, or it broke.
 bool IsRefused(const absl::Status& error) {
   const ErrorReason reason = GetErrorReason(error);
   return reason == ErrorReason::kTooManyStreams || reason == ErrorReason::kStalled ||
@@ -50,7 +50,7 @@ class PushSender::Sending {
   SteadyTime sent_time() const { return sent_time_; }
 
  private:
-  // What a stream has sent.
+  // What one stream has sent, and the reply that it got.
   struct Part {
     int64_t chunk_count = 0;
     int64_t total_bytes = 0;

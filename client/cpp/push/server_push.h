@@ -185,7 +185,7 @@ class ServerPush final : public RunningPush {
   mutable SteadyWait wait_;  // Woken when there is a result.
   std::optional<absl::StatusOr<Version>> result_ ABSL_GUARDED_BY(mu_);
   std::optional<PendingPush::ServerTime> server_time_ ABSL_GUARDED_BY(mu_);
-  Lane lane_ ABSL_GUARDED_BY(mu_) = Lane::kGrpc;  // Of the last stream.
+  Lane lane_ ABSL_GUARDED_BY(mu_) = Lane::kGrpc;  // The transport of the last try.
   std::string lane_reason_ ABSL_GUARDED_BY(mu_);
 
   std::thread thread_;

@@ -72,8 +72,8 @@ void TrainerLog::LaneUsed(const PendingPush::Stats& stats) {
   if (stats.stream_count == 0) return;  // Nothing was sent.
   std::string text = absl::StrCat("transport of pushes: ", std::string(LaneName(stats.lane)));
   if (!stats.lane_reason.empty()) absl::StrAppend(&text, " (", stats.lane_reason, ")");
-  if (text == lane_) return;
-  lane_ = text;
+  if (text == transport_) return;
+  transport_ = text;
   Write(LogLevel::kInfo, text);
 }
 

@@ -49,7 +49,8 @@ class TrainerLog {
   void SkippedStep(int64_t step, const absl::Status& error);
   // To be called when a push has succeeded: restarts the counts of causes that are over.
   void PushSucceeded();
-  // Says which transport the pushes use, and why not a better one, if that has changed.
+  // Logs which transport a push has used, and why no faster one, if that differs from the push
+  // before.
   void LaneUsed(const PendingPush::Stats& stats);
   // Warns once of each schedule whose updates are too small for the track's dtype.
   void WarnOfStalledTracks(const Version& version);
@@ -63,7 +64,7 @@ class TrainerLog {
   std::map<Cause, int64_t> skip_counts_;
   // Causes that persist after a successful push, such as weights that are not finite.
   std::set<Cause> lasting_causes_;
-  std::string lane_;  // What LaneUsed() has said last.
+  std::string transport_;  // The last text of LaneUsed().
   // Schedules already warned about: track, pattern of the rule, schedule.
   std::set<std::tuple<std::string, std::string, std::string>> stalled_;
 };
